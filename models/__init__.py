@@ -1,0 +1,1 @@
+"""Vision Transformers as plain ``nn.Module``s; no backend, no trainer."""

@@ -1,0 +1,1 @@
+"""Everything the backends share: arguments, the one loop, metrics, checkpoints."""
