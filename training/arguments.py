@@ -279,7 +279,7 @@ def _add_xla(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cpu_devices",
         type=_positive,
-        default=int(os.environ.get("CPU_NUM_DEVICES", "1") or 1),
+        default=os.environ.get("CPU_NUM_DEVICES") or "1",
         help="virtual devices when XLA runs on the CPU "
         "(default: CPU_NUM_DEVICES of the environment, or 1)",
     )

@@ -1,0 +1,1 @@
+"""Image sources. A source is one file; all give batches through ``BatchLoader``."""

@@ -1,0 +1,39 @@
+"""All-zero images with label 0, as many as ImageNet has: for smoke runs and timing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from data.loader import Batch
+
+TRAIN_LENGTH, VAL_LENGTH = 1_281_167, 50_000
+
+
+class FakeLoader:
+    """Gives one and the same batch again and again: no host work after the first.
+
+    With ``keep_short`` the last batch of an epoch, if short, is filled up with the
+    label -1, as the folder loader does for evaluation; without, it is dropped.
+    """
+
+    def __init__(
+        self, length: int, batch_size: int, share: int, offset: int, image_shape: tuple[int, ...],
+        *, keep_short: bool
+    ) -> None:  # fmt: skip
+        self._length, self._batch_size, self._keep_short = length, batch_size, keep_short
+        images = torch.zeros(share, *image_shape)
+        self._full = images, torch.zeros(share, dtype=torch.int64)
+        rest = length % batch_size
+        present = torch.arange(offset, offset + share) < rest
+        self._short = images, torch.where(present, 0, -1)
+
+    def __len__(self) -> int:
+        full, rest = divmod(self._length, self._batch_size)
+        return full + bool(rest) if self._keep_short else full
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        full = self._length // self._batch_size
+        for batch in range(first_batch, len(self)):
+            yield self._full if batch < full else self._short

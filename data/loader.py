@@ -1,0 +1,52 @@
+"""What the training loop sees of any data source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from data.sampler import GlobalBatchSampler
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Images (share, channels, height, width) float32 and labels (share,) int64, on CPU."""
+
+
+class BatchLoader(Protocol):
+    """Batches of one process's share, epoch by epoch, from any position.
+
+    A source that gives the same tensor objects again tells the device side that
+    nothing has to be copied.
+    """
+
+    def __len__(self) -> int:
+        """Global batches in an epoch."""
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        """The batches of ``epoch`` from ``first_batch`` on."""
+
+
+class DatasetLoader:
+    """Loads a map-style dataset with worker processes that live for the whole run.
+
+    The dataset is indexed by (epoch, image index), see ``GlobalBatchSampler``.
+    """
+
+    def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int) -> None:
+        self._sampler = sampler
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+        )
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        self._sampler.set_position(epoch, first_batch)
+        for images, labels in self._loader:
+            yield images, labels

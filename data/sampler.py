@@ -1,0 +1,62 @@
+"""Which images make up each global batch, and which of them this process loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+PADDING = -1
+"""Index of an image that is not there; data sources give it the label -1."""
+
+
+class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
+    """Cuts the same sequence of global batches over any number of loading processes.
+
+    The order depends on the seed and the epoch alone; a process takes its contiguous
+    share of each global batch. So neither the number of processes nor a resume
+    changes what a step trains on. Yields lists of (epoch, image index).
+
+    Training (``shuffle=True``) drops the last short batch, as system A does.
+    Evaluation keeps it and fills it up with ``PADDING``, so shapes stay static and
+    each image still counts once.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if batch_size % world_size:
+            raise ValueError(f"batch size {batch_size} is not divisible by {world_size} processes")
+        self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
+        self.rank, self.share = rank, batch_size // world_size
+        self.epoch = self.first_batch = 0
+
+    def set_position(self, epoch: int, first_batch: int = 0) -> None:
+        """The next iteration runs through ``epoch`` from its batch ``first_batch`` on."""
+        self.epoch, self.first_batch = epoch, first_batch
+
+    def __len__(self) -> int:
+        """Global batches in an epoch."""
+        full, rest = divmod(self.length, self.batch_size)
+        return full if self.shuffle else full + bool(rest)
+
+    def _order(self) -> torch.Tensor:
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            return torch.randperm(self.length, generator=generator)
+        padding = torch.full((len(self) * self.batch_size - self.length,), PADDING)
+        return torch.cat([torch.arange(self.length), padding])
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        order = self._order()
+        for batch in range(self.first_batch, len(self)):
+            start = batch * self.batch_size + self.rank * self.share
+            yield [(self.epoch, int(i)) for i in order[start : start + self.share]]

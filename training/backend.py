@@ -1,0 +1,89 @@
+"""What the loop asks of the hardware side. A backend is one folder that gives this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from data.loader import Batch
+
+InitializeModule = Callable[[nn.Module, str], None]
+"""Allocates and fills a module that is on the meta device; takes its name in the model."""
+
+
+class Backend(Protocol):
+    """Places a plain model on devices and runs its steps there.
+
+    Tensors that a backend returns live on the device; reading one is ``read``'s job.
+    """
+
+    is_main: bool
+    """This process prints and writes the reports."""
+    rank: int
+    """Of this process among those that load data."""
+    world_size: int
+    """Processes that load data, each its share of the global batch."""
+    device_count: int
+
+    def describe(self) -> str:
+        """One line: devices, sharding and precision that were chosen."""
+
+    def shard(self, model: nn.Module, units: list[tuple[str, nn.Module]],
+              initialize: InitializeModule) -> nn.Module:  # fmt: skip
+        """Fill, shard and place the model, one unit after the other."""
+
+    def build_optimizer(self, *, betas: tuple[float, float], eps: float,
+                        weight_decay: float) -> None:  # fmt: skip
+        """AdamW over the sharded model, its state allocated."""
+
+    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """This process's share of a global batch, on the devices."""
+
+    def backward(self, loss: torch.Tensor) -> None: ...
+
+    def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:
+        """Clip to the global norm (0 or less: don't), update, drop gradients, end the step.
+
+        Returns the norm before clipping.
+        """
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Of a per-replica mean, over all replicas."""
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Of a per-replica sum, over all replicas."""
+
+    def end_step(self) -> None:
+        """Hand what was recorded to the device (nothing to do on eager backends)."""
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+
+    def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
+        """Values of small tensors, without stopping the device or this thread."""
+
+    def save(self, path: Path, training: dict[str, torch.Tensor]) -> None:
+        """Write model, optimizer, random state and ``training`` as a DCP checkpoint."""
+
+    def load(self, path: Path) -> None:
+        """Restore model, optimizer and random state."""
+
+    def barrier(self, name: str) -> None:
+        """Until every process is here."""
+
+    def counters(self) -> dict[str, int]:
+        """Running counts worth logging: compilations, transfers, ..."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of device memory (used, peak, limit), empty where the device tells none."""
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of parameters and of optimizer state on the first device."""
+
+    def peak_flops(self) -> float | None:
+        """Of one device at this precision, per second; None where unknown."""

@@ -1,0 +1,169 @@
+"""Checkpoint folders: their names, when one is complete, which to resume, which to keep.
+
+A checkpoint is a folder ``step_<n>`` in PyTorch's distributed checkpoint format.
+It is written under a temporary name and renamed when complete, so a folder with
+the final name always holds everything:
+
+    model.<name>                                    weights
+    optimizer.state.<name>.{step,exp_avg,exp_avg_sq}  AdamW
+    training.{step,epoch,images_in_epoch}           position; the schedule follows from it
+    training.rng.*                                  random state
+    training.arguments                              the flags, as UTF-8 JSON
+
+All entries are tensors: nothing in it is run by loading it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from training.errors import UsageError
+
+_COMPLETE = re.compile(r"step_(\d+)")
+_TEMPORARY_SUFFIX = ".tmp"
+_PICKLED_METADATA = re.compile(
+    r"(torch\.distributed\.checkpoint\.(metadata|filesystem)|torch\.serialization|"
+    r"torch|torch\._C|torch\.storage|pathlib|collections|_codecs)"
+)
+_FORBIDDEN_NAMES = {"load", "save", "compile", "hub", "jit", "ops", "classes", "package"}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds DCP's own metadata classes and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if _PICKLED_METADATA.fullmatch(module) and name.split(".")[0] not in _FORBIDDEN_NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+
+
+class SafeReader(dcp.FileSystemReader):
+    """DCP's file reader with metadata that cannot run code (PyTorch 2.9 unpickles any)."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        content = (Path(self.path) / ".metadata").read_bytes()
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError("not the metadata of a checkpoint")
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: updates done, full epochs done, images into the current epoch."""
+
+    step: int = 0
+    epoch: int = 0
+    images_in_epoch: int = 0
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a checkpoint says of itself, read without any device."""
+
+    path: Path
+    position: Position
+    arguments: dict[str, Any]
+
+
+def training_tensors(position: Position, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The ``training.*`` entries of a checkpoint, except the random state."""
+    text = json.dumps(arguments).encode()
+    return {
+        "step": torch.tensor(position.step),
+        "epoch": torch.tensor(position.epoch),
+        "images_in_epoch": torch.tensor(position.images_in_epoch),
+        "arguments": torch.frombuffer(bytearray(text), dtype=torch.uint8),
+    }
+
+
+def read_saved_run(path: Path) -> SavedRun:
+    """Read position and arguments of a checkpoint. Raises UsageError if it cannot be read."""
+    if not (path / ".metadata").is_file():
+        raise UsageError(f"{path} is no complete checkpoint: it has no .metadata file")
+    try:
+        reader = SafeReader(path)
+        entries = reader.read_metadata().state_dict_metadata
+        names = ("step", "epoch", "images_in_epoch", "arguments")
+        wanted: dict[str, Any] = {}
+        for name in names:
+            entry = entries[f"training.{name}"]
+            if not isinstance(entry, TensorStorageMetadata):
+                raise ValueError(f"training.{name} is not a tensor")
+            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        state = {"training": wanted}
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        position = Position(*(int(state["training"][name]) for name in names[:3]))
+        arguments = json.loads(bytes(state["training"]["arguments"].tolist()))
+    except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"cannot read the checkpoint {path}: {reason[:200]}") from None
+    return SavedRun(path, position, arguments)
+
+
+def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    if not ckpt_dir.is_dir():
+        return []
+    found = [
+        (int(match[1]), path)
+        for path in ckpt_dir.iterdir()
+        if (match := _COMPLETE.fullmatch(path.name)) and (path / ".metadata").is_file()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> SavedRun | None:
+    """The checkpoint that ``--resume`` and ``--resume_epoch`` name, or None to start anew."""
+    existing = complete_checkpoints(ckpt_dir)
+    if resume_epoch:
+        for path in reversed(existing):
+            saved = read_saved_run(path)
+            if (saved.position.epoch, saved.position.images_in_epoch) == (resume_epoch, 0):
+                return saved
+        raise UsageError(
+            f"--resume_epoch {resume_epoch}: {ckpt_dir} has no checkpoint of that epoch's end"
+        )
+    if resume == "none":
+        if existing:
+            raise UsageError(
+                f"--resume none, but {ckpt_dir} holds {existing[-1].name} of an earlier run: "
+                "choose another --ckpt_dir, or remove its step_* folders"
+            )
+        return None
+    if resume == "auto":
+        return read_saved_run(existing[-1]) if existing else None
+    path = Path(resume)
+    if not path.is_dir():
+        raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
+    return read_saved_run(path)
+
+
+def begin(ckpt_dir: Path, step: int) -> tuple[Path, Path]:
+    """Names for a checkpoint in the making and for the finished one."""
+    final = ckpt_dir / f"step_{step}"
+    return final.with_name(final.name + _TEMPORARY_SUFFIX), final
+
+
+def finish(temporary: Path, final: Path, keep: int) -> None:
+    """Give a written checkpoint its name and remove the oldest beyond ``keep`` (0: none)."""
+    if final.exists():  # the same step, written again after a resume from before it
+        shutil.rmtree(final)
+    temporary.rename(final)
+    existing = complete_checkpoints(final.parent)
+    for path in existing[: len(existing) - keep] if keep else []:
+        shutil.rmtree(path)

@@ -1,0 +1,54 @@
+"""Put the next batches on the device while the current step runs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from data.loader import Batch
+
+_END = object()
+
+
+def prefetch(batches: Iterator[Batch], put: Callable[[Batch], Any], depth: int = 2) -> Iterator:
+    """Yield ``put(batch)`` for each batch, up to ``depth`` of them ahead in a thread.
+
+    The tensors of the last batch are put once if the source gives them again. An
+    error in the source or in ``put`` is raised here, at the batch it belongs to
+    (torch_xla's ParallelLoader ends the epoch silently instead).
+    """
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def offer(item: Any) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        last = on_device = None
+        try:
+            for batch in batches:
+                if stop.is_set():
+                    return
+                if last is None or any(a is not b for a, b in zip(batch, last, strict=True)):
+                    on_device, last = put(batch), batch
+                offer(on_device)
+            offer(_END)
+        except BaseException as error:  # noqa: BLE001 - handed to the consumer, whatever it is
+            offer(error)
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not _END:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,243 @@
+"""What both forms of FSDP on XLA share: steps, transfers, counters, checkpoints."""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import struct
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.runtime as xr
+from torch import nn
+from torch_xla.distributed.fsdp import checkpoint_module
+
+from training.backend import InitializeModule
+from training.checkpoint import SafeReader
+from training.shards import ShardedTensor
+from xla_fsdp import chips
+from xla_fsdp.blocks import cut_every
+from xla_fsdp.optimizer import build_adamw, set_lr
+
+Saved = ShardedTensor | torch.Tensor
+
+
+class XlaBackend(abc.ABC):
+    """The parts of ``training.backend.Backend`` that do not depend on the form of FSDP."""
+
+    rank: int
+    world_size: int
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._device = torch_xla.device()
+        self._bf16 = args.precision == "bf16"
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
+        self.is_main = self.rank == 0
+        self.device_count = xr.global_runtime_device_count()
+        torch_xla.manual_seed(args.seed + self._rng_stream)
+
+    # -- the form of FSDP -------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def _rng_stream(self) -> int:
+        """Which stream of random numbers this process draws dropout from."""
+
+    @abc.abstractmethod
+    def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module: ...
+
+    @abc.abstractmethod
+    def _shard_root(self, model: nn.Module) -> nn.Module: ...
+
+    @abc.abstractmethod
+    def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor: ...
+
+    @abc.abstractmethod
+    def _scalar(self, value: float) -> torch.Tensor: ...
+
+    @abc.abstractmethod
+    def _clip_grad_norm(self, max_norm: float) -> torch.Tensor: ...
+
+    @abc.abstractmethod
+    def _named_parameters(self) -> dict[str, nn.Parameter]: ...
+
+    @abc.abstractmethod
+    def _local_bytes(self, tensor: torch.Tensor) -> int: ...
+
+    @abc.abstractmethod
+    def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, Saved]:
+        """Values on CPU by their names in the plain model (a flat tensor has several)."""
+
+    @abc.abstractmethod
+    def _to_device(self, tensor: torch.Tensor, saved: list[Saved]) -> None:
+        """Put back what ``_to_host`` gave, after new values were read into it."""
+
+    # -- model and optimizer ----------------------------------------------------------
+
+    def shard(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
+        blocks: list[nn.Module] = []
+        for name, unit in units:
+            initialize(unit, name)
+            if unit is model:
+                self._model = self._shard_root(model)
+                continue
+            if self._args.grad_ckpt:
+                checkpoint_module(unit)
+            blocks.append(self._shard_block(model, name, unit))
+            torch_xla.sync()  # the device takes this unit before the next one is made
+        if self._args.mark_step_every_n_blocks:
+            cut_every(blocks, self._args.mark_step_every_n_blocks)
+        torch_xla.sync(wait=True)
+        return self._model
+
+    def build_optimizer(
+        self, *, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        self._optimizer = build_adamw(
+            self._named_parameters().values(), self._zeros_like, self._scalar,
+            betas=betas, eps=eps, weight_decay=weight_decay,
+        )  # fmt: skip
+        torch_xla.sync(wait=True)
+
+    # -- a step -----------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._args.mark_step_after_forward:
+            torch_xla.sync()
+        loss.backward()
+
+    def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:
+        set_lr(self._optimizer, lr, self._scalar)
+        norm = self._clip_grad_norm(max_norm if max_norm > 0 else float("inf"))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.end_step()
+        return norm
+
+    def end_step(self) -> None:
+        torch_xla.sync()
+
+    def wait(self) -> None:
+        xm.wait_device_ops()
+
+    def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
+        tensors = dict(values)
+        # In a thread: .cpu() waits for the step that makes the value, and only for it.
+        return self._reader.submit(
+            lambda: {name: t.cpu().flatten().tolist() for name, t in tensors.items()}
+        )
+
+    def barrier(self, name: str) -> None:
+        if xr.process_count() > 1:
+            xm.rendezvous(name)
+
+    # -- reports ----------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        def samples(metric: str) -> int:
+            data = met.metric_data(metric)
+            return data[0] if data else 0
+
+        cached, compiled = met.counter_value("CachedCompile"), met.counter_value("UncachedCompile")
+        return {
+            "compilations": compiled or 0,
+            "executions": (cached or 0) + (compiled or 0),  # each execution looks up its graph
+            "device_to_host": samples("TransferFromDeviceTime"),
+        }
+
+    def memory(self) -> dict[str, int]:
+        if xr.device_type() == "CPU":
+            return {}
+        info = xm.get_memory_info(self._device)
+        return {"used": info["bytes_used"], "limit": info["bytes_limit"]}
+
+    def state_bytes(self) -> dict[str, int]:
+        state = [t for entry in self._optimizer.state.values() for t in entry.values()]
+        return {
+            "parameters": sum(map(self._local_bytes, self._named_parameters().values())),
+            "optimizer": sum(map(self._local_bytes, state)),
+        }
+
+    def peak_flops(self) -> float | None:
+        return chips.peak_flops()
+
+    def _describe_common(self) -> str:
+        cuts = []
+        if self._args.mark_step_after_forward:
+            cuts.append("after the forward pass")
+        if self._args.mark_step_every_n_blocks:
+            cuts.append(f"every {self._args.mark_step_every_n_blocks} blocks")
+        return (
+            f"{self.device_count} {xr.device_type()} device(s), {self._args.precision}, "
+            f"gradient checkpointing {'on' if self._args.grad_ckpt else 'off'}"
+            + (f", graph cut {' and '.join(cuts)}" if cuts else "")
+        )
+
+    # -- checkpoints ------------------------------------------------------------------
+
+    def _host_state(self) -> tuple[dict, list[tuple[torch.Tensor, list[Saved]]]]:
+        """Model and optimizer on CPU under plain names, and which device tensor each is of."""
+        model: dict[str, Saved] = {}
+        optimizer: dict[str, dict[str, Saved]] = {}
+        origins = []
+        for key, parameter in self._named_parameters().items():
+            views = self._to_host(key, parameter.detach())
+            model.update(views)
+            origins.append((parameter, list(views.values())))
+            for entry, tensor in self._optimizer.state[parameter].items():
+                if entry == "step":
+                    step = tensor.cpu()
+                    state_views: dict[str, Saved] = dict.fromkeys(views, step)
+                else:
+                    state_views = self._to_host(key, tensor)
+                for name, view in state_views.items():
+                    optimizer.setdefault(name, {})[entry] = view
+                origins.append((tensor, list(state_views.values())))
+        return {"model": model, "optimizer": {"state": optimizer}}, origins
+
+    def save(self, path: Path, training: dict[str, torch.Tensor]) -> None:
+        xm.wait_device_ops()
+        state, _ = self._host_state()
+        rng = {
+            "cpu": torch.get_rng_state(),
+            f"xla_{self._rng_stream}": _pack(xm.get_rng_state()),
+        }
+        state["training"] = {**training, "rng": rng}
+        writer = dcp.FileSystemWriter(path)
+        dcp.save(state, storage_writer=writer, no_dist=xr.process_count() == 1)
+
+    def load(self, path: Path) -> None:
+        reader = SafeReader(path)
+        state, origins = self._host_state()
+        rng = {"cpu": torch.get_rng_state()}
+        stream = f"xla_{self._rng_stream}"
+        # Another number of replicas than at saving: the new ones keep their fresh streams.
+        if f"training.rng.{stream}" in reader.read_metadata().state_dict_metadata:
+            rng[stream] = _pack(0)
+        state["training"] = {"rng": rng}
+        dcp.load(state, storage_reader=reader, no_dist=xr.process_count() == 1)
+        for tensor, saved in origins:
+            self._to_device(tensor, saved)
+        torch_xla.sync(wait=True)
+        rng = state["training"]["rng"]
+        torch.set_rng_state(rng["cpu"])
+        if stream in rng:
+            xm.set_rng_state(_unpack(rng[stream]))
+
+
+def _pack(seed: int) -> torch.Tensor:
+    """torch_xla's random state (an unsigned 64-bit number) as bytes."""
+    return torch.frombuffer(bytearray(struct.pack("<Q", seed % 2**64)), dtype=torch.uint8)
+
+
+def _unpack(data: torch.Tensor) -> int:
+    return struct.unpack("<Q", bytes(data.tolist()))[0]

@@ -1,0 +1,56 @@
+"""Start XLA as the arguments say, and run a function on a backend in every process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+from training.backend import Backend
+from xla_fsdp.options import device_type, fsdp_form
+
+Run = Callable[[argparse.Namespace, Backend], None]
+
+
+def launch(run: Run, args: argparse.Namespace) -> None:
+    """Call ``run(args, backend)``: once a host for SPMD, once a device for nested FSDP."""
+    os.environ.setdefault("PJRT_DEVICE", device_type())
+    os.environ["CPU_NUM_DEVICES"] = str(args.cpu_devices)
+    # The partitioner warns of its own deprecation at every compilation.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import torch_xla
+
+    if fsdp_form(args) == "spmd":
+        _run_spmd(run, args)
+    else:
+        single = device_type() == "CPU"
+        torch_xla.launch(_run_nested, args=(run, args), debug_single_process=single)
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    import torch.distributed as dist
+    import torch_xla.runtime as xr
+
+    if args.compile_cache_dir:
+        xr.initialize_cache(args.compile_cache_dir)
+    if xr.process_count() > 1:  # checkpoints are planned together
+        import torch_xla.distributed.xla_backend  # noqa: F401 - registers xla://
+
+        dist.init_process_group("gloo", init_method="xla://")
+
+
+def _run_spmd(run: Run, args: argparse.Namespace) -> None:
+    import torch_xla.runtime as xr
+
+    xr.use_spmd()
+    _prepare(args)
+    from xla_fsdp.spmd import SpmdBackend
+
+    run(args, SpmdBackend(args))
+
+
+def _run_nested(index: int, run: Run, args: argparse.Namespace) -> None:
+    _prepare(args)
+    from xla_fsdp.nested import NestedBackend
+
+    run(args, NestedBackend(args))

@@ -1,0 +1,139 @@
+"""Nested FSDP: torch_xla's XlaFullyShardedDataParallel around each block and the model.
+
+A process drives one device. Optimization barriers between the units keep the
+compiler from gathering weights early or holding on to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch import nn
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+from data.loader import Batch
+from training.shards import Chunk, ShardedTensor, flat_range_boxes
+from xla_fsdp.backend import Saved, XlaBackend
+
+
+class NestedBackend(XlaBackend):
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
+        super().__init__(args)
+        self._fsdp = not args.run_without_fsdp
+
+    @property
+    def _rng_stream(self) -> int:
+        return self.rank
+
+    def describe(self) -> str:
+        if not self._fsdp:
+            form = "data parallel, a process a device (--run_without_fsdp)"
+        else:
+            zero = "ZeRO-3" if self._args.reshard_after_forward else "ZeRO-2"
+            form = f"nested FSDP ({zero}), each block a unit"
+            form += ", flat parameters" if self._args.flatten_parameters else ""
+            form += ", sharded on the host" if self._args.shard_on_cpu else ""
+        return f"XLA: {self._describe_common()}, {form}"
+
+    # -- sharding ---------------------------------------------------------------------
+
+    def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
+        parent, _, child = name.rpartition(".")
+        wrapped = self._wrap(block)
+        setattr(model.get_submodule(parent), child, wrapped)
+        return wrapped
+
+    def _shard_root(self, model: nn.Module) -> nn.Module:
+        return self._wrap(model)
+
+    def _wrap(self, module: nn.Module) -> nn.Module:
+        if not self._fsdp:
+            return module.to(self._device)
+        return XlaFullyShardedDataParallel(
+            module if self._args.shard_on_cpu else module.to(self._device),
+            reshard_after_forward=self._args.reshard_after_forward,
+            flatten_parameters=self._args.flatten_parameters,
+            compute_dtype=torch.bfloat16 if self._bf16 else torch.float32,
+            fp32_reduce_scatter=True,
+        )
+
+    def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(parameter, requires_grad=False)
+
+    def _scalar(self, value: float) -> torch.Tensor:
+        return torch.tensor(value).to(self._device)
+
+    # -- a step -----------------------------------------------------------------------
+
+    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels = xm.send_cpu_data_to_device(list(batch), self._device)
+        return images, labels
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        return xm.all_reduce(xm.REDUCE_SUM, value, scale=1.0 / self.world_size)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        return xm.all_reduce(xm.REDUCE_SUM, value)
+
+    def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        if self._fsdp:
+            return self._model.clip_grad_norm_(max_norm)
+        xm.reduce_gradients(self._optimizer)
+        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
+
+    # -- state ------------------------------------------------------------------------
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        if not self._fsdp:
+            return dict(self._model.named_parameters())
+        return dict(self._model.get_original_names_and_sharded_parameters())
+
+    def _local_bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.nbytes
+
+    def _layout(self, key: str) -> list[tuple[str, torch.Size]]:
+        """Names and shapes, in order, of the plain parameters behind a sharded one."""
+        parent, _, last = key.rpartition(".")
+        if not last.startswith("flat_param_"):
+            return [(key, self._named_parameters()[key]._orig_size)]
+        unit = self._model.get_submodule(parent) if parent else self._model
+        names, shapes, _ = unit.module.metadata(int(last.removeprefix("flat_param_")))
+        prefix = f"{parent}." if parent else ""
+        return [(prefix + name, shape) for name, shape in zip(names, shapes, strict=True)]
+
+    def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, Saved]:
+        values = tensor.cpu()
+        if not self._fsdp:
+            return {name: values}
+        # This rank holds a range of the flattened, concatenated, padded parameters.
+        first = self.rank * values.numel()
+        last, base = first + values.numel(), 0
+        saved: dict[str, Saved] = {}
+        for plain_name, shape in self._layout(name):
+            start, end = max(first - base, 0), min(last - base, shape.numel())
+            chunks = []
+            for offsets, sizes, flat in flat_range_boxes(shape, start, end):
+                at = flat + base - first
+                count = torch.Size(sizes).numel()
+                chunks.append(Chunk(offsets, values[at : at + count].view(sizes)))
+            saved[plain_name] = ShardedTensor(shape, values.dtype, chunks)
+            base += shape.numel()
+        return saved
+
+    def _to_device(self, tensor: torch.Tensor, saved: list[Saved]) -> None:
+        values = tensor.detach().cpu()
+        if isinstance(saved[0], torch.Tensor):  # unsharded: a plain parameter, or Adam's step
+            values = saved[0]
+        else:
+            at = 0  # chunks fill a rank's range from its front; padding comes last
+            for part in saved:
+                assert isinstance(part, ShardedTensor)
+                for chunk in part.chunks:
+                    values[at : at + chunk.data.numel()] = chunk.data.flatten()
+                    at += chunk.data.numel()
+        with torch.no_grad():
+            tensor.copy_(values.to(tensor.device))

@@ -1,0 +1,64 @@
+"""Which form of FSDP and which devices; decided and checked before any device starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from training.errors import UsageError
+
+_NESTED_FLAGS = {
+    "--no_reshard_after_forward": lambda args: not args.reshard_after_forward,
+    "--flatten_parameters": lambda args: args.flatten_parameters,
+    "--shard_on_cpu": lambda args: args.shard_on_cpu,
+}
+
+
+def device_type() -> str:
+    """"TPU" or "CPU": what PJRT_DEVICE says, else TPU where chips are attached."""
+    chosen = os.environ.get("PJRT_DEVICE")
+    if chosen:
+        return chosen
+    return "TPU" if tpu_is_attached() else "CPU"
+
+
+def tpu_is_attached() -> bool:
+    """Whether this host has TPU chips (a look at PCI, starts nothing)."""
+    if not any(Path("/sys/bus/pci/devices").glob("*")):
+        return False
+    from torch_xla._internal import tpu
+
+    return tpu.num_available_chips() > 0
+
+
+def fsdp_form(args: argparse.Namespace) -> str:
+    """The form of ``--xla_fsdp``, with ``auto`` resolved: "spmd" or "nested"."""
+    if args.xla_fsdp == "auto":
+        return "nested" if any(used(args) for used in _NESTED_FLAGS.values()) else "spmd"
+    return args.xla_fsdp
+
+
+def device_count(args: argparse.Namespace) -> int:
+    """Devices the run will use, all hosts together, told without starting them."""
+    if device_type() == "CPU":
+        return args.cpu_devices
+    from torch_xla._internal import tpu
+
+    return tpu.num_expected_global_devices()
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UsageError for XLA flags that cannot go together."""
+    nested_flags = [flag for flag, used in _NESTED_FLAGS.items() if used(args)]
+    if nested_flags and args.run_without_fsdp:
+        raise UsageError(f"{nested_flags[0]} shapes FSDP: drop it or --run_without_fsdp")
+    if nested_flags and fsdp_form(args) == "spmd":
+        raise UsageError(f"{nested_flags[0]} needs --xla_fsdp nested, not spmd")
+    if device_type() == "CPU" and fsdp_form(args) == "nested" and args.cpu_devices > 1:
+        raise UsageError(
+            f"nested FSDP runs on 1 CPU device, not {args.cpu_devices} (XLA's CPU collectives "
+            "hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
+        )
+    if args.compile_cache_dir and Path(args.compile_cache_dir).is_file():
+        raise UsageError(f"--compile_cache_dir {args.compile_cache_dir} is a file, not a folder")

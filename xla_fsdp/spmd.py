@@ -1,0 +1,157 @@
+"""SPMD FSDP: one program for all devices, weights cut by sharding marks on a plain model.
+
+The marks are set directly (``mark_sharding``) rather than through torch_xla's
+SpmdFullyShardedDataParallel: equally fast (docs/benchmarks.md), and parameter names
+stay those of the plain model.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import nn
+from torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard, XLAShardedTensor
+
+from data.loader import Batch
+from training.shards import Chunk, ShardedTensor
+from xla_fsdp.backend import Saved, XlaBackend
+from xla_fsdp.blocks import after_forward
+
+AXIS = "fsdp"
+
+
+class SpmdBackend(XlaBackend):
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rank, self.world_size = xr.process_index(), xr.process_count()
+        super().__init__(args)
+        count = self.device_count
+        self._mesh = xs.Mesh(np.arange(count), (count,), (AXIS,))
+        self._replicated_bytes = 0
+
+    @property
+    def _rng_stream(self) -> int:
+        return 0  # every host traces the same program
+
+    def describe(self) -> str:
+        if self._args.run_without_fsdp:
+            form = "SPMD data parallel, parameters replicated (--run_without_fsdp)"
+        else:
+            form = "SPMD FSDP (ZeRO-3), each block a unit"
+            if self._replicated_bytes:
+                form += (
+                    f", {self._replicated_bytes:,} bytes of parameters replicated "
+                    f"(no dimension is a multiple of {self.device_count})"
+                )
+        return f"XLA: {self._describe_common()}, {form}"
+
+    # -- sharding ---------------------------------------------------------------------
+
+    def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
+        self._place(block)
+        after_forward(block, self._mark_batch)
+        return block
+
+    def _shard_root(self, model: nn.Module) -> nn.Module:
+        self._place(model)
+        if self._bf16:
+            forward = model.forward
+
+            def forward_in_bf16(images: torch.Tensor) -> torch.Tensor:
+                with torch.autocast("xla", dtype=torch.bfloat16):
+                    return forward(images)
+
+            model.forward = forward_in_bf16  # type: ignore[method-assign]
+        return model
+
+    def _place(self, module: nn.Module) -> None:
+        """Send parameters that are still on CPU to the devices, cut or replicated."""
+        for part in module.modules():
+            for key, parameter in part._parameters.items():
+                if parameter is None or parameter.device.type != "cpu":
+                    continue
+                placed = nn.Parameter(parameter.detach().to(self._device))
+                spec = self._spec(parameter.shape)
+                if not any(spec):
+                    self._replicated_bytes += parameter.nbytes
+                xs.mark_sharding(placed, self._mesh, spec)
+                part._parameters[key] = placed
+
+    def _spec(self, shape: torch.Size) -> tuple[str | None, ...]:
+        """Cut along the largest dimension that the devices divide, if there is one."""
+        divisible = [d for d, size in enumerate(shape) if size % self.device_count == 0]
+        if self._args.run_without_fsdp or not divisible:
+            return (None,) * len(shape)
+        cut = max(divisible, key=lambda d: shape[d])
+        return tuple(AXIS if d == cut else None for d in range(len(shape)))
+
+    def _mark_batch(self, x: torch.Tensor) -> torch.Tensor:
+        xs.mark_sharding(x, self._mesh, (AXIS,) + (None,) * (x.dim() - 1))
+        return x
+
+    def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros_like(parameter, requires_grad=False)
+        xs.mark_sharding(zeros, self._mesh, self._spec(parameter.shape))
+        return zeros
+
+    def _scalar(self, value: float) -> torch.Tensor:
+        # Marked, because results of a step are: an unmarked one would compile anew.
+        scalar = torch.tensor(value).to(self._device)
+        xs.mark_sharding(scalar, self._mesh, ())
+        return scalar
+
+    # -- a step -----------------------------------------------------------------------
+
+    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        several_hosts = self.world_size > 1
+
+        def send(tensor: torch.Tensor) -> torch.Tensor:
+            spec = (AXIS,) + (None,) * (tensor.dim() - 1)
+            sharding = xs.ShardingSpec(self._mesh, spec, minibatch=several_hosts)
+            return xm.send_cpu_data_to_device(tensor, self._device, sharding)[0]
+
+        return send(batch[0]), send(batch[1])
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        return value  # the program's tensors are global
+
+    sum = mean
+
+    def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
+
+    # -- state ------------------------------------------------------------------------
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters())
+
+    def _local_bytes(self, tensor: torch.Tensor) -> int:
+        first, _ = torch_xla._XLAC._get_local_shards([tensor])[0][0]
+        return first.nbytes
+
+    def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, Saved]:
+        chunks: dict[tuple[int, ...], Chunk] = {}
+        for shard in XLAShardedTensor(tensor).local_shards:
+            if shard.indices is Ellipsis:
+                return {name: shard.data}
+            offsets = tuple(index.start for index in shard.indices)
+            chunks[offsets] = Chunk(offsets, shard.unpadded_data)
+        return {name: ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))}
+
+    def _to_device(self, tensor: torch.Tensor, saved: list[Saved]) -> None:
+        (values,) = saved
+        target = XLAShardedTensor(tensor.detach())
+        shards: list[XLAShard] = target.local_shards
+        for shard in shards:
+            if isinstance(values, torch.Tensor):
+                shard.data = values
+                continue
+            offsets = tuple(index.start for index in shard.indices)
+            (chunk,) = (c for c in values.chunks if tuple(c.offsets) == offsets)
+            shard.unpadded_data = chunk.data
+        target.load_local_shards_(shards)
