@@ -15,11 +15,14 @@ All entries are tensors: nothing in it is run by loading it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +63,15 @@ class SafeReader(dcp.FileSystemReader):
             metadata.storage_meta = dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+@contextlib.contextmanager
+def quiet_dcp() -> Iterator[None]:
+    """Without DCP's warnings of what ``no_dist=True`` asks for, and of its own old calls."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        yield
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,8 @@ def read_saved_run(path: Path) -> SavedRun:
                 raise ValueError(f"training.{name} is not a tensor")
             wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         state = {"training": wanted}
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        with quiet_dcp():
+            dcp.load(state, storage_reader=reader, no_dist=True)
         position = Position(*(int(state["training"][name]) for name in names[:3]))
         arguments = json.loads(bytes(state["training"]["arguments"].tolist()))
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
@@ -167,3 +180,9 @@ def finish(temporary: Path, final: Path, keep: int) -> None:
     existing = complete_checkpoints(final.parent)
     for path in existing[: len(existing) - keep] if keep else []:
         shutil.rmtree(path)
+
+
+def clear(temporary: Path) -> None:
+    """Make an empty folder for a checkpoint, over what an interrupted one left."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)

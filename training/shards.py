@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -22,20 +23,26 @@ class Chunk:
     data: torch.Tensor
 
 
-class ShardedTensor:
+class ShardedTensor(torch.Tensor):
     """The chunks of one global tensor that this process holds.
 
     Implements the three methods by which DCP's default planners save and load any
-    sharded object. A checkpoint therefore knows global names and shapes only, and
-    any other cutting of the same tensor can read it.
+    sharded tensor. A checkpoint therefore knows global names and shapes only, and
+    any other cutting of the same tensor can read it. Has the global tensor's size
+    but no storage of its own: it cannot be computed with.
     """
 
-    def __init__(self, size: Sequence[int], dtype: torch.dtype, chunks: list[Chunk]) -> None:
-        self._size, self._dtype, self.chunks = torch.Size(size), dtype, chunks
+    chunks: list[Chunk]
 
-    def size(self) -> torch.Size:
-        """Of the global tensor; DCP compares it with the checkpoint's."""
-        return self._size
+    @staticmethod
+    def __new__(cls, size: Sequence[int], dtype: torch.dtype, chunks: list[Chunk]) -> ShardedTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype)
+        tensor.chunks = chunks
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} on the shards of a checkpoint")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
@@ -44,12 +51,12 @@ class ShardedTensor:
         ]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self._dtype)
+        properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
                 MetadataIndex(fqn, metadata.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(metadata, properties, self._size),
+                tensor_data=TensorWriteData(metadata, properties, self.size()),
             )
             for metadata in self.__create_chunk_list__()
         ]

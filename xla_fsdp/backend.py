@@ -19,13 +19,10 @@ from torch import nn
 from torch_xla.distributed.fsdp import checkpoint_module
 
 from training.backend import InitializeModule
-from training.checkpoint import SafeReader
-from training.shards import ShardedTensor
+from training.checkpoint import SafeReader, quiet_dcp
 from xla_fsdp import chips
 from xla_fsdp.blocks import cut_every
 from xla_fsdp.optimizer import build_adamw, set_lr
-
-Saved = ShardedTensor | torch.Tensor
 
 
 class XlaBackend(abc.ABC):
@@ -72,11 +69,11 @@ class XlaBackend(abc.ABC):
     def _local_bytes(self, tensor: torch.Tensor) -> int: ...
 
     @abc.abstractmethod
-    def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, Saved]:
-        """Values on CPU by their names in the plain model (a flat tensor has several)."""
+    def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Values on CPU, plain or as a ShardedTensor, by their names in the plain model."""
 
     @abc.abstractmethod
-    def _to_device(self, tensor: torch.Tensor, saved: list[Saved]) -> None:
+    def _to_device(self, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         """Put back what ``_to_host`` gave, after new values were read into it."""
 
     # -- model and optimizer ----------------------------------------------------------
@@ -184,10 +181,10 @@ class XlaBackend(abc.ABC):
 
     # -- checkpoints ------------------------------------------------------------------
 
-    def _host_state(self) -> tuple[dict, list[tuple[torch.Tensor, list[Saved]]]]:
+    def _host_state(self) -> tuple[dict, list[tuple[torch.Tensor, list[torch.Tensor]]]]:
         """Model and optimizer on CPU under plain names, and which device tensor each is of."""
-        model: dict[str, Saved] = {}
-        optimizer: dict[str, dict[str, Saved]] = {}
+        model: dict[str, torch.Tensor] = {}
+        optimizer: dict[str, dict[str, torch.Tensor]] = {}
         origins = []
         for key, parameter in self._named_parameters().items():
             views = self._to_host(key, parameter.detach())
@@ -196,7 +193,7 @@ class XlaBackend(abc.ABC):
             for entry, tensor in self._optimizer.state[parameter].items():
                 if entry == "step":
                     step = tensor.cpu()
-                    state_views: dict[str, Saved] = dict.fromkeys(views, step)
+                    state_views: dict[str, torch.Tensor] = dict.fromkeys(views, step)
                 else:
                     state_views = self._to_host(key, tensor)
                 for name, view in state_views.items():
@@ -212,8 +209,9 @@ class XlaBackend(abc.ABC):
             f"xla_{self._rng_stream}": _pack(xm.get_rng_state()),
         }
         state["training"] = {**training, "rng": rng}
-        writer = dcp.FileSystemWriter(path)
-        dcp.save(state, storage_writer=writer, no_dist=xr.process_count() == 1)
+        alone = xr.process_count() == 1
+        with quiet_dcp():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=alone)
 
     def load(self, path: Path) -> None:
         reader = SafeReader(path)
@@ -224,7 +222,9 @@ class XlaBackend(abc.ABC):
         if f"training.rng.{stream}" in reader.read_metadata().state_dict_metadata:
             rng[stream] = _pack(0)
         state["training"] = {"rng": rng}
-        dcp.load(state, storage_reader=reader, no_dist=xr.process_count() == 1)
+        alone = xr.process_count() == 1
+        with quiet_dcp():
+            dcp.load(state, storage_reader=reader, no_dist=alone)
         for tensor, saved in origins:
             self._to_device(tensor, saved)
         torch_xla.sync(wait=True)

@@ -16,8 +16,6 @@ def launch(run: Run, args: argparse.Namespace) -> None:
     """Call ``run(args, backend)``: once a host for SPMD, once a device for nested FSDP."""
     os.environ.setdefault("PJRT_DEVICE", device_type())
     os.environ["CPU_NUM_DEVICES"] = str(args.cpu_devices)
-    # The partitioner warns of its own deprecation at every compilation.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import torch_xla
 
     if fsdp_form(args) == "spmd":

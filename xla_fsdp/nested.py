@@ -16,7 +16,16 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
-from xla_fsdp.backend import Saved, XlaBackend
+from xla_fsdp.backend import XlaBackend
+
+
+_FLAT = "flat_param_"
+_WRAPPERS = {"", "_fsdp_wrapped_module", "_fpw_module"}
+
+
+def _plain(name: str) -> str:
+    """A parameter's name in the plain model: without what FSDP puts around modules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class NestedBackend(XlaBackend):
@@ -90,29 +99,42 @@ class NestedBackend(XlaBackend):
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         if not self._fsdp:
             return dict(self._model.named_parameters())
-        return dict(self._model.get_original_names_and_sharded_parameters())
+        return {name: shard for name, (_, shard) in self._shards().items()}
+
+    def _shards(self) -> dict[str, tuple[XlaFullyShardedDataParallel, nn.Parameter]]:
+        """Every sharded parameter by its plain name, with the unit it belongs to.
+
+        FSDP's own get_original_names_and_sharded_parameters gives the root's parameters
+        once for each unit (torch_xla 2.9).
+        """
+        return {
+            _plain(f"{unit_name}.{shard._orig_name}"): (unit, shard)
+            for unit_name, unit in self._model.named_modules()
+            if isinstance(unit, XlaFullyShardedDataParallel)
+            for shard in unit.sharded_params
+        }
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
         return tensor.nbytes
 
-    def _layout(self, key: str) -> list[tuple[str, torch.Size]]:
+    def _layout(self, name: str) -> list[tuple[str, torch.Size]]:
         """Names and shapes, in order, of the plain parameters behind a sharded one."""
-        parent, _, last = key.rpartition(".")
-        if not last.startswith("flat_param_"):
-            return [(key, self._named_parameters()[key]._orig_size)]
-        unit = self._model.get_submodule(parent) if parent else self._model
-        names, shapes, _ = unit.module.metadata(int(last.removeprefix("flat_param_")))
-        prefix = f"{parent}." if parent else ""
-        return [(prefix + name, shape) for name, shape in zip(names, shapes, strict=True)]
+        unit, shard = self._shards()[name]
+        parent, _, last = name.rpartition(".")
+        if not last.startswith(_FLAT):
+            return [(name, shard._orig_size)]
+        names, shapes, _ = unit.module.metadata(int(last.removeprefix(_FLAT)))
+        plain = (_plain(f"{parent}.{inner}") for inner in names)
+        return list(zip(plain, shapes, strict=True))
 
-    def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, Saved]:
+    def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         values = tensor.cpu()
         if not self._fsdp:
             return {name: values}
         # This rank holds a range of the flattened, concatenated, padded parameters.
         first = self.rank * values.numel()
         last, base = first + values.numel(), 0
-        saved: dict[str, Saved] = {}
+        saved: dict[str, torch.Tensor] = {}
         for plain_name, shape in self._layout(name):
             start, end = max(first - base, 0), min(last - base, shape.numel())
             chunks = []
@@ -124,9 +146,9 @@ class NestedBackend(XlaBackend):
             base += shape.numel()
         return saved
 
-    def _to_device(self, tensor: torch.Tensor, saved: list[Saved]) -> None:
+    def _to_device(self, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         values = tensor.detach().cpu()
-        if isinstance(saved[0], torch.Tensor):  # unsharded: a plain parameter, or Adam's step
+        if not isinstance(saved[0], ShardedTensor):  # unsharded: a plain parameter, or Adam's step
             values = saved[0]
         else:
             at = 0  # chunks fill a rank's range from its front; padding comes last

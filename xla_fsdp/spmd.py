@@ -8,6 +8,7 @@ stay those of the plain model.
 from __future__ import annotations
 
 import argparse
+import math
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard, XLAShardedTe
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor
-from xla_fsdp.backend import Saved, XlaBackend
+from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
 
 AXIS = "fsdp"
@@ -131,27 +132,31 @@ class SpmdBackend(XlaBackend):
         return dict(self._model.named_parameters())
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
-        first, _ = torch_xla._XLAC._get_local_shards([tensor])[0][0]
-        return first.nbytes
+        placements = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
+        _, indices = placements[0]
+        if indices is Ellipsis:
+            return tensor.nbytes
+        return math.prod(i.stop - i.start for i in indices) * tensor.element_size()
 
-    def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, Saved]:
+    def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         chunks: dict[tuple[int, ...], Chunk] = {}
         for shard in XLAShardedTensor(tensor).local_shards:
             if shard.indices is Ellipsis:
                 return {name: shard.data}
             offsets = tuple(index.start for index in shard.indices)
-            chunks[offsets] = Chunk(offsets, shard.unpadded_data)
+            chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: _spec cuts evenly
         return {name: ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))}
 
-    def _to_device(self, tensor: torch.Tensor, saved: list[Saved]) -> None:
+    def _to_device(self, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         (values,) = saved
+        if not isinstance(values, ShardedTensor):
+            replicated = values.to(self._device)
+            xs.mark_sharding(replicated, self._mesh, (None,) * values.dim())
+            torch_xla._XLAC._replace_xla_tensor(tensor, replicated)
+            return
         target = XLAShardedTensor(tensor.detach())
         shards: list[XLAShard] = target.local_shards
         for shard in shards:
-            if isinstance(values, torch.Tensor):
-                shard.data = values
-                continue
             offsets = tuple(index.start for index in shard.indices)
-            (chunk,) = (c for c in values.chunks if tuple(c.offsets) == offsets)
-            shard.unpadded_data = chunk.data
+            (shard.data,) = (c.data for c in values.chunks if c.offsets == offsets)
         target.load_local_shards_(shards)

@@ -1,0 +1,41 @@
+"""The curves of a run as one picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 - the backend is chosen first
+
+_PANELS = (
+    ("Loss", (("loss", "train"), ("val_loss", "val")), "cross-entropy"),
+    ("Learning rate", (("lr", "lr"),), "lr"),
+    ("Validation accuracy", (("val_top1", "top-1"),), "%"),
+    ("Throughput", (("images_per_s", "images/s"),), "images/s"),
+)
+
+
+def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
+    """Loss, learning rate, accuracy and throughput over steps, from metrics.jsonl records."""
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for axis, (title, series, unit) in zip(axes.flat, _PANELS, strict=True):
+        for key, label in series:
+            points = [(r["step"], r[key]) for r in records if key in r]
+            if points:
+                steps, values = zip(*points, strict=True)
+                marker = "o" if key.startswith("val_") or len(points) < 3 else None
+                axis.plot(steps, values, label=label, marker=marker, markersize=4)
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.set_ylabel(unit)
+        axis.grid(alpha=0.3)
+        if len(series) > 1 and axis.lines:
+            axis.legend()
+        if title != "Learning rate" and axis.lines:
+            axis.set_ylim(bottom=0)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path

@@ -1,0 +1,227 @@
+"""What a person sees of a run: bar, log lines, TensorBoard, metrics.jsonl, curves.png."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from training.plots import plot_curves
+
+METRICS_FILE, CURVES_FILE, TENSORBOARD_DIR = "metrics.jsonl", "curves.png", "tensorboard"
+SMOOTHING_WINDOW = 5
+"""Loss and time per step in log lines are means over this many logs, as in system A."""
+
+
+def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl; a line cut short by a crash is left out."""
+    path = ckpt_dir / METRICS_FILE
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+@dataclass
+class Interval:
+    """Host times since the last log: the pace of training between two log steps."""
+
+    started: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    waited: float = 0.0
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+@dataclass
+class _Pending:
+    """A log step whose loss and norm are still on the device."""
+
+    record: dict[str, Any]
+    values: Future[dict[str, list[float]]]
+
+
+class Reports:
+    """Writes the reports of the first process; silent in all others.
+
+    Log steps hand over device values as futures and return at once: they are
+    written, in order, when they have arrived.
+    """
+
+    def __init__(
+        self,
+        ckpt_dir: Path,
+        *,
+        active: bool,
+        first_step: int,
+        total_steps: int,
+        flops_per_image: float,
+        peak_flops: float | None,
+    ) -> None:
+        self._dir, self._active = ckpt_dir, active
+        self._flops_per_image, self._peak_flops = flops_per_image, peak_flops
+        self._pending: deque[_Pending] = deque()
+        self._losses: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
+        self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
+        self._compilations = -1
+        self.last_top1: float | None = None
+        if not active:
+            return
+        ckpt_dir.mkdir(parents=True, exist_ok=True)
+        kept = [r for r in read_metrics(ckpt_dir) if r["step"] <= first_step] if first_step else []
+        self._metrics = (ckpt_dir / METRICS_FILE).open("w")
+        for record in kept:  # what follows the resumed step is about to be written again
+            self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        self._board = SummaryWriter(str(ckpt_dir / TENSORBOARD_DIR), purge_step=first_step + 1)
+        self._bar = tqdm(
+            total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None
+        )
+
+    def say(self, text: str) -> None:
+        """A line on stdout, above the bar."""
+        if self._active:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def compiling(self, what: str, devices: int) -> Iterator[None]:
+        """Tell that ``what`` compiles now, tick while it does, tell how long it took."""
+        self.say(f"compiling the {what} for {devices} device(s); the first one takes a while ...")
+        start, done = time.perf_counter(), threading.Event()
+
+        def tick() -> None:
+            while not done.wait(1.0):
+                self._bar.set_description(f"compiling, {time.perf_counter() - start:.0f} s")
+
+        if self._active:
+            threading.Thread(target=tick, daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+            if self._active:
+                self._bar.set_description()
+        self.say(f"compiled and ran the first {what} in {time.perf_counter() - start:.1f} s")
+
+    def step_done(self) -> None:
+        """Move the bar by one step and write what has arrived."""
+        if self._active:
+            self._bar.update(1)
+        while self._pending and self._pending[0].values.done():
+            self._write_log(self._pending.popleft())
+
+    def log(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        lr: float,
+        batch_size: int,
+        devices: int,
+        interval: Interval,
+        values: Future[dict[str, list[float]]],
+        counters: dict[str, int],
+        memory: dict[str, int],
+    ) -> None:
+        """Record a log step; ``values`` brings ``loss`` and ``grad_norm``."""
+        record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
+        if interval.steps:  # not at the first step, which compiles
+            seconds = interval.seconds()
+            record["sec_per_iter"] = seconds / interval.steps
+            record["images_per_s"] = interval.steps * batch_size / seconds
+            record["data_wait"] = interval.waited / seconds
+            if self._peak_flops:
+                rate = record["images_per_s"] * self._flops_per_image
+                record["mfu"] = rate / (devices * self._peak_flops)
+        record.update(counters)
+        record.update({f"memory_{name}": size for name, size in memory.items()})
+        self._pending.append(_Pending(record, values))
+
+    def _write_log(self, pending: _Pending) -> None:
+        values = pending.values.result()
+        record = {name: value[0] for name, value in values.items()} | pending.record
+        self._losses.append(record["loss"])
+        if "sec_per_iter" in record:
+            self._times.append(record["sec_per_iter"])
+        if not self._active:
+            return
+        self._write(record)
+        self.say(self._log_line(record))
+        shown = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.2e}"}
+        if "images_per_s" in record:
+            shown["images/s"] = f"{record['images_per_s']:.0f}"
+        self._bar.set_postfix(shown)
+        compilations = record.get("compilations", 0)
+        if 0 <= self._compilations < compilations:
+            self.say(f"note: {compilations - self._compilations} new compilation(s) since last log")
+        self._compilations = compilations
+
+    def _log_line(self, record: dict[str, Any]) -> str:
+        parts = [
+            f"epoch {record['epoch']} step {record['step']}",
+            f"lr: {record['lr']:.6g}",
+            f"loss: {sum(self._losses) / len(self._losses):.4f}",
+            f"grad norm: {record['grad_norm']:.4f}",
+        ]
+        if self._times:
+            parts.append(f"sec/iter: {sum(self._times) / len(self._times):.4f}")
+        if "images_per_s" in record:
+            parts.append(f"images/s: {record['images_per_s']:.1f}")
+            parts.append(f"data wait: {record['data_wait']:.1%}")
+        if "mfu" in record:
+            parts.append(f"MFU: {record['mfu']:.1%}")
+        if "memory_used" in record:
+            parts.append(f"device memory: {record['memory_used'] / 2**30:.2f} GiB")
+        return ", ".join(parts)
+
+    def evaluation(self, *, step: int, epoch: int, loss: float, top1: float, images: int) -> None:
+        """Record an evaluation; ``top1`` in percent."""
+        self.flush()
+        self.last_top1 = top1
+        self._compilations = -1  # the evaluation compiled its own step
+        if not self._active:
+            return
+        self._write({
+            "step": step, "epoch": epoch,
+            "val_loss": loss, "val_top1": top1, "val_images": images,
+        })  # fmt: skip
+        self.say(f"epoch {epoch} step {step}, val loss: {loss:.4f}, "
+                 f"accuracy on val: {top1:.2f} % of {images:,} images")  # fmt: skip
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        for name, value in record.items():
+            if name not in ("step", "epoch"):
+                group = "val" if name.startswith("val_") else "train"
+                self._board.add_scalar(f"{group}/{name.removeprefix('val_')}", value, record["step"])
+
+    def flush(self) -> None:
+        """Write every log step recorded so far, waiting for its values."""
+        while self._pending:
+            self._write_log(self._pending.popleft())
+
+    def close(self) -> Path | None:
+        """Write what is left and the plot; returns the plot's path."""
+        self.flush()
+        if not self._active:
+            return None
+        self._bar.close()
+        self._board.close()
+        self._metrics.close()
+        records = read_metrics(self._dir)
+        return plot_curves(records, self._dir / CURVES_FILE) if records else None

@@ -1,0 +1,161 @@
+"""A whole run: what is checked before any device starts, and what happens on a backend."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from data.build import DataSource, build_loaders, open_data
+from data.image_folder import DataFolderError
+from models.config import VitConfig
+from models.vit import build_vit, fsdp_units, initialize_module, train_flops_per_image
+from training.arguments import model_config
+from training.backend import Backend
+from training.checkpoint import Position, SavedRun, find_resume
+from training.errors import UsageError
+from training.loop import Trainer
+from training.reports import METRICS_FILE, Reports
+from training.schedule import WarmupCosine
+from training.validation import check_model, check_run, check_same_model
+
+RUN_FILE = "run.json"
+_PACKAGES = ("torch", "torch_xla", "timm", "torchvision", "numpy")
+
+
+@dataclass
+class Plan:
+    """A run that was found to be possible."""
+
+    config: VitConfig
+    data: DataSource
+    resume: SavedRun | None
+
+
+def prepare(args: argparse.Namespace, device_count: int) -> Plan:
+    """Check everything that can be checked without a device. Raises UsageError."""
+    config = model_config(args)
+    check_model(config)
+    check_run(args, device_count)
+    try:
+        data = open_data(args, config)
+    except DataFolderError as error:
+        raise UsageError(str(error)) from None
+    resume = find_resume(Path(args.ckpt_dir), args.resume, args.resume_epoch)
+    if resume:
+        check_same_model(resume, config)
+    return Plan(config, data, resume)
+
+
+def run(args: argparse.Namespace, backend: Backend) -> None:
+    """Train, or resume and train, on ``backend``; the body of every process."""
+    plan = prepare(args, backend.device_count)
+    config = plan.config
+    train_loader, val_loader = build_loaders(
+        plan.data, args, config, backend.rank, backend.world_size
+    )
+    steps_per_epoch = len(train_loader)
+    total_steps = steps_per_epoch * args.num_epochs
+    start = _start_position(plan.resume, args, steps_per_epoch)
+    last_step = min(total_steps, args.max_steps or total_steps)
+    reports = Reports(
+        Path(args.ckpt_dir),
+        active=backend.is_main,
+        first_step=start.step,
+        total_steps=last_step,
+        flops_per_image=train_flops_per_image(config),
+        peak_flops=backend.peak_flops(),
+    )
+    try:
+        reports.say(f"data: {plan.data}")
+        model = build_vit(config)
+        reports.say(f"model: {args.model}, {sum(p.numel() for p in model.parameters()):,} parameters")
+        initialize = functools.partial(
+            initialize_module,
+            seed=args.seed, num_classes=config.num_classes, weight_init=config.weight_init,
+        )  # fmt: skip
+        sharded = backend.shard(model, list(fsdp_units(model)), initialize)
+        betas = (args.betas[0], args.betas[1])
+        backend.build_optimizer(betas=betas, eps=args.eps, weight_decay=args.weight_decay)
+        if plan.resume:
+            backend.load(plan.resume.path)
+        _say_plan(reports, args, backend, plan, start, last_step)
+        schedule = WarmupCosine(args.lr, args.warmup_steps, total_steps)
+        trainer = Trainer(
+            args, sharded, train_loader, val_loader, backend, schedule, reports, last_step
+        )
+        saved = trainer.train(start)
+        if saved is None:  # resumed at the end: nothing to train, but say how good it is
+            trainer.evaluate_only(start)
+    finally:
+        curves = reports.close()
+    if backend.is_main:
+        _say_summary(args, plan, reports, last_step, saved, curves)
+
+
+def _start_position(
+    resume: SavedRun | None, args: argparse.Namespace, steps_per_epoch: int
+) -> Position:
+    """Where to begin. A changed batch size keeps the place in the data and the schedule."""
+    if resume is None:
+        return Position()
+    position = resume.position
+    if resume.arguments.get("batch_size") == args.batch_size:
+        return position
+    batches = position.images_in_epoch // args.batch_size
+    step = position.epoch * steps_per_epoch + batches
+    return Position(step, position.epoch, batches * args.batch_size)
+
+
+def _say_plan(
+    reports: Reports, args: argparse.Namespace, backend: Backend, plan: Plan, start: Position,
+    last_step: int,
+) -> None:  # fmt: skip
+    size = backend.state_bytes()
+    reports.say(backend.describe())
+    reports.say(
+        f"state a device: {size['parameters'] / 2**20:,.2f} MiB of parameters, "
+        f"{size['optimizer'] / 2**20:,.2f} MiB of optimizer state"
+    )
+    if plan.resume:
+        where = f"step {start.step}, epoch {start.epoch + 1}"
+        if start.step != plan.resume.position.step:
+            where += f" (step {plan.resume.position.step} at its batch size)"
+        reports.say(f"resuming {plan.resume.path} at {where}")
+    reports.say(f"training to step {last_step:,}, global batch {args.batch_size}")
+    if not backend.is_main:
+        return
+    content = {
+        "arguments": vars(args),
+        "model": asdict(plan.config),
+        "backend": backend.describe(),
+        "devices": backend.device_count,
+        "state_bytes_per_device": size,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+    (Path(args.ckpt_dir) / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _say_summary(
+    args: argparse.Namespace, plan: Plan, reports: Reports, last_step: int,
+    saved: Path | None, curves: Path | None,
+) -> None:  # fmt: skip
+    newest = saved or (plan.resume.path if plan.resume else None)
+    top1 = "" if reports.last_top1 is None else f"val top-1 {reports.last_top1:.2f} %, "
+    print(
+        f"training completed: step {last_step}, {top1}checkpoint {newest}, "
+        f"log {Path(args.ckpt_dir) / METRICS_FILE}, plot {curves}",
+        flush=True,
+    )
