@@ -10,7 +10,7 @@ from training.errors import UsageError
 
 
 def choose_backend(choice: str) -> str:
-    """"xla" or "cuda": what was asked for; for auto TPU, else CUDA, else XLA on the CPU."""
+    """ "xla" or "cuda": what was asked for; for auto TPU, else CUDA, else XLA on the CPU."""
     if choice != "auto":
         return choice
     import torch
@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"run_vit_training.py: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("run_vit_training.py: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

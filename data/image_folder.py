@@ -41,9 +41,9 @@ def val_transform(image_size: int, channels: int) -> Callable:
 
 
 def _to_tensor(channels: int) -> list[Callable]:
-    mean, std = IMAGENET_MEAN, IMAGENET_STD
+    mean, std = list(IMAGENET_MEAN), list(IMAGENET_STD)
     if channels == 1:
-        mean, std = (sum(mean) / 3,), (sum(std) / 3,)
+        mean, std = [sum(mean) / 3], [sum(std) / 3]
     return [
         v2.Grayscale() if channels == 1 else v2.Identity(),
         v2.PILToTensor(),

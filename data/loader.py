@@ -48,5 +48,4 @@ class DatasetLoader:
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         self._sampler.set_position(epoch, first_batch)
-        for images, labels in self._loader:
-            yield images, labels
+        yield from self._loader

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from training.errors import UsageError
 
@@ -59,9 +59,9 @@ class SafeReader(dcp.FileSystemReader):
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError("not the metadata of a checkpoint")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = dcp.metadata.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        storage = getattr(metadata, "storage_meta", None) or StorageMeta()
+        storage.load_id = self.load_id
+        metadata.storage_meta = storage
         return metadata
 
 

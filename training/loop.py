@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ from training.prefetch import prefetch
 from training.reports import Interval, Reports
 from training.schedule import WarmupCosine
 
+_NOTHING = contextlib.nullcontext()
+
 
 @dataclass
 class Trainer:
@@ -33,70 +36,77 @@ class Trainer:
     schedule: WarmupCosine
     reports: Reports
     last_step: int
+    interval: Interval = field(default_factory=Interval)
+    evaluated: bool = False
 
     def train(self, start: Position) -> Path | None:
         """Train from ``start`` to the last step; returns the newest checkpoint written."""
         args, backend, reports = self.args, self.backend, self.reports
         step, saved = start.step, None
         first_batch = start.images_in_epoch // args.batch_size
-        compiled = evaluated = False
         self.model.train()
 
         for epoch in range(start.epoch, args.num_epochs):
             if step >= self.last_step:
                 break
-            interval = Interval()
-            batches = prefetch(self.train_loader.epoch(epoch, first_batch), backend.put)
             batch_index = first_batch
-            with contextlib.closing(batches):
-                while True:
-                    asked = time.perf_counter()
-                    batch = next(batches, None)
-                    if batch is None:
-                        break
-                    interval.waited += time.perf_counter() - asked
-                    images, labels = batch
+            self.interval = Interval()
+            with contextlib.closing(
+                prefetch(self.train_loader.epoch(epoch, first_batch), backend.put)
+            ) as batches:
+                for images, labels in self._timed(batches):
                     lr = self.schedule.lr(step)
-
-                    with contextlib.ExitStack() as first_step:
-                        if not compiled:
-                            note = reports.compiling("training step", backend.device_count)
-                            first_step.enter_context(note)
+                    is_first = step == start.step
+                    with self._first_run("training step") if is_first else _NOTHING:
                         loss = F.cross_entropy(self.model(images).float(), labels)
                         backend.backward(loss)
                         loss = backend.mean(loss.detach())
                         grad_norm = backend.optimizer_step(lr, args.clip_grad_norm)
-                        if not compiled:
-                            backend.wait()
-
                     step, batch_index = step + 1, batch_index + 1
-                    interval.steps += 1
-                    if not compiled or step % args.log_step_interval == 0 or step == self.last_step:
-                        if not compiled:
-                            interval.steps = 0  # its time is the compiler's
-                        reports.log(
-                            step=step, epoch=epoch + 1, lr=lr, batch_size=args.batch_size,
-                            devices=backend.device_count, interval=interval,
-                            values=backend.read({"loss": loss, "grad_norm": grad_norm}),
-                            counters=backend.counters(), memory=backend.memory(),
-                        )  # fmt: skip
-                        interval, compiled = Interval(), True
+                    self.interval.steps += 1
+
+                    if is_first or step % args.log_step_interval == 0 or step == self.last_step:
+                        # The first step's time is the compiler's: it says nothing of the pace.
+                        pace = None if is_first else self.interval
+                        values = backend.read({"loss": loss, "grad_norm": grad_norm})
+                        reports.log(step, epoch + 1, lr, pace, values)
+                        self.interval = Interval()
                     reports.step_done()
 
                     if step >= self.last_step:
                         break
                     if args.ckpt_step_interval and step % args.ckpt_step_interval == 0:
                         saved = self._save(step, epoch, batch_index)
-                        interval = Interval()
+                        self.interval = Interval()
 
             first_batch = 0
-            done = step >= self.last_step or epoch + 1 == args.num_epochs
-            if done or (epoch + 1) % args.ckpt_epoch_interval == 0:
+            is_last = step >= self.last_step
+            if is_last or (epoch + 1) % args.ckpt_epoch_interval == 0:
                 saved = self._save(step, epoch, batch_index)
-            if done or (epoch + 1) % args.test_epoch_interval == 0:
-                self._evaluate(step, epoch, compile_note=not evaluated)
-                evaluated = True
+            if is_last or (epoch + 1) % args.test_epoch_interval == 0:
+                self._evaluate(step, epoch)
         return saved
+
+    def evaluate_only(self, at: Position) -> None:
+        """Evaluate a run that has nothing left to train."""
+        self._evaluate(at.step, at.epoch if at.images_in_epoch else at.epoch - 1)
+
+    def _timed(self, batches: Iterator) -> Iterator:
+        """The batches, with the time spent waiting for them added to the interval."""
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self.interval.waited += time.perf_counter() - asked
+            yield batch
+
+    @contextlib.contextmanager
+    def _first_run(self, what: str) -> Iterator[None]:
+        """Around what runs for the first time: say that it compiles, and for how long."""
+        with self.reports.compiling(what):
+            yield
+            self.backend.wait()
 
     def _save(self, step: int, epoch: int, batches_done: int) -> Path:
         if batches_done == len(self.train_loader):  # the position is the next epoch's start
@@ -115,16 +125,8 @@ class Trainer:
         self.reports.say(f"checkpoint: {final}")
         return final
 
-    def evaluate_only(self, at: Position) -> None:
-        """Evaluate a run that has nothing left to train."""
-        self._evaluate(at.step, at.epoch - 1 if at.images_in_epoch == 0 else at.epoch, True)
-
-    def _evaluate(self, step: int, epoch: int, compile_note: bool) -> None:
-        with contextlib.ExitStack() as first:
-            if compile_note:
-                note = self.reports.compiling("evaluation", self.backend.device_count)
-                first.enter_context(note)
+    def _evaluate(self, step: int, epoch: int) -> None:
+        with _NOTHING if self.evaluated else self._first_run("evaluation"):
             result = evaluate(self.model, self.val_loader, self.backend)
-        self.reports.evaluation(
-            step=step, epoch=epoch + 1, loss=result.loss, top1=result.top1, images=result.images
-        )
+        self.evaluated = True
+        self.reports.evaluation(step, epoch + 1, result.loss, result.top1, result.images)

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 - the backend is chosen first
+import matplotlib.pyplot as plt
 
 _PANELS = (
     ("Loss", (("loss", "train"), ("val_loss", "val")), "cross-entropy"),

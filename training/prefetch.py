@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from data.loader import Batch
@@ -12,7 +12,9 @@ from data.loader import Batch
 _END = object()
 
 
-def prefetch(batches: Iterator[Batch], put: Callable[[Batch], Any], depth: int = 2) -> Iterator:
+def prefetch(
+    batches: Iterator[Batch], put: Callable[[Batch], Any], depth: int = 2
+) -> Generator[Any, None, None]:
     """Yield ``put(batch)`` for each batch, up to ``depth`` of them ahead in a thread.
 
     The tensors of the last batch are put once if the source gives them again. An

@@ -17,6 +17,7 @@ from typing import Any
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from training.backend import Backend
 from training.plots import plot_curves
 
 METRICS_FILE, CURVES_FILE, TENSORBOARD_DIR = "metrics.jsonl", "curves.png", "tensorboard"
@@ -64,15 +65,18 @@ class Reports:
     def __init__(
         self,
         ckpt_dir: Path,
+        backend: Backend,
         *,
-        active: bool,
         first_step: int,
         total_steps: int,
+        batch_size: int,
         flops_per_image: float,
-        peak_flops: float | None,
     ) -> None:
-        self._dir, self._active = ckpt_dir, active
-        self._flops_per_image, self._peak_flops = flops_per_image, peak_flops
+        active = backend.is_main
+        self._dir, self._backend, self._active = ckpt_dir, backend, active
+        self._batch_size, self._flops_per_image = batch_size, flops_per_image
+        device_peak = backend.peak_flops()
+        self._peak_flops = device_peak * backend.device_count if device_peak else None
         self._pending: deque[_Pending] = deque()
         self._losses: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
@@ -98,8 +102,9 @@ class Reports:
             sys.stdout.flush()
 
     @contextlib.contextmanager
-    def compiling(self, what: str, devices: int) -> Iterator[None]:
+    def compiling(self, what: str) -> Iterator[None]:
         """Tell that ``what`` compiles now, tick while it does, tell how long it took."""
+        devices = self._backend.device_count
         self.say(f"compiling the {what} for {devices} device(s); the first one takes a while ...")
         start, done = time.perf_counter(), threading.Event()
 
@@ -126,29 +131,25 @@ class Reports:
 
     def log(
         self,
-        *,
         step: int,
         epoch: int,
         lr: float,
-        batch_size: int,
-        devices: int,
-        interval: Interval,
+        pace: Interval | None,
         values: Future[dict[str, list[float]]],
-        counters: dict[str, int],
-        memory: dict[str, int],
     ) -> None:
         """Record a log step; ``values`` brings ``loss`` and ``grad_norm``."""
         record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
-        if interval.steps:  # not at the first step, which compiles
-            seconds = interval.seconds()
-            record["sec_per_iter"] = seconds / interval.steps
-            record["images_per_s"] = interval.steps * batch_size / seconds
-            record["data_wait"] = interval.waited / seconds
+        if pace:
+            seconds = pace.seconds()
+            record["sec_per_iter"] = seconds / pace.steps
+            record["images_per_s"] = pace.steps * self._batch_size / seconds
+            record["data_wait"] = pace.waited / seconds
             if self._peak_flops:
-                rate = record["images_per_s"] * self._flops_per_image
-                record["mfu"] = rate / (devices * self._peak_flops)
-        record.update(counters)
-        record.update({f"memory_{name}": size for name, size in memory.items()})
+                flops = record["images_per_s"] * self._flops_per_image
+                record["mfu"] = flops / self._peak_flops
+        record.update(self._backend.counters())
+        sizes = self._backend.memory()
+        record.update({f"memory_{name}": size for name, size in sizes.items()})
         self._pending.append(_Pending(record, values))
 
     def _write_log(self, pending: _Pending) -> None:
@@ -188,7 +189,7 @@ class Reports:
             parts.append(f"device memory: {record['memory_used'] / 2**30:.2f} GiB")
         return ", ".join(parts)
 
-    def evaluation(self, *, step: int, epoch: int, loss: float, top1: float, images: int) -> None:
+    def evaluation(self, step: int, epoch: int, loss: float, top1: float, images: int) -> None:
         """Record an evaluation; ``top1`` in percent."""
         self.flush()
         self.last_top1 = top1
@@ -208,7 +209,9 @@ class Reports:
         for name, value in record.items():
             if name not in ("step", "epoch"):
                 group = "val" if name.startswith("val_") else "train"
-                self._board.add_scalar(f"{group}/{name.removeprefix('val_')}", value, record["step"])
+                self._board.add_scalar(
+                    f"{group}/{name.removeprefix('val_')}", value, record["step"]
+                )
 
     def flush(self) -> None:
         """Write every log step recorded so far, waiting for its values."""

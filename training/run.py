@@ -64,16 +64,18 @@ def run(args: argparse.Namespace, backend: Backend) -> None:
     last_step = min(total_steps, args.max_steps or total_steps)
     reports = Reports(
         Path(args.ckpt_dir),
-        active=backend.is_main,
+        backend,
         first_step=start.step,
         total_steps=last_step,
+        batch_size=args.batch_size,
         flops_per_image=train_flops_per_image(config),
-        peak_flops=backend.peak_flops(),
     )
     try:
         reports.say(f"data: {plan.data}")
         model = build_vit(config)
-        reports.say(f"model: {args.model}, {sum(p.numel() for p in model.parameters()):,} parameters")
+        reports.say(
+            f"model: {args.model}, {sum(p.numel() for p in model.parameters()):,} parameters"
+        )
         initialize = functools.partial(
             initialize_module,
             seed=args.seed, num_classes=config.num_classes, weight_init=config.weight_init,
@@ -91,6 +93,8 @@ def run(args: argparse.Namespace, backend: Backend) -> None:
         saved = trainer.train(start)
         if saved is None:  # resumed at the end: nothing to train, but say how good it is
             trainer.evaluate_only(start)
+    except DataFolderError as error:  # a broken image; from a loader process with a traceback
+        raise UsageError(str(error).strip().splitlines()[-1]) from None
     finally:
         curves = reports.close()
     if backend.is_main:

@@ -32,7 +32,7 @@ def check_run(args: argparse.Namespace, device_count: int) -> None:
     """Raises UsageError for flags that cannot go together on this many devices."""
     if args.batch_size % device_count:
         raise UsageError(
-            f"--batch_size {args.batch_size} (global) is not a multiple of the {device_count} devices"
+            f"--batch_size {args.batch_size} (global) is no multiple of the {device_count} devices"
         )
     for flag, (low, high) in (("--scale", args.scale), ("--ratio", args.ratio)):
         if low > high:

@@ -185,7 +185,7 @@ class XlaBackend(abc.ABC):
         """Model and optimizer on CPU under plain names, and which device tensor each is of."""
         model: dict[str, torch.Tensor] = {}
         optimizer: dict[str, dict[str, torch.Tensor]] = {}
-        origins = []
+        origins: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         for key, parameter in self._named_parameters().items():
             views = self._to_host(key, parameter.detach())
             model.update(views)

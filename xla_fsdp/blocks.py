@@ -16,7 +16,7 @@ def after_forward(module: nn.Module, apply: Callable[[torch.Tensor], torch.Tenso
     def forward_and_apply(*args, **kwargs):
         return apply(forward(*args, **kwargs))
 
-    module.forward = forward_and_apply  # type: ignore[method-assign]
+    module.forward = forward_and_apply
 
 
 class _Cut(torch.autograd.Function):

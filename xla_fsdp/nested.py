@@ -18,7 +18,6 @@ from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.backend import XlaBackend
 
-
 _FLAT = "flat_param_"
 _WRAPPERS = {"", "_fsdp_wrapped_module", "_fpw_module"}
 
@@ -90,6 +89,7 @@ class NestedBackend(XlaBackend):
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         if self._fsdp:
+            assert isinstance(self._model, XlaFullyShardedDataParallel)
             return self._model.clip_grad_norm_(max_norm)
         xm.reduce_gradients(self._optimizer)
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
@@ -120,9 +120,10 @@ class NestedBackend(XlaBackend):
     def _layout(self, name: str) -> list[tuple[str, torch.Size]]:
         """Names and shapes, in order, of the plain parameters behind a sharded one."""
         unit, shard = self._shards()[name]
+        size: torch.Size = shard._orig_size  # type: ignore[attr-defined] # set by FSDP
         parent, _, last = name.rpartition(".")
         if not last.startswith(_FLAT):
-            return [(name, shard._orig_size)]
+            return [(name, size)]
         names, shapes, _ = unit.module.metadata(int(last.removeprefix(_FLAT)))
         plain = (_plain(f"{parent}.{inner}") for inner in names)
         return list(zip(plain, shapes, strict=True))

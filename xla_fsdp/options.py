@@ -19,7 +19,7 @@ _GOOGLE = "0x1ae0"
 
 
 def device_type() -> str:
-    """"TPU" or "CPU": what PJRT_DEVICE says, else TPU where chips are attached."""
+    """ "TPU" or "CPU": what PJRT_DEVICE says, else TPU where chips are attached."""
     chosen = os.environ.get("PJRT_DEVICE")
     if chosen:
         return chosen

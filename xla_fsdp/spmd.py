@@ -67,7 +67,7 @@ class SpmdBackend(XlaBackend):
                 with torch.autocast("xla", dtype=torch.bfloat16):
                     return forward(images)
 
-            model.forward = forward_in_bf16  # type: ignore[method-assign]
+            model.forward = forward_in_bf16
         return model
 
     def _place(self, module: nn.Module) -> None:
