@@ -18,6 +18,8 @@ class FakeLoader:
     label -1, as the folder loader does for evaluation; without, it is dropped.
     """
 
+    prefetch_depth = 0
+
     def __init__(
         self, length: int, batch_size: int, share: int, offset: int, image_shape: tuple[int, ...],
         *, keep_short: bool

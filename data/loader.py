@@ -21,6 +21,9 @@ class BatchLoader(Protocol):
     nothing has to be copied.
     """
 
+    prefetch_depth: int
+    """Batches worth having ahead of the step; 0 for a source that must not run beside it."""
+
     def __len__(self) -> int:
         """Global batches in an epoch."""
 
@@ -36,6 +39,8 @@ class DatasetLoader:
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int) -> None:
         self._sampler = sampler
+        # Without workers, transforms would share this process's random state with the step.
+        self.prefetch_depth = 2 if num_workers else 0
         self._loader = DataLoader(
             dataset,
             batch_sampler=sampler,

@@ -107,7 +107,10 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         help="all-zero images with label 0, as many as ImageNet has; no host work per step",
     )
     group.add_argument(
-        "--num_workers", type=_count, default=4, help="loader processes per training process"
+        "--num_workers",
+        type=_count,
+        default=4,
+        help="loader processes per training process; 0: load in it, between steps",
     )
     group.add_argument(
         "--batch_size",

@@ -28,7 +28,7 @@ def evaluate(model: nn.Module, loader: BatchLoader, backend: Backend) -> Evaluat
     """Run the model over ``loader``; padding (label -1) counts for nothing."""
     model.eval()
     batches = []
-    for images, labels in prefetch(loader.epoch(0), backend.put):
+    for images, labels in prefetch(loader.epoch(0), backend.put, loader.prefetch_depth):
         logits = model(images).float()
         loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
         correct = (logits.argmax(dim=-1) == labels).sum()

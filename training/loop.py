@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,10 +51,8 @@ class Trainer:
                 break
             batch_index = first_batch
             self.interval = Interval()
-            with contextlib.closing(
-                prefetch(self.train_loader.epoch(epoch, first_batch), backend.put)
-            ) as batches:
-                for images, labels in self._timed(batches):
+            with contextlib.closing(self._batches(epoch, first_batch)) as batches:
+                for images, labels in batches:
                     lr = self.schedule.lr(step)
                     is_first = step == start.step
                     with self._first_run("training step") if is_first else _NOTHING:
@@ -91,15 +89,18 @@ class Trainer:
         """Evaluate a run that has nothing left to train."""
         self._evaluate(at.step, at.epoch if at.images_in_epoch else at.epoch - 1)
 
-    def _timed(self, batches: Iterator) -> Iterator:
-        """The batches, with the time spent waiting for them added to the interval."""
-        while True:
-            asked = time.perf_counter()
-            batch = next(batches, None)
-            if batch is None:
-                return
-            self.interval.waited += time.perf_counter() - asked
-            yield batch
+    def _batches(self, epoch: int, first_batch: int) -> Generator:
+        """Batches on the device, with the time spent waiting for them added up."""
+        loader = self.train_loader
+        source = loader.epoch(epoch, first_batch)
+        with contextlib.closing(prefetch(source, self.backend.put, loader.prefetch_depth)) as ready:
+            while True:
+                asked = time.perf_counter()
+                batch = next(ready, None)
+                if batch is None:
+                    return
+                self.interval.waited += time.perf_counter() - asked
+                yield batch
 
     @contextlib.contextmanager
     def _first_run(self, what: str) -> Iterator[None]:

@@ -13,14 +13,32 @@ _END = object()
 
 
 def prefetch(
-    batches: Iterator[Batch], put: Callable[[Batch], Any], depth: int = 2
+    batches: Iterator[Batch], put: Callable[[Batch], Any], depth: int
 ) -> Generator[Any, None, None]:
     """Yield ``put(batch)`` for each batch, up to ``depth`` of them ahead in a thread.
 
     The tensors of the last batch are put once if the source gives them again. An
     error in the source or in ``put`` is raised here, at the batch it belongs to
     (torch_xla's ParallelLoader ends the epoch silently instead).
+
+    Depth 0 uses no thread. It is for sources that compute in this process: their
+    random transforms and the model share PyTorch's global generator.
     """
+    if depth == 0:
+        yield from _put_each(batches, put)
+    else:
+        yield from _ahead(_put_each(batches, put), depth)
+
+
+def _put_each(batches: Iterator[Batch], put: Callable[[Batch], Any]) -> Iterator[Any]:
+    last = on_device = None
+    for batch in batches:
+        if last is None or any(a is not b for a, b in zip(batch, last, strict=True)):
+            on_device, last = put(batch), batch
+        yield on_device
+
+
+def _ahead(items: Iterator[Any], depth: int) -> Generator[Any, None, None]:
     ready: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
 
@@ -32,14 +50,11 @@ def prefetch(
                 continue
 
     def work() -> None:
-        last = on_device = None
         try:
-            for batch in batches:
+            for item in items:
+                offer(item)
                 if stop.is_set():
                     return
-                if last is None or any(a is not b for a, b in zip(batch, last, strict=True)):
-                    on_device, last = put(batch), batch
-                offer(on_device)
             offer(_END)
         except BaseException as error:  # noqa: BLE001 - handed to the consumer, whatever it is
             offer(error)

@@ -1,0 +1,82 @@
+"""Run the real command line and read what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DIGITS = ROOT / "datasets" / "digits"
+
+TINY_MODEL = (
+    "--image_size 16 --patch_size 4 --embed_dim 32 --num_heads 2 --num_blocks 2 --num_classes 10"
+).split()
+TINY_RUN = (
+    "--batch_size 16 --num_epochs 2 --warmup_steps 4 --lr 1e-2 --num_workers 0 "
+    "--log_step_interval 1 --max_steps 6"
+).split()
+
+
+@dataclass
+class Result:
+    """A finished run: exit code, what it printed, what it left in --ckpt_dir."""
+
+    code: int
+    stdout: str
+    stderr: str
+    ckpt_dir: Path
+
+    @property
+    def records(self) -> list[dict]:
+        lines = (self.ckpt_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    @property
+    def steps(self) -> dict[int, dict]:
+        return {r["step"]: r for r in self.records if "loss" in r}
+
+    @property
+    def evaluations(self) -> list[dict]:
+        return [r for r in self.records if "val_loss" in r]
+
+    @property
+    def run_file(self) -> dict:
+        return json.loads((self.ckpt_dir / "run.json").read_text())
+
+    def column(self, name: str) -> list[float]:
+        return [record[name] for _, record in sorted(self.steps.items())]
+
+
+def environment() -> dict[str, str]:
+    """XLA on the CPU, and quick compilation: the tests' programs run a few steps only."""
+    unset = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_FLAGS"}
+    kept = {key: value for key, value in os.environ.items() if key not in unset}
+    return kept | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+def run_program(*command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+def train(ckpt_dir: Path, *flags: str, devices: int = 1, data: bool = True) -> Result:
+    """Run run_vit_training.py with these flags; ``data``: on the digits folder."""
+    source = ["--data_dir", str(DIGITS), "--hflip", "0"] if data else []
+    done = run_program(
+        "run_vit_training.py", *source, "--ckpt_dir", str(ckpt_dir),
+        "--cpu_devices", str(devices), *flags,
+    )  # fmt: skip
+    return Result(done.returncode, done.stdout, done.stderr, ckpt_dir)
+
+
+def train_tiny(ckpt_dir: Path, *flags: str, devices: int = 1) -> Result:
+    """Six steps of a two-block model on digits; must succeed. Later flags win."""
+    result = train(ckpt_dir, *TINY_MODEL, *TINY_RUN, *flags, devices=devices)
+    assert result.code == 0, result.stdout + result.stderr
+    return result

@@ -1,0 +1,47 @@
+"""For test_sharding: what lies on the first device after two steps, read off the device.
+
+Takes the number of devices and model flags; prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+
+import torch
+
+from models.vit import build_vit, fsdp_units, initialize_module
+from training.arguments import model_config, parse_arguments
+from xla_fsdp.launch import launch
+
+
+def measure(args: argparse.Namespace, backend) -> None:
+    import torch_xla
+
+    config = model_config(args)
+    model = build_vit(config)
+    initialize = functools.partial(initialize_module, seed=0, num_classes=config.num_classes)
+    model = backend.shard(model, list(fsdp_units(model)), initialize)
+    backend.build_optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    images, labels = backend.put((torch.randn(8, 3, 16, 16), torch.arange(8)))
+    for _ in range(2):
+        backend.backward(torch.nn.functional.cross_entropy(model(images), labels))
+        backend.optimizer_step(1e-3, 1.0)
+    backend.wait()
+
+    def on_first_device(tensors) -> int:
+        shards = torch_xla._XLAC._get_local_shards(list(tensors))
+        return sum(per_device[0][0].nbytes for per_device in shards)
+
+    state = backend._optimizer.state.values()
+    measured = {
+        "parameters": on_first_device(model.parameters()),
+        "optimizer": on_first_device(t for entry in state for t in entry.values()),
+    }
+    print(json.dumps({"bytes": measured, "told": backend.state_bytes()}))
+
+
+if __name__ == "__main__":
+    launch(measure, parse_arguments(["--cpu_devices", sys.argv[1], *sys.argv[2:]]))

@@ -1,0 +1,70 @@
+"""The reference for test_sharding: timm's model, PyTorch's AdamW, no XLA, no FSDP.
+
+Prints one JSON line. Takes the clipping norm; everything else is as in tests/cli.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+
+from data.build import build_loaders, open_data
+from models.vit import build_vit, fsdp_units, initialize_module
+from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
+from training.arguments import model_config, parse_arguments
+
+
+def main() -> None:
+    max_norm = float(sys.argv[1])
+    source = ["--data_dir", str(DIGITS), "--hflip", "0"]
+    args = parse_arguments([*source, *TINY_MODEL, *TINY_RUN])
+    config = model_config(args)
+    filled = build_vit(config)
+    for name, unit in fsdp_units(filled):
+        initialize_module(unit, name, seed=args.seed, num_classes=config.num_classes)
+    model = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=10,
+        class_token=False, global_pool="avg", fc_norm=False,
+    )  # fmt: skip
+    model.load_state_dict(filled.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+
+    train_loader, val_loader = build_loaders(open_data(args, config), args, config, 0, 1)
+    total = len(train_loader) * args.num_epochs
+    losses, norms = [], []
+    for step, (images, labels) in zip(range(6), train_loader.epoch(0), strict=False):
+        warm = args.warmup_steps
+        ratio = step / warm if step < warm else 0.5 * (
+            1 + math.cos(math.pi * (step - warm) / (total - warm))
+        )  # fmt: skip
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * ratio
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.eval()
+    loss_sum = correct = count = 0.0
+    with torch.no_grad():
+        for images, labels in val_loader.epoch(0):
+            images, labels = images[labels >= 0], labels[labels >= 0]
+            logits = model(images)
+            loss_sum += F.cross_entropy(logits, labels, reduction="sum").item()
+            correct += (logits.argmax(1) == labels).sum().item()
+            count += len(labels)
+    print(json.dumps({
+        "loss": losses, "grad_norm": norms,
+        "val_loss": loss_sum / count, "val_top1": 100 * correct / count,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
