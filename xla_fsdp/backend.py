@@ -21,7 +21,7 @@ from torch_xla.distributed.fsdp import checkpoint_module
 from training.backend import InitializeModule
 from training.checkpoint import SafeReader, quiet_dcp
 from xla_fsdp import chips
-from xla_fsdp.blocks import cut_every
+from xla_fsdp.blocks import compute_in_bf16, cut_every
 from xla_fsdp.optimizer import build_adamw, set_lr
 
 
@@ -34,7 +34,6 @@ class XlaBackend(abc.ABC):
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._device = torch_xla.device()
-        self._bf16 = args.precision == "bf16"
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self.is_main = self.rank == 0
         self.device_count = xr.global_runtime_device_count()
@@ -86,6 +85,8 @@ class XlaBackend(abc.ABC):
             initialize(unit, name)
             if unit is model:
                 self._model = self._shard_root(model)
+                if self._args.precision == "bf16":
+                    compute_in_bf16(self._model)
                 continue
             if self._args.grad_ckpt:
                 checkpoint_module(unit)

@@ -19,6 +19,17 @@ def after_forward(module: nn.Module, apply: Callable[[torch.Tensor], torch.Tenso
     module.forward = forward_and_apply
 
 
+def compute_in_bf16(model: nn.Module) -> None:
+    """Run the forward pass, and so the backward, with matrix products in bf16."""
+    forward = model.forward
+
+    def forward_in_bf16(*args, **kwargs):
+        with torch.autocast("xla", dtype=torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    model.forward = forward_in_bf16
+
+
 class _Cut(torch.autograd.Function):
     """Ends the graph here, on the way forward and on the way back."""
 

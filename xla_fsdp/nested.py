@@ -1,7 +1,8 @@
 """Nested FSDP: torch_xla's XlaFullyShardedDataParallel around each block and the model.
 
 A process drives one device. Optimization barriers between the units keep the
-compiler from gathering weights early or holding on to them.
+compiler from gathering weights early or holding on to them. bf16 is autocast, as in
+the SPMD form, not FSDP's compute_dtype: with that, convolutions fail (torch_xla 2.9).
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class NestedBackend(XlaBackend):
             module if self._args.shard_on_cpu else module.to(self._device),
             reshard_after_forward=self._args.reshard_after_forward,
             flatten_parameters=self._args.flatten_parameters,
-            compute_dtype=torch.bfloat16 if self._bf16 else torch.float32,
-            fp32_reduce_scatter=True,
+            # FSDP's own linear layer runs its backward in fp32 under autocast.
+            _use_xla_patched_linear=self._args.precision == "fp32",
         )
 
     def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:

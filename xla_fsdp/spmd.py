@@ -60,14 +60,6 @@ class SpmdBackend(XlaBackend):
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model)
-        if self._bf16:
-            forward = model.forward
-
-            def forward_in_bf16(images: torch.Tensor) -> torch.Tensor:
-                with torch.autocast("xla", dtype=torch.bfloat16):
-                    return forward(images)
-
-            model.forward = forward_in_bf16
         return model
 
     def _place(self, module: nn.Module) -> None:
