@@ -1,0 +1,183 @@
+"""Time one training step of the XLA backend: trace, compile, run.
+
+    python benchmarks/xla_step.py --devices 1 2 4 --forms spmd wrapper nested \
+        --model vit_tiny_patch16_224 --batch_size 16
+
+Any flag of run_vit_training.py can be added. Each configuration runs in a process of
+its own, all of them in turn ``--repeats`` times, on the same zeros; the table gives
+medians. Columns: seconds a step (wall, device idle to device idle), seconds of it in
+which the host records the graph, seconds to compile the step (once), and executions
+and compilations a step after the first. ``wrapper`` is torch_xla's
+SpmdFullyShardedDataParallel in place of our own sharding marks, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+COLUMNS = ("s_per_step", "trace_s", "compile_s", "executions", "compilations")
+
+
+def measure(args: argparse.Namespace, backend, *, steps: int, wrapper: bool) -> None:
+    """The body of a child process: prints one JSON line."""
+    import torch
+    import torch.nn.functional as F
+    import torch_xla.debug.metrics as met
+
+    from models.vit import build_vit, fsdp_units, initialize_module
+    from training.arguments import model_config
+
+    config = model_config(args)
+    model = build_vit(config)
+    initialize = functools.partial(
+        initialize_module, seed=args.seed, num_classes=config.num_classes
+    )
+    if wrapper:
+        use_torch_xlas_wrapper(backend)
+    sharded = backend.shard(model, list(fsdp_units(model)), initialize)
+    backend.build_optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=args.weight_decay)
+    shape = (args.batch_size, config.in_chans, config.img_size, config.img_size)
+    images, labels = backend.put((torch.zeros(shape), torch.zeros(shape[0], dtype=torch.int64)))
+
+    # Where the graph is complete and about to be handed to the compiler or the device.
+    end_step, handed_over = backend.end_step, [0.0]
+
+    def timed_end_step() -> None:
+        handed_over[0] = time.perf_counter()
+        end_step()
+
+    backend.end_step = timed_end_step
+
+    def step() -> tuple[float, float]:
+        start = time.perf_counter()
+        loss = F.cross_entropy(sharded(images).float(), labels)
+        backend.backward(loss)
+        backend.optimizer_step(args.lr, args.clip_grad_norm)
+        backend.wait()
+        return time.perf_counter() - start, handed_over[0] - start
+
+    def compile_seconds() -> float:
+        return met.metric_data("CompileTime")[1] / 1e9
+
+    before = compile_seconds()
+    step()
+    compiled = compile_seconds() - before
+    step()
+    counted = backend.counters()
+    times = [step() for _ in range(steps)]
+    after = backend.counters()
+    seconds, trace = (statistics.median(column) for column in zip(*times, strict=True))
+    print(json.dumps({
+        "s_per_step": seconds, "trace_s": trace, "compile_s": compiled,
+        "executions": (after["executions"] - counted["executions"]) / steps,
+        "compilations": (after["compilations"] - counted["compilations"]) / steps,
+    }))  # fmt: skip
+
+
+def use_torch_xlas_wrapper(backend) -> None:
+    """Let torch_xla's SPMD wrapper place the blocks and the root instead of our marks."""
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import (
+        SpmdFullyShardedDataParallel,
+    )
+
+    def wrap_block(model, name, block):
+        parent, _, child = name.rpartition(".")
+        wrapped = SpmdFullyShardedDataParallel(block, mesh=backend._mesh)
+        setattr(model.get_submodule(parent), child, wrapped)
+        return wrapped
+
+    backend._shard_block = wrap_block
+    backend._shard_root = lambda model: SpmdFullyShardedDataParallel(model, mesh=backend._mesh)
+
+
+def run_child(form: str, devices: int, steps: int, flags: list[str]) -> dict[str, float]:
+    command = [sys.executable, __file__, "--child", form, "--devices", str(devices),
+               "--steps", str(steps), *flags]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(rows: list[tuple[str, int, list[dict[str, float]]]]) -> str:
+    names = ("form", "devices", "s/step", "ratio", "trace s", "compile s", *COLUMNS[3:])
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    first: float | None = None
+    for form, devices, results in rows:
+        medians = {name: statistics.median(r[name] for r in results) for name in COLUMNS}
+        first = first or medians["s_per_step"]
+        lines.append(
+            f"| {form} | {devices} | {medians['s_per_step']:.3f} "
+            f"| {medians['s_per_step'] / first:.2f} | {medians['trace_s']:.3f} "
+            f"| {medians['compile_s']:.1f} | {medians['executions']:g} "
+            f"| {medians['compilations']:g} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument(
+        "--forms", nargs="+", choices=("spmd", "wrapper", "nested"), default=["spmd", "nested"],
+        help="nested runs on 1 CPU device only",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
+    parser.add_argument("--repeats", type=int, default=3, help="processes a row (default: 3)")
+    parser.add_argument("--child", choices=("spmd", "wrapper", "nested"), help=argparse.SUPPRESS)
+    options, flags = parser.parse_known_args()
+    if not any(flag.split("=")[0] == "--model" for flag in flags):
+        flags = ["--model", "vit_tiny_patch16_224", "--batch_size", "16", *flags]
+
+    if options.child:
+        from training.arguments import parse_arguments
+        from xla_fsdp.launch import launch
+
+        form = "nested" if options.child == "nested" else "spmd"
+        count = str(options.devices[0])
+        args = parse_arguments([*flags, "--xla_fsdp", form, "--cpu_devices", count])
+        body = functools.partial(measure, steps=options.steps, wrapper=options.child == "wrapper")
+        launch(body, args)
+        return
+
+    on_cpu = os.environ.setdefault("PJRT_DEVICE", "CPU") == "CPU"
+    rows: list[tuple[str, int, list[dict[str, float]]]] = [
+        (form, devices, [])
+        for form in options.forms
+        for devices in options.devices
+        if not (form == "nested" and on_cpu and devices > 1)
+    ]
+    for repeat in range(options.repeats):
+        for form, devices, results in rows:
+            print(f"repeat {repeat + 1}: {form}, {devices} device(s)", file=sys.stderr, flush=True)
+            results.append(run_child(form, devices, options.steps, flags))
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    print(f"commit {commit.stdout.strip()}, {' '.join(flags)}, {options.repeats} x {options.steps} steps, "
+          f"{os.cpu_count()} cores, {platform.machine()}")  # fmt: skip
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

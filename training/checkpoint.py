@@ -35,18 +35,24 @@ from training.errors import UsageError
 
 _COMPLETE = re.compile(r"step_(\d+)")
 _TEMPORARY_SUFFIX = ".tmp"
-_PICKLED_METADATA = re.compile(
-    r"(torch\.distributed\.checkpoint\.(metadata|filesystem)|torch\.serialization|"
-    r"torch|torch\._C|torch\.storage|pathlib|collections|_codecs)"
-)
-_FORBIDDEN_NAMES = {"load", "save", "compile", "hub", "jit", "ops", "classes", "package"}
+_METADATA_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "ChunkStorageMetadata",
+        "TensorStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items()
+                         if isinstance(value, torch.dtype)},
+    "pathlib": {"PosixPath"},
+}  # fmt: skip
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds DCP's own metadata classes and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if _PICKLED_METADATA.fullmatch(module) and name.split(".")[0] not in _FORBIDDEN_NAMES:
+        if name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
 
@@ -122,8 +128,12 @@ def read_saved_run(path: Path) -> SavedRun:
             dcp.load(state, storage_reader=reader, no_dist=True)
         position = Position(*(int(state["training"][name]) for name in names[:3]))
         arguments = json.loads(bytes(state["training"]["arguments"].tolist()))
-    except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    # A damaged file can fail in any way; DCP wraps some of them, by rank, in its own.
+    except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
+        cause: BaseException = error
+        if isinstance(error, dcp.CheckpointException):
+            cause = next(iter(error.failures.values()))[0]
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
         raise UsageError(f"cannot read the checkpoint {path}: {reason[:200]}") from None
     return SavedRun(path, position, arguments)
 

@@ -1,0 +1,147 @@
+"""A user's mistake: one clear line, exit code 2, no device started, nothing written."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+import run_vit_training
+from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
+
+
+def complaint(capsys, ckpt_dir, *flags):
+    """The one line that the program ends with, in this process."""
+    before = sorted(ckpt_dir.rglob("*")) if ckpt_dir.exists() else None
+    argv = ["--data_dir", str(DIGITS), *TINY_MODEL, "--batch_size", "16"]
+    try:
+        code = run_vit_training.main([*argv, "--ckpt_dir", str(ckpt_dir), *map(str, flags)])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith("run_vit_training.py: error: ")
+    assert (sorted(ckpt_dir.rglob("*")) if ckpt_dir.exists() else None) == before
+    assert "torch_xla" not in sys.modules
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--batch_size 15 --cpu_devices 2", "--batch_size 15 (global) is no multiple of the 2"),
+        ("--batch_size 2000", "1438 training images, fewer than one batch"),
+        ("--image_size 17", "--image_size 17 is not a multiple of --patch_size 4"),
+        ("--num_heads 5", "--embed_dim 32 is not a multiple of --num_heads 5"),
+        ("--model vit_11b", "invalid choice: 'vit_11b'"),
+        ("--global_pool token", "--global_pool token needs --class_token"),
+        ("--patch_drop_rate 0.99", "leaves no patch"),
+        ("--data_dir /does/not/exist", "/does/not/exist/train is not a folder"),
+        ("--num_classes 9", "10 classes, --num_classes is 9"),
+        ("--resume /does/not/exist", "there is no such checkpoint folder"),
+        ("--resume_epoch 3", "no checkpoint of that epoch's end"),
+        ("--resume_epoch 3 --resume none", "give one"),
+        ("--scale 0.9 0.1", "--scale 0.9 0.1"),
+        ("--scale 0 0", "leaves no image"),
+        ("--ratio 2 1", "--ratio 2.0 1.0"),
+        ("--backend cuda", "no CUDA backend in this version"),
+        ("--xla_fsdp spmd --flatten_parameters", "--flatten_parameters needs --xla_fsdp nested"),
+        ("--xla_fsdp nested --cpu_devices 2", "nested FSDP runs on 1 CPU device"),
+        ("--shard_on_cpu --run_without_fsdp", "drop it or --run_without_fsdp"),
+        ("--compile_cache_dir setup.cfg", "is a file"),
+        ("--lr x", "'x' is not a number"),
+        ("--lr -1", "must be at least 0"),
+        ("--mlp_dropout 1", "must be at least 0 and below 1"),
+        ("--batch_size 0", "must be at least 1"),
+        ("--batch 16", "unrecognized arguments: --batch 16"),
+    ],
+)
+def test_flags(flags, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "setup.cfg").touch()
+    assert words in complaint(capsys, tmp_path / "ckpt", *flags.split())
+
+
+def test_ckpt_dir_is_a_file(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert "is a file, not a folder" in complaint(capsys, tmp_path / "file")
+
+
+def test_bad_environment(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "two")
+    assert "'two' is not a whole number" in complaint(capsys, tmp_path / "ckpt")
+
+
+def test_data_folders(capsys, tmp_path):
+    def image(split, name):
+        (tmp_path / split / name).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / split / name / "image.png")
+
+    def said():
+        return complaint(capsys, tmp_path / "ckpt", "--data_dir", tmp_path, "--batch_size", 1)
+
+    (tmp_path / "train").mkdir()
+    assert "train holds no class folders" in said()
+    image("train", "a")
+    assert "val is not a folder" in said()
+    image("val", "a")
+    image("val", "b")
+    assert "train and val differ" in said()
+    assert "only val has b" in said()
+    (tmp_path / "train" / "b").mkdir()
+    assert "b" in said()  # a class without images
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    train_tiny(folder, "--max_steps", "1")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--embed_dim 64", "was trained with --embed_dim 32, not 64"),
+        ("--num_blocks 3", "was trained with --num_blocks 2, not 3"),
+        ("--class_token", "was trained with --class_token False, not True"),
+        ("--resume none", "holds step_1 of an earlier run"),
+    ],
+)
+def test_resume_of_another_model(flags, words, finished, capsys):
+    assert words in complaint(capsys, finished, *flags.split())
+
+
+def test_unreadable_checkpoint(finished, capsys, tmp_path):
+    def said(damage):
+        folder = shutil.copytree(finished / "step_1", tmp_path / "step_1", dirs_exist_ok=True)
+        damage(folder)
+        return complaint(capsys, tmp_path / "ckpt", "--resume", folder)
+
+    cannot = "cannot read the checkpoint"
+    assert cannot in said(lambda f: (f / ".metadata").write_bytes(b"garbage"))
+    assert cannot in said(lambda f: (f / "__0_0.distcp").unlink())
+    assert cannot in said(lambda f: (f / "__0_0.distcp").write_bytes(b"short"))
+    assert "no .metadata file" in said(lambda f: (f / ".metadata").unlink())
+
+
+def test_as_a_program(tmp_path):
+    """The same through the real command line."""
+    done = subprocess.run(
+        [sys.executable, "run_vit_training.py", "--image_size", "15", "--ckpt_dir", tmp_path / "x"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "run_vit_training.py: error: --image_size 15 is not a multiple of --patch_size 14\n"
+    )
+    assert not (tmp_path / "x").exists()

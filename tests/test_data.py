@@ -1,0 +1,161 @@
+"""Data: the digits tree, order, sharing among processes, augmentation, complete validation."""
+
+import argparse
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms as T
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from data.build import build_loaders, open_data
+from data.digits import write_digits
+from data.image_folder import DataFolderError, FolderSplit, check_folder, val_transform
+from data.sampler import GlobalBatchSampler
+from models.config import VitConfig
+
+CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)
+
+
+def arguments(data_dir, **changes):
+    values = {
+        "fake_data": False, "data_dir": str(data_dir), "batch_size": 100, "seed": 3,
+        "num_workers": 0, "scale": (0.3, 1.0), "ratio": (0.75, 1.33), "hflip": 0.5,
+    }  # fmt: skip
+    return argparse.Namespace(**values | changes)
+
+
+def loaders(args, rank=0, world_size=1, config=CONFIG):
+    return build_loaders(open_data(args, config), args, config, rank, world_size)
+
+
+def test_digits_tree_holds_scikit_learns_images(tmp_path):
+    root = write_digits(tmp_path / "digits")
+    files = sorted(root.glob("*/*/*.png"))
+    assert len(files) == 1797
+    assert len(list(root.glob("val/*/*.png"))) == 359
+    digits = load_digits()
+    assert sorted(int(f.stem) for f in files) == list(range(1797))
+    for file in files[::100]:
+        index = int(file.stem)
+        assert digits.target[index] == int(file.parent.name)
+        pixels = np.asarray(Image.open(file)) / 255 * 16
+        assert np.abs(pixels - digits.images[index]).max() < 0.05
+    stamp = files[0].stat().st_mtime_ns
+    write_digits(root)  # a second call writes nothing
+    assert files[0].stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_global_batches_do_not_depend_on_the_number_of_processes(world_size):
+    def batches(rank, world):
+        return list(GlobalBatchSampler(53, 10, shuffle=True, seed=7, rank=rank, world_size=world))
+
+    shares = [batches(rank, world_size) for rank in range(world_size)]
+    joined = [list(chain(*parts)) for parts in zip(*shares, strict=True)]
+    assert joined == batches(0, 1)
+    assert len(joined) == 5  # the short batch is dropped
+    indices = [index for batch in joined for _, index in batch]
+    assert len(set(indices)) == 50
+
+
+def test_order_depends_on_seed_and_epoch_and_resumes_anywhere():
+    sampler = GlobalBatchSampler(1000, 10, shuffle=True, seed=7)
+
+    def order(epoch, first=0):
+        sampler.set_position(epoch, first)
+        return [[index for _, index in batch] for batch in sampler]
+
+    assert order(0) == order(0)
+    assert order(0) != order(1)
+    assert order(1, 40) == order(1)[40:]
+    other = GlobalBatchSampler(1000, 10, shuffle=True, seed=8)
+    assert [[index for _, index in batch] for batch in other] != order(0)
+
+
+@pytest.mark.parametrize(
+    ("length", "batch_size", "world"), [(359, 100, 1), (359, 100, 4), (8, 8, 2)]
+)
+def test_validation_counts_each_image_once(length, batch_size, world):
+    seen = []
+    for rank in range(world):
+        sampler = GlobalBatchSampler(length, batch_size, shuffle=False, rank=rank, world_size=world)
+        for batch in sampler:
+            assert len(batch) == batch_size // world  # static shapes
+            seen += [index for _, index in batch if index >= 0]
+    assert sorted(seen) == list(range(length))
+
+
+def test_augmentation_is_the_same_in_any_worker_and_after_a_resume(digits):
+    plain, _ = loaders(arguments(digits))
+    workers, _ = loaders(arguments(digits, num_workers=2))
+    torch.manual_seed(0)
+    first = list(plain.epoch(2))
+    torch.manual_seed(1)
+    for (a, x), (b, y) in zip(first, workers.epoch(2), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(x, y)
+    assert torch.equal(next(workers.epoch(2, 9))[0], first[9][0])
+    assert not torch.equal(next(plain.epoch(3))[0], first[0][0])
+
+
+def test_validation_images_are_system_as(digits):
+    """Resize to size * 256/224, centre crop, ImageNet mean and deviation, as torchvision does."""
+    _, val = loaders(arguments(digits))
+    images, labels = next(val.epoch(0))
+    reference = T.Compose([
+        T.Resize(16 * 256 // 224, interpolation=T.InterpolationMode.BICUBIC),
+        T.CenterCrop(16), T.ToTensor(),
+        T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ])  # fmt: skip
+    file = sorted((digits / "val" / "0").iterdir())[0]
+    torch.testing.assert_close(images[0], reference(Image.open(file).convert("RGB")))
+    assert labels[0] == 0
+    *_, (last_images, last_labels) = val.epoch(0)
+    assert (last_labels >= 0).sum() == 59
+    assert last_images[last_labels < 0].abs().max() == 0
+
+
+def test_grey_images(digits):
+    train, _ = loaders(arguments(digits), config=VitConfig(in_chans=1, img_size=16, num_classes=10))
+    assert next(train.epoch(0))[0].shape == (100, 1, 16, 16)
+
+
+def test_fake_data_is_one_batch_of_zeros():
+    args = arguments("unused", fake_data=True, batch_size=1024)
+    train, val = loaders(args, rank=1, world_size=4)
+    assert (len(train), len(val)) == (1_281_167 // 1024, -(-50_000 // 1024))
+    batches = train.epoch(0)
+    first, second = next(batches), next(batches)
+    assert first[0] is second[0]
+    assert first[0].shape == (256, 3, 16, 16)
+    assert not first[0].any()
+    counts = 0
+    for rank in range(4):
+        _, val = loaders(args, rank=rank, world_size=4)
+        counts += sum(int((labels >= 0).sum()) for _, labels in val.epoch(0))
+    assert counts == 50_000
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_broken_image_is_named(tmp_path, num_workers):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / split / "a" / "good.png")
+    (tmp_path / "train" / "a" / "broken.png").write_bytes(b"no image")
+    train, _ = loaders(arguments(tmp_path, batch_size=2, num_workers=num_workers))
+    with pytest.raises(DataFolderError, match=r"broken\.png is not a readable image"):
+        next(train.epoch(0))
+
+
+def test_class_folder_without_images(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    with pytest.raises(DataFolderError, match="a"):
+        FolderSplit(str(tmp_path), "train", val_transform(16, 3), 0)
+
+
+def test_too_many_classes(digits):
+    with pytest.raises(DataFolderError, match="10 classes, --num_classes is 5"):
+        check_folder(str(digits), 5)

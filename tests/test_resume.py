@@ -1,0 +1,122 @@
+"""Stopping and resuming, by the real command line: the same run as without the stop."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.cli import TINY_MODEL, train_tiny
+
+# Five steps an epoch on digits; dropout everywhere, so that random state counts.
+EPOCHS_OF_5 = "--batch_size 256 --num_epochs 4 --num_workers 1 --ckpt_epoch_interval 1".split()
+DROPOUT = "--mlp_dropout 0.1 --att_dropout 0.1 --pos_dropout 0.1 --drop_path_rate 0.2".split()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return train_tiny(folder, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "12", devices=2)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Stopped in the middle of the second epoch."""
+    folder = tmp_path_factory.mktemp("stopped")
+    return train_tiny(folder, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "7", devices=2)
+
+
+@pytest.fixture
+def copy_of_stopped(stopped, tmp_path):
+    return shutil.copytree(stopped.ckpt_dir, tmp_path / "run")
+
+
+def test_mid_epoch_resume_is_exact(uninterrupted, copy_of_stopped):
+    resumed = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "12", devices=2)
+    assert "at step 7, epoch 2" in resumed.stdout
+    assert list(resumed.steps) == list(range(1, 13))
+    for name in ("loss", "grad_norm", "lr"):
+        assert resumed.column(name) == uninterrupted.column(name)
+    assert resumed.evaluations[-1] == uninterrupted.evaluations[-1]
+    assert sorted(p.name for p in copy_of_stopped.glob("step_*")) == [
+        "step_10", "step_12", "step_5", "step_7"
+    ]  # fmt: skip
+
+
+def test_resume_epoch_and_keep_checkpoints(uninterrupted, copy_of_stopped):
+    flags = ["--resume_epoch", "1", "--keep_checkpoints", "2", "--max_steps", "12"]
+    resumed = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, *flags, devices=2)
+    assert "step_5 at step 5, epoch 2" in resumed.stdout
+    assert resumed.column("loss") == uninterrupted.column("loss")
+    assert sorted(p.name for p in copy_of_stopped.glob("step_*")) == ["step_10", "step_12"]
+
+
+def test_finished_run_is_evaluated_again(copy_of_stopped, stopped):
+    again = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "7", devices=2)
+    assert len(again.steps) == 7
+    assert again.evaluations[-1] == stopped.evaluations[-1]
+
+
+def test_checkpoint_moves_between_forms_and_device_counts(tmp_path):
+    """Flat nested shards to 4 SPMD devices to plain nested shards: no loss changes."""
+    flags = [*EPOCHS_OF_5, "--max_steps"]
+    reference = train_tiny(tmp_path / "reference", *flags, "6")
+    run = tmp_path / "run"
+    train_tiny(run, *flags, "2", "--flatten_parameters")
+    train_tiny(run, *flags, "4", "--ckpt_step_interval", "3", devices=4)
+    assert (run / "step_3").is_dir()
+    elsewhere = tmp_path / "elsewhere"
+    last = train_tiny(
+        elsewhere, *flags, "6", "--xla_fsdp", "nested", "--resume", str(run / "step_4")
+    )
+    for step in (5, 6):
+        assert last.steps[step]["loss"] == pytest.approx(reference.steps[step]["loss"], rel=1e-5)
+    moved = (train_tiny(run, *flags, "6", devices=2)).column("loss")
+    assert moved == pytest.approx(reference.column("loss"), rel=1e-5)
+
+
+def test_changed_batch_size_keeps_place_in_data_and_schedule(copy_of_stopped):
+    """Step 7 at 5 steps an epoch is 512 images into epoch 2: step 15 at 11 steps an epoch."""
+    flags = [*EPOCHS_OF_5, *DROPOUT, "--batch_size", "128", "--max_steps", "16"]
+    resumed = train_tiny(copy_of_stopped, *flags, devices=2)
+    assert "at step 15, epoch 2 (step 7 at its batch size)" in resumed.stdout
+    assert resumed.steps[16]["epoch"] == 2
+
+
+def test_unfinished_checkpoint_is_not_resumed(copy_of_stopped, stopped):
+    """A crash while writing leaves the temporary name; the older, complete one counts."""
+    shutil.copytree(copy_of_stopped / "step_7", copy_of_stopped / "step_9.tmp")
+    broken = copy_of_stopped / "step_8"
+    shutil.copytree(copy_of_stopped / "step_7", broken)
+    (broken / ".metadata").unlink()
+    again = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "7", devices=2)
+    assert "step_7 at step 7" in again.stdout
+
+
+def test_pytorch_converts_the_checkpoint(stopped, tmp_path):
+    """PyTorch's own tool makes one plain file of it, with timm's names and all arguments."""
+    target = tmp_path / "plain.pt"
+    module = "torch.distributed.checkpoint.format_utils"
+    source = stopped.ckpt_dir / "step_7"
+    command = [sys.executable, "-m", module, "dcp_to_torch", str(source), str(target)]
+    subprocess.run(command, check=True, capture_output=True)
+    state = torch.load(target, weights_only=True)
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=10,
+        class_token=False, global_pool="avg", fc_norm=False,
+    )  # fmt: skip
+    model.load_state_dict(state["model"])
+    assert set(state["optimizer"]["state"]) == set(dict(model.named_parameters()))
+    for entry in state["optimizer"]["state"].values():
+        assert set(entry) == {"step", "exp_avg", "exp_avg_sq"}
+        assert entry["step"] == 7
+    training = state["training"]
+    assert (int(training["step"]), int(training["epoch"])) == (7, 1)
+    assert int(training["images_in_epoch"]) == 2 * 256
+    arguments = json.loads(bytes(training["arguments"].tolist()))
+    assert arguments["embed_dim"] == int(TINY_MODEL[TINY_MODEL.index("--embed_dim") + 1])
+    assert set(training["rng"]) == {"cpu", "xla_0"}

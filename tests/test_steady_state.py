@@ -1,0 +1,55 @@
+"""After warm-up nothing compiles, each step is one execution, nothing is read between logs."""
+
+from itertools import pairwise
+
+import pytest
+
+from tests.cli import train_tiny
+
+FLAGS = "--max_steps 24 --log_step_interval 6 --num_workers 1".split()
+SCALARS_READ_PER_LOG = 2  # loss and gradient norm
+
+
+def deltas(result, name):
+    """Growth of a counter from log step 6 on, per 6 steps."""
+    values = [result.steps[step][name] for step in (6, 12, 18, 24)]
+    return [after - before for before, after in pairwise(values)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "devices", "graphs"),
+    [
+        ("", 2, 1),
+        ("--drop_path_rate 0.2 --mlp_dropout 0.1 --precision bf16", 2, 1),
+        ("--xla_fsdp nested", 1, 1),
+        ("--mark_step_after_forward", 2, 2),
+        ("--mark_step_every_n_blocks 1 --num_blocks 3", 2, 5),  # 3 forward, 2 back and update
+    ],
+)
+def test_counters(flags, devices, graphs, tmp_path):
+    result = train_tiny(tmp_path, *FLAGS, *flags.split(), devices=devices)
+    assert deltas(result, "compilations") == [0, 0, 0]
+    assert deltas(result, "executions") == [6 * graphs] * 3
+    # Read when a later log is recorded; how many of the last log's is a matter of timing.
+    reads = result.steps[24]["device_to_host"] - result.steps[6]["device_to_host"]
+    assert abs(reads - 3 * SCALARS_READ_PER_LOG) <= SCALARS_READ_PER_LOG
+    assert "new compilation" not in result.stdout
+
+
+def test_evaluation_does_not_disturb_training(tmp_path):
+    """Two evaluations between epochs: the training step stays compiled, so does the second."""
+    flags = "--batch_size 256 --max_steps 15 --num_epochs 3 --test_epoch_interval 1".split()
+    result = train_tiny(tmp_path, *flags, devices=2)
+    assert len(result.evaluations) == 3
+    compilations = result.column("compilations")
+    assert len(set(compilations[:5])) == 1
+    assert len(set(compilations[5:])) == 1  # epochs 2 and 3, one evaluation between them
+
+
+def test_fake_data_moves_no_images(tmp_path):
+    """Zeros are on the device once: losses fall to nothing, no wait for data."""
+    result = train_tiny(tmp_path, "--fake_data", "--max_steps", "6", "--lr", "0.1", devices=2)
+    assert result.column("loss")[-1] < 0.1 * result.column("loss")[0]
+    (evaluation,) = result.evaluations
+    assert evaluation["val_images"] == 50_000
+    assert evaluation["val_top1"] == 100.0

@@ -1,0 +1,292 @@
+"""Parts of training/ that stand alone: shards, prefetch, safe loading, reports, plots, flags."""
+
+import argparse
+import json
+import math
+import os
+import pickle
+import re
+import threading
+from concurrent.futures import Future
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from models.config import VitConfig
+from training.arguments import build_parser, model_config, parse_arguments
+from training.checkpoint import SafeReader, complete_checkpoints, finish, quiet_dcp
+from training.plots import plot_curves
+from training.prefetch import prefetch
+from training.reports import Interval, Reports, read_metrics
+from training.shards import Chunk, ShardedTensor, flat_range_boxes
+
+# -- shards ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (4, 5), (3, 1, 4), (2, 3, 2, 2)])
+def test_boxes_cover_every_flat_range(shape):
+    whole = torch.arange(math.prod(shape)).view(shape)
+    count = whole.numel()
+    for start, end in product(range(count + 1), repeat=2):
+        boxes = list(flat_range_boxes(shape, start, end))
+        parts = [
+            whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].flatten()
+            for offsets, sizes, _ in boxes
+        ]
+        values = torch.cat(parts).tolist() if parts else []
+        assert values == list(range(start, end))
+        assert [flat for _, _, flat in boxes] == [int(part[0]) for part in parts]
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def sharded(tensor, world_size, flat):
+    """A tensor cut by rows, or as FSDP's flat shards, all ranks' chunks in one."""
+    chunks = []
+    if flat:
+        share = -(-tensor.numel() // world_size)
+        for rank in range(world_size):
+            end = min((rank + 1) * share, tensor.numel())
+            for offsets, sizes, at in flat_range_boxes(tensor.shape, rank * share, end):
+                data = tensor.flatten()[at : at + math.prod(sizes)].view(sizes)
+                chunks.append(Chunk(offsets, data))
+    else:
+        for row in range(0, len(tensor), len(tensor) // world_size):
+            rows = tensor[row : row + len(tensor) // world_size]
+            chunks.append(Chunk((row, *(0,) * (tensor.dim() - 1)), rows))
+    return ShardedTensor(tensor.shape, tensor.dtype, chunks)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((4, True), (2, False)), ((2, False), (3, True)), ((5, True), (3, True))]
+)
+def test_checkpoint_is_read_under_another_cutting(before, after, tmp_path):
+    values = torch.randn(4, 3, 5)
+    target = torch.zeros(4, 3, 5)
+    with quiet_dcp():
+        dcp.save(
+            {"a": {"b": sharded(values, *before)}},
+            storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True,
+        )  # fmt: skip
+        dcp.load(
+            {"a": {"b": sharded(target, *after)}}, storage_reader=SafeReader(tmp_path), no_dist=True
+        )
+    assert torch.equal(target, values)
+
+
+# -- checkpoints ----------------------------------------------------------------------
+
+
+def test_metadata_cannot_run_code(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'attacked'}",)
+
+    for payload in (Attack(), {"state_dict_metadata": Attack()}):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(payload))
+        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
+            SafeReader(tmp_path).read_metadata()
+    for module, name in (("torch", "load"), ("torch.serialization", "os.system"),
+                         ("pathlib", "os.system"), ("builtins", "eval")):  # fmt: skip
+        (tmp_path / ".metadata").write_bytes(
+            f"\x80\x04\x8c{chr(len(module))}{module}\x8c{chr(len(name))}{name}\x93.".encode(
+                "latin1"
+            )
+        )
+        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
+            SafeReader(tmp_path).read_metadata()
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path):
+    for step in (2, 10, 9):
+        (tmp_path / f"step_{step}").mkdir()
+        (tmp_path / f"step_{step}" / ".metadata").touch()
+    (tmp_path / "step_11").mkdir()
+    (tmp_path / "step_best").mkdir()
+    assert [p.name for p in complete_checkpoints(tmp_path)] == ["step_2", "step_9", "step_10"]
+    temporary = tmp_path / "step_12.tmp"
+    temporary.mkdir()
+    (temporary / ".metadata").touch()
+    finish(temporary, tmp_path / "step_12", keep=2)
+    assert [p.name for p in complete_checkpoints(tmp_path)] == ["step_10", "step_12"]
+
+
+# -- prefetch -------------------------------------------------------------------------
+
+
+def batches(count):
+    return [(torch.full((1,), i), torch.full((1,), i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_prefetch_keeps_order_and_puts_repeated_batches_once(depth):
+    first, second, third = batches(3)
+    put = []
+
+    def record(batch):
+        put.append(int(batch[0]))
+        return put[-1]
+
+    source = iter([first, first, second, second, third, first])
+    assert list(prefetch(source, record, depth)) == [0, 0, 1, 1, 2, 0]
+    assert put == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_prefetch_raises_the_sources_error_in_its_place(depth):
+    def source():
+        yield from batches(2)
+        raise OSError("disk gone")
+
+    got = prefetch(source(), lambda batch: int(batch[0]), depth)
+    assert [next(got), next(got)] == [0, 1]
+    with pytest.raises(OSError, match="disk gone"):
+        next(got)
+
+
+def test_prefetch_ends_its_thread_when_the_consumer_stops():
+    got = prefetch(iter(batches(100)), lambda batch: batch, 2)
+    next(got)
+    got.close()
+    assert not [t for t in threading.enumerate() if t.name == "prefetch"]
+
+
+# -- reports --------------------------------------------------------------------------
+
+
+class SilentBackend:
+    """Stands for a chip that nobody has here: what the reports ask of it."""
+
+    is_main, device_count = True, 4
+
+    def peak_flops(self):
+        return 100e12
+
+    def counters(self):
+        return {"compilations": 1}
+
+    def memory(self):
+        return {"used": 3 * 2**30}
+
+
+def value(**numbers):
+    future: Future = Future()
+    future.set_result({name: [number] for name, number in numbers.items()})
+    return future
+
+
+def test_reports_write_every_form(tmp_path, capsys):
+    def reports(first_step):
+        return Reports(
+            tmp_path, SilentBackend(), first_step=first_step, total_steps=40,
+            batch_size=1000, flops_per_image=1e9,
+        )  # fmt: skip
+
+    run = reports(0)
+    waiting: Future = Future()
+    run.log(1, 1, 0.0, None, waiting)
+    run.step_done()
+    assert read_metrics(tmp_path) == []  # not arrived: nothing waits for it
+    waiting.set_result({"loss": [2.0], "grad_norm": [1.0]})
+    run.step_done()
+    pace = Interval(steps=20)
+    pace.started -= 10.0
+    pace.waited = 1.0
+    run.log(20, 1, 1e-3, pace, value(loss=1.0, grad_norm=0.5))
+    run.evaluation(20, 1, 0.9, 75.0, 50)
+    curves = run.close()
+    first, second, evaluation = read_metrics(tmp_path)
+    assert "images_per_s" not in first
+    assert second["images_per_s"] == pytest.approx(2000, rel=0.05)
+    assert second["data_wait"] == pytest.approx(0.1, rel=0.05)
+    assert second["mfu"] == pytest.approx(2000 * 1e9 / (4 * 100e12), rel=0.05)
+    assert evaluation == {
+        "step": 20, "epoch": 1, "val_loss": 0.9, "val_top1": 75.0, "val_images": 50
+    }  # fmt: skip
+    line = capsys.readouterr().out.splitlines()[1]
+    assert re.search(r"loss: 1\.5000.*MFU: 0\.5%, device memory: 3\.00 GiB", line)
+    assert curves.read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "tensorboard").iterdir())
+
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "lo')  # a crash in the middle of a line
+    resumed = reports(first_step=1)
+    resumed.close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+
+
+def test_tensorboard_scalars(tmp_path):
+    run = Reports(
+        tmp_path, SilentBackend(), first_step=0, total_steps=1, batch_size=8, flops_per_image=1.0
+    )
+    run.log(1, 1, 0.5, None, value(loss=2.0, grad_norm=1.0))
+    run.evaluation(1, 1, 0.25, 75.0, 50)
+    run.close()
+    content = b"".join(f.read_bytes() for f in (tmp_path / "tensorboard").iterdir())
+    for tag in (b"train/loss", b"train/lr", b"train/grad_norm", b"val/loss", b"val/top1"):
+        assert tag in content
+
+
+def test_curves_of_any_records(tmp_path):
+    records = [{"step": 1, "loss": 1.0, "lr": 0.0}]
+    assert plot_curves(records, tmp_path / "one.png").stat().st_size > 1000
+
+
+# -- arguments ------------------------------------------------------------------------
+
+SYSTEM_A = {
+    "data_dir": "/datasets/imagenet-1k", "fake_data": False, "num_workers": 4,
+    "ckpt_dir": "/tmp/vit_fsdp", "resume_epoch": 0, "ckpt_epoch_interval": 10,
+    "test_epoch_interval": 10, "log_step_interval": 20, "batch_size": 1024, "num_epochs": 300,
+    "lr": 1e-3, "weight_decay": 0.1, "clip_grad_norm": 1.0, "warmup_steps": 10000,
+    "grad_ckpt": True, "reshard_after_forward": True, "flatten_parameters": False,
+    "run_without_fsdp": False, "shard_on_cpu": False, "mark_step_after_forward": False,
+}  # fmt: skip
+
+
+def test_system_as_flags_and_defaults(monkeypatch):
+    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
+    args = parse_arguments([])
+    assert {name: getattr(args, name) for name in SYSTEM_A} == SYSTEM_A
+    assert model_config(args) == VitConfig()
+    command = (
+        "--data_dir D --fake_data --num_workers 1 --ckpt_dir C --resume_epoch 2 "
+        "--ckpt_epoch_interval 3 --test_epoch_interval 4 --log_step_interval 5 --image_size 224 "
+        "--patch_size 14 --embed_dim 5120 --mlp_ratio 4.0 --num_heads 32 --num_blocks 32 "
+        "--pos_dropout 0.1 --att_dropout 0.2 --mlp_dropout 0.3 --num_classes 1000 "
+        "--batch_size 1024 --num_epochs 300 --lr 1e-3 --weight_decay 0.1 --clip_grad_norm -1 "
+        "--warmup_steps 10000 --no_grad_ckpt --no_reshard_after_forward --flatten_parameters "
+        "--run_without_fsdp --shard_on_cpu --mark_step_after_forward"
+    )
+    config = model_config(parse_arguments(command.split()))
+    expected = VitConfig(pos_drop_rate=0.1, attn_drop_rate=0.2, proj_drop_rate=0.3)
+    assert config == expected
+
+
+def test_a_flag_overrides_its_preset():
+    config = model_config(parse_arguments("--model vit_base_patch16_224 --depth 3".split()))
+    assert (config.depth, config.embed_dim, config.class_token) == (3, 768, True)
+    config = model_config(
+        parse_arguments("--model vit_base_patch16_224 --no-class_token --global_pool avg".split())
+    )
+    assert not config.class_token
+
+
+def test_every_flag_has_help_with_its_default(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    parser = build_parser()
+    text = re.sub(r"\s+", " ", parser.format_help())
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        assert action.help, action.dest
+        described = parser._get_formatter()._get_help_string(action)
+        assert "default" in described, action.dest
+        assert f"{action.option_strings[0]} " in text
+
+
+def test_arguments_survive_json():
+    args = parse_arguments([])
+    assert json.loads(json.dumps(vars(args)))["lr"] == args.lr
