@@ -174,7 +174,7 @@ def main() -> None:
         text=True,
         check=False,
     ).stdout.strip()
-    print(f"commit {commit.stdout.strip()}, {' '.join(flags)}, {options.repeats} x {options.steps} steps, "
+    print(f"commit {commit}, {' '.join(flags)}, {options.repeats} x {options.steps} steps, "
           f"{os.cpu_count()} cores, {platform.machine()}")  # fmt: skip
     print(table(rows))
 

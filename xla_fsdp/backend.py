@@ -104,6 +104,11 @@ class XlaBackend(abc.ABC):
             self._named_parameters().values(), self._zeros_like, self._scalar,
             betas=betas, eps=eps, weight_decay=weight_decay,
         )  # fmt: skip
+        # Views of a tensor that was never written to are stored apart, at a cut of the graph:
+        # without this, the first step's graph would differ from all later ones.
+        with torch.no_grad():
+            for parameter in self._named_parameters().values():
+                parameter.mul_(1.0)
         torch_xla.sync(wait=True)
 
     # -- a step -----------------------------------------------------------------------

@@ -27,9 +27,10 @@ def build_adamw(
     ``empty_like`` gives zeros laid out like a parameter, ``scalar`` a device scalar.
     """
     optimizer = torch.optim.AdamW(
-        list(parameters), lr=scalar(0.0), betas=betas, eps=eps, weight_decay=weight_decay,
+        list(parameters), betas=betas, eps=eps, weight_decay=weight_decay,
         capturable=True, foreach=False,
     )  # fmt: skip
+    set_lr(optimizer, 0.0, scalar)  # only now: the constructor would read a tensor back
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
