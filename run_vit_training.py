@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 
@@ -33,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from xla_fsdp.launch import launch
 
         options.check(args)
-        prepare(args, options.device_count(args))
-        launch(run, args)
+        plan = prepare(args, options.device_count(args))
+        launch(functools.partial(run, plan), args)
     except UsageError as error:
         print(f"run_vit_training.py: error: {error}", file=sys.stderr)
         return 2

@@ -81,6 +81,15 @@ def test_no_clipping(one_device, tmp_path):
     assert result.column("grad_norm")[:2] == pytest.approx(one_device.column("grad_norm")[:2])
 
 
+def test_compiled_programs_are_kept(tmp_path):
+    """XLA on CPU cannot load them again (torch_xla 2.9); that the run says so is all to see."""
+    cache = tmp_path / "cache"
+    flags = ["--max_steps", "1", "--compile_cache_dir", str(cache)]
+    result = train_tiny(tmp_path / "run", *flags)
+    assert len(list(cache.iterdir())) >= 2  # training and evaluation
+    assert "XLA on CPU writes but cannot read them" in result.stdout
+
+
 @pytest.mark.parametrize("form", ["spmd", "nested"])
 def test_bf16_computes_in_bf16_near_fp32(form, one_device, tmp_path):
     result = train_tiny(tmp_path, "--precision", "bf16", "--xla_fsdp", form)

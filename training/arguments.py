@@ -320,7 +320,7 @@ def _add_xla(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--compile_cache_dir",
-        help="folder that keeps compiled programs from run to run (default: none)",
+        help="folder that keeps compiled programs from run to run, on TPU (default: none)",
     )
 
 

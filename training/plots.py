@@ -20,7 +20,7 @@ _PANELS = (
 
 def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
     """Loss, learning rate, accuracy and throughput over steps, from metrics.jsonl records."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
     for axis, (title, series, unit) in zip(axes.flat, _PANELS, strict=True):
         for key, label in series:
             points = [(r["step"], r[key]) for r in records if key in r]
@@ -28,13 +28,18 @@ def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
                 steps, values = zip(*points, strict=True)
                 marker = "o" if key.startswith("val_") or len(points) < 3 else None
                 axis.plot(steps, values, label=label, marker=marker, markersize=4)
+                if key == "val_top1":
+                    axis.set_ylim(0, 102)
+                    axis.annotate(f"{values[-1]:.1f} %", (steps[-1], values[-1]), (-30, -15),
+                                  textcoords="offset points")  # fmt: skip
         axis.set_title(title)
         axis.set_xlabel("step")
+        axis.tick_params(labelbottom=True)
         axis.set_ylabel(unit)
         axis.grid(alpha=0.3)
         if len(series) > 1 and axis.lines:
             axis.legend()
-        if title != "Learning rate" and axis.lines:
+        if unit in ("cross-entropy", "images/s") and axis.lines:
             axis.set_ylim(bottom=0)
     figure.savefig(path, dpi=110)
     plt.close(figure)

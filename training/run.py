@@ -51,9 +51,9 @@ def prepare(args: argparse.Namespace, device_count: int) -> Plan:
     return Plan(config, data, resume)
 
 
-def run(args: argparse.Namespace, backend: Backend) -> None:
+def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
     """Train, or resume and train, on ``backend``; the body of every process."""
-    plan = prepare(args, backend.device_count)
+    check_run(args, backend.device_count)  # as many as were expected?
     config = plan.config
     train_loader, val_loader = build_loaders(
         plan.data, args, config, backend.rank, backend.world_size

@@ -183,7 +183,14 @@ class XlaBackend(abc.ABC):
             f"{self.device_count} {xr.device_type()} device(s), {self._args.precision}, "
             f"gradient checkpointing {'on' if self._args.grad_ckpt else 'off'}"
             + (f", graph cut {' and '.join(cuts)}" if cuts else "")
+            + (self._describe_cache() if self._args.compile_cache_dir else "")
         )
+
+    def _describe_cache(self) -> str:
+        text = f", compiled programs kept in {self._args.compile_cache_dir}"
+        if xr.device_type() == "CPU":
+            text += " (XLA on CPU writes but cannot read them: each run compiles anew)"
+        return text
 
     # -- checkpoints ------------------------------------------------------------------
 
