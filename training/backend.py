@@ -73,7 +73,7 @@ class Backend(Protocol):
     def load(self, path: Path) -> None:
         """Restore model, optimizer and random state."""
 
-    def barrier(self, name: str) -> None:
+    def barrier(self) -> None:
         """Until every process is here."""
 
     def counters(self) -> dict[str, int]:

@@ -118,9 +118,9 @@ class Trainer:
         temporary, final = checkpoint.begin(Path(self.args.ckpt_dir), step)
         if self.backend.is_main:
             checkpoint.clear(temporary)
-        self.backend.barrier("checkpoint folder cleared")
+        self.backend.barrier()
         self.backend.save(temporary, checkpoint.training_tensors(position, vars(self.args)))
-        self.backend.barrier("checkpoint written")
+        self.backend.barrier()
         if self.backend.is_main:
             checkpoint.finish(temporary, final, self.args.keep_checkpoints)
         self.reports.say(f"checkpoint: {final}")

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -139,9 +140,9 @@ class XlaBackend(abc.ABC):
             lambda: {name: t.cpu().flatten().tolist() for name, t in tensors.items()}
         )
 
-    def barrier(self, name: str) -> None:
-        if xr.process_count() > 1:
-            xm.rendezvous(name)
+    def barrier(self) -> None:
+        if dist.is_initialized():  # by launch, where there are several processes
+            dist.barrier()
 
     # -- reports ----------------------------------------------------------------------
 
