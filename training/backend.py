@@ -44,6 +44,9 @@ class Backend(Protocol):
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """This process's share of a global batch, on the devices."""
 
+    def begin_step(self, step: int) -> None:
+        """Seed dropout for this step: from ``--seed`` and the step, whatever ran before."""
+
     def backward(self, loss: torch.Tensor) -> None: ...
 
     def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:

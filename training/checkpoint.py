@@ -7,10 +7,11 @@ the final name always holds everything:
     model.<name>                                    weights
     optimizer.state.<name>.{step,exp_avg,exp_avg_sq}  AdamW
     training.{step,epoch,images_in_epoch}           position; the schedule follows from it
-    training.rng.*                                  random state
+    training.rng                                    state of PyTorch's CPU generator
     training.arguments                              the flags, as UTF-8 JSON
 
-All entries are tensors: nothing in it is run by loading it.
+All entries are tensors: nothing in it is run by loading it. What is random on the
+device is drawn anew each step from the seed and the step number.
 """
 
 from __future__ import annotations

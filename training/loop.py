@@ -56,6 +56,7 @@ class Trainer:
                     lr = self.schedule.lr(step)
                     is_first = step == start.step
                     with self._first_run("training step") if is_first else _NOTHING:
+                        backend.begin_step(step)
                         loss = F.cross_entropy(self.model(images).float(), labels)
                         backend.backward(loss)
                         loss = backend.mean(loss.detach())

@@ -120,6 +120,7 @@ class Reports:
             done.set()
             if self._active:
                 self._bar.set_description()
+                self._bar.unpause()  # the time to go is not the compiler's
         self.say(f"compiled and ran the first {what} in {time.perf_counter() - start:.1f} s")
 
     def step_done(self) -> None:
