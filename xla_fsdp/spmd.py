@@ -1,8 +1,8 @@
 """SPMD FSDP: one program for all devices, weights cut by sharding marks on a plain model.
 
 The marks are set directly (``mark_sharding``) rather than through torch_xla's
-SpmdFullyShardedDataParallel: equally fast (docs/benchmarks.md), and parameter names
-stay those of the plain model.
+SpmdFullyShardedDataParallel: as fast to within 5 % (docs/benchmarks.md), and parameter
+names stay those of the plain model.
 """
 
 from __future__ import annotations
