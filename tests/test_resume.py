@@ -82,9 +82,7 @@ def test_checkpoint_moves_between_forms_and_device_counts(tmp_path):
     train_tiny(run, *flags, "4", "--ckpt_step_interval", "3", devices=4)
     assert (run / "step_3").is_dir()
     elsewhere = tmp_path / "elsewhere"
-    last = train_tiny(
-        elsewhere, *flags, "6", "--xla_fsdp", "nested", "--resume", str(run / "step_4")
-    )
+    last = train_tiny(elsewhere, *flags, "6", "--xla_fsdp", "nested", "--resume", str(run))
     for step in (5, 6):
         assert last.steps[step]["loss"] == pytest.approx(reference.steps[step]["loss"], rel=1e-5)
     moved = (train_tiny(run, *flags, "6", devices=2)).column("loss")

@@ -231,7 +231,8 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--resume",
         default="auto",
         metavar="auto|none|PATH",
-        help="auto: newest complete checkpoint of --ckpt_dir, if any; none: start anew",
+        help="auto: newest complete checkpoint of --ckpt_dir, if any; none: start anew; "
+        "PATH: a checkpoint, or another run's --ckpt_dir",
     )
     group.add_argument(
         "--resume_epoch",

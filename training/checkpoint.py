@@ -174,7 +174,8 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> SavedRun | No
     path = Path(resume)
     if not path.is_dir():
         raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
-    return read_saved_run(path)
+    inside = complete_checkpoints(path)  # the --ckpt_dir of another run: its newest
+    return read_saved_run(inside[-1] if inside else path)
 
 
 def begin(ckpt_dir: Path, step: int) -> tuple[Path, Path]:
