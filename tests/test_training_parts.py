@@ -21,6 +21,7 @@ from training.plots import plot_curves
 from training.prefetch import prefetch
 from training.reports import Interval, Reports, read_metrics
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
+from xla_fsdp.chips import peak_of
 
 # -- shards ---------------------------------------------------------------------------
 
@@ -232,6 +233,13 @@ def test_tensorboard_scalars(tmp_path):
 def test_curves_of_any_records(tmp_path):
     records = [{"step": 1, "loss": 1.0, "lr": 0.0}]
     assert plot_curves(records, tmp_path / "one.png").stat().st_size > 1000
+
+
+def test_peak_flops_by_kind_of_tpu():
+    """A v3-8 has 4 chips and 8 devices: 4 * 123 TFLOP/s, as Google's page has it."""
+    assert 8 * peak_of("v3") == pytest.approx(4 * 123e12)
+    assert 128 * peak_of("v4") == pytest.approx(128 * 275e12)
+    assert peak_of("v99") is None
 
 
 # -- arguments ------------------------------------------------------------------------

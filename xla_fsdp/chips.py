@@ -1,33 +1,41 @@
-"""What the chips can do: dense bf16 matrix FLOP/s a chip.
-
-From Google Cloud's TPU system architecture pages (v2 to v6e, 7x). torch_xla sees
-two devices a chip up to v3 and on 7x.
-"""
+"""What the chips can do: dense bf16 matrix FLOP/s, from Google Cloud's TPU architecture pages."""
 
 from __future__ import annotations
 
-import torch_xla.runtime as xr
+# By the name in the slice's accelerator type ("v5p" of "v5p-128"): bf16 FLOP/s of a chip,
+# and the devices a chip that torch_xla sees.
+_CHIPS = {
+    "v2": (45e12, 2),
+    "v3": (123e12, 2),
+    "v4": (275e12, 1),
+    "v5litepod": (197e12, 1),
+    "v5p": (459e12, 1),
+    "v6e": (918e12, 1),
+    "tpu7x": (2307e12, 2),
+}
 
-_BF16_PER_CHIP = {2: 45e12, 3: 123e12, 4: 275e12, 6: 918e12, 7: 2307e12}
-_V5E, _V5P = 197e12, 459e12
+
+def peak_of(kind: str) -> float | None:
+    """Of one device of a TPU of this kind; None for a kind that is not in the table."""
+    if kind not in _CHIPS:
+        return None
+    flops, devices = _CHIPS[kind]
+    return flops / devices
 
 
 def peak_flops() -> float | None:
-    """Of one device, in bf16 operations per second; None on a CPU or an unknown chip.
+    """Of one device here; None on a CPU and where the kind of TPU cannot be told.
 
     fp32 products run as bf16 passes on the same unit, so MFU is counted against
     this figure at either precision.
     """
+    import torch_xla.runtime as xr
+
     if xr.device_type() != "TPU":
         return None
     from torch_xla._internal import tpu
 
-    version = tpu.version()
-    if version == 5:
-        kind = tpu.get_tpu_env().get("ACCELERATOR_TYPE", "")
-        per_chip = _V5P if kind.startswith("v5p") else _V5E
-    elif version in _BF16_PER_CHIP:
-        per_chip = _BF16_PER_CHIP[version]
-    else:
+    try:
+        return peak_of(tpu.get_tpu_type())
+    except (OSError, KeyError):  # no metadata server, or none that names the slice
         return None
-    return per_chip / (2 if version <= 3 or version == 7 else 1)
