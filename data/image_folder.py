@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -65,7 +66,6 @@ class FolderSplit(Dataset):
             self._folder = ImageFolder(path, transform=transform)
         except FileNotFoundError as error:  # raised for a class folder without images
             raise DataFolderError(f"{path}: {str(error).splitlines()[0]}") from None
-        self.classes = self._folder.classes
         self._seed = seed
 
     def __len__(self) -> int:
@@ -74,8 +74,13 @@ class FolderSplit(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
         epoch, index = key
         if index == PADDING:
-            return torch.zeros_like(self._load(epoch, 0)[0]), -1
+            return self._blank, -1
         return self._load(epoch, index)
+
+    @functools.cached_property
+    def _blank(self) -> torch.Tensor:
+        """Zeros of an image's shape, which only the transform knows."""
+        return torch.zeros_like(self._load(0, 0)[0])
 
     def _load(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
         state = np.random.SeedSequence((self._seed, epoch, index)).generate_state(1, np.uint64)

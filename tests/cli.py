@@ -23,11 +23,9 @@ TINY_RUN = (
 
 @dataclass
 class Result:
-    """A finished run: exit code, what it printed, what it left in --ckpt_dir."""
+    """A finished run: what it printed, what it left in --ckpt_dir."""
 
-    code: int
     stdout: str
-    stderr: str
     ckpt_dir: Path
 
     @property
@@ -65,18 +63,12 @@ def run_program(*command: str, timeout: float = 300) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
-def train(ckpt_dir: Path, *flags: str, devices: int = 1, data: bool = True) -> Result:
-    """Run run_vit_training.py with these flags; ``data``: on the digits folder."""
-    source = ["--data_dir", str(DIGITS), "--hflip", "0"] if data else []
-    done = run_program(
-        "run_vit_training.py", *source, "--ckpt_dir", str(ckpt_dir),
-        "--cpu_devices", str(devices), *flags,
-    )  # fmt: skip
-    return Result(done.returncode, done.stdout, done.stderr, ckpt_dir)
-
-
 def train_tiny(ckpt_dir: Path, *flags: str, devices: int = 1) -> Result:
     """Six steps of a two-block model on digits; must succeed. Later flags win."""
-    result = train(ckpt_dir, *TINY_MODEL, *TINY_RUN, *flags, devices=devices)
-    assert result.code == 0, result.stdout + result.stderr
-    return result
+    done = run_program(
+        "run_vit_training.py", "--data_dir", str(DIGITS), "--hflip", "0",
+        "--ckpt_dir", str(ckpt_dir), "--cpu_devices", str(devices),
+        *TINY_MODEL, *TINY_RUN, *flags,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Result(done.stdout, ckpt_dir)

@@ -8,6 +8,7 @@ the SPMD form, not FSDP's compute_dtype: with that, convolutions fail (torch_xla
 from __future__ import annotations
 
 import argparse
+import functools
 
 import torch
 import torch_xla.core.xla_model as xm
@@ -100,8 +101,9 @@ class NestedBackend(XlaBackend):
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         if not self._fsdp:
             return dict(self._model.named_parameters())
-        return {name: shard for name, (_, shard) in self._shards().items()}
+        return {name: shard for name, (_, shard) in self._shards.items()}
 
+    @functools.cached_property
     def _shards(self) -> dict[str, tuple[XlaFullyShardedDataParallel, nn.Parameter]]:
         """Every sharded parameter by its plain name, with the unit it belongs to.
 
@@ -120,7 +122,7 @@ class NestedBackend(XlaBackend):
 
     def _layout(self, name: str) -> list[tuple[str, torch.Size]]:
         """Names and shapes, in order, of the plain parameters behind a sharded one."""
-        unit, shard = self._shards()[name]
+        unit, shard = self._shards[name]
         size: torch.Size = shard._orig_size  # type: ignore[attr-defined] # set by FSDP
         parent, _, last = name.rpartition(".")
         if not last.startswith(_FLAT):
