@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import os
 import sys
 from collections.abc import Sequence
 
-from training.arguments import parse_arguments
+from training.arguments import build_parser, model_config
+from training.backend_arguments import check_foreign_flags
 from training.errors import UsageError
 
 
@@ -23,21 +26,38 @@ def choose_backend(choice: str) -> str:
     return "xla"
 
 
+def train_on_xla(args: argparse.Namespace) -> None:
+    from training.run import prepare, run
+    from xla_fsdp import options
+    from xla_fsdp.launch import launch
+
+    options.check(args)
+    plan = prepare(args, options.device_count(args))
+    launch(functools.partial(run, plan), args)
+
+
+def train_on_gpus(args: argparse.Namespace) -> None:
+    from gpu_fsdp import options
+    from gpu_fsdp.launch import launch
+    from training.run import prepare, run
+
+    options.check(args, model_config(args))
+    plan = prepare(args, options.world_size())
+    launch(functools.partial(run, plan), args)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, check, choose the backend, run. Returns the exit code."""
-    args = parse_arguments(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
     try:
-        if choose_backend(args.backend) == "cuda":
-            raise UsageError("there is no CUDA backend in this version yet: use --backend xla")
-        from training.run import prepare, run
-        from xla_fsdp import options
-        from xla_fsdp.launch import launch
-
-        options.check(args)
-        plan = prepare(args, options.device_count(args))
-        launch(functools.partial(run, plan), args)
+        backend = choose_backend(args.backend)
+        check_foreign_flags(parser, args, backend)
+        train = {"xla": train_on_xla, "cuda": train_on_gpus}[backend]
+        train(args)
     except UsageError as error:
-        print(f"run_vit_training.py: error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of all that torchrun started, one says it
+            print(f"run_vit_training.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("run_vit_training.py: interrupted", file=sys.stderr)

@@ -53,17 +53,17 @@ def build_loaders(
     source: DataSource, args: argparse.Namespace, config: VitConfig, rank: int, world_size: int
 ) -> tuple[BatchLoader, BatchLoader]:
     """Training and validation batches of loading process ``rank`` of ``world_size``."""
+    evaluated = args.batch_size // args.grad_accum_steps  # images in one pass
+    part: dict = {"rank": rank, "world_size": world_size}
     if source.train is None or source.val is None:
-        share = args.batch_size // world_size
         shape = (config.in_chans, config.img_size, config.img_size)
-        common = (args.batch_size, share, rank * share, shape)
         return (
-            FakeLoader(source.train_length, *common, keep_short=False),
-            FakeLoader(source.val_length, *common, keep_short=True),
+            FakeLoader(source.train_length, args.batch_size, shape, keep_short=False, **part),
+            FakeLoader(source.val_length, evaluated, shape, keep_short=True, **part),
         )
-    part = {"rank": rank, "world_size": world_size, "seed": args.seed}
+    part["seed"] = args.seed
     train_sampler = GlobalBatchSampler(len(source.train), args.batch_size, shuffle=True, **part)
-    val_sampler = GlobalBatchSampler(len(source.val), args.batch_size, shuffle=False, **part)
+    val_sampler = GlobalBatchSampler(len(source.val), evaluated, shuffle=False, **part)
     return (
         DatasetLoader(source.train, train_sampler, args.num_workers),
         DatasetLoader(source.val, val_sampler, min(args.num_workers, len(val_sampler))),

@@ -21,14 +21,15 @@ class FakeLoader:
     prefetch_depth = 0
 
     def __init__(
-        self, length: int, batch_size: int, share: int, offset: int, image_shape: tuple[int, ...],
-        *, keep_short: bool
+        self, length: int, batch_size: int, image_shape: tuple[int, ...],
+        *, keep_short: bool, rank: int, world_size: int
     ) -> None:  # fmt: skip
         self._length, self._batch_size, self._keep_short = length, batch_size, keep_short
+        share = batch_size // world_size
         images = torch.zeros(share, *image_shape)
         self._full = images, torch.zeros(share, dtype=torch.int64)
         rest = length % batch_size
-        present = torch.arange(offset, offset + share) < rest
+        present = torch.arange(rank * share, (rank + 1) * share) < rest
         self._short = images, torch.where(present, 0, -1)
 
     def __len__(self) -> int:

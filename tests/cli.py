@@ -53,10 +53,20 @@ def environment() -> dict[str, str]:
     """XLA on the CPU, and quick compilation: the tests' programs run a few steps only."""
     unset = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_FLAGS"}
     kept = {key: value for key, value in os.environ.items() if key not in unset}
-    return kept | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    return kept | {
+        "PJRT_DEVICE": "CPU",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "OMP_NUM_THREADS": "1",  # as torchrun sets it: the tests share a few cores
+    }
 
 
-def run_program(*command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run_program(
+    *command: str, processes: int = 1, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """A Python program; by torchrun if in several processes."""
+    if processes > 1:
+        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}"
+        command = (*torchrun.split(), *command)
     return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=timeout, check=False,
@@ -64,11 +74,19 @@ def run_program(*command: str, timeout: float = 300) -> subprocess.CompletedProc
 
 
 def train_tiny(ckpt_dir: Path, *flags: str, devices: int = 1) -> Result:
-    """Six steps of a two-block model on digits; must succeed. Later flags win."""
+    """Six steps of a two-block model on digits on XLA; must succeed. Later flags win."""
+    return _train(ckpt_dir, "--cpu_devices", str(devices), *flags)
+
+
+def train_tiny_gpu(ckpt_dir: Path, *flags: str, processes: int = 1, program: str = "") -> Result:
+    """The same on the GPU backend: under torchrun, with gloo where there is no GPU."""
+    return _train(ckpt_dir, "--backend", "cuda", *flags, processes=processes, program=program)
+
+
+def _train(ckpt_dir: Path, *flags: str, processes: int = 1, program: str = "") -> Result:
     done = run_program(
-        "run_vit_training.py", "--data_dir", str(DIGITS), "--hflip", "0",
-        "--ckpt_dir", str(ckpt_dir), "--cpu_devices", str(devices),
-        *TINY_MODEL, *TINY_RUN, *flags,
+        program or "run_vit_training.py", "--data_dir", str(DIGITS), "--hflip", "0",
+        "--ckpt_dir", str(ckpt_dir), *TINY_MODEL, *TINY_RUN, *flags, processes=processes,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return Result(done.stdout, ckpt_dir)

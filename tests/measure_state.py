@@ -27,7 +27,8 @@ def measure(args: argparse.Namespace, backend) -> None:
     backend.build_optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
     images, labels = backend.put((torch.randn(8, 3, 16, 16), torch.arange(8)))
     for _ in range(2):
-        backend.backward(torch.nn.functional.cross_entropy(model(images), labels))
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        backend.backward(loss, is_last=True)
         backend.optimizer_step(1e-3, 1.0)
     backend.wait()
 

@@ -3,68 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import NoReturn
 
 from models.config import PRESETS, VitConfig
+from training.argument_types import (
+    Formatter,
+    Parser,
+    bounded,
+    count,
+    fraction,
+    non_negative,
+    positive,
+    positive_number,
+    rate,
+)
+from training.backend_arguments import add_backend_groups
 
 DEFAULT_MODEL = "vit_10b"
 
 
-class _Parser(argparse.ArgumentParser):
-    """Ends on a wrong argument with one line, without the page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
-
-
-class _Formatter(argparse.HelpFormatter):
-    """Adds the default to every help text that does not give one itself."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        if "default" in text or action.default in (None, argparse.SUPPRESS):
-            return text
-        if action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction):
-            return f"{text} (default: off)"
-        return f"{text} (default: %(default)s)"
-
-
-def _bounded(kind: type, low: float, high: float, *, open_high: bool = False) -> Callable:
-    """An argparse type: a number from ``low`` to ``high`` (or below it)."""
-
-    def convert(text: str):
-        try:
-            value = kind(text)
-        except ValueError:
-            name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
-        if not low <= value <= high or (open_high and value == high):
-            if high == float("inf"):
-                raise argparse.ArgumentTypeError(f"{text} must be at least {low}")
-            limit = "below" if open_high else "at most"
-            raise argparse.ArgumentTypeError(f"{text} must be at least {low} and {limit} {high}")
-        return value
-
-    return convert
-
-
-_INF = float("inf")
-_positive = _bounded(int, 1, _INF)
-_count = _bounded(int, 0, _INF)
-_rate = _bounded(float, 0, 1, open_high=True)
-_fraction = _bounded(float, 0, 1)
-_non_negative = _bounded(float, 0, _INF)
-_positive_number = _bounded(float, 1e-12, _INF)
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="run_vit_training.py",
-        description="Train Vision Transformers too big for one chip, on TPUs (PyTorch/XLA FSDP).",
-        formatter_class=_Formatter,
+        description="Train Vision Transformers too big for one chip: on TPUs (PyTorch/XLA FSDP) "
+        "and on NVIDIA GPUs (Megatron-FSDP, FSDP2).",
+        formatter_class=Formatter,
         allow_abbrev=False,
     )
     _add_run(parser.add_argument_group("run"))
@@ -73,8 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_optimization(parser.add_argument_group("optimization"))
     _add_checkpoints(parser.add_argument_group("checkpoints"))
     _add_reports(parser.add_argument_group("logging and evaluation"))
-    _add_sharding(parser.add_argument_group("sharding and memory"))
-    _add_xla(parser.add_argument_group("XLA"))
+    add_backend_groups(parser)
     return parser
 
 
@@ -83,13 +46,14 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         "--backend",
         choices=("auto", "xla", "cuda"),
         default="auto",
-        help="auto: TPU if there is one, else CUDA, else XLA on the CPU",
+        help="cuda: NVIDIA GPUs, or gloo on the CPU where there are none; auto: TPU if there is "
+        "one, else CUDA, else XLA on the CPU",
     )
-    group.add_argument("--seed", type=_count, default=0, help="of weights, shuffling, dropout")
-    group.add_argument("--num_epochs", type=_positive, default=300, help="passes over train/")
+    group.add_argument("--seed", type=count, default=0, help="of weights, shuffling, dropout")
+    group.add_argument("--num_epochs", type=positive, default=300, help="passes over train/")
     group.add_argument(
         "--max_steps",
-        type=_positive,
+        type=positive,
         help="end the run after this many optimizer steps, counted over all resumed parts; "
         "checkpoint and evaluate as at the end (default: no limit)",
     )
@@ -108,19 +72,25 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--num_workers",
-        type=_count,
+        type=count,
         default=4,
         help="loader processes per training process; 0: load in it, between steps",
     )
     group.add_argument(
         "--batch_size",
-        type=_positive,
+        type=positive,
         default=1024,
         help="images per optimizer step over all devices (global); the devices must divide it",
     )
     group.add_argument(
+        "--grad_accum_steps",
+        type=positive,
+        default=1,
+        help="micro-batches per optimizer step: --batch_size is cut into as many passes",
+    )
+    group.add_argument(
         "--scale",
-        type=_fraction,
+        type=fraction,
         nargs=2,
         default=(0.08, 1.0),
         metavar=("MIN", "MAX"),
@@ -128,14 +98,14 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--ratio",
-        type=_positive_number,
+        type=positive_number,
         nargs=2,
         default=(3 / 4, 4 / 3),
         metavar=("MIN", "MAX"),
         help="random-resized-crop aspect ratio (default: 0.75 1.3333)",
     )
     group.add_argument(
-        "--hflip", type=_fraction, default=0.5, help="probability of a horizontal flip"
+        "--hflip", type=fraction, default=0.5, help="probability of a horizontal flip"
     )
 
 
@@ -161,17 +131,17 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 # (timm's name, flags, type, help). The first flag is the one error messages use.
 _MODEL_FLAGS: tuple[tuple[str, tuple[str, ...], Callable, str], ...] = (
-    ("img_size", ("image_size", "img_size"), _positive, "image height and width, pixels"),
-    ("patch_size", ("patch_size",), _positive, "patch height and width, pixels"),
-    ("in_chans", ("in_chans",), _bounded(int, 1, 3), "image channels: 3 (RGB) or 1 (grey)"),
-    ("num_classes", ("num_classes",), _positive, "classes"),
-    ("embed_dim", ("embed_dim",), _positive, "width"),
-    ("depth", ("num_blocks", "depth"), _positive, "transformer blocks"),
-    ("num_heads", ("num_heads",), _positive, "attention heads"),
-    ("mlp_ratio", ("mlp_ratio",), _positive_number, "MLP width as a multiple of the width"),
+    ("img_size", ("image_size", "img_size"), positive, "image height and width, pixels"),
+    ("patch_size", ("patch_size",), positive, "patch height and width, pixels"),
+    ("in_chans", ("in_chans",), bounded(int, 1, 3), "image channels: 3 (RGB) or 1 (grey)"),
+    ("num_classes", ("num_classes",), positive, "classes"),
+    ("embed_dim", ("embed_dim",), positive, "width"),
+    ("depth", ("num_blocks", "depth"), positive, "transformer blocks"),
+    ("num_heads", ("num_heads",), positive, "attention heads"),
+    ("mlp_ratio", ("mlp_ratio",), positive_number, "MLP width as a multiple of the width"),
     ("global_pool", ("global_pool",), str, "pooling: token, avg, avgmax, max or map"),
     ("class_token", ("class_token",), bool, "prepend a class token"),
-    ("reg_tokens", ("reg_tokens",), _count, "register tokens"),
+    ("reg_tokens", ("reg_tokens",), count, "register tokens"),
     ("pos_embed", ("pos_embed",), str, "position embedding: learn or none"),
     ("no_embed_class", ("no_embed_class",), bool, "no position embedding for prefix tokens"),
     ("pool_include_prefix", ("pool_include_prefix",), bool, "pool over prefix tokens too"),
@@ -180,16 +150,16 @@ _MODEL_FLAGS: tuple[tuple[str, tuple[str, ...], Callable, str], ...] = (
     ("proj_bias", ("proj_bias",), bool, "bias in the attention output and MLP projections"),
     ("scale_attn_norm", ("scale_attn_norm",), bool, "norm after attention, before its projection"),
     ("scale_mlp_norm", ("scale_mlp_norm",), bool, "norm inside the MLP"),
-    ("init_values", ("init_values",), _positive_number, "layer-scale initial value"),
+    ("init_values", ("init_values",), positive_number, "layer-scale initial value"),
     ("pre_norm", ("pre_norm",), bool, "norm before the blocks"),
     ("final_norm", ("final_norm",), bool, "norm after the blocks"),
     ("fc_norm", ("fc_norm",), bool, "final norm after pooling instead of before"),
-    ("drop_rate", ("drop_rate",), _rate, "dropout before the head"),
-    ("pos_drop_rate", ("pos_dropout", "pos_drop_rate"), _rate, "dropout after the embedding"),
-    ("patch_drop_rate", ("patch_drop_rate",), _rate, "share of patches dropped in training"),
-    ("proj_drop_rate", ("mlp_dropout", "proj_drop_rate"), _rate, "dropout in MLP and projections"),
-    ("attn_drop_rate", ("att_dropout", "attn_drop_rate"), _rate, "dropout of attention weights"),
-    ("drop_path_rate", ("drop_path_rate",), _rate, "stochastic depth, rising to this rate"),
+    ("drop_rate", ("drop_rate",), rate, "dropout before the head"),
+    ("pos_drop_rate", ("pos_dropout", "pos_drop_rate"), rate, "dropout after the embedding"),
+    ("patch_drop_rate", ("patch_drop_rate",), rate, "share of patches dropped in training"),
+    ("proj_drop_rate", ("mlp_dropout", "proj_drop_rate"), rate, "dropout in MLP and projections"),
+    ("attn_drop_rate", ("att_dropout", "attn_drop_rate"), rate, "dropout of attention weights"),
+    ("drop_path_rate", ("drop_path_rate",), rate, "stochastic depth, rising to this rate"),
     ("weight_init", ("weight_init",), str, "timm's scheme: '', jax, jax_nlhb, moco or reset"),
 )
 
@@ -198,17 +168,17 @@ MODEL_FLAG = {name: f"--{names[0]}" for name, names, _, _ in _MODEL_FLAGS}
 
 
 def _add_optimization(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--lr", type=_non_negative, default=1e-3, help="peak learning rate (AdamW)")
-    group.add_argument("--weight_decay", type=_non_negative, default=0.1, help="AdamW's")
+    group.add_argument("--lr", type=non_negative, default=1e-3, help="peak learning rate (AdamW)")
+    group.add_argument("--weight_decay", type=non_negative, default=0.1, help="AdamW's")
     group.add_argument(
         "--betas",
-        type=_rate,
+        type=rate,
         nargs=2,
         default=(0.9, 0.999),
         metavar=("BETA1", "BETA2"),
         help="AdamW's (default: 0.9 0.999)",
     )
-    group.add_argument("--eps", type=_positive_number, default=1e-8, help="AdamW's")
+    group.add_argument("--eps", type=positive_number, default=1e-8, help="AdamW's")
     group.add_argument(
         "--clip_grad_norm",
         type=float,
@@ -217,7 +187,7 @@ def _add_optimization(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--warmup_steps",
-        type=_count,
+        type=count,
         default=10000,
         help="steps of linear warmup from 0; then cosine to 0 at the last step of --num_epochs",
     )
@@ -236,92 +206,33 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--resume_epoch",
-        type=_count,
+        type=count,
         default=0,
         help="resume from the checkpoint written after this epoch; 0: as --resume says",
     )
-    group.add_argument("--ckpt_epoch_interval", type=_positive, default=10, help="epochs")
+    group.add_argument("--ckpt_epoch_interval", type=positive, default=10, help="epochs")
     group.add_argument(
-        "--ckpt_step_interval", type=_count, default=0, help="steps; 0: only after epochs"
+        "--ckpt_step_interval", type=count, default=0, help="steps; 0: only after epochs"
     )
     group.add_argument(
-        "--keep_checkpoints", type=_count, default=0, help="newest ones to keep; 0: all"
+        "--keep_checkpoints", type=count, default=0, help="newest ones to keep; 0: all"
     )
 
 
 def _add_reports(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--log_step_interval", type=_positive, default=20, help="steps; the first is always logged"
+        "--log_step_interval", type=positive, default=20, help="steps; the first is always logged"
     )
     group.add_argument(
         "--test_epoch_interval",
-        type=_positive,
+        type=positive,
         default=10,
         help="epochs between evaluations on val/; the last is always evaluated",
     )
-
-
-def _add_sharding(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--precision",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="of computation; weights and optimizer state stay fp32",
-    )
-    group.add_argument(
-        "--no_grad_ckpt",
-        action="store_false",
-        dest="grad_ckpt",
-        help="keep activations instead of recomputing each block (default: recompute)",
-    )
-    group.add_argument(
-        "--run_without_fsdp", action="store_true", help="plain data parallel, for comparison"
-    )
-
-
-def _add_xla(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--cpu_devices",
-        type=_positive,
-        default=os.environ.get("CPU_NUM_DEVICES") or "1",
-        help="virtual devices when XLA runs on the CPU "
-        "(default: CPU_NUM_DEVICES of the environment, or 1)",
-    )
-    group.add_argument(
-        "--xla_fsdp",
-        choices=("auto", "spmd", "nested"),
-        default="auto",
-        help="spmd: one program over all devices; nested: XlaFullyShardedDataParallel, a process "
-        "a device; auto: nested if one of the next three flags asks for it, else spmd",
-    )
-    group.add_argument(
-        "--no_reshard_after_forward",
-        action="store_false",
-        dest="reshard_after_forward",
-        help="nested: keep gathered weights from forward to backward (ZeRO-2) (default: ZeRO-3)",
-    )
-    group.add_argument(
-        "--flatten_parameters", action="store_true", help="nested: one flat parameter per unit"
-    )
-    group.add_argument(
-        "--shard_on_cpu",
-        action="store_true",
-        help="nested: cut each block into shards on the host, before it reaches the device",
-    )
-    group.add_argument(
-        "--mark_step_after_forward",
-        action="store_true",
-        help="cut the graph between forward and backward (TPU smem limit of very large models)",
-    )
-    group.add_argument(
-        "--mark_step_every_n_blocks",
-        type=_count,
-        default=0,
-        help="cut the graph after every N blocks, forward and backward; 0: never",
-    )
-    group.add_argument(
-        "--compile_cache_dir",
-        help="folder that keeps compiled programs from run to run, on TPU (default: none)",
+        "--wandb",
+        metavar="PROJECT",
+        help="log to this Weights & Biases project too; needs the package wandb (default: none)",
     )
 
 

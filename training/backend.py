@@ -29,6 +29,8 @@ class Backend(Protocol):
     world_size: int
     """Processes that load data, each its share of the global batch."""
     device_count: int
+    compiles: bool
+    """The first step of a kind takes long, because it is compiled."""
 
     def describe(self) -> str:
         """One line: devices, sharding and precision that were chosen."""
@@ -44,10 +46,12 @@ class Backend(Protocol):
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """This process's share of a global batch, on the devices."""
 
-    def begin_step(self, step: int) -> None:
-        """Seed dropout for this step: from ``--seed`` and the step, whatever ran before."""
+    def begin_step(self, pass_index: int) -> None:
+        """Seed dropout for this forward pass: from ``--seed`` and its number since the start
+        of training, whatever ran before."""
 
-    def backward(self, loss: torch.Tensor) -> None: ...
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Add to the gradients; ``is_last``: they are complete after this micro-batch."""
 
     def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:
         """Clip to the global norm (0 or less: don't), update, drop gradients, end the step.
@@ -73,8 +77,8 @@ class Backend(Protocol):
     def save(self, path: Path, training: dict[str, torch.Tensor]) -> None:
         """Write model, optimizer, random state and ``training`` as a DCP checkpoint."""
 
-    def load(self, path: Path) -> None:
-        """Restore model, optimizer and random state."""
+    def load(self, path: Path, *, with_optimizer: bool = True) -> None:
+        """Restore the model and, unless only that is wanted, optimizer and random state."""
 
     def barrier(self) -> None:
         """Until every process is here."""

@@ -9,10 +9,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loader import BatchLoader
+from data.loader import Batch, BatchLoader
 from training import checkpoint
 from training.backend import Backend
 from training.checkpoint import Position
@@ -52,14 +53,11 @@ class Trainer:
             batch_index = first_batch
             self.interval = Interval()
             with contextlib.closing(self._batches(epoch, first_batch)) as batches:
-                for images, labels in batches:
+                for micro_batches in batches:
                     lr = self.schedule.lr(step)
                     is_first = step == start.step
                     with self._first_run("training step") if is_first else _NOTHING:
-                        backend.begin_step(step)
-                        loss = F.cross_entropy(self.model(images).float(), labels)
-                        backend.backward(loss)
-                        loss = backend.mean(loss.detach())
+                        loss = self._forward_backward(step, micro_batches)
                         grad_norm = backend.optimizer_step(lr, args.clip_grad_norm)
                     step, batch_index = step + 1, batch_index + 1
                     self.interval.steps += 1
@@ -86,15 +84,30 @@ class Trainer:
                 self._evaluate(step, epoch)
         return saved
 
+    def _forward_backward(self, step: int, micro_batches: list[Batch]) -> torch.Tensor:
+        """Leave the gradients of the mean loss over all micro-batches; return that loss."""
+        count, losses = len(micro_batches), []
+        for index, (images, labels) in enumerate(micro_batches):
+            self.backend.begin_step(step * count + index)
+            loss = F.cross_entropy(self.model(images).float(), labels) / count
+            losses.append(loss.detach())
+            self.backend.backward(loss, is_last=index == count - 1)
+        return self.backend.mean(sum(losses[1:], start=losses[0]))
+
     def evaluate_only(self, at: Position) -> None:
         """Evaluate a run that has nothing left to train."""
         self._evaluate(at.step, at.epoch if at.images_in_epoch else at.epoch - 1)
 
-    def _batches(self, epoch: int, first_batch: int) -> Generator:
-        """Batches on the device, with the time spent waiting for them added up."""
+    def _put(self, batch: Batch) -> list[Batch]:
+        """This process's share of a batch as micro-batches on the devices."""
+        images, labels = (part.chunk(self.args.grad_accum_steps) for part in batch)
+        return [self.backend.put(micro_batch) for micro_batch in zip(images, labels, strict=True)]
+
+    def _batches(self, epoch: int, first_batch: int) -> Generator[list[Batch]]:
+        """Batches on the devices, with the time spent waiting for them added up."""
         loader = self.train_loader
         source = loader.epoch(epoch, first_batch)
-        with contextlib.closing(prefetch(source, self.backend.put, loader.prefetch_depth)) as ready:
+        with contextlib.closing(prefetch(source, self._put, loader.prefetch_depth)) as ready:
             while True:
                 asked = time.perf_counter()
                 batch = next(ready, None)
@@ -106,6 +119,9 @@ class Trainer:
     @contextlib.contextmanager
     def _first_run(self, what: str) -> Iterator[None]:
         """Around what runs for the first time: say that it compiles, and for how long."""
+        if not self.backend.compiles:
+            yield
+            return
         with self.reports.compiling(what):
             yield
             self.backend.wait()

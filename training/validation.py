@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,10 +31,15 @@ def check_model(config: VitConfig) -> None:
 
 def check_run(args: argparse.Namespace, device_count: int) -> None:
     """Raises UsageError for flags that cannot go together on this many devices."""
-    if args.batch_size % device_count:
+    micro_batches = args.grad_accum_steps
+    if args.batch_size % (device_count * micro_batches):
+        passes = f" x --grad_accum_steps {micro_batches}" if micro_batches > 1 else ""
         raise UsageError(
-            f"--batch_size {args.batch_size} (global) is no multiple of the {device_count} devices"
+            f"--batch_size {args.batch_size} (global) is no multiple of the {device_count} "
+            f"devices{passes}"
         )
+    if args.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--wandb needs the package wandb: python3 -m pip install wandb")
     for flag, (low, high) in (("--scale", args.scale), ("--ratio", args.ratio)):
         if low > high:
             raise UsageError(f"{flag} {low} {high}: the first must not be above the second")

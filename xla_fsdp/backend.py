@@ -31,6 +31,7 @@ class XlaBackend(abc.ABC):
 
     rank: int
     world_size: int
+    compiles = True
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -88,7 +89,7 @@ class XlaBackend(abc.ABC):
                 if self._args.precision == "bf16":
                     compute_in_bf16(self._model)
                 continue
-            if self._args.grad_ckpt:
+            if self._args.grad_ckpt == "full":
                 checkpoint_module(unit)
             blocks.append(self._shard_block(model, name, unit))
             torch_xla.sync()  # the device takes this unit before the next one is made
@@ -113,17 +114,19 @@ class XlaBackend(abc.ABC):
 
     # -- a step -----------------------------------------------------------------------
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, pass_index: int) -> None:
         # torch_xla moves its random state on at each execution, and moves it otherwise with
         # checkpointing than without: set anew, masks depend on seed and step alone.
-        key = f"{self._args.seed}/{step}/{self._rng_stream}".encode()
+        key = f"{self._args.seed}/{pass_index}/{self._rng_stream}".encode()
         digest = hashlib.sha256(key).digest()
         xm.set_rng_state(int.from_bytes(digest[:7], "little"))
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         if self._args.mark_step_after_forward:
             torch_xla.sync()
         loss.backward()
+        if not is_last:  # a graph a micro-batch: one for all would hold all activations
+            torch_xla.sync()
 
     def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:
         set_lr(self._optimizer, lr, self._scalar)
@@ -188,7 +191,7 @@ class XlaBackend(abc.ABC):
             cuts.append(f"every {self._args.mark_step_every_n_blocks} blocks")
         return (
             f"{self.device_count} {xr.device_type()} device(s), {self._args.precision}, "
-            f"gradient checkpointing {'on' if self._args.grad_ckpt else 'off'}"
+            f"gradient checkpointing {'on' if self._args.grad_ckpt == 'full' else 'off'}"
             + (f", graph cut {' and '.join(cuts)}" if cuts else "")
             + (self._describe_cache() if self._args.compile_cache_dir else "")
         )
@@ -201,7 +204,9 @@ class XlaBackend(abc.ABC):
 
     # -- checkpoints ------------------------------------------------------------------
 
-    def _host_state(self) -> tuple[dict, list[tuple[torch.Tensor, list[torch.Tensor]]]]:
+    def _host_state(
+        self, with_optimizer: bool = True
+    ) -> tuple[dict, list[tuple[torch.Tensor, list[torch.Tensor]]]]:
         """Model and optimizer on CPU under plain names, and which device tensor each is of."""
         model: dict[str, torch.Tensor] = {}
         optimizer: dict[str, dict[str, torch.Tensor]] = {}
@@ -210,7 +215,8 @@ class XlaBackend(abc.ABC):
             views = self._to_host(key, parameter.detach())
             model.update(views)
             origins.append((parameter, list(views.values())))
-            for entry, tensor in self._optimizer.state[parameter].items():
+            entries = self._optimizer.state[parameter] if with_optimizer else {}
+            for entry, tensor in entries.items():
                 if entry == "step":
                     step = tensor.cpu()
                     state_views: dict[str, torch.Tensor] = dict.fromkeys(views, step)
@@ -219,7 +225,10 @@ class XlaBackend(abc.ABC):
                 for name, view in state_views.items():
                     optimizer.setdefault(name, {})[entry] = view
                 origins.append((tensor, list(state_views.values())))
-        return {"model": model, "optimizer": {"state": optimizer}}, origins
+        state: dict = {"model": model}
+        if with_optimizer:
+            state["optimizer"] = {"state": optimizer}
+        return state, origins
 
     def save(self, path: Path, training: dict[str, torch.Tensor]) -> None:
         xm.wait_device_ops()
@@ -229,14 +238,16 @@ class XlaBackend(abc.ABC):
         with quiet_dcp():
             dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=alone)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, with_optimizer: bool = True) -> None:
         reader = SafeReader(path)
-        state, origins = self._host_state()
-        state["training"] = {"rng": torch.get_rng_state()}
+        state, origins = self._host_state(with_optimizer)
+        if with_optimizer:
+            state["training"] = {"rng": torch.get_rng_state()}
         alone = xr.process_count() == 1
         with quiet_dcp():
             dcp.load(state, storage_reader=reader, no_dist=alone)
         for tensor, saved in origins:
             self._to_device(tensor, saved)
         torch_xla.sync(wait=True)
-        torch.set_rng_state(state["training"]["rng"])
+        if with_optimizer:
+            torch.set_rng_state(state["training"]["rng"])

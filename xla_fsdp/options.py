@@ -54,6 +54,10 @@ def device_count(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UsageError for XLA flags that cannot go together."""
+    if args.grad_ckpt == "selective":
+        raise UsageError("--grad_ckpt selective needs --backend cuda: here it is full or none")
+    if args.precision == "fp16":
+        raise UsageError("--precision fp16 needs --backend cuda: on XLA use bf16")
     nested_flags = [flag for flag, used in _NESTED_FLAGS.items() if used(args)]
     if nested_flags and args.run_without_fsdp:
         raise UsageError(f"{nested_flags[0]} shapes FSDP: drop it or --run_without_fsdp")

@@ -1,0 +1,272 @@
+"""What both forms of FSDP on GPUs share: steps, transfers, reports, checkpoints."""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import hashlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from data.loader import Batch
+from gpu_fsdp import chips, options
+from gpu_fsdp.blocks import checkpoint_activations, compile_block
+from training.backend import InitializeModule
+from training.checkpoint import SafeReader, quiet_dcp
+
+OUTER, SHARD = "dp_outer", "dp_shard"
+
+
+class GpuBackend(abc.ABC):
+    """The parts of ``training.backend.Backend`` that do not depend on the form of FSDP.
+
+    The optimizer works on plain tensors, each process's own part of each parameter:
+    DTensors would cost the host their dispatch at every step.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self._args, self._device = args, device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device_count, self.is_main = self.world_size, self.rank == 0
+        self.compiles = args.compile
+        self._zero = options.zero_dp_strategy(args)
+        shape = options.mesh(args)
+        self._mesh: DeviceMesh = init_device_mesh(
+            device.type, (shape.outer, shape.shard), mesh_dim_names=(OUTER, SHARD)
+        )
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
+        self._copies = torch.cuda.Stream() if device.type == "cuda" else None
+        self._locals: dict[str, nn.Parameter] = {}
+
+    # -- the form of FSDP -------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _shard_units(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
+        """Fill, shard and place the model."""
+
+    @abc.abstractmethod
+    def _local_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """By its plain name, the part of each parameter that this process updates."""
+
+    @abc.abstractmethod
+    def _take_gradients(self) -> None:
+        """Give each of ``_locals`` its part of the complete gradient."""
+
+    @abc.abstractmethod
+    def _drop_gradients(self) -> None:
+        """Free or zero the gradients that ``_take_gradients`` took from."""
+
+    @abc.abstractmethod
+    def _norm_groups(self) -> list[dist.ProcessGroup]:
+        """The groups over which parameters are cut, so gradients' squares add up."""
+
+    @abc.abstractmethod
+    def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """``values``, of a local parameter's layout, as a part of the global tensor."""
+
+    @abc.abstractmethod
+    def _describe_form(self) -> str: ...
+
+    # -- model and optimizer ----------------------------------------------------------
+
+    def shard(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
+        sharded = self._shard_units(model, units, initialize)
+        self._locals = {name: nn.Parameter(part) for name, part in self._local_parameters()}
+        return sharded
+
+    def _prepare_block(self, block: nn.Module) -> None:
+        if self._args.grad_ckpt != "none":
+            checkpoint_activations(block, self._args.grad_ckpt)
+        if self._args.compile:
+            compile_block(block)
+
+    def build_optimizer(
+        self, *, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        self._optimizer = torch.optim.AdamW(
+            self._locals.values(), betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+        )
+        for part in self._locals.values():
+            self._optimizer.state[part] = {
+                "step": torch.zeros((), device=part.device),
+                "exp_avg": torch.zeros_like(part, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(part, requires_grad=False),
+            }
+
+    # -- a step -----------------------------------------------------------------------
+
+    def put(self, batch: Batch) -> Batch:
+        images, labels = batch
+        if self._args.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        if self._copies is None:
+            return images, labels
+        # On a stream of their own, so that copies run beside the step.
+        with torch.cuda.stream(self._copies):
+            moved = [t.pin_memory().to(self._device, non_blocking=True) for t in (images, labels)]
+        self._copies.synchronize()
+        for tensor in moved:
+            tensor.record_stream(torch.cuda.default_stream())
+        return moved[0], moved[1]
+
+    def begin_step(self, pass_index: int) -> None:
+        key = f"{self._args.seed}/{pass_index}/{self.rank}".encode()
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:7], "little")
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    @abc.abstractmethod
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None: ...
+
+    @torch.no_grad()
+    def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._take_gradients()
+        norm = self._clip_grad_norm(max_norm)
+        self._update()
+        for part in self._locals.values():
+            part.grad = None
+        self._drop_gradients()
+        return norm
+
+    def _update(self) -> None:
+        self._optimizer.step()
+
+    def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """PyTorch's own clips by each DTensor's norm; uneven parts need one sum of squares."""
+        parts = list(self._locals.values())
+        gradients = [part.grad for part in parts if part.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, foreach=True)
+        square = norm.to(self._device).square()
+        for group in self._norm_groups():
+            dist.all_reduce(square, group=group)
+        norm = square.sqrt()
+        if max_norm > 0:
+            nn.utils.clip_grads_with_norm_(parts, max_norm, norm, foreach=True)
+        return norm
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        return self.sum(value) / self.world_size
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    def end_step(self) -> None:  # noqa: B027
+        """Nothing: an eager device was handed everything as it was called."""
+
+    def wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
+        host = {name: value.detach().to("cpu", non_blocking=True) for name, value in values.items()}
+        copied = torch.cuda.Event(blocking=True) if self._device.type == "cuda" else None
+        if copied:
+            copied.record()
+
+        def arrived() -> dict[str, list[float]]:
+            if copied:
+                copied.synchronize()
+            return {name: value.flatten().tolist() for name, value in host.items()}
+
+        return self._reader.submit(arrived)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    # -- reports ----------------------------------------------------------------------
+
+    def describe(self) -> str:
+        args, shape = self._args, options.mesh(self._args)
+        cuda = self._device.type == "cuda"
+        name = torch.cuda.get_device_name() if cuda else "CPU"
+        parts = [
+            f"{self.device_count} {name} device(s), {'NCCL' if cuda else 'gloo'}",
+            self._describe_form(),
+            f"mesh {OUTER} {shape.outer} x {SHARD} {shape.shard}",
+            args.precision + (" with TF32" if args.tf32 else ""),
+            f"gradients reduced in {args.reduce_dtype}",
+            f"activation checkpointing {args.grad_ckpt}",
+            f"{args.block} blocks" + (f" in FP8 ({args.fp8})" if args.fp8 != "none" else ""),
+        ]
+        flags = {"torch.compile": args.compile, "channels last": args.channels_last,
+                 "CPU offload": args.cpu_offload}  # fmt: skip
+        return "GPU: " + ", ".join(parts + [name for name, on in flags.items() if on])
+
+    def counters(self) -> dict[str, int]:
+        if not self._args.compile:
+            return {}
+        return {"compilations": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+
+    def memory(self) -> dict[str, int]:
+        if self._device.type == "cpu":
+            return {}
+        return {
+            "used": torch.cuda.memory_allocated(),
+            "peak": torch.cuda.max_memory_allocated(),
+            "limit": torch.cuda.get_device_properties(self._device).total_memory,
+        }
+
+    def state_bytes(self) -> dict[str, int]:
+        state = [t for entry in self._optimizer.state.values() for t in entry.values()]
+        return {
+            "parameters": sum(part.nbytes for part in self._locals.values()),
+            "optimizer": sum(tensor.nbytes for tensor in state),
+        }
+
+    def peak_flops(self) -> float | None:
+        if self._device.type == "cpu":
+            return None
+        args = self._args
+        kind = "fp8" if args.fp8 != "none" else args.precision
+        if kind == "fp32" and args.tf32:
+            kind = "tf32"
+        return chips.peak_of(torch.cuda.get_device_name(), kind)
+
+    # -- checkpoints ------------------------------------------------------------------
+
+    def _state(self, with_optimizer: bool = True) -> dict:
+        """Model and optimizer under plain names; what is read into it is in place."""
+        model, optimizer = {}, {}
+        for name, part in self._locals.items():
+            model[name] = self._global_view(name, part.detach())
+            if with_optimizer:
+                optimizer[name] = {
+                    entry: value if entry == "step" else self._global_view(name, value)
+                    for entry, value in self._optimizer.state[part].items()
+                }
+        state: dict = {"model": model}
+        if with_optimizer:
+            state["optimizer"] = {"state": optimizer}
+        return state
+
+    def save(self, path: Path, training: dict[str, torch.Tensor]) -> None:
+        state = self._state()
+        state["training"] = {**training, "rng": torch.get_rng_state()}
+        with quiet_dcp():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
+
+    def load(self, path: Path, *, with_optimizer: bool = True) -> None:
+        reader = SafeReader(path)
+        state = self._state(with_optimizer)
+        if with_optimizer:
+            state["training"] = {"rng": torch.get_rng_state()}
+        with quiet_dcp():
+            dcp.load(state, storage_reader=reader)
+        if with_optimizer:
+            torch.set_rng_state(state["training"]["rng"])

@@ -1,0 +1,144 @@
+"""FSDP2: PyTorch's ``fully_shard`` on each block and on the model around them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from gpu_fsdp import options
+from gpu_fsdp.backend import OUTER, SHARD, GpuBackend
+from training.backend import InitializeModule
+from training.shards import Chunk, ShardedTensor
+
+
+class Fsdp2Backend(GpuBackend):
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        super().__init__(args, device)
+        self._scaler = ShardedGradScaler(device.type, enabled=args.precision == "fp16")
+        if self._zero == 0:  # each process is a copy: gradients are all-reduced, nothing gathered
+            self._mesh = dist.init_device_mesh(
+                device.type, (self.world_size, 1), mesh_dim_names=(OUTER, SHARD)
+            )
+
+    def _describe_form(self) -> str:
+        form = f"FSDP2 {options.ZERO_NAMES[self._zero]}, each block a unit"
+        if self._zero == 0:
+            return "FSDP2 as data parallel (no sharding)"
+        return form
+
+    # -- sharding ---------------------------------------------------------------------
+
+    def _shard_units(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
+        blocks: list[FSDPModule] = []
+        for name, unit in units:
+            initialize(unit, name)
+            if unit is not model:
+                self._prepare_block(unit)
+            # Takes this unit to the device and keeps its part, before the next one is made.
+            fully_shard(unit, **self._options(is_root=unit is model))
+            assert isinstance(unit, FSDPModule)
+            # Uneven parts get their final, padded storage only when first gathered; the
+            # optimizer must not hold the one before.
+            unit.unshard()
+            unit.reshard()
+            if unit is not model:
+                blocks.append(unit)
+        self._order_prefetch(blocks)
+        self._model = model
+        return model
+
+    def _options(self, *, is_root: bool) -> dict:
+        args, dtypes = self._args, options.DTYPES
+        lower = args.precision != "fp32" or args.reduce_dtype != "fp32"
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtypes[args.precision] if lower else None,
+            reduce_dtype=dtypes[args.reduce_dtype] if lower else None,
+            output_dtype=torch.float32 if is_root else None,
+        )
+        return {
+            "mesh": self._mesh if self._mesh.size(0) > 1 else self._mesh[SHARD],
+            # The root's weights would be gathered again at once by the backward pass.
+            "reshard_after_forward": self._zero == 3 and not is_root,
+            "mp_policy": policy,
+            "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy(),
+        }
+
+    def _order_prefetch(self, blocks: list[FSDPModule]) -> None:
+        forward, backward = self._args.forward_prefetch, self._args.backward_prefetch
+        for index, block in enumerate(blocks):
+            if forward:
+                block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + forward])
+            before = blocks[max(0, index - backward) : index][::-1]
+            # An empty list means PyTorch's own order, one ahead. The block itself, which is
+            # gathered already, means none.
+            block.set_modules_to_backward_prefetch(before or [block])
+
+    def _dtensors(self) -> Iterable[tuple[str, DTensor]]:
+        for name, parameter in self._model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            yield name, parameter
+
+    def _local_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        for name, parameter in self._dtensors():
+            yield name, parameter.to_local().detach()
+
+    # -- a step -----------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        root = self._model
+        assert isinstance(root, FSDPModule)
+        # Between micro-batches: gradients are scattered each time, so that they never stand
+        # whole, but summed over the outer groups once; ZeRO-2 keeps its gathered weights.
+        root.set_requires_all_reduce(is_last)
+        root.set_is_last_backward(is_last)
+        if self._zero != 3:
+            root.set_reshard_after_backward(is_last)
+        self._scaler.scale(loss).backward()
+
+    def _take_gradients(self) -> None:
+        for name, parameter in self._dtensors():
+            if isinstance(parameter.grad, DTensor):
+                self._locals[name].grad = parameter.grad.to_local()
+
+    def _drop_gradients(self) -> None:
+        for _, parameter in self._dtensors():
+            parameter.grad = None
+
+    def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        self._scaler.unscale_(self._optimizer)
+        return super()._clip_grad_norm(max_norm)
+
+    def _update(self) -> None:
+        self._scaler.step(self._optimizer)  # fused AdamW skips a step with infinities itself
+        self._scaler.update()
+
+    def _norm_groups(self) -> list[dist.ProcessGroup]:
+        return [self._mesh.get_group(SHARD)]
+
+    # -- checkpoints ------------------------------------------------------------------
+
+    def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        parameter = self._model.get_parameter(name)
+        assert isinstance(parameter, DTensor)
+        shape, offsets = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        assert values.shape == torch.Size(shape)
+        chunks = [Chunk(offsets, values)] if values.numel() else []
+        return ShardedTensor(parameter.shape, values.dtype, chunks)

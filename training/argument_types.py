@@ -1,0 +1,73 @@
+"""What flags are made of: a parser that complains in one line, and types with bounds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends on a wrong argument with one line, without the page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+class Formatter(argparse.HelpFormatter):
+    """Adds the default to every help text that does not give one itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if "default" in text or action.default in (None, argparse.SUPPRESS):
+            return text
+        if action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction):
+            return f"{text} (default: off)"
+        return f"{text} (default: %(default)s)"
+
+
+def bounded(kind: type, low: float, high: float, *, open_high: bool = False) -> Callable:
+    """An argparse type: a number from ``low`` to ``high`` (or below it)."""
+
+    def convert(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            name = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
+        if not low <= value <= high or (open_high and value == high):
+            if high == float("inf"):
+                raise argparse.ArgumentTypeError(f"{text} must be at least {low}")
+            limit = "below" if open_high else "at most"
+            raise argparse.ArgumentTypeError(f"{text} must be at least {low} and {limit} {high}")
+        return value
+
+    return convert
+
+
+INF = float("inf")
+positive = bounded(int, 1, INF)
+count = bounded(int, 0, INF)
+rate = bounded(float, 0, 1, open_high=True)
+fraction = bounded(float, 0, 1)
+non_negative = bounded(float, 0, INF)
+positive_number = bounded(float, 1e-12, INF)
+
+_ZERO_NAMES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def zero_strategy(text: str) -> int:
+    """An argparse type: Megatron-FSDP's sharding strategies, by number or name."""
+    if text in _ZERO_NAMES:
+        return _ZERO_NAMES.index(text)
+    if text in ("0", "1", "2", "3"):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is none of 0, 1, 2, 3, {', '.join(_ZERO_NAMES)}")
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """An argparse type: FIRST:LAST, steps counted from 1, both included."""
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, two steps from 1 on")
+    return int(first), int(last)
