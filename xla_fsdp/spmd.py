@@ -141,10 +141,11 @@ class SpmdBackend(XlaBackend):
 
     def _to_device(self, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         (values,) = saved
-        if not isinstance(values, ShardedTensor):
+        if not isinstance(values, ShardedTensor):  # on one device, or replicated
             replicated = values.to(self._device)
             xs.mark_sharding(replicated, self._mesh, (None,) * values.dim())
-            torch_xla._XLAC._replace_xla_tensor(tensor, replicated)
+            with torch.no_grad():  # (torch_xla's _replace_xla_tensor is undone by the next sync)
+                tensor.copy_(replicated)
             return
         target = XLAShardedTensor(tensor.detach())
         shards: list[XLAShard] = target.local_shards
