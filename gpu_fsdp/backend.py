@@ -76,6 +76,13 @@ class GpuBackend(abc.ABC):
     @abc.abstractmethod
     def _describe_form(self) -> str: ...
 
+    def _step_state(self) -> dict[str, torch.Tensor]:
+        """What else the next step depends on, to be saved and restored with the optimizer."""
+        return {}
+
+    def _restore_step_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
+        """Take back what ``_step_state`` gave, as far as a checkpoint had it."""
+
     # -- model and optimizer ----------------------------------------------------------
 
     def shard(
@@ -257,7 +264,7 @@ class GpuBackend(abc.ABC):
 
     def save(self, path: Path, training: dict[str, torch.Tensor]) -> None:
         state = self._state()
-        state["training"] = {**training, "rng": torch.get_rng_state()}
+        state["training"] = {**training, **self._step_state(), "rng": torch.get_rng_state()}
         with quiet_dcp():
             dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
 
@@ -265,8 +272,12 @@ class GpuBackend(abc.ABC):
         reader = SafeReader(path)
         state = self._state(with_optimizer)
         if with_optimizer:
-            state["training"] = {"rng": torch.get_rng_state()}
+            saved = reader.read_metadata().state_dict_metadata
+            found = {name: value for name, value in self._step_state().items()
+                     if f"training.{name}" in saved}  # fmt: skip
+            state["training"] = {**found, "rng": torch.get_rng_state()}
         with quiet_dcp():
             dcp.load(state, storage_reader=reader)
         if with_optimizer:
-            torch.set_rng_state(state["training"]["rng"])
+            torch.set_rng_state(state["training"].pop("rng"))
+            self._restore_step_state(state["training"])

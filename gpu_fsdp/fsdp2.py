@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -15,7 +16,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -28,7 +28,7 @@ from training.shards import Chunk, ShardedTensor
 class Fsdp2Backend(GpuBackend):
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__(args, device)
-        self._scaler = ShardedGradScaler(device.type, enabled=args.precision == "fp16")
+        self._scaler = GradScaler(device.type, enabled=args.precision == "fp16")
         if self._zero == 0:  # each process is a copy: gradients are all-reduced, nothing gathered
             self._mesh = dist.init_device_mesh(
                 device.type, (self.world_size, 1), mesh_dim_names=(OUTER, SHARD)
@@ -121,7 +121,12 @@ class Fsdp2Backend(GpuBackend):
             parameter.grad = None
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        self._scaler.unscale_(self._optimizer)
+        if self._scaler.is_enabled():
+            self._scaler.unscale_(self._optimizer)
+            # What overflows on one process is skipped by all. (PyTorch 2.9's ShardedGradScaler
+            # does this, but fails with a fused optimizer.)
+            for found in self._scaler._found_inf_per_device(self._optimizer).values():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return super()._clip_grad_norm(max_norm)
 
     def _update(self) -> None:
@@ -130,6 +135,22 @@ class Fsdp2Backend(GpuBackend):
 
     def _norm_groups(self) -> list[dist.ProcessGroup]:
         return [self._mesh.get_group(SHARD)]
+
+    def _step_state(self) -> dict[str, torch.Tensor]:
+        if not self._scaler.is_enabled():
+            return {}
+        scale = self._scaler.state_dict()
+        return {
+            "loss_scale": torch.tensor(scale["scale"]),
+            "loss_scale_good_steps": torch.tensor(scale["_growth_tracker"]),
+        }
+
+    def _restore_step_state(self, state: dict[str, torch.Tensor]) -> None:
+        if "loss_scale" in state:
+            self._scaler.load_state_dict({
+                **self._scaler.state_dict(), "scale": state["loss_scale"].item(),
+                "_growth_tracker": int(state["loss_scale_good_steps"]),
+            })  # fmt: skip
 
     # -- checkpoints ------------------------------------------------------------------
 

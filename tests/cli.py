@@ -79,13 +79,17 @@ def train_tiny(ckpt_dir: Path, *flags: str, devices: int = 1) -> Result:
 
 
 def train_tiny_gpu(ckpt_dir: Path, *flags: str, processes: int = 1, program: str = "") -> Result:
-    """The same on the GPU backend: under torchrun, with gloo where there is no GPU."""
+    """The same on the GPU backend: under torchrun, with gloo where there is no GPU.
+
+    ``program`` is a module to run in place of run_vit_training.py.
+    """
     return _train(ckpt_dir, "--backend", "cuda", *flags, processes=processes, program=program)
 
 
 def _train(ckpt_dir: Path, *flags: str, processes: int = 1, program: str = "") -> Result:
+    start = ["-m", program] if program else ["run_vit_training.py"]
     done = run_program(
-        program or "run_vit_training.py", "--data_dir", str(DIGITS), "--hflip", "0",
+        *start, "--data_dir", str(DIGITS), "--hflip", "0",
         "--ckpt_dir", str(ckpt_dir), *TINY_MODEL, *TINY_RUN, *flags, processes=processes,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

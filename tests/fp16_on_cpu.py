@@ -1,0 +1,16 @@
+"""run_vit_training.py with fp16 on the CPU, which it refuses: to test loss scaling without CUDA.
+
+The first loss scale is so high that gradients overflow, on one process of several first.
+"""
+
+import functools
+import sys
+
+import gpu_fsdp.fsdp2
+import run_vit_training
+from gpu_fsdp import options
+
+if __name__ == "__main__":
+    options._check_precision = lambda args: None
+    gpu_fsdp.fsdp2.GradScaler = functools.partial(gpu_fsdp.fsdp2.GradScaler, init_scale=2.0**22)
+    sys.exit(run_vit_training.main())
