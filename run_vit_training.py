@@ -1,4 +1,4 @@
-"""Train a Vision Transformer; ``--help`` lists every flag, README.md the first commands."""
+"""Train and use a Vision Transformer; ``--help`` lists every flag, README.md the first commands."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from training.arguments import build_parser, model_config
+from training.arguments import DEFAULT_MODEL, build_parser, model_config
 from training.backend_arguments import check_foreign_flags
 from training.errors import UsageError
 
@@ -26,35 +27,53 @@ def choose_backend(choice: str) -> str:
     return "xla"
 
 
-def train_on_xla(args: argparse.Namespace) -> None:
+Prepare = Callable[[argparse.Namespace, int], Any]
+"""From the arguments and the number of devices to the body of every process."""
+
+
+def prepare_training(args: argparse.Namespace, device_count: int) -> Any:
     from training.run import prepare, run
+
+    return functools.partial(run, prepare(args, device_count))
+
+
+def run_on_xla(args: argparse.Namespace, prepare: Prepare) -> None:
     from xla_fsdp import options
     from xla_fsdp.launch import launch
 
     options.check(args)
-    plan = prepare(args, options.device_count(args))
-    launch(functools.partial(run, plan), args)
+    launch(prepare(args, options.device_count(args)), args)
 
 
-def train_on_gpus(args: argparse.Namespace) -> None:
+def run_on_gpus(args: argparse.Namespace, prepare: Prepare) -> None:
     from gpu_fsdp import options
     from gpu_fsdp.launch import launch
-    from training.run import prepare, run
 
     options.check(args, model_config(args))
-    plan = prepare(args, options.world_size())
-    launch(functools.partial(run, plan), args)
+    launch(prepare(args, options.world_size()), args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, check, choose the backend, run. Returns the exit code."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(model=None))  # None: a checkpoint's own
+    prepare: Prepare = prepare_training
     try:
+        if args.json and not (args.predict or args.eval_only):
+            raise UsageError("--json needs --predict or --eval_only")
+        if args.predict or args.eval_only:
+            from training.inference import open_trained, predict, prepare_evaluation
+
+            weights = open_trained(args)
+            if args.predict:
+                predict(args, weights)
+                return 0
+            prepare = functools.partial(prepare_evaluation, weights)
+        else:
+            args.model = args.model or DEFAULT_MODEL
         backend = choose_backend(args.backend)
         check_foreign_flags(parser, args, backend)
-        train = {"xla": train_on_xla, "cuda": train_on_gpus}[backend]
-        train(args)
+        {"xla": run_on_xla, "cuda": run_on_gpus}[backend](args, prepare)
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":  # of all that torchrun started, one says it
             print(f"run_vit_training.py: error: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ from models.config import VitConfig
 
 @dataclass
 class DataSource:
-    """Both splits, indexed but not loaded: made before any device starts."""
+    """The splits, indexed but not loaded: made before any device starts."""
 
     name: str
     train_length: int
@@ -28,8 +28,14 @@ class DataSource:
     train: FolderSplit | None = None
     val: FolderSplit | None = None
 
+    @property
+    def classes(self) -> list[str] | None:
+        """Names by label, if the source has any."""
+        return self.val.classes if self.val else None
+
     def __str__(self) -> str:
-        return f"{self.name}: {self.train_length:,} training, {self.val_length:,} validation images"
+        training = f"{self.train_length:,} training, " if self.train_length else ""
+        return f"{self.name}: {training}{self.val_length:,} validation images"
 
 
 def open_data(args: argparse.Namespace, config: VitConfig) -> DataSource:
@@ -40,7 +46,7 @@ def open_data(args: argparse.Namespace, config: VitConfig) -> DataSource:
     size, channels = config.img_size, config.in_chans
     augment = train_transform(size, channels, tuple(args.scale), tuple(args.ratio), args.hflip)
     train = FolderSplit(args.data_dir, "train", augment, args.seed)
-    val = FolderSplit(args.data_dir, "val", val_transform(size, channels), args.seed)
+    val = _val_split(args, config)
     if len(train) < args.batch_size:
         raise DataFolderError(
             f"{args.data_dir} has {len(train)} training images, fewer than one batch: "
@@ -49,22 +55,47 @@ def open_data(args: argparse.Namespace, config: VitConfig) -> DataSource:
     return DataSource(args.data_dir, len(train), len(val), train, val)
 
 
+def open_validation_data(args: argparse.Namespace, config: VitConfig) -> DataSource:
+    """Index val/ alone; what is in train/, if there is one, does not matter.
+
+    Raises DataFolderError, see ``check_folder``.
+    """
+    if args.fake_data:
+        return DataSource("fake data (zeros)", 0, VAL_LENGTH)
+    check_folder(args.data_dir, config.num_classes, ("val",))
+    val = _val_split(args, config)
+    return DataSource(args.data_dir, 0, len(val), val=val)
+
+
+def _val_split(args: argparse.Namespace, config: VitConfig) -> FolderSplit:
+    transform = val_transform(config.img_size, config.in_chans)
+    return FolderSplit(args.data_dir, "val", transform, args.seed)
+
+
 def build_loaders(
     source: DataSource, args: argparse.Namespace, config: VitConfig, rank: int, world_size: int
 ) -> tuple[BatchLoader, BatchLoader]:
     """Training and validation batches of loading process ``rank`` of ``world_size``."""
-    evaluated = args.batch_size // args.grad_accum_steps  # images in one pass
     part: dict = {"rank": rank, "world_size": world_size}
-    if source.train is None or source.val is None:
+    val = build_val_loader(source, args, config, **part)
+    if source.train is None:
         shape = (config.in_chans, config.img_size, config.img_size)
-        return (
-            FakeLoader(source.train_length, args.batch_size, shape, keep_short=False, **part),
-            FakeLoader(source.val_length, evaluated, shape, keep_short=True, **part),
-        )
-    part["seed"] = args.seed
-    train_sampler = GlobalBatchSampler(len(source.train), args.batch_size, shuffle=True, **part)
-    val_sampler = GlobalBatchSampler(len(source.val), evaluated, shuffle=False, **part)
-    return (
-        DatasetLoader(source.train, train_sampler, args.num_workers),
-        DatasetLoader(source.val, val_sampler, min(args.num_workers, len(val_sampler))),
+        train = FakeLoader(source.train_length, args.batch_size, shape, keep_short=False, **part)
+        return train, val
+    sampler = GlobalBatchSampler(
+        len(source.train), args.batch_size, shuffle=True, seed=args.seed, **part
     )
+    return DatasetLoader(source.train, sampler, args.num_workers), val
+
+
+def build_val_loader(
+    source: DataSource, args: argparse.Namespace, config: VitConfig, rank: int, world_size: int
+) -> BatchLoader:
+    """Validation batches of loading process ``rank`` of ``world_size``."""
+    batch_size = args.batch_size // args.grad_accum_steps  # images in one pass
+    part: dict = {"rank": rank, "world_size": world_size}
+    if source.val is None:
+        shape = (config.in_chans, config.img_size, config.img_size)
+        return FakeLoader(source.val_length, batch_size, shape, keep_short=True, **part)
+    sampler = GlobalBatchSampler(len(source.val), batch_size, shuffle=False, seed=args.seed, **part)
+    return DatasetLoader(source.val, sampler, min(args.num_workers, len(sampler)))

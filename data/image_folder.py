@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,11 +16,12 @@ from torchvision.transforms import v2
 
 from data.sampler import PADDING
 
+SPLITS = ("train", "val")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class DataFolderError(Exception):
-    """The folder cannot be trained on; the message says what to change."""
+    """A folder or file that cannot be used; the message says what to change."""
 
 
 def train_transform(
@@ -68,6 +70,11 @@ class FolderSplit(Dataset):
             raise DataFolderError(f"{path}: {str(error).splitlines()[0]}") from None
         self._seed = seed
 
+    @property
+    def classes(self) -> list[str]:
+        """Names by label."""
+        return self._folder.classes
+
     def __len__(self) -> int:
         return len(self._folder)
 
@@ -94,35 +101,39 @@ class FolderSplit(Dataset):
                 raise DataFolderError(f"{path} is not a readable image: {error}") from error
 
 
-def check_folder(root: str, num_classes: int) -> None:
-    """Refuse a folder that cannot be trained on, in one line, without reading images.
+def class_folders(root: str, split: str) -> list[str]:
+    """Names of the classes of a split by label; empty if there is no such folder."""
+    path = os.path.join(root, split)
+    if not os.path.isdir(path):
+        return []
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir())
+
+
+def check_folder(root: str, num_classes: int, splits: Sequence[str] = SPLITS) -> None:
+    """Refuse a folder that cannot be used, in one line, without reading images.
 
     Raises DataFolderError for a missing or empty split, class folders that differ
-    between train and val, or more classes than ``num_classes``.
+    between the splits, or more classes than ``num_classes``.
     """
-    classes = {}
-    for split in ("train", "val"):
+    classes = {split: class_folders(root, split) for split in splits}
+    for split, names in classes.items():
         path = os.path.join(root, split)
         if not os.path.isdir(path):
-            raise DataFolderError(
-                f"{path} is not a folder: --data_dir needs train/<class>/* and val/<class>/* images"
-            )
-        with os.scandir(path) as entries:
-            classes[split] = {entry.name for entry in entries if entry.is_dir()}
-        if not classes[split]:
+            needed = " and ".join(f"{name}/<class>/*" for name in splits)
+            raise DataFolderError(f"{path} is not a folder: --data_dir needs {needed} images")
+        if not names:
             raise DataFolderError(
                 f"{path} holds no class folders: --data_dir needs {split}/<class>/* images "
                 f"({', '.join(IMG_EXTENSIONS)})"
             )
-    only = {split: sorted(classes[split] - classes[other]) for split, other in
-            (("train", "val"), ("val", "train"))}  # fmt: skip
-    for split, names in only.items():
+    for split, other in itertools.permutations(splits, 2):
+        names = sorted(set(classes[split]) - set(classes[other]))
         if names:
             listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise DataFolderError(
                 f"the class folders of train and val differ in {root}: only {split} has {listed}"
             )
-    if len(classes["train"]) > num_classes:
-        raise DataFolderError(
-            f"{root} has {len(classes['train'])} classes, --num_classes is {num_classes}"
-        )
+    found = len(classes[splits[0]])
+    if found > num_classes:
+        raise DataFolderError(f"{root} has {found} classes, --num_classes is {num_classes}")

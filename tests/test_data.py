@@ -22,7 +22,8 @@ CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)
 def arguments(data_dir, **changes):
     values = {
         "fake_data": False, "data_dir": str(data_dir), "batch_size": 100, "seed": 3,
-        "num_workers": 0, "scale": (0.3, 1.0), "ratio": (0.75, 1.33), "hflip": 0.5,
+        "grad_accum_steps": 1, "num_workers": 0,
+        "scale": (0.3, 1.0), "ratio": (0.75, 1.33), "hflip": 0.5,
     }  # fmt: skip
     return argparse.Namespace(**values | changes)
 

@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_optimization(parser.add_argument_group("optimization"))
     _add_checkpoints(parser.add_argument_group("checkpoints"))
     _add_reports(parser.add_argument_group("logging and evaluation"))
+    _add_inference(parser.add_argument_group("use a trained model instead of training"))
     add_backend_groups(parser)
     return parser
 
@@ -233,6 +234,27 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
         "--wandb",
         metavar="PROJECT",
         help="log to this Weights & Biases project too; needs the package wandb (default: none)",
+    )
+
+
+def _add_inference(group: argparse._ArgumentGroup) -> None:
+    either = group.add_mutually_exclusive_group()
+    either.add_argument(
+        "--predict",
+        nargs="+",
+        metavar="IMAGE_OR_FOLDER",
+        help="print the likeliest classes of these images; --resume names the weights: a "
+        "checkpoint, or a file of torch.save or .safetensors; runs plain PyTorch on one GPU, or "
+        "the CPU (default: none)",
+    )
+    either.add_argument(
+        "--eval_only",
+        action="store_true",
+        help="print loss and accuracy on val/ with the weights of --resume, computed on the "
+        "backend; write nothing",
+    )
+    group.add_argument(
+        "--json", action="store_true", help="print the result as JSON, and nothing else on stdout"
     )
 
 

@@ -9,6 +9,7 @@ the final name always holds everything:
     training.{step,epoch,images_in_epoch}           position; the schedule follows from it
     training.rng                                    state of PyTorch's CPU generator
     training.arguments                              the flags, as UTF-8 JSON
+    training.classes                                class names likewise, of an image folder
 
 All entries are tensors: nothing in it is run by loading it. What is random on the
 device is drawn anew each step from the seed and the step number.
@@ -23,7 +24,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from training.errors import UsageError
 
 _COMPLETE = re.compile(r"step_(\d+)")
 _TEMPORARY_SUFFIX = ".tmp"
+_POSITION = ("step", "epoch", "images_in_epoch")
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "ChunkStorageMetadata",
@@ -97,29 +99,49 @@ class SavedRun:
     path: Path
     position: Position
     arguments: dict[str, Any]
+    classes: list[str] | None = None
+    """Names by label; None where the data had none, or an earlier version wrote it."""
 
 
-def training_tensors(position: Position, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+def training_tensors(
+    position: Position, arguments: dict[str, Any], classes: list[str] | None
+) -> dict[str, torch.Tensor]:
     """The ``training.*`` entries of a checkpoint, except the random state."""
-    text = json.dumps(arguments).encode()
-    return {
+    tensors = {
         "step": torch.tensor(position.step),
         "epoch": torch.tensor(position.epoch),
         "images_in_epoch": torch.tensor(position.images_in_epoch),
-        "arguments": torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        "arguments": _json_tensor(arguments),
     }
+    return tensors if classes is None else tensors | {"classes": _json_tensor(classes)}
+
+
+def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
+    """What ``training_tensors`` were made of. Raises anything if they are not such tensors."""
+    position = Position(*(int(training[name]) for name in _POSITION))
+    classes = _from_json(training["classes"]) if "classes" in training else None
+    return SavedRun(path, position, _from_json(training["arguments"]), classes)
+
+
+def _json_tensor(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_json(tensor: torch.Tensor) -> Any:
+    return json.loads(bytes(tensor.tolist()))
 
 
 def read_saved_run(path: Path) -> SavedRun:
     """Read position and arguments of a checkpoint. Raises UsageError if it cannot be read."""
     if not (path / ".metadata").is_file():
         raise UsageError(f"{path} is no complete checkpoint: it has no .metadata file")
-    try:
+    with readable(path):
         reader = SafeReader(path)
         entries = reader.read_metadata().state_dict_metadata
-        names = ("step", "epoch", "images_in_epoch", "arguments")
         wanted: dict[str, Any] = {}
-        for name in names:
+        for name in (*_POSITION, "arguments", "classes"):
+            if name == "classes" and "training.classes" not in entries:
+                continue
             entry = entries[f"training.{name}"]
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(f"training.{name} is not a tensor")
@@ -127,8 +149,16 @@ def read_saved_run(path: Path) -> SavedRun:
         state = {"training": wanted}
         with quiet_dcp():
             dcp.load(state, storage_reader=reader, no_dist=True)
-        position = Position(*(int(state["training"][name]) for name in names[:3]))
-        arguments = json.loads(bytes(state["training"]["arguments"].tolist()))
+        return saved_run(path, state["training"])
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Around reading a checkpoint: raises UsageError whatever goes wrong in it."""
+    try:
+        yield
+    except UsageError:
+        raise
     # A damaged file can fail in any way; DCP wraps some of them, by rank, in its own.
     except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
         cause: BaseException = error
@@ -136,7 +166,6 @@ def read_saved_run(path: Path) -> SavedRun:
             cause = next(iter(error.failures.values()))[0]
         reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
         raise UsageError(f"cannot read the checkpoint {path}: {reason[:200]}") from None
-    return SavedRun(path, position, arguments)
 
 
 def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
@@ -153,6 +182,8 @@ def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
 
 def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> SavedRun | None:
     """The checkpoint that ``--resume`` and ``--resume_epoch`` name, or None to start anew."""
+    if resume_epoch and resume != "auto":
+        raise UsageError("--resume_epoch and --resume name two checkpoints: give one")
     existing = complete_checkpoints(ckpt_dir)
     if resume_epoch:
         for path in reversed(existing):

@@ -37,6 +37,8 @@ class Trainer:
     schedule: WarmupCosine
     reports: Reports
     last_step: int
+    classes: list[str] | None
+    """Names by label, for the checkpoints."""
     interval: Interval = field(default_factory=Interval)
     evaluated: bool = False
 
@@ -136,7 +138,8 @@ class Trainer:
         if self.backend.is_main:
             checkpoint.clear(temporary)
         self.backend.barrier()
-        self.backend.save(temporary, checkpoint.training_tensors(position, vars(self.args)))
+        entries = checkpoint.training_tensors(position, vars(self.args), self.classes)
+        self.backend.save(temporary, entries)
         self.backend.barrier()
         if self.backend.is_main:
             checkpoint.finish(temporary, final, self.args.keep_checkpoints)

@@ -88,8 +88,9 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
         _say_plan(reports, args, backend, plan, start, last_step)
         schedule = WarmupCosine(args.lr, args.warmup_steps, total_steps)
         trainer = Trainer(
-            args, sharded, train_loader, val_loader, backend, schedule, reports, last_step
-        )
+            args, sharded, train_loader, val_loader, backend, schedule, reports, last_step,
+            plan.data.classes,
+        )  # fmt: skip
         saved = trainer.train(start)
         if saved is None:  # resumed at the end: nothing to train, but say how good it is
             trainer.evaluate_only(start)

@@ -47,8 +47,6 @@ def check_run(args: argparse.Namespace, device_count: int) -> None:
         raise UsageError("--scale 0 0 leaves no image to crop")
     if Path(args.ckpt_dir).exists() and not Path(args.ckpt_dir).is_dir():
         raise UsageError(f"--ckpt_dir {args.ckpt_dir} is a file, not a folder")
-    if args.resume_epoch and args.resume != "auto":
-        raise UsageError("--resume_epoch and --resume name two checkpoints: give one")
 
 
 def check_same_model(saved: SavedRun, config: VitConfig) -> None:
@@ -65,5 +63,5 @@ def check_same_model(saved: SavedRun, config: VitConfig) -> None:
         if old != value:
             raise UsageError(
                 f"{saved.path} was trained with {MODEL_FLAG[name]} {old}, not {value}: "
-                f"give {MODEL_FLAG[name]} {old}, or another --ckpt_dir to train anew"
+                f"give {MODEL_FLAG[name]} {old}, or train anew in another --ckpt_dir"
             )

@@ -1,0 +1,322 @@
+"""A trained model in use: --predict and --eval_only, from folders and files, against plain timm."""
+
+import argparse
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torchvision.transforms as T
+from PIL import Image
+from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
+
+import run_vit_training
+from tests.cli import DIGITS, TINY_MODEL, run_program, train_tiny, train_tiny_gpu
+from training.checkpoint import quiet_dcp, read_saved_run
+
+WORDS = "zero one two three four five six seven eight nine".split()
+CLASSES = sorted(WORDS)  # their order is not that of the digits
+NUMBERS = [f"class {label}" for label in range(10)]
+STEPS = 40
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
+
+
+@pytest.fixture(scope="module")
+def words(digits, tmp_path_factory):
+    """The digits with spelt-out class names."""
+    root = tmp_path_factory.mktemp("words")
+    for split in ("train", "val"):
+        (root / split).mkdir()
+        for digit, word in enumerate(WORDS):
+            (root / split / word).symlink_to(digits / split / str(digit))
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(words, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    return train_tiny(folder, "--data_dir", str(words), "--max_steps", str(STEPS))
+
+
+@pytest.fixture(scope="module")
+def files(trained, tmp_path_factory):
+    """The trained weights in every kind of file, and as a checkpoint of an earlier version."""
+    root = tmp_path_factory.mktemp("files")
+    module = "torch.distributed.checkpoint.format_utils"
+    source = str(trained.ckpt_dir / f"step_{STEPS}")
+    assert run_program("-m", module, "dcp_to_torch", source, str(root / "plain.pt")).returncode == 0
+    content = torch.load(root / "plain.pt", weights_only=True)
+    state = content["model"]
+    torch.save(state, root / "bare.pt")
+    torch.save(state, root / "old_format.pth", _use_new_zipfile_serialization=False)
+    torch.save({"model": state, "epoch": 3}, root / "model_key.pt")
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({"state_dict": wrapped}, root / "wrapped.pt")
+    save_file({name: tensor.contiguous() for name, tensor in state.items()},
+              root / "bare.safetensors")  # fmt: skip
+    del content["training"]["classes"]
+    with quiet_dcp():
+        writer = dcp.FileSystemWriter(root / "step_earlier")
+        dcp.save(content, storage_writer=writer, no_dist=True)
+    return root
+
+
+def timm_top5(files, paths):
+    """(labels, probabilities) of the five likeliest classes of each image, with timm alone."""
+    model = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=10,
+        class_token=False, global_pool="avg", fc_norm=False,
+    )  # fmt: skip
+    model.load_state_dict(torch.load(files / "plain.pt", weights_only=True)["model"])
+    transform = T.Compose([
+        T.Resize(16 * 256 // 224, interpolation=T.InterpolationMode.BICUBIC), T.CenterCrop(16),
+        T.ToTensor(), T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ])  # fmt: skip
+    images = torch.stack([transform(Image.open(path).convert("RGB")) for path in paths])
+    with torch.no_grad():
+        values, labels = model.eval()(images).softmax(-1).topk(5)
+    return labels.tolist(), values.tolist()
+
+
+def assert_is_timms(results, files, paths, names, rel=1e-4):
+    assert [result["image"] for result in results] == [str(path) for path in paths]
+    for result, labels, values in zip(results, *timm_top5(files, paths), strict=True):
+        assert [entry["index"] for entry in result["top5"]] == labels
+        assert [entry["class"] for entry in result["top5"]] == [names[label] for label in labels]
+        assert [e["probability"] for e in result["top5"]] == pytest.approx(values, rel=rel)
+
+
+def predict(capsys, *flags):
+    """What --predict prints in this process."""
+    assert run_vit_training.main(["--predict", *map(str, flags)]) == 0
+    assert "torch_xla" not in sys.modules
+    return capsys.readouterr().out
+
+
+IMAGE = sorted((DIGITS / "val" / "7").glob("*.png"))[0]
+
+
+# -- predict --------------------------------------------------------------------------
+
+
+def test_folder_of_images_from_a_run(trained, files, tmp_path):
+    """The program itself; more images than one batch, some in subfolders, one named alone."""
+    images = tmp_path / "images"
+    shutil.copytree(DIGITS / "val" / "3", images / "b")
+    shutil.copy(IMAGE, images / "A.PNG")
+    (images / "notes.txt").touch()
+    done = run_program(
+        "run_vit_training.py", "--predict", str(images), str(IMAGE), "--json",
+        "--resume", str(trained.ckpt_dir),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    paths = [images / "A.PNG", *sorted((images / "b").iterdir()), IMAGE]
+    assert len(paths) > 32
+    assert_is_timms(json.loads(done.stdout), files, paths, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "names"),
+    [
+        ("plain.pt", (), CLASSES),
+        ("bare.pt", TINY_MODEL, CLASSES),
+        ("old_format.pth", TINY_MODEL, CLASSES),
+        ("model_key.pt", TINY_MODEL, CLASSES),
+        ("wrapped.pt", TINY_MODEL, CLASSES),
+        ("bare.safetensors", TINY_MODEL, CLASSES),
+        ("bare.safetensors", (*TINY_MODEL, "--data_dir", "/none"), NUMBERS),
+        ("step_earlier", ("--data_dir", "/none"), NUMBERS),
+        ("plain.pt", ("--data_dir", "/none", "--embed_dim", "32", "--model", "vit_10b"), CLASSES),
+    ],
+)
+def test_every_kind_of_weights(name, flags, names, files, words, capsys):
+    out = predict(capsys, IMAGE, "--resume", files / name, "--json", "--data_dir", words, *flags)
+    assert_is_timms(json.loads(out), files, [IMAGE], names)
+
+
+def test_table_from_the_newest_of_ckpt_dir(trained, files, capsys):
+    lines = predict(capsys, IMAGE, IMAGE, "--ckpt_dir", trained.ckpt_dir).splitlines()
+    (labels, _), (values, _) = timm_top5(files, [IMAGE, IMAGE])
+    assert lines[:6] == lines[6:]
+    assert lines[0] == str(IMAGE)
+    for line, label, value in zip(lines[1:6], labels, values, strict=True):
+        percent, name = line.split()
+        assert float(percent.rstrip("%")) == pytest.approx(100 * value, abs=0.006)
+        assert name == CLASSES[label]
+
+
+def test_bf16_computes_in_bf16(files, capsys):
+    flags = (IMAGE, "--resume", files / "plain.pt", "--json", "--precision")
+    lower, higher = (json.loads(predict(capsys, *flags, p))[0]["top5"] for p in ("bf16", "fp32"))
+    low, high = ({e["index"]: e["probability"] for e in top} for top in (lower, higher))
+    assert low != high
+    assert low[higher[0]["index"]] == pytest.approx(higher[0]["probability"], rel=0.1)
+
+
+def test_grey_images_and_fewer_than_five_classes(capsys, tmp_path):
+    model = VisionTransformer(
+        img_size=16, patch_size=4, in_chans=1, embed_dim=32, depth=2, num_heads=2, num_classes=3,
+        class_token=False, global_pool="avg", fc_norm=False,
+    )  # fmt: skip
+    save_file(model.state_dict(), tmp_path / "three.safetensors")
+    flags = [*TINY_MODEL, "--in_chans", 1, "--num_classes", 3, "--data_dir", DIGITS, "--json"]
+    out = predict(capsys, IMAGE, "--resume", tmp_path / "three.safetensors", *flags)
+    (result,) = json.loads(out)
+    assert sorted(entry["index"] for entry in result["top5"]) == [0, 1, 2]
+    # Ten folders cannot be the names of three classes.
+    assert all(entry["class"] == f"class {entry['index']}" for entry in result["top5"])
+    assert sum(entry["probability"] for entry in result["top5"]) == pytest.approx(1, abs=1e-5)
+
+
+# -- evaluate -------------------------------------------------------------------------
+
+
+def contents(folder):
+    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "processes"),
+    [
+        ("", "--cpu_devices 2", 1),
+        ("bare.safetensors", "--xla_fsdp nested --flatten_parameters", 1),
+        ("", "--backend cuda", 2),
+    ],
+)
+def test_eval_only_repeats_the_runs_own(name, flags, processes, trained, files, words, tmp_path):
+    """Of val/ alone, in batches of another size. The run's folder stays as it is."""
+    (tmp_path / "val").symlink_to(words / "val")
+    before = contents(trained.ckpt_dir)
+    model = ["--resume", str(files / name), *TINY_MODEL] if name else []
+    done = run_program(
+        "run_vit_training.py", "--eval_only", "--json", "--ckpt_dir", str(trained.ckpt_dir),
+        "--data_dir", str(tmp_path), "--batch_size", "100", "--num_workers", "0",
+        *model, *flags.split(), processes=processes,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result, expected = json.loads(done.stdout), trained.evaluations[-1]
+    assert set(result) == {"val_loss", "val_top1", "val_images"}
+    assert result["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+    assert (result["val_top1"], result["val_images"]) == (expected["val_top1"], 359)
+    assert contents(trained.ckpt_dir) == before
+    assert "val loss: " in done.stderr
+
+
+def test_eval_only_as_text_of_a_file(trained, files, words, tmp_path):
+    done = run_program(
+        "run_vit_training.py", "--eval_only", "--backend", "cuda", "--data_dir", str(words),
+        "--resume", str(files / "wrapped.pt"), "--ckpt_dir", str(tmp_path / "none"), *TINY_MODEL,
+        processes=2,
+    )  # fmt: skip
+    result = trained.evaluations[-1]
+    assert done.stdout.splitlines()[-1] == (
+        f"val loss: {result['val_loss']:.4f}, accuracy on val: {result['val_top1']:.2f} % of 359 "
+        "images"
+    )
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_earlier_versions_checkpoint_resumes_and_gets_names(files, words, tmp_path):
+    assert read_saved_run(files / "step_earlier").classes is None
+    flags = ("--data_dir", str(words), "--max_steps", str(STEPS + 1))
+    train_tiny_gpu(tmp_path, *flags, "--resume", str(files / "step_earlier"))
+    assert read_saved_run(tmp_path / f"step_{STEPS + 1}").classes == CLASSES
+
+
+# -- mistakes -------------------------------------------------------------------------
+
+
+def complaint(capsys, *flags):
+    """The one line that the program ends with, in this process."""
+    try:
+        code = run_vit_training.main(list(map(str, flags)))
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert "torch_xla" not in sys.modules
+    return line.removeprefix("run_vit_training.py: error: ")
+
+
+@pytest.mark.parametrize("use", [("--predict", IMAGE), ("--eval_only", "--data_dir", DIGITS)])
+def test_no_such_weights(use, capsys, tmp_path):
+    class Code:
+        def __reduce__(self):
+            return exec, ("raise SystemExit",)
+
+    torch.save(argparse.Namespace(a=1), tmp_path / "namespace.pt")
+    torch.save({"model": Code()}, tmp_path / "code.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"step": 1}, tmp_path / "numbers.pt")
+    for name in ("text.pt", "text.safetensors"):
+        (tmp_path / name).write_text("hello")
+    (tmp_path / "empty.pt").touch()
+
+    def said(resume):
+        return complaint(capsys, *use, "--ckpt_dir", tmp_path / "x", "--resume", resume)
+
+    assert "x holds no checkpoint: give one, --resume PATH" in said("auto")
+    assert "--resume none: a trained model is needed" in said("none")
+    assert "there is no such checkpoint, folder or file" in said(tmp_path / "missing.pt")
+    assert "no complete checkpoint" in said(tmp_path)
+    assert "only tensors are loaded, it holds argparse.Namespace" in said(tmp_path / "namespace.pt")
+    assert "only tensors are loaded, it holds exec" in said(tmp_path / "code.pt")
+    for name in ("list.pt", "numbers.pt"):
+        assert "it holds no state dict" in said(tmp_path / name)
+    for name in ("text.pt", "text.safetensors", "empty.pt"):
+        assert "cannot read the checkpoint" in said(tmp_path / name)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "told"),
+    [
+        ("plain.pt", "--embed_dim 64", "was trained with --embed_dim 32, not 64"),
+        ("step_earlier", "--model vit_tiny_patch16_224", "was trained with --image_size 16, not"),
+        ("bare.pt", "", "pos_embed is (1, 16, 32) in "),
+        ("bare.pt", "--model vit_tiny_patch16_224", "has no cls_token, which the model has"),
+        ("bare.pt", "{tiny} --num_blocks 3", "has no blocks.2.norm1.weight, which the model has:"),
+        ("bare.pt", "{tiny} --num_blocks 1", "has blocks.1.norm1.weight, which the model has not"),
+        ("bare.pt", "{tiny} --num_classes 9", "head.weight is (10, 32) in "),
+        ("bare.pt", "{tiny} --image_size 15", "not a multiple of --patch_size"),
+    ],
+)
+def test_weights_of_another_model(name, flags, told, files, capsys):
+    flags = flags.format(tiny=" ".join(TINY_MODEL)).split()
+    assert told in complaint(capsys, "--predict", IMAGE, "--resume", files / name, *flags)
+
+
+def test_bad_images(files, capsys, tmp_path):
+    def said(image):
+        return complaint(capsys, "--predict", image, "--resume", files / "plain.pt")
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "cut.png").write_bytes(IMAGE.read_bytes()[:-40])
+    assert "missing.png: there is no such file or folder" in said(tmp_path / "missing.png")
+    assert "folder holds no images (.jpg" in said(tmp_path / "folder")
+    for name in ("text.png", "cut.png"):
+        assert f"{name} is not a readable image" in said(tmp_path / name)
+
+
+def test_flags_that_do_not_go_together(capsys, files, tmp_path):
+    plain = files / "plain.pt"
+    assert "not allowed with argument --predict" in complaint(
+        capsys, "--predict", IMAGE, "--eval_only"
+    )
+    assert complaint(capsys, "--json") == "--json needs --predict or --eval_only"
+    evaluate = ("--eval_only", "--resume", plain, "--data_dir")
+    assert "number 0 is eight there, 0 here" in complaint(capsys, *evaluate, DIGITS)
+    assert f"{tmp_path}/val is not a folder" in complaint(capsys, *evaluate, tmp_path)
+    assert "is no multiple of the 3" in complaint(capsys, *evaluate, DIGITS, "--cpu_devices", 3)

@@ -1,0 +1,146 @@
+"""Weights of a trained model: in a checkpoint folder, or in one file of any training program."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from models.config import VitConfig
+from models.vit import build_vit
+from training.checkpoint import SafeReader, SavedRun, find_resume, quiet_dcp, readable, saved_run
+from training.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Found and understood, but not read: neither a folder's nor a file's values."""
+
+    path: Path
+    run: SavedRun | None
+    """What the checkpoint says of the run that made it; None for a bare state dict."""
+    tensors: Mapping[str, torch.Tensor] | None
+    """By timm's names, mapped from the file; None for a folder, which DCP reads."""
+
+    def check_fits(self, config: VitConfig) -> None:
+        """Raises UsageError naming the first tensor that is not one of the model's."""
+        found = self._shapes()
+        for name, tensor in build_vit(config).state_dict().items():
+            if name not in found:
+                raise UsageError(f"{self.path} has no {name}, which the model has: {_REMEDY}")
+            there, here = tuple(found.pop(name)), tuple(tensor.shape)
+            if there != here:
+                raise UsageError(
+                    f"{name} is {there} in {self.path}, {here} in the model: {_REMEDY}"
+                )
+        for name in found:
+            raise UsageError(f"{self.path} has {name}, which the model has not: {_REMEDY}")
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        if self.tensors is not None:
+            return {name: tensor.shape for name, tensor in self.tensors.items()}
+        with readable(self.path):
+            entries = SafeReader(self.path).read_metadata().state_dict_metadata
+            return {
+                name.removeprefix("model."): entry.size
+                for name, entry in entries.items()
+                if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+            }
+
+    @torch.no_grad()
+    def initialize(self, module: nn.Module, name: str) -> None:
+        """Allocate on CPU what is on meta below ``module``, with the file's values.
+
+        A folder's values come after it, by ``Backend.load``. ``name`` is the module's name
+        in the model; an ``InitializeModule``.
+        """
+        for full_name, part in module.named_modules(prefix=name):
+            if not any(p.is_meta for p in part.parameters(recurse=False)):
+                continue
+            part.to_empty(device="cpu", recurse=False)
+            if self.tensors is not None:
+                for key, parameter in part.named_parameters(prefix=full_name, recurse=False):
+                    parameter.copy_(self.tensors[key])
+
+    def plain_model(self, config: VitConfig, device: torch.device) -> nn.Module:
+        """timm's model with these weights, in fp32 and whole on ``device``, to be used."""
+        model = build_vit(config).to_empty(device=device)
+        if self.tensors is not None:
+            model.load_state_dict(self.tensors)
+        else:
+            state = {"model": model.state_dict()}
+            with readable(self.path), quiet_dcp():
+                dcp.load(state, storage_reader=SafeReader(self.path), no_dist=True)
+        return model.eval()
+
+
+_REMEDY = "give the model flags it was trained with"
+
+
+def find_weights(ckpt_dir: Path, resume: str, resume_epoch: int) -> Weights:
+    """What ``--resume`` (a folder or a file) and ``--resume_epoch`` name.
+
+    Raises UsageError if there is no such thing, or if it cannot be read.
+    """
+    if resume == "none":
+        raise UsageError("--resume none: a trained model is needed, give --resume PATH")
+    path = Path(resume)
+    if resume != "auto" and not path.is_dir():
+        if not path.is_file():
+            raise UsageError(f"--resume {resume}: there is no such checkpoint, folder or file")
+        return _read_file(path)
+    saved = find_resume(ckpt_dir, resume, resume_epoch)
+    if saved is None:
+        raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
+    return Weights(saved.path, saved, None)
+
+
+def _read_file(path: Path) -> Weights:
+    with readable(path):
+        if path.suffix == ".safetensors":
+            content: Any = load_file(path)
+        else:
+            content = _load_tensors(path)
+        if not isinstance(content, Mapping):
+            raise ValueError("it holds no state dict")
+        training = content.get("training")
+        run = None
+        if isinstance(training, Mapping) and "arguments" in training:
+            run = saved_run(path, training)
+        return Weights(path, run, _state_dict(content))
+
+
+def _load_tensors(path: Path) -> Any:
+    """What torch.save wrote, without running any of it; values stay in the file until used."""
+    mappable = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
+    except pickle.UnpicklingError as error:  # with advice to load it unsafely
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        if foreign:
+            raise ValueError(f"only tensors are loaded, it holds {foreign[1]}") from None
+        raise ValueError("it is no file of torch.save") from None
+
+
+def _state_dict(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The model's part of a file's content, under timm's names."""
+    for key in ("model", "state_dict"):
+        if isinstance(content.get(key), Mapping):
+            content = content[key]
+            break
+    tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    if not tensors or len(tensors) < len(content):
+        raise ValueError("it holds no state dict of tensors")
+    while all(name.startswith("module.") for name in tensors):  # put there by FSDP or DDP
+        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    return tensors
