@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from data.loader import Batch
-from gpu_fsdp import chips, options
+from gpu_fsdp import chips, options, te_block
 from gpu_fsdp.blocks import checkpoint_activations, compile_block
 from training.backend import InitializeModule
 from training.checkpoint import SafeReader, quiet_dcp
@@ -90,13 +90,23 @@ class GpuBackend(abc.ABC):
     ) -> nn.Module:
         sharded = self._shard_units(model, units, initialize)
         self._locals = {name: nn.Parameter(part) for name, part in self._local_parameters()}
+        if self._args.fp8 != "none":
+            te_block.compute_in_fp8(sharded, self._args.fp8)
         return sharded
 
-    def _prepare_block(self, block: nn.Module) -> None:
-        if self._args.grad_ckpt != "none":
+    def _prepare_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
+        """The block that is to be sharded: timm's, or TransformerEngine's in its place."""
+        if self._args.block == "te":
+            block = te_block.replace_block(block, str(self._device))
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, block)
+            if self._args.grad_ckpt != "none":
+                te_block.checkpoint_activations(block)
+        elif self._args.grad_ckpt != "none":
             checkpoint_activations(block, self._args.grad_ckpt)
         if self._args.compile:
             compile_block(block)
+        return block
 
     def build_optimizer(
         self, *, betas: tuple[float, float], eps: float, weight_decay: float

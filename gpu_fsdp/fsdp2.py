@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from gpu_fsdp import options
 from gpu_fsdp.backend import OUTER, SHARD, GpuBackend
+from gpu_fsdp.te_block import timm_name
 from training.backend import InitializeModule
 from training.shards import Chunk, ShardedTensor
 
@@ -29,6 +30,7 @@ class Fsdp2Backend(GpuBackend):
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__(args, device)
         self._scaler = GradScaler(device.type, enabled=args.precision == "fp16")
+        self._dtensors: dict[str, DTensor] = {}
         if self._zero == 0:  # each process is a copy: gradients are all-reduced, nothing gathered
             self._mesh = dist.init_device_mesh(
                 device.type, (self.world_size, 1), mesh_dim_names=(OUTER, SHARD)
@@ -49,7 +51,7 @@ class Fsdp2Backend(GpuBackend):
         for name, unit in units:
             initialize(unit, name)
             if unit is not model:
-                self._prepare_block(unit)
+                unit = self._prepare_block(model, name, unit)
             # Takes this unit to the device and keeps its part, before the next one is made.
             fully_shard(unit, **self._options(is_root=unit is model))
             assert isinstance(unit, FSDPModule)
@@ -61,6 +63,9 @@ class Fsdp2Backend(GpuBackend):
                 blocks.append(unit)
         self._order_prefetch(blocks)
         self._model = model
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            self._dtensors[timm_name(name)] = parameter
         return model
 
     def _options(self, *, is_root: bool) -> dict:
@@ -89,14 +94,8 @@ class Fsdp2Backend(GpuBackend):
             # gathered already, means none.
             block.set_modules_to_backward_prefetch(before or [block])
 
-    def _dtensors(self) -> Iterable[tuple[str, DTensor]]:
-        for name, parameter in self._model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            yield name, parameter
-
     def _local_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        for name, parameter in self._dtensors():
-            yield name, parameter.to_local().detach()
+        return ((name, part.to_local().detach()) for name, part in self._dtensors.items())
 
     # -- a step -----------------------------------------------------------------------
 
@@ -112,12 +111,12 @@ class Fsdp2Backend(GpuBackend):
         self._scaler.scale(loss).backward()
 
     def _take_gradients(self) -> None:
-        for name, parameter in self._dtensors():
+        for name, parameter in self._dtensors.items():
             if isinstance(parameter.grad, DTensor):
                 self._locals[name].grad = parameter.grad.to_local()
 
     def _drop_gradients(self) -> None:
-        for _, parameter in self._dtensors():
+        for parameter in self._dtensors.values():
             parameter.grad = None
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -155,8 +154,7 @@ class Fsdp2Backend(GpuBackend):
     # -- checkpoints ------------------------------------------------------------------
 
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        parameter = self._model.get_parameter(name)
-        assert isinstance(parameter, DTensor)
+        parameter = self._dtensors[name]
         shape, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )

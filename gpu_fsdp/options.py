@@ -63,6 +63,7 @@ def check(args: argparse.Namespace, config: VitConfig) -> None:
     _check_form(args)
     _check_precision(args)
     te_block.check(args, config)
+    te_block.check_batch(args, config, world_size())
 
 
 def _check_devices(args: argparse.Namespace) -> None:

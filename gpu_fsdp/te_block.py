@@ -1,14 +1,184 @@
-"""TransformerEngine's TransformerLayer in place of timm's block, weights mapped both ways."""
+"""TransformerEngine's TransformerLayer in place of timm's block, weights mapped both ways.
+
+The mapping is a renaming: with fused, not interleaved qkv the rows of both are q of all
+heads, then k, then v. Checkpoints keep timm's names, so they move between the two. What
+differs is GELU: TransformerEngine has only the tanh approximation (at most 5e-4 off).
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import re
+from typing import Any
+
+import torch
+from torch import nn
 
 from models.config import VitConfig
 from training.errors import UsageError
 
+TE_NAME = {
+    "norm1.weight": "self_attention.layernorm_qkv.layer_norm_weight",
+    "norm1.bias": "self_attention.layernorm_qkv.layer_norm_bias",
+    "attn.qkv.weight": "self_attention.layernorm_qkv.weight",
+    "attn.qkv.bias": "self_attention.layernorm_qkv.bias",
+    "attn.q_norm.weight": "self_attention.q_norm.weight",
+    "attn.q_norm.bias": "self_attention.q_norm.bias",
+    "attn.k_norm.weight": "self_attention.k_norm.weight",
+    "attn.k_norm.bias": "self_attention.k_norm.bias",
+    "attn.proj.weight": "self_attention.proj.weight",
+    "attn.proj.bias": "self_attention.proj.bias",
+    "norm2.weight": "layernorm_mlp.layer_norm_weight",
+    "norm2.bias": "layernorm_mlp.layer_norm_bias",
+    "mlp.fc1.weight": "layernorm_mlp.fc1_weight",
+    "mlp.fc1.bias": "layernorm_mlp.fc1_bias",
+    "mlp.fc2.weight": "layernorm_mlp.fc2_weight",
+    "mlp.fc2.bias": "layernorm_mlp.fc2_bias",
+}
+"""Parameters of timm's block by their names in TransformerEngine's layer."""
+_TIMM_NAME = {te: timm for timm, te in TE_NAME.items()}
+_IN_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
+
+# FP8 matrix products want every dimension to be a multiple of this.
+_FP8_MULTIPLE = {"delayed": 16, "current": 16, "mxfp8": 32}
+_INSTALL = "see requirements-gpu.txt, or use --block timm"
+
+
+def timm_name(name: str) -> str:
+    """A parameter's name in timm's model, for its name in one with either kind of block."""
+    match = _IN_BLOCK.fullmatch(name)
+    return match[1] + _TIMM_NAME.get(match[2], match[2]) if match else name
+
+
+def import_te() -> Any:
+    """The package transformer_engine.pytorch. Raises UsageError where it cannot be used."""
+    try:
+        import transformer_engine.pytorch as te
+    except ImportError:
+        raise UsageError(f"--block te: TransformerEngine is not installed: {_INSTALL}") from None
+    except (OSError, RuntimeError, AssertionError) as error:  # a library or half of it is missing
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"--block te: TransformerEngine is broken ({reason}): {_INSTALL}"
+        ) from None
+    if not torch.cuda.is_available():
+        raise UsageError("--block te needs a CUDA GPU: on the CPU use --block timm")
+    return te
+
 
 def check(args: argparse.Namespace, config: VitConfig) -> None:
     """Raises UsageError where TransformerEngine, or this model in it, cannot run."""
-    if args.fp8 != "none" and args.block != "te":
-        raise UsageError("--fp8 needs --block te")
+    if args.block != "te":
+        if args.fp8 != "none":
+            raise UsageError("--fp8 needs --block te")
+        return
+    unsupported = {
+        "--compile": args.compile,  # its layers opt out of tracing: nothing would be compiled
+        "--grad_ckpt selective": args.grad_ckpt == "selective",
+        "--init_values": config.init_values is not None,
+        "--scale_attn_norm": config.scale_attn_norm,
+        "--scale_mlp_norm": config.scale_mlp_norm,
+        "--mlp_dropout": config.proj_drop_rate > 0,  # timm drops inside the MLP too
+        "--qkv_bias unlike --proj_bias": config.qkv_bias != config.proj_bias,
+    }
+    for flag, given in unsupported.items():
+        if given:
+            raise UsageError(f"--block te has no {flag}: drop it, or use --block timm")
+    te = import_te()
+    if args.fp8 != "none":
+        _check_fp8(te, args, config)
+
+
+def _check_fp8(te: Any, args: argparse.Namespace, config: VitConfig) -> None:
+    if args.precision != "bf16":
+        raise UsageError(f"--fp8 needs --precision bf16, not {args.precision}")
+    mxfp8 = args.fp8 == "mxfp8"
+    available = te.is_mxfp8_available if mxfp8 else te.is_fp8_available
+    ok, reason = available(return_reason=True)
+    if not ok:
+        other = "--fp8 delayed" if mxfp8 else "--fp8 none"
+        raise UsageError(f"--fp8 {args.fp8}: {reason.splitlines()[0]}: use {other}")
+    multiple = _FP8_MULTIPLE[args.fp8]
+    hidden = int(config.embed_dim * config.mlp_ratio)
+    for what, size in (("--embed_dim", config.embed_dim), ("the MLP's width", hidden)):
+        if size % multiple:
+            raise UsageError(f"--fp8 {args.fp8}: {what} {size} is no multiple of {multiple}")
+
+
+def check_batch(args: argparse.Namespace, config: VitConfig, processes: int) -> None:
+    """Raises UsageError if a pass's tokens do not fit FP8 matrix products."""
+    if args.fp8 == "none":
+        return
+    images = args.batch_size // processes // args.grad_accum_steps
+    multiple = _FP8_MULTIPLE[args.fp8]
+    if images * config.num_tokens % multiple:
+        raise UsageError(
+            f"--fp8 {args.fp8}: {images} images a pass and GPU x {config.num_tokens} tokens is no "
+            f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
+            f"{multiple} images"
+        )
+
+
+def replace_block(block: nn.Module, device: str) -> nn.Module:
+    """The TransformerLayer that computes what timm's ``block`` does, on ``device``.
+
+    Copies the weights, unless the block is on meta: then the layer is too, and empty.
+    """
+    te = import_te()
+    timm: Any = block
+    attention = timm.attn
+    has_qk_norm = not isinstance(attention.q_norm, nn.Identity)
+    weight = attention.qkv.weight
+    layer = te.TransformerLayer(
+        hidden_size=weight.shape[1],
+        ffn_hidden_size=timm.mlp.fc1.weight.shape[0],
+        num_attention_heads=attention.num_heads,
+        layernorm_epsilon=timm.norm1.eps,
+        hidden_dropout=0.0,
+        attention_dropout=attention.attn_drop.p,
+        drop_path_rate=getattr(timm.drop_path1, "drop_prob", 0.0),
+        self_attn_mask_type="no_mask",
+        attn_input_format="bshd",
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        bias=attention.qkv.bias is not None,
+        activation="gelu",
+        normalization="LayerNorm",
+        qk_norm_type="LayerNorm" if has_qk_norm else None,
+        qk_norm_eps=attention.q_norm.eps if has_qk_norm else 1e-6,
+        params_dtype=weight.dtype,
+        device="meta" if weight.is_meta else device,
+    )
+    if not weight.is_meta:
+        target = dict(layer.named_parameters())
+        with torch.no_grad():
+            for name, parameter in block.named_parameters():
+                target[TE_NAME[name]].copy_(parameter)
+    return layer
+
+
+def checkpoint_activations(layer: nn.Module) -> None:
+    """Recompute the layer in the backward pass, with the FP8 scales of the forward pass."""
+    te = import_te()
+    layer.forward = functools.partial(te.checkpoint, layer.forward, use_reentrant=False)
+
+
+def compute_in_fp8(model: nn.Module, kind: str) -> None:
+    """Run the matrix products of TransformerEngine's layers in FP8, by the recipe ``kind``."""
+    te = import_te()
+    from transformer_engine.common import recipe
+
+    recipes = {
+        "delayed": recipe.DelayedScaling,
+        "current": recipe.Float8CurrentScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+    }
+    chosen = recipes[kind]()
+    forward = model.forward
+
+    def forward_in_fp8(*args: Any, **kwargs: Any) -> Any:
+        with te.autocast(enabled=True, recipe=chosen):
+            return forward(*args, **kwargs)
+
+    model.forward = forward_in_fp8

@@ -1,5 +1,6 @@
 """A user's mistake: one clear line, exit code 2, no device started, nothing written."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 import run_vit_training
+from gpu_fsdp import options
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
 
 
@@ -53,7 +55,14 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--scale 0.9 0.1", "--scale 0.9 0.1"),
         ("--scale 0 0", "leaves no image"),
         ("--ratio 2 1", "--ratio 2.0 1.0"),
-        ("--backend cuda", "no CUDA backend in this version"),
+        ("--backend cuda --cpu_devices 2", "--cpu_devices needs --backend xla, this is cuda"),
+        ("--backend xla --dp_outer 2", "--dp_outer needs --backend cuda, this is xla"),
+        ("--grad_ckpt selective", "--grad_ckpt selective needs --backend cuda"),
+        ("--precision fp16", "--precision fp16 needs --backend cuda"),
+        ("--grad_accum_steps 3", "no multiple of the 1 devices x --grad_accum_steps 3"),
+        ("--profile 3", "'3' is not FIRST:LAST"),
+        ("--profile 5:4", "'5:4' is not FIRST:LAST"),
+        ("--zero_dp_strategy 4", "'4' is none of 0, 1, 2, 3, no_shard, optim"),
         ("--xla_fsdp spmd --flatten_parameters", "--flatten_parameters needs --xla_fsdp nested"),
         ("--xla_fsdp nested --cpu_devices 2", "nested FSDP runs on 1 CPU device"),
         ("--shard_on_cpu --run_without_fsdp", "drop it or --run_without_fsdp"),
@@ -69,6 +78,80 @@ def test_flags(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "setup.cfg").touch()
     assert words in complaint(capsys, tmp_path / "ckpt", *flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--dp_outer 3", "--dp_outer 3 x --dp_shard 1 is not the 4 process(es)"),
+        ("--dp_shard 2", "--dp_outer 1 x --dp_shard 2 is not the 4 process(es)"),
+        ("--zero_dp_strategy 1", "--fsdp fsdp2 has no --zero_dp_strategy 1"),
+        ("--zero_dp_strategy 0 --dp_outer 2", "--dp_outer shapes sharding"),
+        ("--run_without_fsdp --zero_dp_strategy 3", "means --zero_dp_strategy 0, not 3"),
+        ("--no_reshard_after_forward --zero_dp_strategy 3", "means --zero_dp_strategy 2, not 3"),
+        ("--no_reshard_after_forward --run_without_fsdp", "drop it or --run_without_fsdp"),
+        ("--outer_dp_sharding_strategy 1 --dp_outer 2", "needs --fsdp megatron"),
+        ("--outer_dp_sharding_strategy 2", "is 0 (no_shard) or 1 (optim), not 2"),
+        ("--no_preserve_fp32_weights", "needs --fsdp megatron, this is fsdp2"),
+        ("--no-overlap_grad_reduce", "needs --fsdp megatron, this is fsdp2"),
+        ("--no-overlap_param_gather", "needs --fsdp megatron, this is fsdp2"),
+        ("--no-meta_init", "needs --fsdp megatron, this is fsdp2"),
+        ("--fsdp megatron", "--fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2"),
+        ("--fsdp megatron --cpu_offload", "--cpu_offload needs --fsdp fsdp2, this is megatron"),
+        ("--fsdp megatron --forward_prefetch 2", "--forward_prefetch needs --fsdp fsdp2"),
+        ("--cpu_offload", "--cpu_offload needs CUDA"),
+        ("--precision fp16", "--precision fp16 needs CUDA"),
+        ("--reduce_dtype fp16", "--reduce_dtype fp16 needs --precision fp16"),
+        ("--tf32", "--tf32 needs CUDA"),
+        ("--fp8 delayed", "--fp8 needs --block te"),
+        ("--block te", "TransformerEngine is not installed: see requirements-gpu.txt"),
+        ("--batch_size 18", "--batch_size 18 (global) is no multiple of the 4 devices"),
+    ],
+)
+def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
+    """In the first of four processes, without CUDA."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert words in complaint(capsys, tmp_path / "ckpt", "--backend", "cuda", *flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--zero_dp_strategy 0 --meta_init", "--meta_init needs --zero_dp_strategy 1, 2 or 3"),
+        ("--zero_dp_strategy 2 --no-overlap_grad_reduce", "2 always overlaps"),
+        ("--no-overlap_param_gather", "3 always overlaps"),
+        ("--outer_dp_sharding_strategy 1", "needs --dp_outer of 2 or more"),
+        ("--outer_dp_sharding_strategy 1 --dp_outer 2 --zero_dp_strategy 2", "not 2"),
+        ("--no_preserve_fp32_weights", "needs --precision bf16"),
+    ],
+)
+def test_megatron_flags(flags, words, capsys, tmp_path, monkeypatch):
+    """As if it could run here, to reach what it refuses for other reasons."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(options, "check_megatron_runs_here", lambda: None)
+    flags = f"--backend cuda --fsdp megatron {flags}"
+    assert words in complaint(capsys, tmp_path / "ckpt", *flags.split())
+
+
+def test_neither_cuda_nor_gloo(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
+    line = complaint(capsys, tmp_path / "ckpt", "--backend", "cuda")
+    assert "no CUDA device here, nor PyTorch with gloo" in line
+
+
+def test_wandb_is_not_installed(capsys, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "wandb" else find(name)
+    )
+    line = complaint(capsys, tmp_path / "ckpt", "--wandb", "p")
+    assert "--wandb needs the package wandb: python3 -m pip install wandb" in line
+
+
+def test_only_the_first_process_complains(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert run_vit_training.main(["--image_size", "15", "--ckpt_dir", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_ckpt_dir_is_a_file(capsys, tmp_path):

@@ -249,7 +249,7 @@ SYSTEM_A = {
     "ckpt_dir": "/tmp/vit_fsdp", "resume_epoch": 0, "ckpt_epoch_interval": 10,
     "test_epoch_interval": 10, "log_step_interval": 20, "batch_size": 1024, "num_epochs": 300,
     "lr": 1e-3, "weight_decay": 0.1, "clip_grad_norm": 1.0, "warmup_steps": 10000,
-    "grad_ckpt": True, "reshard_after_forward": True, "flatten_parameters": False,
+    "grad_ckpt": "full", "reshard_after_forward": True, "flatten_parameters": False,
     "run_without_fsdp": False, "shard_on_cpu": False, "mark_step_after_forward": False,
 }  # fmt: skip
 
@@ -259,6 +259,7 @@ def test_system_as_flags_and_defaults(monkeypatch):
     args = parse_arguments([])
     assert {name: getattr(args, name) for name in SYSTEM_A} == SYSTEM_A
     assert model_config(args) == VitConfig()
+    assert parse_arguments(["--no_grad_ckpt"]).grad_ckpt == "none"
     command = (
         "--data_dir D --fake_data --num_workers 1 --ckpt_dir C --resume_epoch 2 "
         "--ckpt_epoch_interval 3 --test_epoch_interval 4 --log_step_interval 5 --image_size 224 "

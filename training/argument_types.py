@@ -19,10 +19,12 @@ class Formatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        if "default" in text or action.default in (None, argparse.SUPPRESS):
+        if "default" in text or action.default is argparse.SUPPRESS:
             return text
         if action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction):
             return f"{text} (default: off)"
+        if action.default is None:
+            return text
         return f"{text} (default: %(default)s)"
 
 

@@ -19,10 +19,9 @@ from training.backend import Backend
 from training.checkpoint import Position
 from training.evaluation import evaluate
 from training.prefetch import prefetch
+from training.profiling import StepProfiler
 from training.reports import Interval, Reports
 from training.schedule import WarmupCosine
-
-_NOTHING = contextlib.nullcontext()
 
 
 @dataclass
@@ -37,6 +36,7 @@ class Trainer:
     schedule: WarmupCosine
     reports: Reports
     last_step: int
+    profiler: StepProfiler
     classes: list[str] | None
     """Names by label, for the checkpoints."""
     interval: Interval = field(default_factory=Interval)
@@ -58,7 +58,7 @@ class Trainer:
                 for micro_batches in batches:
                     lr = self.schedule.lr(step)
                     is_first = step == start.step
-                    with self._first_run("training step") if is_first else _NOTHING:
+                    with self._first_run("training step", is_first), self.profiler.around(step + 1):
                         loss = self._forward_backward(step, micro_batches)
                         grad_norm = backend.optimizer_step(lr, args.clip_grad_norm)
                     step, batch_index = step + 1, batch_index + 1
@@ -119,9 +119,9 @@ class Trainer:
                 yield batch
 
     @contextlib.contextmanager
-    def _first_run(self, what: str) -> Iterator[None]:
-        """Around what runs for the first time: say that it compiles, and for how long."""
-        if not self.backend.compiles:
+    def _first_run(self, what: str, is_first: bool) -> Iterator[None]:
+        """Around what may run for the first time: say that it compiles, and for how long."""
+        if not (is_first and self.backend.compiles):
             yield
             return
         with self.reports.compiling(what):
@@ -147,7 +147,7 @@ class Trainer:
         return final
 
     def _evaluate(self, step: int, epoch: int) -> None:
-        with _NOTHING if self.evaluated else self._first_run("evaluation"):
+        with self._first_run("evaluation", not self.evaluated):
             result = evaluate(self.model, self.val_loader, self.backend)
         self.evaluated = True
         self.reports.evaluation(step, epoch + 1, result.loss, result.top1, result.images)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import sys
 import threading
@@ -33,6 +34,18 @@ def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records
+
+
+def _open_wandb(project: str, ckpt_dir: Path, arguments: dict[str, Any] | None) -> Any:
+    """A run of Weights & Biases, the same one when the training is resumed."""
+    import wandb  # optional, and slow to import
+
+    name = ckpt_dir.resolve()
+    return wandb.init(
+        project=project, name=name.name, dir=str(ckpt_dir), config=arguments, resume="allow",
+        id=hashlib.sha256(str(name).encode()).hexdigest()[:16],
+        settings=wandb.Settings(console="off"),
+    )  # fmt: skip
 
 
 @dataclass
@@ -71,6 +84,8 @@ class Reports:
         total_steps: int,
         batch_size: int,
         flops_per_image: float,
+        wandb_project: str | None = None,
+        arguments: dict[str, Any] | None = None,
     ) -> None:
         active = backend.is_main
         self._dir, self._backend, self._active = ckpt_dir, backend, active
@@ -91,6 +106,7 @@ class Reports:
             self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
         self._board = SummaryWriter(str(ckpt_dir / TENSORBOARD_DIR), purge_step=first_step + 1)
+        self._wandb = _open_wandb(wandb_project, ckpt_dir, arguments) if wandb_project else None
         self._bar = tqdm(
             total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None
         )
@@ -207,12 +223,15 @@ class Reports:
     def _write(self, record: dict[str, Any]) -> None:
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
+        values = {}
         for name, value in record.items():
             if name not in ("step", "epoch"):
                 group = "val" if name.startswith("val_") else "train"
-                self._board.add_scalar(
-                    f"{group}/{name.removeprefix('val_')}", value, record["step"]
-                )
+                values[f"{group}/{name.removeprefix('val_')}"] = value
+        for name, value in values.items():
+            self._board.add_scalar(name, value, record["step"])
+        if self._wandb:
+            self._wandb.log(values | {"epoch": record["epoch"]}, step=record["step"])
 
     def flush(self) -> None:
         """Write every log step recorded so far, waiting for its values."""
@@ -226,6 +245,8 @@ class Reports:
             return None
         self._bar.close()
         self._board.close()
+        if self._wandb:
+            self._wandb.finish()
         self._metrics.close()
         records = read_metrics(self._dir)
         return plot_curves(records, self._dir / CURVES_FILE) if records else None

@@ -19,12 +19,15 @@ from training.backend import Backend
 from training.checkpoint import Position, SavedRun, find_resume
 from training.errors import UsageError
 from training.loop import Trainer
+from training.profiling import PROFILE_DIR, StepProfiler
 from training.reports import METRICS_FILE, Reports
 from training.schedule import WarmupCosine
 from training.validation import check_model, check_run, check_same_model
 
 RUN_FILE = "run.json"
-_PACKAGES = ("torch", "torch_xla", "timm", "torchvision", "numpy")
+_PACKAGES = (
+    "torch", "torch_xla", "megatron-fsdp", "transformer-engine", "timm", "torchvision", "numpy"
+)  # fmt: skip
 
 
 @dataclass
@@ -69,6 +72,8 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
         total_steps=last_step,
         batch_size=args.batch_size,
         flops_per_image=train_flops_per_image(config),
+        wandb_project=args.wandb,
+        arguments=vars(args),
     )
     try:
         reports.say(f"data: {plan.data}")
@@ -87,11 +92,15 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
             backend.load(plan.resume.path)
         _say_plan(reports, args, backend, plan, start, last_step)
         schedule = WarmupCosine(args.lr, args.warmup_steps, total_steps)
+        profiler = StepProfiler(args.profile, Path(args.ckpt_dir) / PROFILE_DIR, backend.rank)
         trainer = Trainer(
             args, sharded, train_loader, val_loader, backend, schedule, reports, last_step,
-            plan.data.classes,
+            profiler, plan.data.classes,
         )  # fmt: skip
         saved = trainer.train(start)
+        profiler.close()
+        if args.profile:
+            _say_profile(reports, args, profiler)
         if saved is None:  # resumed at the end: nothing to train, but say how good it is
             trainer.evaluate_only(start)
     except DataFolderError as error:  # a broken image; from a loader process with a traceback
@@ -144,6 +153,14 @@ def _say_plan(
         "versions": {name: _version(name) for name in _PACKAGES},
     }
     (Path(args.ckpt_dir) / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _say_profile(reports: Reports, args: argparse.Namespace, profiler: StepProfiler) -> None:
+    first, last = args.profile
+    if profiler.finished:
+        reports.say(f"profile of steps {first} to {last}: {Path(args.ckpt_dir) / PROFILE_DIR}")
+    else:
+        reports.say(f"no profile: this run had none of the steps {first} to {last}")
 
 
 def _version(package: str) -> str | None:

@@ -1,0 +1,107 @@
+"""--block te with a stand-in for TransformerEngine's layer: mapping, checkpoints, refusals."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from gpu_fsdp import te_block
+from models.config import VitConfig
+from models.vit import build_vit, fsdp_units, initialize_module
+from tests.cli import train_tiny_gpu
+from tests.te_stand_in import STAND_IN
+from training.arguments import parse_arguments
+from training.errors import UsageError
+
+CONFIG = VitConfig(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=10)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(te_block, "import_te", lambda: STAND_IN)
+
+
+def filled(config):
+    model = build_vit(config)
+    for name, unit in fsdp_units(model):
+        initialize_module(unit, name, seed=0, num_classes=10)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # norms and biases must count, and q, k, v differ
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"qk_norm": True}, {"qkv_bias": False, "proj_bias": False}]
+)
+def test_same_logits(options, stand_in):
+    config = VitConfig(**{**vars(CONFIG), **options})
+    timm = filled(config)
+    replaced = copy.deepcopy(timm)
+    for index, block in enumerate(timm.blocks):
+        replaced.blocks[index] = te_block.replace_block(block, "cpu")
+    names = {te_block.timm_name(name) for name, _ in replaced.named_parameters()}
+    assert names == {name for name, _ in timm.named_parameters()}
+    images = torch.randn(4, 3, 16, 16)
+    assert torch.allclose(replaced(images), timm(images), atol=2e-2)
+    for block in timm.blocks:  # the same GELU on both sides: only rounding is left
+        block.mlp.act = nn.GELU(approximate="tanh")
+    assert torch.allclose(replaced(images), timm(images), atol=1e-5)
+
+
+def test_meta_block_gives_meta_layer(stand_in):
+    layer = te_block.replace_block(build_vit(CONFIG).blocks[0], "cpu")
+    assert all(parameter.is_meta for parameter in layer.parameters())
+
+
+def test_names_outside_of_blocks_stay():
+    assert te_block.timm_name("norm.weight") == "norm.weight"
+    assert te_block.timm_name("blocks.11.layernorm_mlp.fc1_bias") == "blocks.11.mlp.fc1.bias"
+    assert te_block.timm_name("blocks.0.mlp.fc1.bias") == "blocks.0.mlp.fc1.bias"
+
+
+def test_checkpoint_moves_between_blocks(tmp_path):
+    reference = train_tiny_gpu(tmp_path / "reference")
+    run = tmp_path / "run"
+    te = {"processes": 2, "program": "tests.te_stand_in"}
+    train_tiny_gpu(run, "--max_steps", "2")
+    middle = train_tiny_gpu(run, "--max_steps", "4", "--block", "te", **te)
+    assert "te blocks" in middle.run_file["backend"]
+    moved = train_tiny_gpu(run, "--no_grad_ckpt")
+    for name in ("loss", "grad_norm"):
+        assert moved.column(name) == pytest.approx(reference.column(name), rel=2e-3)
+    assert moved.column("loss") != reference.column("loss")  # the other GELU was there
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--block te --compile", "has no --compile"),
+        ("--block te --grad_ckpt selective", "has no --grad_ckpt selective"),
+        ("--block te --init_values 1e-5", "has no --init_values"),
+        ("--block te --no-qkv_bias", "has no --qkv_bias unlike --proj_bias"),
+        ("--block te --mlp_dropout 0.1", "has no --mlp_dropout"),
+        ("--block te --fp8 delayed", "--fp8 needs --precision bf16"),
+        ("--block te --fp8 delayed --precision bf16", "8.9 or higher required: use --fp8 none"),
+        ("--block te --fp8 mxfp8 --precision bf16", "10.0 or higher: use --fp8 delayed"),
+    ],
+)
+def test_refused(flags, words, stand_in):
+    args = parse_arguments(["--backend", "cuda", *flags.split()])
+    config = VitConfig(**{**vars(CONFIG), "qkv_bias": args.qkv_bias is not False,
+                          "init_values": args.init_values,
+                          "proj_drop_rate": args.proj_drop_rate or 0.0})  # fmt: skip
+    with pytest.raises(UsageError, match=re.escape(words)):
+        te_block.check(args, config)
+
+
+def test_fp8_batch():
+    """197 tokens: only the number of images can make their product a multiple of 16."""
+    config = VitConfig(patch_size=16, class_token=True)
+    args = parse_arguments("--fp8 delayed --batch_size 96 --grad_accum_steps 2".split())
+    te_block.check_batch(args, config, processes=3)
+    with pytest.raises(UsageError, match="24 images a pass and GPU x 197 tokens"):
+        te_block.check_batch(args, config, processes=2)
