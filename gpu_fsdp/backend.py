@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from data.loader import Batch
 from gpu_fsdp import chips, options, te_block
@@ -37,10 +36,6 @@ class GpuBackend(abc.ABC):
         self.device_count, self.is_main = self.world_size, self.rank == 0
         self.compiles = args.compile
         self._zero = options.zero_dp_strategy(args)
-        shape = options.mesh(args)
-        self._mesh: DeviceMesh = init_device_mesh(
-            device.type, (shape.outer, shape.shard), mesh_dim_names=(OUTER, SHARD)
-        )
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._copies = torch.cuda.Stream() if device.type == "cuda" else None
         self._locals: dict[str, nn.Parameter] = {}
@@ -79,6 +74,9 @@ class GpuBackend(abc.ABC):
     def _step_state(self) -> dict[str, torch.Tensor]:
         """What else the next step depends on, to be saved and restored with the optimizer."""
         return {}
+
+    def _after_load(self) -> None:  # noqa: B027
+        """New values are in ``_locals``: let what is computed with follow."""
 
     def _restore_step_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
         """Take back what ``_step_state`` gave, as far as a checkpoint had it."""
@@ -291,3 +289,4 @@ class GpuBackend(abc.ABC):
         if with_optimizer:
             torch.set_rng_state(state["training"].pop("rng"))
             self._restore_step_state(state["training"])
+        self._after_load()

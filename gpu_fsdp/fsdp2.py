@@ -31,10 +31,12 @@ class Fsdp2Backend(GpuBackend):
         super().__init__(args, device)
         self._scaler = GradScaler(device.type, enabled=args.precision == "fp16")
         self._dtensors: dict[str, DTensor] = {}
+        shape = options.mesh(args)
         if self._zero == 0:  # each process is a copy: gradients are all-reduced, nothing gathered
-            self._mesh = dist.init_device_mesh(
-                device.type, (self.world_size, 1), mesh_dim_names=(OUTER, SHARD)
-            )
+            shape = options.Mesh(self.world_size, 1)
+        self._mesh = dist.init_device_mesh(
+            device.type, (shape.outer, shape.shard), mesh_dim_names=(OUTER, SHARD)
+        )
 
     def _describe_form(self) -> str:
         form = f"FSDP2 {options.ZERO_NAMES[self._zero]}, each block a unit"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -142,6 +142,8 @@ def _check_form(args: argparse.Namespace) -> None:
     if strategy >= 2 and not args.overlap_grad_reduce:
         raise UsageError(f"--zero_dp_strategy {strategy} always overlaps: drop "
                          "--no-overlap_grad_reduce, or use strategy 0 or 1")  # fmt: skip
+    if args.dp_outer > 1 and not args.overlap_grad_reduce:
+        raise UsageError("--no-overlap_grad_reduce goes without --dp_outer: drop one")
     if strategy == 3 and not args.overlap_param_gather:
         raise UsageError("--zero_dp_strategy 3 always overlaps: drop --no-overlap_param_gather, "
                          "or use strategy 0, 1 or 2")  # fmt: skip
@@ -149,11 +151,19 @@ def _check_form(args: argparse.Namespace) -> None:
 
 def check_megatron_runs_here() -> None:
     """Raises UsageError where Megatron-FSDP cannot run."""
-    if importlib.util.find_spec("megatron_fsdp") is None:
-        raise UsageError("--fsdp megatron needs the package megatron-fsdp: python3 -m pip install "
-                         "-r requirements-gpu.txt, or use --fsdp fsdp2")  # fmt: skip
     if device_type() != "cuda":
         raise UsageError("--fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2")
+    try:
+        with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
+            warnings.simplefilter("ignore")
+            import megatron_fsdp  # noqa: F401
+    except ImportError:
+        raise UsageError("--fsdp megatron needs the package megatron-fsdp: python3 -m pip install "
+                         "-r requirements-gpu.txt, or use --fsdp fsdp2") from None  # fmt: skip
+    except (OSError, RuntimeError, AssertionError) as error:  # it imports TransformerEngine
+        reason = str(error).splitlines()[0]
+        raise UsageError("--fsdp megatron: TransformerEngine is installed but broken "
+                         f"({reason}): repair or uninstall it") from None  # fmt: skip
 
 
 def _check_precision(args: argparse.Namespace) -> None:
@@ -170,6 +180,12 @@ def _check_precision(args: argparse.Namespace) -> None:
             raise UsageError(f"{name} has no bf16: use --precision fp16 or fp32")
     if not args.preserve_fp32_weights and args.precision == "fp32":
         raise UsageError("--no_preserve_fp32_weights needs --precision bf16: fp32 is asked for")
+    if not args.preserve_fp32_weights and args.reduce_dtype != "bf16":
+        raise UsageError("--no_preserve_fp32_weights needs --reduce_dtype bf16: gradients have the "
+                         "weights' precision")  # fmt: skip
+    if fsdp_form(args) == "megatron" and args.reduce_dtype != "fp32" and mesh(args).shard == 1:
+        raise UsageError(f"--reduce_dtype {args.reduce_dtype} needs --dp_shard of 2 or more with "
+                         "--fsdp megatron")  # fmt: skip
     if args.tf32 and not cuda:
         raise UsageError("--tf32 needs CUDA")
     if args.reduce_dtype == "fp16" and args.precision != "fp16":

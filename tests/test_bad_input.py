@@ -120,9 +120,12 @@ def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
         ("--zero_dp_strategy 0 --meta_init", "--meta_init needs --zero_dp_strategy 1, 2 or 3"),
         ("--zero_dp_strategy 2 --no-overlap_grad_reduce", "2 always overlaps"),
         ("--no-overlap_param_gather", "3 always overlaps"),
+        ("--zero_dp_strategy 1 --dp_outer 2 --no-overlap_grad_reduce", "without --dp_outer"),
         ("--outer_dp_sharding_strategy 1", "needs --dp_outer of 2 or more"),
         ("--outer_dp_sharding_strategy 1 --dp_outer 2 --zero_dp_strategy 2", "not 2"),
         ("--no_preserve_fp32_weights", "needs --precision bf16"),
+        ("--no_preserve_fp32_weights --precision bf16", "needs --reduce_dtype bf16"),
+        ("--reduce_dtype bf16 --dp_outer 4", "needs --dp_shard of 2 or more"),
     ],
 )
 def test_megatron_flags(flags, words, capsys, tmp_path, monkeypatch):

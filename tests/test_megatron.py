@@ -1,0 +1,135 @@
+"""The real megatron_fsdp package on the CPU: the same training as FSDP2 and plain PyTorch."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from models.vit import build_vit, fsdp_units, initialize_module
+from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
+from tests.test_resume import DROPOUT, EPOCHS_OF_5
+from tests.test_sharding import assert_same_training
+from training.arguments import model_config, parse_arguments
+
+
+def train(folder, *flags, processes=2):
+    program = "tests.megatron_on_cpu"
+    return train_tiny_gpu(folder, *flags, processes=processes, program=program)
+
+
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory):
+    return train_tiny_gpu(tmp_path_factory.mktemp("fsdp2"))
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "told"),
+    [
+        (1, "", "Megatron-FSDP ZeRO-3, each block a unit, fp32 weights, mesh"),
+        (2, "--zero_dp_strategy no_shard --no-overlap_grad_reduce", "no sharding"),
+        (2, "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce", "ZeRO-1"),
+        (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
+        (2, "--zero_dp_strategy 3 --meta_init", "fp32 weights, meta init"),
+        (2, "--dp_outer 2 --zero_dp_strategy 2", "mesh dp_outer 2 x dp_shard 1"),
+        (4, "--dp_outer 2 --outer_dp_sharding_strategy optim", "optimizer sharded over dp_outer"),
+        (4, "--dp_outer 2 --meta_init", "mesh dp_outer 2 x dp_shard 2"),
+    ],
+)  # fmt: skip
+def test_form(processes, flags, told, fsdp2, tmp_path):
+    result = train(tmp_path, *flags.split(), processes=processes)
+    assert told in result.run_file["backend"]
+    assert_same_training(result, fsdp2)
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [(2, "--zero_dp_strategy 1 --no-overlap_grad_reduce"), (2, ""),
+     (2, "--dp_outer 2 --zero_dp_strategy 2"), (4, "--dp_outer 2 --outer_dp_sharding_strategy 1")],
+)  # fmt: skip
+def test_accumulation_equals_the_large_batch(processes, flags, fsdp2, tmp_path):
+    flags = [*flags.split(), "--grad_accum_steps", "2"]
+    assert_same_training(train(tmp_path, *flags, processes=processes), fsdp2)
+
+
+@pytest.mark.parametrize("fsdp", ["fsdp2", "megatron"])
+def test_clipped_like_plain_pytorch(fsdp, tmp_path):
+    done = run_program("-m", "tests.plain_training", "0.1")
+    reference = json.loads(done.stdout.splitlines()[-1])
+    start = train if fsdp == "megatron" else train_tiny_gpu
+    result = start(tmp_path, "--clip_grad_norm", "0.1", processes=2)
+    assert min(result.column("grad_norm")) > 0.1
+    assert result.column("loss") == pytest.approx(reference["loss"], rel=1e-5)
+    assert result.column("grad_norm") == pytest.approx(reference["grad_norm"], rel=1e-5)
+    (evaluation,) = result.evaluations
+    assert evaluation["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [(2, "--fsdp megatron"), (2, "--fsdp megatron --meta_init"), (2, "--fsdp fsdp2"),
+     (2, "--fsdp megatron --zero_dp_strategy 0"), (2, "--fsdp megatron --precision bf16"),
+     # A width for which parts would begin inside rows of another parameter.
+     (2, "--fsdp megatron --image_size 24 --embed_dim 140 --num_classes 70 --reg_tokens 4")],
+)  # fmt: skip
+def test_weights_after_sharding_are_those_before(processes, flags, tmp_path):
+    flags = [*flags.split(), "--backend", "cuda", "--ckpt_dir", str(tmp_path)]
+    done = run_program("-m", "tests.save_initial", *flags, processes=processes)
+    assert done.returncode == 0, done.stderr
+    target = tmp_path / "plain.pt"
+    convert = "-m torch.distributed.checkpoint.format_utils dcp_to_torch".split()
+    assert run_program(*convert, str(tmp_path / "initial"), str(target)).returncode == 0
+    state = torch.load(target, weights_only=True)
+    config = model_config(parse_arguments([*TINY_MODEL, *flags]))
+    model = build_vit(config)
+    for name, unit in fsdp_units(model):
+        initialize_module(unit, name, seed=0, num_classes=config.num_classes)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(state["model"][name], parameter), name
+        entry = state["optimizer"]["state"][name]
+        assert entry["step"] == 0
+        assert not entry["exp_avg"].any()
+        assert not entry["exp_avg_sq"].any()
+
+
+@pytest.mark.parametrize(
+    "flags", ["--reduce_dtype bf16", "--no_preserve_fp32_weights --reduce_dtype bf16"]
+)
+def test_bf16_near_fp32(flags, fsdp2, tmp_path):
+    result = train(tmp_path, "--precision", "bf16", *flags.split())
+    assert result.column("loss") != pytest.approx(fsdp2.column("loss"), rel=1e-6)
+    assert result.column("loss") == pytest.approx(fsdp2.column("loss"), rel=0.03)
+    assert result.column("grad_norm") == pytest.approx(fsdp2.column("grad_norm"), rel=0.05)
+    bytes_each = 2 if "no_preserve" in flags else 4
+    size = result.run_file["state_bytes_per_device"]["parameters"]
+    whole = fsdp2.run_file["state_bytes_per_device"]["parameters"] / 4
+    assert size == pytest.approx(bytes_each * whole / 2, rel=0.1)
+
+
+def test_mid_epoch_resume_is_exact(tmp_path):
+    flags = [*EPOCHS_OF_5, *DROPOUT, "--max_steps"]
+    whole = train(tmp_path / "whole", *flags, "9")
+    run = tmp_path / "run"
+    train(run, *flags, "7")
+    resumed = train(run, *flags, "9")
+    assert "at step 7, epoch 2" in resumed.stdout
+    for name in ("loss", "grad_norm", "lr"):
+        assert resumed.column(name) == whole.column(name)
+    assert resumed.evaluations[-1] == whole.evaluations[-1]
+
+
+def test_checkpoint_moves_between_forms(fsdp2, tmp_path):
+    """HSDP with a sharded outer dimension, FSDP2 in 3 processes, ZeRO-1: no loss changes."""
+    flags = ["--batch_size", "48", "--max_steps"]
+    reference = train_tiny_gpu(tmp_path / "reference", *flags, "6")
+    run = tmp_path / "run"
+    train(run, *flags, "2", "--dp_outer", "2", "--outer_dp_sharding_strategy", "1", processes=4)
+    train_tiny_gpu(run, *flags, "4", processes=3)
+    moved = train(run, *flags, "6", "--zero_dp_strategy", "1")
+    for name in ("loss", "grad_norm"):
+        assert moved.column(name) == pytest.approx(reference.column(name), rel=1e-5)
+    evaluated = shutil.copytree(run, tmp_path / "evaluated")
+    again = train(evaluated, *flags, "6", "--zero_dp_strategy", "2")
+    assert again.evaluations[-1]["val_loss"] == pytest.approx(
+        moved.evaluations[-1]["val_loss"], rel=1e-6
+    )
