@@ -1,0 +1,57 @@
+"""run_vit_training.py on the GPU backend, counting how often a step waits for a value.
+
+On a GPU each `.item()`, and each branch on a tensor, stops the host until the device is
+done. Writes the counts of all steps, as JSON, to --ckpt_dir/reads_<rank>.json.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.megatron_on_cpu import without_cuda
+
+
+class CountReads(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def main(argv: list[str]) -> int:
+    if "megatron" in argv:
+        without_cuda()
+    import run_vit_training
+    from gpu_fsdp import options
+    from gpu_fsdp.backend import GpuBackend
+    from training.loop import Trainer
+
+    options.check_megatron_runs_here = lambda: None
+    counts = []
+
+    def counted(function):
+        def call(*args, **kwargs):
+            with CountReads() as mode:
+                result = function(*args, **kwargs)
+            counts.append(mode.reads)
+            return result
+
+        return call
+
+    Trainer._forward_backward = counted(Trainer._forward_backward)
+    GpuBackend.optimizer_step = counted(GpuBackend.optimizer_step)
+    code = run_vit_training.main(argv)
+    folder = Path(argv[argv.index("--ckpt_dir") + 1])
+    (folder / f"reads_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(counts))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
