@@ -94,8 +94,7 @@ def _check_fp8(te: Any, args: argparse.Namespace, config: VitConfig) -> None:
     if args.precision != "bf16":
         raise UsageError(f"--fp8 needs --precision bf16, not {args.precision}")
     mxfp8 = args.fp8 == "mxfp8"
-    available = te.is_mxfp8_available if mxfp8 else te.is_fp8_available
-    ok, reason = available(return_reason=True)
+    ok, reason = _fp8_is_available(te, "mxfp8" if mxfp8 else "fp8")
     if not ok:
         other = "--fp8 delayed" if mxfp8 else "--fp8 none"
         raise UsageError(f"--fp8 {args.fp8}: {reason.splitlines()[0]}: use {other}")
@@ -104,6 +103,15 @@ def _check_fp8(te: Any, args: argparse.Namespace, config: VitConfig) -> None:
     for what, size in (("--embed_dim", config.embed_dim), ("the MLP's width", hidden)):
         if size % multiple:
             raise UsageError(f"--fp8 {args.fp8}: {what} {size} is no multiple of {multiple}")
+
+
+def _fp8_is_available(te: Any, kind: str) -> tuple[bool, str]:
+    """Whether this GPU can, and if not, why."""
+    if hasattr(te, f"is_{kind}_available"):
+        return getattr(te, f"is_{kind}_available")(return_reason=True)
+    from transformer_engine.pytorch import fp8  # before 2.10, as in NVIDIA's image 25.10
+
+    return getattr(fp8.FP8GlobalStateManager, f"is_{kind}_available")()
 
 
 def check_batch(args: argparse.Namespace, config: VitConfig, processes: int) -> None:
@@ -175,10 +183,14 @@ def compute_in_fp8(model: nn.Module, kind: str) -> None:
         "mxfp8": recipe.MXFP8BlockScaling,
     }
     chosen = recipes[kind]()
+    if hasattr(te, "autocast"):
+        autocast = functools.partial(te.autocast, enabled=True, recipe=chosen)
+    else:  # before 2.10
+        autocast = functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=chosen)
     forward = model.forward
 
     def forward_in_fp8(*args: Any, **kwargs: Any) -> Any:
-        with te.autocast(enabled=True, recipe=chosen):
+        with autocast():
             return forward(*args, **kwargs)
 
     model.forward = forward_in_fp8
