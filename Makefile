@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train test lint format bench clean
+.PHONY: help install data train test lint format bench bench-gpu clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
+	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
 	@echo "make clean   remove .venv, datasets/ and runs/"
 
 install: $(INSTALLED)
@@ -53,6 +54,9 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/xla_step.py
+
+bench-gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_step.py --json gpu_step.json --plot gpu_step.png $(ARGS)
 
 clean:
 	rm -rf .venv datasets runs

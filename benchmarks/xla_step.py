@@ -19,13 +19,13 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import commit, last_json, run_python
 
 COLUMNS = ("s_per_step", "trace_s", "compile_s", "executions", "compilations")
 
@@ -103,12 +103,11 @@ def use_torch_xlas_wrapper(backend) -> None:
 
 
 def run_child(form: str, devices: int, steps: int, flags: list[str]) -> dict[str, float]:
-    command = [sys.executable, __file__, "--child", form, "--devices", str(devices),
-               "--steps", str(steps), *flags]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [__file__, "--child", form, "--devices", str(devices), "--steps", str(steps), *flags]
+    done = run_python(*command)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_json(done.stdout)
 
 
 def table(rows: list[tuple[str, int, list[dict[str, float]]]]) -> str:
@@ -167,14 +166,7 @@ def main() -> None:
         for form, devices, results in rows:
             print(f"repeat {repeat + 1}: {form}, {devices} device(s)", file=sys.stderr, flush=True)
             results.append(run_child(form, devices, options.steps, flags))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    print(f"commit {commit}, {' '.join(flags)}, {options.repeats} x {options.steps} steps, "
+    print(f"commit {commit()}, {' '.join(flags)}, {options.repeats} x {options.steps} steps, "
           f"{os.cpu_count()} cores, {platform.machine()}")  # fmt: skip
     print(table(rows))
 

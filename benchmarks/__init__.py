@@ -1,0 +1,1 @@
+"""Timing of training steps; results in docs/benchmarks.md."""

@@ -1,0 +1,264 @@
+"""Time one training step of the GPU backend beside timm's plain training loop.
+
+    python benchmarks/gpu_step.py --json gpu.json --plot gpu.png
+
+`timm` is what a timm user has: timm's model, autocast, fused AdamW, clipping, no sharding, no
+activation checkpointing. All other variants run the step of training/loop.py. Each
+measurement is a process of its own (torchrun's, with --nproc-per-node), and the variants of
+a model take turns --repeats times. The table gives medians:
+
+- s/step: wall clock from device idle to device idle over --steps steps, divided by them
+- ratio: images/s over those of timm's loop with the same model and batch in the same run
+- MFU: images/s x models.vit.train_flops_per_image (forward and backward, matrix products,
+  nothing recomputed) over the dense peak in gpu_fsdp/chips.py for the precision: with FP8
+  that of FP8
+- peak GiB: torch.cuda.max_memory_allocated of a timed step
+
+A variant that does not fit says OOM, one that cannot run here says why. Any flag of
+run_vit_training.py can be added; --precision bf16, --grad_ckpt none and a small --lr
+are preset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tqdm import tqdm
+
+from benchmarks.common import commit, last_json, run_python
+from models.config import PRESETS
+from training.arguments import parse_arguments
+
+PRESET_FLAGS = "--precision bf16 --grad_ckpt none --lr 1e-5".split()
+VARIANTS = {
+    "timm": "--fsdp fsdp2",  # for the process group; its loop shards nothing
+    "fsdp2": "--fsdp fsdp2",
+    "megatron": "--fsdp megatron",
+    "fsdp2+compile": "--fsdp fsdp2 --compile",
+    "megatron+compile": "--fsdp megatron --compile",
+    "te": "--fsdp fsdp2 --block te",
+    "megatron+te": "--fsdp megatron --block te",
+    "te+fp8": "--fsdp fsdp2 --block te --fp8 delayed",
+    "te+fp8-current": "--fsdp fsdp2 --block te --fp8 current",
+}
+# Images a GPU that leave room in 141 GB without checkpointing; multiples of 32 suit FP8.
+BATCH_SIZES = {
+    "vit_tiny_patch16_224": 1024, "vit_small_patch16_224": 1024, "vit_base_patch16_224": 512,
+    "vit_large_patch16_224": 256, "vit_huge_patch14_224": 128, "vit_giant_patch14_224": 64,
+    "vit_gigantic_patch14_224": 32,
+}  # fmt: skip
+DEFAULT_MODELS = [name for name in BATCH_SIZES if re.search("base|large|huge|giant_", name)]
+OUT_OF_MEMORY = re.compile("OutOfMemoryError|out of memory|STATUS_ALLOC_FAILED|can't allocate")
+ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
+PACKAGES = ("torch", "timm", "megatron-fsdp", "transformer-engine")
+COLUMNS = ("model", "variant", "batch a GPU", "s/step", "images/s", "ratio", "MFU", "peak GiB")
+
+
+@dataclass
+class Row:
+    """One variant of one model: what was measured, or why nothing was."""
+
+    model: str
+    batch_size: int
+    variant: str
+    results: list[dict[str, Any]] = field(default_factory=list)
+    failure: str = ""
+    ratio: float | None = None
+
+    def median(self, name: str) -> float | None:
+        values = [result[name] for result in self.results if result[name] is not None]
+        return statistics.median(values) if values else None
+
+    def line(self) -> str:
+        start = f"| {self.model} | {self.variant} | {self.batch_size} |"
+        if self.failure:
+            return f"{start} {self.failure} |" + " |" * (len(COLUMNS) - 4)
+        seconds, pace = self.median("s_per_step"), self.median("images_per_s")
+        memory = self.median("peak_memory")
+        cells = (
+            formatted(seconds, ".4f"), formatted(pace, ".1f"), formatted(self.ratio, ".2f"),
+            formatted(self.median("mfu"), ".1%"), formatted(memory and memory / 2**30, ".1f"),
+        )  # fmt: skip
+        return f"{start} {' | '.join(cells)} |"
+
+
+def formatted(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)
+
+
+def measure_once(row: Row, options: argparse.Namespace, flags: list[str]) -> None:
+    """Run ``row``'s variant in a new process; add what it measured, or note its failure."""
+    processes = options.nproc_per_node
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
+    done = run_python(
+        *(torchrun if processes > 1 else ()), "-m", "benchmarks.gpu_step_child",
+        "--loop", "timm" if row.variant == "timm" else "own",
+        "--warmup", str(options.warmup), "--steps", str(options.steps),
+        *PRESET_FLAGS, *flags, "--backend", "cuda", "--model", row.model,
+        "--batch_size", str(row.batch_size * processes), *VARIANTS[row.variant].split(),
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    if done.returncode == 0:
+        result = last_json(done.stdout)
+        if "reason" in result:
+            row.failure = result["reason"]
+        else:
+            row.results.append(result)
+    elif OUT_OF_MEMORY.search(output):
+        row.failure = "OOM"
+    else:
+        errors = ERROR.findall(output)
+        row.failure = errors[-1] if errors else f"exit code {done.returncode}"
+        tqdm.write(output, file=sys.stderr)
+
+
+def measure_model(
+    rows: list[Row], options: argparse.Namespace, flags: list[str], bar: tqdm
+) -> Iterator[Row]:
+    """All variants of a model in turn, several times; yields each when it is complete."""
+    timm_pace = None
+    for repeat in range(options.repeats):
+        for row in rows:
+            bar.set_description(f"{row.model} {row.variant}, {repeat + 1} of {options.repeats}")
+            if not row.failure:
+                measure_once(row, options, flags)
+            bar.update()
+            if repeat == options.repeats - 1:
+                pace = row.median("images_per_s")
+                if row.variant == "timm":
+                    timm_pace = pace
+                if pace and timm_pace and not row.failure:
+                    row.ratio = pace / timm_pace
+                yield row
+
+
+def describe_run(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "none"
+    return {
+        "commit": commit(),
+        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
+        "versions": versions,
+        "flags": [*PRESET_FLAGS, *flags],
+        "processes": options.nproc_per_node,
+        "warmup": options.warmup,
+        "steps": options.steps,
+        "repeats": options.repeats,
+    }
+
+
+def write_json(path: str, about: dict[str, Any], rows: list[Row]) -> None:
+    content = {**about, "rows": [asdict(row) for row in rows]}
+    Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def plot(path: str, rows: list[Row], about: dict[str, Any]) -> None:
+    """Bars of the ratio to timm's loop, a group a model; what did not run says so."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(row.model for row in rows))
+    variants = [name for name in VARIANTS if any(row.variant == name for row in rows)]
+    figure, axes = plt.subplots(figsize=(2 + 0.6 * len(models) * (len(variants) + 1), 5))
+    width = 1 / (len(variants) + 1)
+    for index, variant in enumerate(variants):
+        own = {row.model: row for row in rows if row.variant == variant}
+        places = [place + (index - (len(variants) - 1) / 2) * width for place in range(len(models))]
+        bars = axes.bar(places, [own[m].ratio or 0 for m in models], width, label=variant)
+        texts = [f"{own[m].ratio:.2f}" if own[m].ratio else
+                 "OOM" if own[m].failure == "OOM" else "not run" for m in models]  # fmt: skip
+        axes.bar_label(bars, texts, rotation=90, padding=3, fontsize=8)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.margins(y=0.2)
+    axes.set_xticks(range(len(models)), [f"{m}, batch {_batch(rows, m)}" for m in models])
+    axes.set_ylabel("images/s over those of timm's loop")
+    device = next((row.results[0]["device"] for row in rows if row.results), "nothing ran")
+    axes.set_title(f"One training step, {about['processes']} x {device}, {about['commit']}")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def _batch(rows: list[Row], model: str) -> int:
+    return next(row.batch_size for row in rows if row.model == model)
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--models", nargs="+", choices=PRESETS, default=DEFAULT_MODELS)
+    parser.add_argument(
+        "--batch_sizes", type=int, nargs="+", help="images a GPU, one a model (default: "
+        + ", ".join(f"{model} {size}" for model, size in BATCH_SIZES.items()) + ")",
+    )  # fmt: skip
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="GPUs (default: 1)")
+    parser.add_argument("--warmup", type=int, default=5, help="untimed steps (default: 5)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
+    parser.add_argument("--repeats", type=int, default=3, help="processes a row (default: 3)")
+    parser.add_argument("--json", metavar="FILE", help="write all raw figures")
+    parser.add_argument("--plot", metavar="FILE", help="write a bar chart of the ratios (PNG)")
+    options, flags = parser.parse_known_args()
+    for flag in ("--model", "--batch_size", "--fsdp", "--backend"):
+        if any(given.split("=")[0] == flag for given in flags):
+            parser.error(f"{flag} is chosen by --models, --batch_sizes and --variants")
+    if min(options.steps, options.repeats) < 1 or options.warmup < 0:
+        parser.error("--steps and --repeats must be 1 or more, --warmup 0 or more")
+    if options.plot and "timm" not in options.variants:
+        parser.error("--plot shows ratios to timm's loop: add timm to --variants")
+    parse_arguments(flags)  # a wrong flag ends the program here, not in every row
+    if options.batch_sizes is None:
+        unknown = [model for model in options.models if model not in BATCH_SIZES]
+        if unknown:
+            parser.error(f"no default batch size for {unknown[0]}: give --batch_sizes")
+        options.batch_sizes = [BATCH_SIZES[model] for model in options.models]
+    if len(options.batch_sizes) != len(options.models):
+        parser.error("--batch_sizes needs one number a model")
+    return options, flags
+
+
+def main() -> None:
+    options, flags = parse()
+    variants = [name for name in VARIANTS if name in options.variants]  # timm's loop first
+    rows: list[Row] = []
+    about = describe_run(options, flags)
+    print(f"commit {about['commit']}, {' '.join(about['flags'])}, {options.nproc_per_node} "
+          f"process(es), {options.repeats} x {options.steps} steps")  # fmt: skip
+    print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n", flush=True)
+    total = len(options.models) * len(variants) * options.repeats
+    with tqdm(total=total, dynamic_ncols=True) as bar:
+        for model, batch_size in zip(options.models, options.batch_sizes, strict=True):
+            of_model = [Row(model, batch_size, variant) for variant in variants]
+            rows += of_model
+            for row in measure_model(of_model, options, flags, bar):
+                tqdm.write(row.line(), file=sys.stdout)
+                sys.stdout.flush()
+                if options.json:
+                    write_json(options.json, about, rows)
+    if options.plot:
+        plot(options.plot, rows, about)
+
+
+if __name__ == "__main__":
+    main()
