@@ -127,12 +127,13 @@ class GpuBackend(abc.ABC):
             images = images.contiguous(memory_format=torch.channels_last)
         if self._copies is None:
             return images, labels
-        # On a stream of their own, so that copies run beside the step.
-        with torch.cuda.stream(self._copies):
+        # On a stream of their own, so that copies run beside the step; the device is set anew
+        # because this runs in a thread.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._copies):
             moved = [t.pin_memory().to(self._device, non_blocking=True) for t in (images, labels)]
-        self._copies.synchronize()
-        for tensor in moved:
-            tensor.record_stream(torch.cuda.default_stream())
+            self._copies.synchronize()
+            for tensor in moved:
+                tensor.record_stream(torch.cuda.default_stream())
         return moved[0], moved[1]
 
     def begin_step(self, pass_index: int) -> None:

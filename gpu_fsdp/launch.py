@@ -59,10 +59,12 @@ def _join(device: torch.device) -> None:
     """torchrun tells rank and meeting point; a process started without it is alone."""
     # gloo beside NCCL: checkpoints are planned, and offloaded gradients summed, on the CPU.
     backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    bound = device if device.type == "cuda" else None
     if "RANK" in os.environ:
-        dist.init_process_group(backends, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(backends, device_id=bound)
     else:
-        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()
+        dist.init_process_group(backends, store=store, rank=0, world_size=1, device_id=bound)
 
 
 def _backend(args: argparse.Namespace, device: torch.device) -> Backend:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from torch import nn
+
 from data.build import DataSource, build_loaders, open_data
 from data.image_folder import DataFolderError
 from models.config import VitConfig
@@ -77,15 +79,7 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
     )
     try:
         reports.say(f"data: {plan.data}")
-        model = build_vit(config)
-        reports.say(
-            f"model: {args.model}, {sum(p.numel() for p in model.parameters()):,} parameters"
-        )
-        initialize = functools.partial(
-            initialize_module,
-            seed=args.seed, num_classes=config.num_classes, weight_init=config.weight_init,
-        )  # fmt: skip
-        sharded = backend.shard(model, list(fsdp_units(model)), initialize)
+        model = _shard_new_model(args, config, backend, reports)
         betas = (args.betas[0], args.betas[1])
         backend.build_optimizer(betas=betas, eps=args.eps, weight_decay=args.weight_decay)
         if plan.resume:
@@ -94,7 +88,7 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
         schedule = WarmupCosine(args.lr, args.warmup_steps, total_steps)
         profiler = StepProfiler(args.profile, Path(args.ckpt_dir) / PROFILE_DIR, backend.rank)
         trainer = Trainer(
-            args, sharded, train_loader, val_loader, backend, schedule, reports, last_step,
+            args, model, train_loader, val_loader, backend, schedule, reports, last_step,
             profiler, plan.data.classes,
         )  # fmt: skip
         saved = trainer.train(start)
@@ -109,6 +103,19 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
         curves = reports.close()
     if backend.is_main:
         _say_summary(args, plan, reports, last_step, saved, curves)
+
+
+def _shard_new_model(
+    args: argparse.Namespace, config: VitConfig, backend: Backend, reports: Reports
+) -> nn.Module:
+    model = build_vit(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    reports.say(f"model: {args.model}, {count:,} parameters")
+    initialize = functools.partial(
+        initialize_module,
+        seed=args.seed, num_classes=config.num_classes, weight_init=config.weight_init,
+    )  # fmt: skip
+    return backend.shard(model, list(fsdp_units(model)), initialize)
 
 
 def _start_position(
