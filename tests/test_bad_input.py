@@ -201,6 +201,7 @@ def finished(tmp_path_factory):
         ("--num_blocks 3", "was trained with --num_blocks 2, not 3"),
         ("--class_token", "was trained with --class_token False, not True"),
         ("--resume none", "holds step_1 of an earlier run"),
+        ("--resume best --ckpt_dir elsewhere", "elsewhere has no checkpoint that was evaluated"),
     ],
 )
 def test_resume_of_another_model(flags, words, finished, capsys):

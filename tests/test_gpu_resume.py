@@ -37,6 +37,25 @@ def test_checkpoint_moves_between_backends_and_process_counts(tmp_path):
         assert moved.column(name) == pytest.approx(reference.column(name), rel=2e-5)
 
 
+def test_best_checkpoint_is_kept_and_resumed(tmp_path):
+    flags = "--test_step_interval 2 --ckpt_best --keep_checkpoints 1 --lr 1e-1 --max_steps".split()
+    run = train_tiny_gpu(tmp_path, *flags, "12", "--ckpt_step_interval", "5", processes=2)
+    assert [record["step"] for record in run.evaluations] == [2, 4, 6, 8, 10, 12]
+    top1 = {record["step"]: record["val_top1"] for record in run.evaluations}
+    best = max(top1, key=lambda step: (top1[step], -step))
+    assert best < 12
+    kept = {path.name for path in tmp_path.glob("step_*")}
+    assert kept == {f"step_{best}", "step_12"}
+    resumed = train_tiny_gpu(tmp_path, *flags, "13", "--resume", "best")
+    assert f"step_{best} at step {best}" in resumed.stdout
+    # 12 is gone from the record; with no better evaluation the best one is still spared.
+    again = train_tiny_gpu(tmp_path, *flags, "14", "--resume", "lowest_loss")
+    losses = {record["step"]: record["val_loss"] for record in resumed.evaluations}
+    kept = {int(path.name[5:]) for path in tmp_path.glob("step_*")} | {13}
+    chosen = min(losses.keys() & kept, key=lambda step: losses[step])
+    assert f"step_{chosen} at step {chosen}" in again.stdout
+
+
 def test_pytorch_reads_the_checkpoint(tmp_path):
     """Full tensors under timm's names, from uneven parts in 3 processes."""
     run = train_tiny_gpu(tmp_path, "--max_steps", "2", "--batch_size", "48", processes=3)

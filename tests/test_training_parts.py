@@ -17,9 +17,10 @@ import torch.distributed.checkpoint as dcp
 from models.config import VitConfig
 from training.arguments import build_parser, model_config, parse_arguments
 from training.checkpoint import SafeReader, complete_checkpoints, finish, quiet_dcp
+from training.metrics import read_metrics
 from training.plots import plot_curves
 from training.prefetch import prefetch
-from training.reports import Interval, Reports, read_metrics
+from training.reports import Interval, Reports
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.chips import peak_of
 

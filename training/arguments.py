@@ -201,8 +201,9 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--resume",
         default="auto",
-        metavar="auto|none|PATH",
-        help="auto: newest complete checkpoint of --ckpt_dir, if any; none: start anew; "
+        metavar="auto|none|best|lowest_loss|PATH",
+        help="auto: newest complete checkpoint of --ckpt_dir, if any; none: start anew; best or "
+        "lowest_loss: of its evaluated ones that with the highest top-1 or lowest val loss; "
         "PATH: a checkpoint, or another run's --ckpt_dir",
     )
     group.add_argument(
@@ -218,6 +219,11 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--keep_checkpoints", type=count, default=0, help="newest ones to keep; 0: all"
     )
+    group.add_argument(
+        "--ckpt_best",
+        action="store_true",
+        help="also write one after each evaluation with the highest top-1 so far, and keep it",
+    )
 
 
 def _add_reports(group: argparse._ArgumentGroup) -> None:
@@ -229,6 +235,9 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
         type=positive,
         default=10,
         help="epochs between evaluations on val/; the last is always evaluated",
+    )
+    group.add_argument(
+        "--test_step_interval", type=count, default=0, help="steps; 0: only after epochs"
     )
     group.add_argument(
         "--wandb",

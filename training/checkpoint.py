@@ -34,9 +34,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from training.errors import UsageError
+from training.metrics import evaluations
 
 _COMPLETE = re.compile(r"step_(\d+)")
 _TEMPORARY_SUFFIX = ".tmp"
+BEST = {"best": ("val_top1", 1), "lowest_loss": ("val_loss", -1)}
+"""What ``--resume`` can choose by: a value of the evaluations, and whether high is good."""
 _POSITION = ("step", "epoch", "images_in_epoch")
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
@@ -202,11 +205,26 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> SavedRun | No
         return None
     if resume == "auto":
         return read_saved_run(existing[-1]) if existing else None
+    if resume in BEST:
+        return read_saved_run(_best(ckpt_dir, existing, resume))
     path = Path(resume)
     if not path.is_dir():
         raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
     inside = complete_checkpoints(path)  # the --ckpt_dir of another run: its newest
     return read_saved_run(inside[-1] if inside else path)
+
+
+def _best(ckpt_dir: Path, existing: list[Path], resume: str) -> Path:
+    by_step = evaluations(ckpt_dir)
+    evaluated = [p for p in existing if _step(p) in by_step]
+    if not evaluated:
+        raise UsageError(f"--resume {resume}: {ckpt_dir} has no checkpoint that was evaluated")
+    value, order = BEST[resume]
+    return max(evaluated, key=lambda path: order * by_step[_step(path)][value])
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def begin(ckpt_dir: Path, step: int) -> tuple[Path, Path]:
@@ -215,14 +233,18 @@ def begin(ckpt_dir: Path, step: int) -> tuple[Path, Path]:
     return final.with_name(final.name + _TEMPORARY_SUFFIX), final
 
 
-def finish(temporary: Path, final: Path, keep: int) -> None:
-    """Give a written checkpoint its name and remove the oldest beyond ``keep`` (0: none)."""
+def finish(temporary: Path, final: Path, keep: int, spared: Path | None = None) -> None:
+    """Give a written checkpoint its name and remove the oldest beyond ``keep`` (0: none).
+
+    ``spared`` is not removed.
+    """
     if final.exists():  # the same step, written again after a resume from before it
         shutil.rmtree(final)
     temporary.rename(final)
     existing = complete_checkpoints(final.parent)
     for path in existing[: len(existing) - keep] if keep else []:
-        shutil.rmtree(path)
+        if path != spared:
+            shutil.rmtree(path)
 
 
 def clear(temporary: Path) -> None:

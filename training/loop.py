@@ -39,13 +39,16 @@ class Trainer:
     profiler: StepProfiler
     classes: list[str] | None
     """Names by label, for the checkpoints."""
+    best: tuple[float, int] = (-1.0, 0)
+    """Highest top-1 so far, in percent, and the step of it."""
     interval: Interval = field(default_factory=Interval)
     evaluated: bool = False
+    saved: Path | None = None
 
     def train(self, start: Position) -> Path | None:
         """Train from ``start`` to the last step; returns the newest checkpoint written."""
         args, backend, reports = self.args, self.backend, self.reports
-        step, saved = start.step, None
+        step = start.step
         first_batch = start.images_in_epoch // args.batch_size
         self.model.train()
 
@@ -75,16 +78,19 @@ class Trainer:
                     if step >= self.last_step:
                         break
                     if args.ckpt_step_interval and step % args.ckpt_step_interval == 0:
-                        saved = self._save(step, epoch, batch_index)
+                        self._save(step, epoch, batch_index)
+                        self.interval = Interval()
+                    if args.test_step_interval and step % args.test_step_interval == 0:
+                        self._evaluate(step, epoch, batch_index)
                         self.interval = Interval()
 
             first_batch = 0
             is_last = step >= self.last_step
             if is_last or (epoch + 1) % args.ckpt_epoch_interval == 0:
-                saved = self._save(step, epoch, batch_index)
+                self._save(step, epoch, batch_index)
             if is_last or (epoch + 1) % args.test_epoch_interval == 0:
-                self._evaluate(step, epoch)
-        return saved
+                self._evaluate(step, epoch, batch_index)
+        return self.saved
 
     def _forward_backward(self, step: int, micro_batches: list[Batch]) -> torch.Tensor:
         """Leave the gradients of the mean loss over all micro-batches; return that loss."""
@@ -98,7 +104,8 @@ class Trainer:
 
     def evaluate_only(self, at: Position) -> None:
         """Evaluate a run that has nothing left to train."""
-        self._evaluate(at.step, at.epoch if at.images_in_epoch else at.epoch - 1)
+        epoch = at.epoch if at.images_in_epoch else at.epoch - 1
+        self._evaluate(at.step, epoch, batches_done=None)
 
     def _put(self, batch: Batch) -> list[Batch]:
         """This process's share of a batch as micro-batches on the devices."""
@@ -128,13 +135,15 @@ class Trainer:
             yield
             self.backend.wait()
 
-    def _save(self, step: int, epoch: int, batches_done: int) -> Path:
+    def _save(self, step: int, epoch: int, batches_done: int) -> None:
+        temporary, final = checkpoint.begin(Path(self.args.ckpt_dir), step)
+        if self.saved == final:  # both intervals end here
+            return
         if batches_done == len(self.train_loader):  # the position is the next epoch's start
             position = Position(step, epoch + 1, 0)
         else:
             position = Position(step, epoch, batches_done * self.args.batch_size)
         self.reports.flush()
-        temporary, final = checkpoint.begin(Path(self.args.ckpt_dir), step)
         if self.backend.is_main:
             checkpoint.clear(temporary)
         self.backend.barrier()
@@ -142,12 +151,17 @@ class Trainer:
         self.backend.save(temporary, entries)
         self.backend.barrier()
         if self.backend.is_main:
-            checkpoint.finish(temporary, final, self.args.keep_checkpoints)
+            spared = final.with_name(f"step_{self.best[1]}") if self.args.ckpt_best else None
+            checkpoint.finish(temporary, final, self.args.keep_checkpoints, spared)
+        self.saved = final
         self.reports.say(f"checkpoint: {final}")
-        return final
 
-    def _evaluate(self, step: int, epoch: int) -> None:
+    def _evaluate(self, step: int, epoch: int, batches_done: int | None) -> None:
         with self._first_run("evaluation", not self.evaluated):
             result = evaluate(self.model, self.val_loader, self.backend)
         self.evaluated = True
         self.reports.evaluation(step, epoch + 1, result.loss, result.top1, result.images)
+        if result.top1 > self.best[0]:
+            self.best = result.top1, step
+            if self.args.ckpt_best and batches_done is not None:
+                self._save(step, epoch, batches_done)

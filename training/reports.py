@@ -19,21 +19,12 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from training.backend import Backend
+from training.metrics import METRICS_FILE, read_metrics
 from training.plots import plot_curves
 
-METRICS_FILE, CURVES_FILE, TENSORBOARD_DIR = "metrics.jsonl", "curves.png", "tensorboard"
+CURVES_FILE, TENSORBOARD_DIR = "curves.png", "tensorboard"
 SMOOTHING_WINDOW = 5
 """Loss and time per step in log lines are means over this many logs, as in system A."""
-
-
-def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl; a line cut short by a crash is left out."""
-    path = ckpt_dir / METRICS_FILE
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
-    return records
 
 
 def _open_wandb(project: str, ckpt_dir: Path, arguments: dict[str, Any] | None) -> Any:

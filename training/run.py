@@ -21,8 +21,9 @@ from training.backend import Backend
 from training.checkpoint import Position, SavedRun, find_resume
 from training.errors import UsageError
 from training.loop import Trainer
+from training.metrics import METRICS_FILE, evaluations
 from training.profiling import PROFILE_DIR, StepProfiler
-from training.reports import METRICS_FILE, Reports
+from training.reports import Reports
 from training.schedule import WarmupCosine
 from training.validation import check_model, check_run, check_same_model
 
@@ -39,6 +40,8 @@ class Plan:
     config: VitConfig
     data: DataSource
     resume: SavedRun | None
+    best: tuple[float, int]
+    """Highest top-1 in percent of what is resumed, and its step."""
 
 
 def prepare(args: argparse.Namespace, device_count: int) -> Plan:
@@ -53,7 +56,7 @@ def prepare(args: argparse.Namespace, device_count: int) -> Plan:
     resume = find_resume(Path(args.ckpt_dir), args.resume, args.resume_epoch)
     if resume:
         check_same_model(resume, config)
-    return Plan(config, data, resume)
+    return Plan(config, data, resume, _best_so_far(Path(args.ckpt_dir), resume))
 
 
 def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
@@ -89,7 +92,7 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
         profiler = StepProfiler(args.profile, Path(args.ckpt_dir) / PROFILE_DIR, backend.rank)
         trainer = Trainer(
             args, model, train_loader, val_loader, backend, schedule, reports, last_step,
-            profiler, plan.data.classes,
+            profiler, plan.data.classes, plan.best,
         )  # fmt: skip
         saved = trainer.train(start)
         profiler.close()
@@ -116,6 +119,11 @@ def _shard_new_model(
         seed=args.seed, num_classes=config.num_classes, weight_init=config.weight_init,
     )  # fmt: skip
     return backend.shard(model, list(fsdp_units(model)), initialize)
+
+
+def _best_so_far(ckpt_dir: Path, resume: SavedRun | None) -> tuple[float, int]:
+    done = evaluations(ckpt_dir, resume.position.step) if resume else {}
+    return max(((record["val_top1"], at) for at, record in done.items()), default=(-1.0, 0))
 
 
 def _start_position(

@@ -18,7 +18,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.config import VitConfig
 from models.vit import build_vit
-from training.checkpoint import SafeReader, SavedRun, find_resume, quiet_dcp, readable, saved_run
+from training.checkpoint import (
+    BEST,
+    SafeReader,
+    SavedRun,
+    find_resume,
+    quiet_dcp,
+    readable,
+    saved_run,
+)
 from training.errors import UsageError
 
 
@@ -95,7 +103,7 @@ def find_weights(ckpt_dir: Path, resume: str, resume_epoch: int) -> Weights:
     if resume == "none":
         raise UsageError("--resume none: a trained model is needed, give --resume PATH")
     path = Path(resume)
-    if resume != "auto" and not path.is_dir():
+    if resume != "auto" and resume not in BEST and not path.is_dir():
         if not path.is_file():
             raise UsageError(f"--resume {resume}: there is no such checkpoint, folder or file")
         return _read_file(path)
