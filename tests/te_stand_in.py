@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import run_vit_training
-from gpu_fsdp import te_block
+from gpu_fsdp import options, te_block
+from tests.megatron_on_cpu import without_cuda
 
 
 class LayerNormLinear(nn.Module):
@@ -111,4 +112,7 @@ STAND_IN = SimpleNamespace(
 
 if __name__ == "__main__":
     te_block.import_te = lambda: STAND_IN
+    if "megatron" in sys.argv:
+        without_cuda()
+        options.check_megatron_runs_here = lambda: None
     sys.exit(run_vit_training.main())

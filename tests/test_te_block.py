@@ -76,6 +76,16 @@ def test_checkpoint_moves_between_blocks(tmp_path):
     assert moved.column("loss") != reference.column("loss")  # the other GELU was there
 
 
+@pytest.mark.parametrize("flags", ["--meta_init", "--zero_dp_strategy 1"])
+def test_with_megatron(flags, tmp_path):
+    te = {"processes": 2, "program": "tests.te_stand_in"}
+    fsdp2 = train_tiny_gpu(tmp_path / "fsdp2", "--block", "te", **te)
+    flags = f"--block te --fsdp megatron {flags}".split()
+    megatron = train_tiny_gpu(tmp_path / "megatron", *flags, **te)
+    for name in ("loss", "grad_norm"):
+        assert megatron.column(name) == pytest.approx(fsdp2.column(name), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
