@@ -202,6 +202,10 @@ class GpuBackend(abc.ABC):
 
         return self._reader.submit(arrived)
 
+    def close(self) -> None:
+        """Let go of what Python's garbage collector cannot find; nothing works afterwards."""
+        self._reader.shutdown()
+
     def barrier(self) -> None:
         dist.barrier()
 

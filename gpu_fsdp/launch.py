@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gpu_fsdp import options
+from gpu_fsdp.backend import GpuBackend
 from training.backend import Backend
 
 Run = Callable[[argparse.Namespace, Backend], None]
@@ -30,6 +32,11 @@ def launch(run: Run, args: argparse.Namespace) -> None:
         run(args, backend)
         dist.barrier()  # no process leaves while another still talks to it
     finally:
+        # A gloo thread that lets go of a finished collective's tensors while Python shuts down
+        # aborts the process. With all that uses its groups gone, its threads end here.
+        backend.close()
+        del backend
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -67,7 +74,7 @@ def _join(device: torch.device) -> None:
         dist.init_process_group(backends, store=store, rank=0, world_size=1, device_id=bound)
 
 
-def _backend(args: argparse.Namespace, device: torch.device) -> Backend:
+def _backend(args: argparse.Namespace, device: torch.device) -> GpuBackend:
     if options.fsdp_form(args) == "megatron":
         from gpu_fsdp.megatron import MegatronBackend
 

@@ -186,6 +186,11 @@ class MegatronBackend(GpuBackend):
             return [self._all]
         return [self._mesh.get_group(SHARD)]
 
+    def close(self) -> None:
+        super().close()
+        for hook in self._model.grad_acc_hooks.values():  # held by tensors, and hold the model
+            hook.remove()
+
     # -- checkpoints ------------------------------------------------------------------
 
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,14 @@
-"""run_vit_training.py on the GPU backend, counting how often a step waits for a value.
+"""run_vit_training.py on the GPU backend, counting what a step must not do, and what is left.
 
 On a GPU each `.item()`, and each branch on a tensor, stops the host until the device is
-done. Writes the counts of all steps, as JSON, to --ckpt_dir/reads_<rank>.json.
+done. Threads of gloo that live on when Python ends can abort the process. Writes the
+reads of all steps, and the threads left, as JSON to --ckpt_dir/counts_<rank>.json.
 """
 
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -49,7 +51,9 @@ def main(argv: list[str]) -> int:
     GpuBackend.optimizer_step = counted(GpuBackend.optimizer_step)
     code = run_vit_training.main(argv)
     folder = Path(argv[argv.index("--ckpt_dir") + 1])
-    (folder / f"reads_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(counts))
+    left = len(os.listdir("/proc/self/task")) - threading.active_count()
+    found = {"reads": counts, "threads": left}
+    (folder / f"counts_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
     return code
 
 
