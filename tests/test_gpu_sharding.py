@@ -63,6 +63,14 @@ def test_accumulation_equals_the_large_batch(processes, flags, one_process, tmp_
     assert_same_training(train_tiny_gpu(tmp_path, *flags.split(), processes=processes), one_process)
 
 
+def test_evaluation_between_steps_changes_nothing(one_process, tmp_path):
+    """ZeRO-2 keeps gathered what it computed with: the next step must not use stale weights."""
+    flags = "--zero_dp_strategy 2 --test_step_interval 2 --ckpt_step_interval 3".split()
+    result = train_tiny_gpu(tmp_path, *flags, processes=2)
+    assert [record["step"] for record in result.evaluations] == [2, 4, 6]
+    assert result.column("loss") == pytest.approx(one_process.column("loss"), rel=1e-5)
+
+
 def test_bf16_computes_in_bf16_near_fp32(one_process, tmp_path):
     flags = "--param_dtype bf16 --reduce_dtype bf16".split()
     lower = train_tiny_gpu(tmp_path / "lower", *flags, processes=2)

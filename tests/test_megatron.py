@@ -52,6 +52,12 @@ def test_accumulation_equals_the_large_batch(processes, flags, fsdp2, tmp_path):
     assert_same_training(train(tmp_path, *flags, processes=processes), fsdp2)
 
 
+def test_evaluation_between_steps_changes_nothing(fsdp2, tmp_path):
+    result = train(tmp_path, "--test_step_interval", "2", "--ckpt_step_interval", "3")
+    assert [record["step"] for record in result.evaluations] == [2, 4, 6]
+    assert result.column("loss") == pytest.approx(fsdp2.column("loss"), rel=1e-5)
+
+
 @pytest.mark.parametrize("fsdp", ["fsdp2", "megatron"])
 def test_clipped_like_plain_pytorch(fsdp, tmp_path):
     done = run_program("-m", "tests.plain_training", "0.1")
