@@ -56,7 +56,8 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/xla_step.py
 
 bench-gpu: $(INSTALLED)
-	$(BIN)/python benchmarks/gpu_step.py --json gpu_step.json --plot gpu_step.png $(ARGS)
+	@mkdir -p runs
+	$(BIN)/python benchmarks/gpu_step.py --json runs/gpu_step.json --plot runs/gpu_step.png $(ARGS)
 
 clean:
 	rm -rf .venv datasets runs

@@ -186,7 +186,8 @@ def plot(path: str, rows: list[Row], about: dict[str, Any]) -> None:
         bars = axes.bar(places, [own[m].ratio or 0 for m in models], width, label=variant)
         texts = [f"{own[m].ratio:.2f}" if own[m].ratio else
                  "OOM" if own[m].failure == "OOM" else "not run" for m in models]  # fmt: skip
-        axes.bar_label(bars, texts, rotation=90, padding=3, fontsize=8)
+        ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line at 1
+        axes.bar_label(bars, texts, rotation=90, padding=3, fontsize=8, bbox=ground)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.margins(y=0.2)
     axes.set_xticks(range(len(models)), [f"{m}, batch {_batch(rows, m)}" for m in models])

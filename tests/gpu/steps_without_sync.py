@@ -1,0 +1,48 @@
+"""Steps of the GPU backend in which PyTorch raises if the host waits for the GPU.
+
+Takes flags of run_vit_training.py; prints the losses as a JSON line. PyTorch notices copies
+to the host, ``item`` and waiting for a stream, but not torch.cuda.synchronize.
+"""
+
+import argparse
+import json
+import sys
+
+import torch
+
+from benchmarks.gpu_step_child import own_step, random_batches
+from gpu_fsdp import options
+from gpu_fsdp.launch import launch
+from tests.cli import TINY_MODEL, TINY_RUN
+from training.arguments import model_config, parse_arguments
+from training.backend import Backend
+
+
+def run(args: argparse.Namespace, backend: Backend) -> None:
+    config = model_config(args)
+    step = own_step(args, config, backend, random_batches(args, config, backend))
+    for number in range(3):  # the first ones allocate and compile
+        step(number)
+    backend.wait()
+
+    def no_synchronize(*args: object) -> None:
+        raise RuntimeError("torch.cuda.synchronize in a step")
+
+    synchronize, torch.cuda.synchronize = torch.cuda.synchronize, no_synchronize
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.ones((), device="cuda").item()
+    except RuntimeError:
+        pass
+    else:
+        sys.exit("PyTorch did not notice that the host waited")
+    losses = [step(number) for number in range(3, 8)]
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize = synchronize
+    print(json.dumps([loss.item() for loss in losses]))
+
+
+if __name__ == "__main__":
+    args = parse_arguments([*TINY_MODEL, *TINY_RUN, "--backend", "cuda", *sys.argv[1:]])
+    options.check(args, model_config(args))
+    launch(run, args)
