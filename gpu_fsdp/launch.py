@@ -22,9 +22,9 @@ Run = Callable[[argparse.Namespace, Backend], None]
 def launch(run: Run, args: argparse.Namespace) -> None:
     """Call ``run(args, backend)`` in this process, one of a process group's."""
     device = _device()
-    if args.tf32:
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
+    # PyTorch's own default is TF32 in convolutions but not in matrix products.
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = args.tf32
     with _without_greetings():
         _join(device)
         backend = _backend(args, device)

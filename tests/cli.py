@@ -49,15 +49,24 @@ class Result:
         return [record[name] for _, record in sorted(self.steps.items())]
 
 
+HIDE_GPUS = True
+"""Tests run on the CPU, in as many processes as they like; those in tests/gpu set this."""
+
+
 def environment() -> dict[str, str]:
     """XLA on the CPU, and quick compilation: the tests' programs run a few steps only."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if HIDE_GPUS else {}
     unset = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_FLAGS"}
     kept = {key: value for key, value in os.environ.items() if key not in unset}
-    return kept | {
-        "PJRT_DEVICE": "CPU",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "OMP_NUM_THREADS": "1",  # as torchrun sets it: the tests share a few cores
-    }
+    return (
+        kept
+        | hidden
+        | {
+            "PJRT_DEVICE": "CPU",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "OMP_NUM_THREADS": "1",  # as torchrun sets it: the tests share a few cores
+        }
+    )
 
 
 def run_program(
@@ -86,11 +95,28 @@ def train_tiny_gpu(ckpt_dir: Path, *flags: str, processes: int = 1, program: str
     return _train(ckpt_dir, "--backend", "cuda", *flags, processes=processes, program=program)
 
 
+def train_in_turn(
+    folder: Path, runs: list[str], *, processes: int, form: str = "fsdp2"
+) -> dict[str, Result]:
+    """Tiny runs with these flags on the GPU backend, in one start of the processes."""
+    folders = {flags: folder / str(number) for number, flags in enumerate(runs)}
+    commands = [
+        ["--backend", "cuda", *_tiny(where), *flags.split()] for flags, where in folders.items()
+    ]
+    plan = folder / "runs.json"
+    plan.write_text(json.dumps(commands))
+    done = run_program("-m", "tests.in_turn", form, str(plan), processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {flags: Result(done.stdout, where) for flags, where in folders.items()}
+
+
+def _tiny(ckpt_dir: Path) -> list[str]:
+    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
+    return [*source, *TINY_MODEL, *TINY_RUN]
+
+
 def _train(ckpt_dir: Path, *flags: str, processes: int = 1, program: str = "") -> Result:
     start = ["-m", program] if program else ["run_vit_training.py"]
-    done = run_program(
-        *start, "--data_dir", str(DIGITS), "--hflip", "0",
-        "--ckpt_dir", str(ckpt_dir), *TINY_MODEL, *TINY_RUN, *flags, processes=processes,
-    )  # fmt: skip
+    done = run_program(*start, *_tiny(ckpt_dir), *flags, processes=processes)
     assert done.returncode == 0, done.stdout + done.stderr
     return Result(done.stdout, ckpt_dir)

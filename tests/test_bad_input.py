@@ -17,6 +17,7 @@ from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
 def cpu(monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
+    monkeypatch.setattr(options, "device_type", lambda: "cpu")
 
 
 def complaint(capsys, ckpt_dir, *flags):

@@ -231,7 +231,7 @@ def _add_gpu_step(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tf32",
         action="store_true",
-        help="allow TF32 in fp32 matrix products and convolutions, as PyTorch's switches do",
+        help="allow TF32 in fp32 matrix products and convolutions",
     )
     group.add_argument(
         "--profile",

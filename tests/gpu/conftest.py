@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tests import cli
 from tests.cli import run_program, train_tiny_gpu
 from tests.gpu.helpers import LEARN, LEARNED_STEPS
 
@@ -18,6 +19,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True, scope="package")
+def shown():
+    """All other tests run on the CPU, wherever they are."""
+    cli.HIDE_GPUS = False
+    yield
+    cli.HIDE_GPUS = True
+
+
 @pytest.fixture(scope="session")
 def plain():
     """Six steps of timm's model in plain PyTorch on the CPU."""
@@ -26,7 +35,7 @@ def plain():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def learned(tmp_path_factory):
     """A run whose weights matter: with a wrong one, the next loss would jump."""
     flags = [*LEARN, "--fsdp", "fsdp2", "--precision", "bf16"]
