@@ -28,10 +28,12 @@ from data.loader import Batch
 from gpu_fsdp import options
 from gpu_fsdp.launch import launch
 from models.config import VitConfig
-from models.vit import build_vit, fsdp_units, initialize_module, train_flops_per_image
+from models.vit import build_vit, train_flops_per_image
 from training.arguments import model_config, parse_arguments
 from training.backend import Backend
 from training.errors import UsageError
+from training.loop import forward_backward
+from training.run import shard_and_optimize
 from training.validation import check_model, check_run
 
 Step = Callable[[int], torch.Tensor]
@@ -43,27 +45,13 @@ def own_step(
     args: argparse.Namespace, config: VitConfig, backend: Backend, batches: list[Batch]
 ) -> Step:
     """The step of training/loop.py on the backend that ``args`` chose."""
-    model = build_vit(config)
-    initialize = functools.partial(
-        initialize_module,
-        seed=args.seed, num_classes=config.num_classes, weight_init=config.weight_init,
-    )  # fmt: skip
-    sharded = backend.shard(model, list(fsdp_units(model)), initialize)
-    betas = (args.betas[0], args.betas[1])
-    backend.build_optimizer(betas=betas, eps=args.eps, weight_decay=args.weight_decay)
+    sharded = shard_and_optimize(build_vit(config), args, config, backend)
     sharded.train()
-    count = len(batches)
 
     def step(number: int) -> torch.Tensor:
-        losses = []
-        for index, (images, labels) in enumerate(batches):
-            backend.begin_step(number * count + index)
-            loss = F.cross_entropy(sharded(images).float(), labels) / count
-            losses.append(loss.detach())
-            backend.backward(loss, is_last=index == count - 1)
-        mean = backend.mean(torch.stack(losses).sum())
+        loss = forward_backward(sharded, backend, number, batches)
         backend.optimizer_step(args.lr, args.clip_grad_norm)
-        return mean
+        return loss
 
     return step
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import argparse
-import hashlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import nn
 from data.loader import Batch
 from gpu_fsdp import chips, options, te_block
 from gpu_fsdp.blocks import checkpoint_activations, compile_block
-from training.backend import InitializeModule
+from training.backend import InitializeModule, pass_seed
 from training.checkpoint import SafeReader, quiet_dcp
 
 OUTER, SHARD = "dp_outer", "dp_shard"
@@ -96,8 +95,7 @@ class GpuBackend(abc.ABC):
         """The block that is to be sharded: timm's, or TransformerEngine's in its place."""
         if self._args.block == "te":
             block = te_block.replace_block(block, str(self._device))
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, block)
+            model.set_submodule(name, block)
             if self._args.grad_ckpt != "none":
                 te_block.checkpoint_activations(block)
         elif self._args.grad_ckpt != "none":
@@ -137,8 +135,7 @@ class GpuBackend(abc.ABC):
         return moved[0], moved[1]
 
     def begin_step(self, pass_index: int) -> None:
-        key = f"{self._args.seed}/{pass_index}/{self.rank}".encode()
-        seed = int.from_bytes(hashlib.sha256(key).digest()[:7], "little")
+        seed = pass_seed(self._args.seed, pass_index, self.rank)
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)

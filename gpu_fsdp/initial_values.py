@@ -27,8 +27,7 @@ class InitialValues:
         for name, unit in units:
             if unit is not model:
                 self._units[name] = copy.deepcopy(unit)
-                parent, _, child = name.rpartition(".")
-                setattr(root.get_submodule(parent), child, nn.Identity())
+                root.set_submodule(name, nn.Identity())
         self._units[""] = root
         self._current = ""
         self._values: dict[str, torch.Tensor] = {}

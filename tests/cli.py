@@ -58,15 +58,12 @@ def environment() -> dict[str, str]:
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if HIDE_GPUS else {}
     unset = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_FLAGS"}
     kept = {key: value for key, value in os.environ.items() if key not in unset}
-    return (
-        kept
-        | hidden
-        | {
-            "PJRT_DEVICE": "CPU",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-            "OMP_NUM_THREADS": "1",  # as torchrun sets it: the tests share a few cores
-        }
-    )
+    return kept | {
+        **hidden,
+        "PJRT_DEVICE": "CPU",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "OMP_NUM_THREADS": "1",  # as torchrun sets it: the tests share a few cores
+    }
 
 
 def run_program(

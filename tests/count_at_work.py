@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     import run_vit_training
     from gpu_fsdp import options
     from gpu_fsdp.backend import GpuBackend
-    from training.loop import Trainer
+    from training import loop
 
     options.check_megatron_runs_here = lambda: None
     counts = []
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
         return call
 
-    Trainer._forward_backward = counted(Trainer._forward_backward)
+    loop.forward_backward = counted(loop.forward_backward)
     GpuBackend.optimizer_step = counted(GpuBackend.optimizer_step)
     code = run_vit_training.main(argv)
     folder = Path(argv[argv.index("--ckpt_dir") + 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,6 +15,12 @@ from data.loader import Batch
 
 InitializeModule = Callable[[nn.Module, str], None]
 """Allocates and fills a module that is on the meta device; takes its name in the model."""
+
+
+def pass_seed(seed: int, pass_index: int, stream: int) -> int:
+    """Of dropout in one forward pass: 56 bits from ``--seed``, its number, and who draws."""
+    digest = hashlib.sha256(f"{seed}/{pass_index}/{stream}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
 
 
 class Backend(Protocol):

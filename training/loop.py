@@ -24,6 +24,19 @@ from training.reports import Interval, Reports
 from training.schedule import WarmupCosine
 
 
+def forward_backward(
+    model: nn.Module, backend: Backend, step: int, micro_batches: list[Batch]
+) -> torch.Tensor:
+    """Leave the gradients of the mean loss over all micro-batches; return that loss."""
+    count, losses = len(micro_batches), []
+    for index, (images, labels) in enumerate(micro_batches):
+        backend.begin_step(step * count + index)
+        loss = F.cross_entropy(model(images).float(), labels) / count
+        losses.append(loss.detach())
+        backend.backward(loss, is_last=index == count - 1)
+    return backend.mean(sum(losses[1:], start=losses[0]))
+
+
 @dataclass
 class Trainer:
     """What a run consists of, once everything is on the devices."""
@@ -62,7 +75,7 @@ class Trainer:
                     lr = self.schedule.lr(step)
                     is_first = step == start.step
                     with self._first_run("training step", is_first), self.profiler.around(step + 1):
-                        loss = self._forward_backward(step, micro_batches)
+                        loss = forward_backward(self.model, backend, step, micro_batches)
                         grad_norm = backend.optimizer_step(lr, args.clip_grad_norm)
                     step, batch_index = step + 1, batch_index + 1
                     self.interval.steps += 1
@@ -91,16 +104,6 @@ class Trainer:
             if is_last or (epoch + 1) % args.test_epoch_interval == 0:
                 self._evaluate(step, epoch, batch_index)
         return self.saved
-
-    def _forward_backward(self, step: int, micro_batches: list[Batch]) -> torch.Tensor:
-        """Leave the gradients of the mean loss over all micro-batches; return that loss."""
-        count, losses = len(micro_batches), []
-        for index, (images, labels) in enumerate(micro_batches):
-            self.backend.begin_step(step * count + index)
-            loss = F.cross_entropy(self.model(images).float(), labels) / count
-            losses.append(loss.detach())
-            self.backend.backward(loss, is_last=index == count - 1)
-        return self.backend.mean(sum(losses[1:], start=losses[0]))
 
     def evaluate_only(self, at: Position) -> None:
         """Evaluate a run that has nothing left to train."""

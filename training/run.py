@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from data.build import DataSource, build_loaders, open_data
@@ -82,9 +83,10 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
     )
     try:
         reports.say(f"data: {plan.data}")
-        model = _shard_new_model(args, config, backend, reports)
-        betas = (args.betas[0], args.betas[1])
-        backend.build_optimizer(betas=betas, eps=args.eps, weight_decay=args.weight_decay)
+        plain = build_vit(config)
+        count = sum(parameter.numel() for parameter in plain.parameters())
+        reports.say(f"model: {args.model}, {count:,} parameters")
+        model = shard_and_optimize(plain, args, config, backend)
         if plan.resume:
             backend.load(plan.resume.path)
         _say_plan(reports, args, backend, plan, start, last_step)
@@ -108,17 +110,18 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
         _say_summary(args, plan, reports, last_step, saved, curves)
 
 
-def _shard_new_model(
-    args: argparse.Namespace, config: VitConfig, backend: Backend, reports: Reports
+def shard_and_optimize(
+    model: VisionTransformer, args: argparse.Namespace, config: VitConfig, backend: Backend
 ) -> nn.Module:
-    model = build_vit(config)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    reports.say(f"model: {args.model}, {count:,} parameters")
+    """The model filled and sharded on the backend, with its optimizer there, to be trained."""
     initialize = functools.partial(
         initialize_module,
         seed=args.seed, num_classes=config.num_classes, weight_init=config.weight_init,
     )  # fmt: skip
-    return backend.shard(model, list(fsdp_units(model)), initialize)
+    sharded = backend.shard(model, list(fsdp_units(model)), initialize)
+    betas = (args.betas[0], args.betas[1])
+    backend.build_optimizer(betas=betas, eps=args.eps, weight_decay=args.weight_decay)
+    return sharded
 
 
 def _best_so_far(ckpt_dir: Path, resume: SavedRun | None) -> tuple[float, int]:

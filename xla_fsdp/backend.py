@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import argparse
-import hashlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.distributed.fsdp import checkpoint_module
 
-from training.backend import InitializeModule
+from training.backend import InitializeModule, pass_seed
 from training.checkpoint import SafeReader, quiet_dcp
 from xla_fsdp import chips
 from xla_fsdp.blocks import compute_in_bf16, cut_every
@@ -117,9 +116,7 @@ class XlaBackend(abc.ABC):
     def begin_step(self, pass_index: int) -> None:
         # torch_xla moves its random state on at each execution, and moves it otherwise with
         # checkpointing than without: set anew, masks depend on seed and step alone.
-        key = f"{self._args.seed}/{pass_index}/{self._rng_stream}".encode()
-        digest = hashlib.sha256(key).digest()
-        xm.set_rng_state(int.from_bytes(digest[:7], "little"))
+        xm.set_rng_state(pass_seed(self._args.seed, pass_index, self._rng_stream))
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         if self._args.mark_step_after_forward:

@@ -52,9 +52,8 @@ class NestedBackend(XlaBackend):
     # -- sharding ---------------------------------------------------------------------
 
     def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
-        parent, _, child = name.rpartition(".")
         wrapped = self._wrap(block)
-        setattr(model.get_submodule(parent), child, wrapped)
+        model.set_submodule(name, wrapped)
         return wrapped
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
