@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DIGITS = ROOT / "datasets" / "digits"
@@ -49,6 +53,12 @@ class Result:
         return [record[name] for _, record in sorted(self.steps.items())]
 
 
+WARM_PYTHON = "tests/warm_python.py"
+WARM_MODULES = (
+    "torchvision.transforms.v2 timm.models.vision_transformer tensorboardX matplotlib.pyplot "
+    "torch.distributed.run torch.distributed.fsdp torch.distributed.checkpoint"
+).split()
+
 HIDE_GPUS = True
 """Tests run on the CPU, in as many processes as they like; those in tests/gpu set this."""
 
@@ -66,54 +76,57 @@ def environment() -> dict[str, str]:
     }
 
 
+@functools.cache
+def warm_python(xla: bool) -> str:
+    """The socket of tests/warm_python.py, which ends when this process has ended."""
+    path = f"{tempfile.mkdtemp()}/socket"
+    modules = [*WARM_MODULES, *(["torch_xla"] if xla else [])]
+    command = [sys.executable, WARM_PYTHON, "--serve", path, str(os.getpid()), *modules]
+    subprocess.Popen(command, cwd=ROOT, env=environment())
+    while not os.path.exists(path):
+        time.sleep(0.05)
+    return path
+
+
 def run_program(
-    *command: str, processes: int = 1, timeout: float = 300
+    *command: str, processes: int = 1, timeout: float = 300, warm: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """A Python program; by torchrun if in several processes."""
+    """A Python program; by torchrun if in several processes.
+
+    ``warm`` saves the importing of PyTorch and changes nothing else; not used on GPUs.
+    """
+    variables, python = environment(), []
+    if warm and HIDE_GPUS:
+        variables["WARM_PYTHON"] = warm_python(xla="cuda" not in command)
+        python = [WARM_PYTHON]
     if processes > 1:
-        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}"
-        command = (*torchrun.split(), *command)
+        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
+        command = (*torchrun, *python, *command)
     return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=timeout, check=False,
+        [sys.executable, *python, *command],
+        cwd=ROOT, env=variables, text=True, capture_output=True, timeout=timeout, check=False,
     )  # fmt: skip
 
 
-def train_tiny(ckpt_dir: Path, *flags: str, devices: int = 1) -> Result:
+def train_tiny(ckpt_dir: Path, *flags: str, devices: int = 1, warm: bool = True) -> Result:
     """Six steps of a two-block model on digits on XLA; must succeed. Later flags win."""
-    return _train(ckpt_dir, "--cpu_devices", str(devices), *flags)
+    return _train(ckpt_dir, "--cpu_devices", str(devices), *flags, warm=warm)
 
 
-def train_tiny_gpu(ckpt_dir: Path, *flags: str, processes: int = 1, program: str = "") -> Result:
+def train_tiny_gpu(
+    ckpt_dir: Path, *flags: str, processes: int = 1, program: str = "", warm: bool = True
+) -> Result:
     """The same on the GPU backend: under torchrun, with gloo where there is no GPU.
 
     ``program`` is a module to run in place of run_vit_training.py.
     """
-    return _train(ckpt_dir, "--backend", "cuda", *flags, processes=processes, program=program)
+    flags = ("--backend", "cuda", *flags)
+    return _train(ckpt_dir, *flags, processes=processes, program=program, warm=warm)
 
 
-def train_in_turn(
-    folder: Path, runs: list[str], *, processes: int, form: str = "fsdp2"
-) -> dict[str, Result]:
-    """Tiny runs with these flags on the GPU backend, in one start of the processes."""
-    folders = {flags: folder / str(number) for number, flags in enumerate(runs)}
-    commands = [
-        ["--backend", "cuda", *_tiny(where), *flags.split()] for flags, where in folders.items()
-    ]
-    plan = folder / "runs.json"
-    plan.write_text(json.dumps(commands))
-    done = run_program("-m", "tests.in_turn", form, str(plan), processes=processes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {flags: Result(done.stdout, where) for flags, where in folders.items()}
-
-
-def _tiny(ckpt_dir: Path) -> list[str]:
-    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
-    return [*source, *TINY_MODEL, *TINY_RUN]
-
-
-def _train(ckpt_dir: Path, *flags: str, processes: int = 1, program: str = "") -> Result:
+def _train(ckpt_dir: Path, *flags: str, program: str = "", **how: Any) -> Result:
     start = ["-m", program] if program else ["run_vit_training.py"]
-    done = run_program(*start, *_tiny(ckpt_dir), *flags, processes=processes)
+    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
+    done = run_program(*start, *source, *TINY_MODEL, *TINY_RUN, *flags, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return Result(done.stdout, ckpt_dir)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cli import train_in_turn, train_tiny, train_tiny_gpu
+from tests.cli import train_tiny, train_tiny_gpu
 from tests.test_sharding import assert_same_training
 
 
@@ -14,8 +14,8 @@ def one_process(tmp_path_factory):
 def test_same_losses_as_xla(tmp_path):
     """The same seed and data on both backends, 20 steps."""
     steps = ("--max_steps", "20")
-    xla = train_tiny(tmp_path / "xla", *steps, devices=2)
-    gpu = train_tiny_gpu(tmp_path / "gpu", *steps, processes=2)
+    xla = train_tiny(tmp_path / "xla", *steps, devices=2, warm=False)
+    gpu = train_tiny_gpu(tmp_path / "gpu", *steps, processes=2, warm=False)
     assert len(gpu.steps) == 20
     for name in ("loss", "grad_norm"):
         assert gpu.column(name) == pytest.approx(xla.column(name), rel=1e-4)
@@ -24,41 +24,35 @@ def test_same_losses_as_xla(tmp_path):
     assert "FSDP2 ZeRO-3" in gpu.run_file["backend"]
 
 
-FORMS = {
-    1: {"--grad_ckpt selective": "activation checkpointing selective"},
-    2: {
-        "": "ZeRO-3, each block a unit, mesh dp_outer 1 x dp_shard 2",
-        "--zero_dp_strategy 2 --forward_prefetch 0 --backward_prefetch 0": "ZeRO-2",
-        "--no_reshard_after_forward --no_grad_ckpt": "ZeRO-2",
-        "--zero_dp_strategy no_shard": "data parallel (no sharding)",
-        "--run_without_fsdp --channels_last": "channels last",
-        "--grad_accum_steps 4": "ZeRO-3",
-        "--zero_dp_strategy 2 --grad_accum_steps 2": "ZeRO-2",
-        "--run_without_fsdp --grad_accum_steps 2": "data parallel (no sharding)",
-    },
-    4: {
-        "--forward_prefetch 2 --backward_prefetch 2": "dp_outer 1 x dp_shard 4",
-        "--dp_outer 2": "dp_outer 2 x dp_shard 2",
-        "--dp_outer 2 --grad_accum_steps 2": "dp_outer 2 x dp_shard 2",
-    },
-}
+@pytest.mark.parametrize(
+    ("processes", "flags", "told"),
+    [
+        (1, "--grad_ckpt selective", "activation checkpointing selective"),
+        (2, "", "ZeRO-3, each block a unit, mesh dp_outer 1 x dp_shard 2"),
+        (2, "--zero_dp_strategy 2 --forward_prefetch 0 --backward_prefetch 0", "ZeRO-2"),
+        (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
+        (2, "--zero_dp_strategy no_shard", "data parallel (no sharding)"),
+        (2, "--run_without_fsdp --channels_last", "channels last"),
+        (4, "--forward_prefetch 2 --backward_prefetch 2", "dp_outer 1 x dp_shard 4"),
+        (4, "--dp_outer 2", "dp_outer 2 x dp_shard 2"),
+        # Accumulating over micro-batches equals the large batch, too.
+        (2, "--grad_accum_steps 4", "ZeRO-3"),
+        (2, "--zero_dp_strategy 2 --grad_accum_steps 2", "ZeRO-2"),
+        (2, "--run_without_fsdp --grad_accum_steps 2", "data parallel (no sharding)"),
+        (4, "--dp_outer 2 --grad_accum_steps 2", "dp_outer 2 x dp_shard 2"),
+    ],
+)
+def test_form(processes, flags, told, one_process, tmp_path):
+    result = train_tiny_gpu(tmp_path, *flags.split(), processes=processes)
+    assert told in result.run_file["backend"]
+    assert result.run_file["devices"] == processes
+    assert_same_training(result, one_process)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_forms_and_accumulation(processes, one_process, tmp_path):
-    """Accumulating over micro-batches equals the large batch, too."""
-    forms = FORMS[processes]
-    for flags, result in train_in_turn(tmp_path, list(forms), processes=processes).items():
-        assert forms[flags] in result.run_file["backend"], flags
-        assert result.run_file["devices"] == processes
-        assert_same_training(result, one_process)
-        if processes == 4 and "outer" not in flags:
-            assert_state_is_a_quarter(result.run_file, one_process.run_file)
-
-
-def assert_state_is_a_quarter(part, whole):
+def test_state_is_cut_evenly(one_process, tmp_path):
     """Parameters and AdamW of the fullest process; rows are not always divisible."""
-    part, whole = part["state_bytes_per_device"], whole["state_bytes_per_device"]
+    part = train_tiny_gpu(tmp_path, processes=4).run_file["state_bytes_per_device"]
+    whole = one_process.run_file["state_bytes_per_device"]
     assert whole["optimizer"] == pytest.approx(2 * whole["parameters"], rel=0.01)
     for name in ("parameters", "optimizer"):
         assert 0.25 * whole[name] <= part[name] <= 0.27 * whole[name]
@@ -72,16 +66,20 @@ def test_compiled_blocks(one_process, tmp_path):
     assert len(set(counts)) == 1  # all in the first step
 
 
-def test_bf16_and_evaluation_between_steps(one_process, tmp_path):
-    """bf16 is near fp32; ZeRO-2, which keeps weights gathered, must not use stale ones."""
-    lower = "--param_dtype bf16 --reduce_dtype bf16"
-    higher = f"{lower} --grad_reduce_in_fp32"
-    between = "--zero_dp_strategy 2 --test_step_interval 2 --ckpt_step_interval 3"
-    results = train_in_turn(tmp_path, [lower, higher, between], processes=2)
-    for flags in (lower, higher):
-        losses = results[flags].column("loss")
-        assert losses != pytest.approx(one_process.column("loss"), rel=1e-6)
-        assert losses == pytest.approx(one_process.column("loss"), rel=0.03)
-    assert results[lower].column("grad_norm") != results[higher].column("grad_norm")
-    assert [record["step"] for record in results[between].evaluations] == [2, 4, 6]
-    assert results[between].column("loss") == pytest.approx(one_process.column("loss"), rel=1e-5)
+def test_bf16_is_near_fp32(one_process, tmp_path):
+    flags = "--param_dtype bf16 --reduce_dtype bf16".split()
+    lower = train_tiny_gpu(tmp_path / "lower", *flags, processes=2)
+    flags.append("--grad_reduce_in_fp32")
+    higher = train_tiny_gpu(tmp_path / "higher", *flags, processes=2)
+    for result in (lower, higher):
+        assert result.column("loss") != pytest.approx(one_process.column("loss"), rel=1e-6)
+        assert result.column("loss") == pytest.approx(one_process.column("loss"), rel=0.03)
+    assert lower.column("grad_norm") != higher.column("grad_norm")
+
+
+def test_evaluation_between_steps(one_process, tmp_path):
+    """ZeRO-2 keeps the weights gathered; stale ones must not be used after a step."""
+    flags = "--zero_dp_strategy 2 --test_step_interval 2 --ckpt_step_interval 3".split()
+    result = train_tiny_gpu(tmp_path, *flags, processes=2)
+    assert [record["step"] for record in result.evaluations] == [2, 4, 6]
+    assert result.column("loss") == pytest.approx(one_process.column("loss"), rel=1e-5)

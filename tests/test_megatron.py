@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.vit import build_vit, fsdp_units, initialize_module
-from tests.cli import TINY_MODEL, run_program, train_in_turn, train_tiny_gpu
+from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
 from tests.test_sharding import assert_same_training
 from training.arguments import model_config, parse_arguments
@@ -23,34 +23,28 @@ def fsdp2(tmp_path_factory):
     return train_tiny_gpu(tmp_path_factory.mktemp("fsdp2"))
 
 
-FORMS = {
-    1: {"": "Megatron-FSDP ZeRO-3, each block a unit, fp32 weights, mesh"},
-    2: {
-        "--zero_dp_strategy no_shard --no-overlap_grad_reduce": "no sharding",
-        "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce": "ZeRO-1",
-        "--no_reshard_after_forward --no_grad_ckpt": "ZeRO-2",
-        "--zero_dp_strategy 3 --meta_init": "fp32 weights, meta init",
-        "--dp_outer 2 --zero_dp_strategy 2": "mesh dp_outer 2 x dp_shard 1",
-        "--zero_dp_strategy 1 --no-overlap_grad_reduce --grad_accum_steps 2": "ZeRO-1",
-        "--grad_accum_steps 2": "ZeRO-3",
-        "--dp_outer 2 --zero_dp_strategy 2 --grad_accum_steps 2": "dp_outer 2 x dp_shard 1",
-    },
-    4: {
-        "--dp_outer 2 --outer_dp_sharding_strategy optim": "optimizer sharded over dp_outer",
-        "--dp_outer 2 --meta_init": "mesh dp_outer 2 x dp_shard 2",
-        "--dp_outer 2 --outer_dp_sharding_strategy 1 --grad_accum_steps 2": "over dp_outer too",
-    },
-}
-
-
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_forms_and_accumulation(processes, fsdp2, tmp_path):
-    """Accumulating over micro-batches equals the large batch, too."""
-    forms = FORMS[processes]
-    results = train_in_turn(tmp_path, list(forms), processes=processes, form="megatron")
-    for flags, result in results.items():
-        assert forms[flags] in result.run_file["backend"], flags
-        assert_same_training(result, fsdp2)
+@pytest.mark.parametrize(
+    ("processes", "flags", "told"),
+    [
+        (1, "", "Megatron-FSDP ZeRO-3, each block a unit, fp32 weights, mesh"),
+        (2, "--zero_dp_strategy no_shard --no-overlap_grad_reduce", "no sharding"),
+        (2, "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce", "ZeRO-1"),
+        (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
+        (2, "--zero_dp_strategy 3 --meta_init", "fp32 weights, meta init"),
+        (2, "--dp_outer 2 --zero_dp_strategy 2", "mesh dp_outer 2 x dp_shard 1"),
+        (4, "--dp_outer 2 --outer_dp_sharding_strategy optim", "optimizer sharded over dp_outer"),
+        (4, "--dp_outer 2 --meta_init", "mesh dp_outer 2 x dp_shard 2"),
+        # Accumulating over micro-batches equals the large batch, too.
+        (2, "--zero_dp_strategy 1 --no-overlap_grad_reduce --grad_accum_steps 2", "ZeRO-1"),
+        (2, "--grad_accum_steps 2", "ZeRO-3"),
+        (2, "--dp_outer 2 --zero_dp_strategy 2 --grad_accum_steps 2", "dp_outer 2 x dp_shard 1"),
+        (4, "--dp_outer 2 --outer_dp_sharding_strategy 1 --grad_accum_steps 2", "dp_outer too"),
+    ],
+)
+def test_form(processes, flags, told, fsdp2, tmp_path):
+    result = train(tmp_path, *flags.split(), processes=processes)
+    assert told in result.run_file["backend"]
+    assert_same_training(result, fsdp2)
 
 
 @pytest.mark.parametrize("fsdp", ["fsdp2", "megatron"])
@@ -93,22 +87,22 @@ def test_weights_after_sharding_are_those_before(processes, flags, tmp_path):
         assert not entry["exp_avg_sq"].any()
 
 
-def test_bf16_and_evaluation_between_steps(fsdp2, tmp_path):
-    fp32_weights = "--precision bf16 --reduce_dtype bf16"
-    bf16_weights = f"{fp32_weights} --no_preserve_fp32_weights"
-    between = "--test_step_interval 2 --ckpt_step_interval 3"
-    runs = [fp32_weights, bf16_weights, between]
-    results = train_in_turn(tmp_path, runs, processes=2, form="megatron")
+@pytest.mark.parametrize(("flag", "width"), [("", 4), ("--no_preserve_fp32_weights", 2)])
+def test_bf16_is_near_fp32(flag, width, fsdp2, tmp_path):
+    flags = f"--precision bf16 --reduce_dtype bf16 {flag}".split()
+    result = train(tmp_path, *flags)
+    assert result.column("loss") != pytest.approx(fsdp2.column("loss"), rel=1e-6)
+    assert result.column("loss") == pytest.approx(fsdp2.column("loss"), rel=0.03)
+    assert result.column("grad_norm") == pytest.approx(fsdp2.column("grad_norm"), rel=0.05)
     whole = fsdp2.run_file["state_bytes_per_device"]["parameters"]
-    for flags, width in ((fp32_weights, 4), (bf16_weights, 2)):
-        result = results[flags]
-        assert result.column("loss") != pytest.approx(fsdp2.column("loss"), rel=1e-6)
-        assert result.column("loss") == pytest.approx(fsdp2.column("loss"), rel=0.03)
-        assert result.column("grad_norm") == pytest.approx(fsdp2.column("grad_norm"), rel=0.05)
-        size = result.run_file["state_bytes_per_device"]["parameters"]
-        assert size == pytest.approx(width / 4 * whole / 2, rel=0.1)
-    assert [record["step"] for record in results[between].evaluations] == [2, 4, 6]
-    assert results[between].column("loss") == pytest.approx(fsdp2.column("loss"), rel=1e-5)
+    size = result.run_file["state_bytes_per_device"]["parameters"]
+    assert size == pytest.approx(width / 4 * whole / 2, rel=0.1)
+
+
+def test_evaluation_between_steps(fsdp2, tmp_path):
+    result = train(tmp_path, "--test_step_interval", "2", "--ckpt_step_interval", "3")
+    assert [record["step"] for record in result.evaluations] == [2, 4, 6]
+    assert result.column("loss") == pytest.approx(fsdp2.column("loss"), rel=1e-5)
 
 
 def test_mid_epoch_resume_is_exact(tmp_path):
