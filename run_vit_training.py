@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
 import os
 import sys
@@ -85,4 +86,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # a crash in compiled code tells which line of Python called it
     sys.exit(main())

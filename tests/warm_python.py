@@ -71,7 +71,7 @@ def run(job: dict, files: list[int], set_by_imports: dict[str, str]) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    faulthandler.enable()  # a crash shows where
+    faulthandler.enable()
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"] | set_by_imports)
