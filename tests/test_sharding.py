@@ -36,6 +36,7 @@ def test_spmd_on_several_devices(devices, one_device, tmp_path):
         "--no_reshard_after_forward",
         "--xla_fsdp nested --run_without_fsdp",
         "--no_grad_ckpt",
+        "--no-scan_blocks",
         "--mark_step_after_forward",
         "--mark_step_every_n_blocks 1",
         "--mark_step_every_n_blocks 1 --mark_step_after_forward --xla_fsdp nested",
@@ -54,7 +55,13 @@ def test_form_on_one_device(flags, one_device, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--run_without_fsdp", "--mark_step_every_n_blocks 1 --no_grad_ckpt"]
+    "flags",
+    [
+        "--run_without_fsdp",
+        "--run_without_fsdp --no-scan_blocks",
+        "--no-scan_blocks",
+        "--mark_step_every_n_blocks 1 --no_grad_ckpt",
+    ],
 )
 def test_form_on_two_devices(flags, one_device, tmp_path):
     assert_same_training(train_tiny(tmp_path, *flags.split(), devices=2), one_device)

@@ -98,6 +98,12 @@ def _add_xla(group: argparse._ArgumentGroup) -> None:
         help="nested: cut each block into shards on the host, before it reaches the device",
     )
     group.add_argument(
+        "--scan_blocks",
+        action=argparse.BooleanOptionalAction,
+        help="SPMD: all blocks as one loop in the graph, so that compile time does not grow with "
+        "depth (default: where --grad_ckpt is full and the graph is not cut between blocks)",
+    )
+    group.add_argument(
         "--mark_step_after_forward",
         action="store_true",
         help="cut the graph between forward and backward (TPU smem limit of very large models)",

@@ -31,6 +31,7 @@ class XlaBackend(abc.ABC):
     rank: int
     world_size: int
     compiles = True
+    _scans = False  # blocks run as one loop, which recomputes them by itself
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -88,7 +89,7 @@ class XlaBackend(abc.ABC):
                 if self._args.precision == "bf16":
                     compute_in_bf16(self._model)
                 continue
-            if self._args.grad_ckpt == "full":
+            if self._args.grad_ckpt == "full" and not self._scans:
                 checkpoint_module(unit)
             blocks.append(self._shard_block(model, name, unit))
             torch_xla.sync()  # the device takes this unit before the next one is made

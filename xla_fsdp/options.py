@@ -43,6 +43,23 @@ def fsdp_form(args: argparse.Namespace) -> str:
     return args.xla_fsdp
 
 
+def scans_blocks(args: argparse.Namespace) -> bool:
+    """Whether all blocks run as one loop in the graph: ``--scan_blocks``, with auto resolved."""
+    if args.scan_blocks is None:
+        return not _hinders_scan(args)
+    return args.scan_blocks
+
+
+def _hinders_scan(args: argparse.Namespace) -> str | None:
+    if fsdp_form(args) == "nested":
+        return "--xla_fsdp nested"
+    if args.grad_ckpt != "full":
+        return f"--grad_ckpt {args.grad_ckpt}"
+    if args.mark_step_every_n_blocks:
+        return "--mark_step_every_n_blocks"
+    return None
+
+
 def device_count(args: argparse.Namespace) -> int:
     """Devices the run will use, all hosts together, told without starting them."""
     if device_type() == "CPU":
@@ -58,6 +75,10 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--grad_ckpt selective needs --backend cuda: here it is full or none")
     if args.precision == "fp16":
         raise UsageError("--precision fp16 needs --backend cuda: on XLA use bf16")
+    if args.scan_blocks and _hinders_scan(args):
+        raise UsageError(
+            f"--scan_blocks does not go with {_hinders_scan(args)}: drop one of the two"
+        )
     nested_flags = [flag for flag, used in _NESTED_FLAGS.items() if used(args)]
     if nested_flags and args.run_without_fsdp:
         raise UsageError(f"{nested_flags[0]} shapes FSDP: drop it or --run_without_fsdp")

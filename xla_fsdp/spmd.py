@@ -8,6 +8,7 @@ names stay those of the plain model.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 
 import numpy as np
@@ -23,8 +24,13 @@ from data.loader import Batch
 from training.shards import Chunk, ShardedTensor
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
+from xla_fsdp.marks import Gather
+from xla_fsdp.options import scans_blocks
+from xla_fsdp.scanned_blocks import ScannedBlocks
 
 AXIS = "fsdp"
+Spec = tuple[str | None, ...]
+"""For each dimension the mesh axis it is cut along, None if it is not cut."""
 
 
 class SpmdBackend(XlaBackend):
@@ -34,6 +40,8 @@ class SpmdBackend(XlaBackend):
         count = self.device_count
         self._mesh = xs.Mesh(np.arange(count), (count,), (AXIS,))
         self._replicated_bytes = 0
+        self._scans = scans_blocks(args)
+        self._stacked: set[torch.Tensor] = set()
 
     @property
     def _rng_stream(self) -> int:
@@ -44,6 +52,7 @@ class SpmdBackend(XlaBackend):
             form = "SPMD data parallel, parameters replicated (--run_without_fsdp)"
         else:
             form = "SPMD FSDP (ZeRO-3), each block a unit"
+            form += ", scanned" if self._scans else ""
             if self._replicated_bytes:
                 form += (
                     f", {self._replicated_bytes:,} bytes of parameters replicated "
@@ -54,9 +63,51 @@ class SpmdBackend(XlaBackend):
     # -- sharding ---------------------------------------------------------------------
 
     def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
+        if self._scans:
+            return self._stack_block(model, name, block)
         self._place(block)
         after_forward(block, self._mark_batch)
         return block
+
+    def _stack_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
+        """Move a block's values into the stack; the last one leaves the stack in their place."""
+        blocks: nn.Sequential = model.blocks  # type: ignore[assignment]
+        index = int(name.removeprefix("blocks."))
+        if index == 0:
+            self._stack = ScannedBlocks(
+                blocks,
+                stack=self._stacked_zeros,
+                constant=self._constant,
+                mark_batch=self._mark_batch,
+                gather=self._gather,
+                bf16=self._args.precision == "bf16",
+            )
+        self._stack.fill(index, block, self._send)
+        block.to("meta")  # the host needs no second copy
+        if index + 1 == len(blocks):
+            model.blocks = self._stack
+        return block
+
+    def _stacked_zeros(self, parameter: torch.Tensor, depth: int) -> nn.Parameter:
+        stacked = nn.Parameter(torch.zeros((depth, *parameter.shape), device=self._device))
+        spec = self._spec(parameter.shape)
+        if not any(spec):
+            self._replicated_bytes += stacked.nbytes
+        self._mark(stacked, (None, *spec))
+        self._stacked.add(stacked)
+        return stacked
+
+    def _spec_of(self, parameter: torch.Tensor) -> Spec:
+        if parameter in self._stacked:
+            return (None, *self._spec(parameter.shape[1:]))
+        return self._spec(parameter.shape)
+
+    def _gather(self, weight: torch.Tensor) -> torch.Tensor:
+        lower = self._args.precision == "bf16" and weight.dim() > 1
+        dtype = torch.bfloat16 if lower else weight.dtype
+        cut = functools.partial(self._mark, spec=self._spec(weight.shape))
+        whole = functools.partial(self._mark, spec=(None,) * weight.dim())
+        return Gather.apply(weight, dtype, cut, whole)
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model)
@@ -75,7 +126,7 @@ class SpmdBackend(XlaBackend):
                 xs.mark_sharding(placed, self._mesh, spec)
                 part._parameters[key] = placed
 
-    def _spec(self, shape: torch.Size) -> tuple[str | None, ...]:
+    def _spec(self, shape: torch.Size) -> Spec:
         """Cut along the largest dimension that the devices divide, if there is one."""
         divisible = [d for d, size in enumerate(shape) if size % self.device_count == 0]
         if self._args.run_without_fsdp or not divisible:
@@ -83,20 +134,28 @@ class SpmdBackend(XlaBackend):
         cut = max(divisible, key=lambda d: shape[d])
         return tuple(AXIS if d == cut else None for d in range(len(shape)))
 
-    def _mark_batch(self, x: torch.Tensor) -> torch.Tensor:
-        xs.mark_sharding(x, self._mesh, (AXIS,) + (None,) * (x.dim() - 1))
+    def _mark(self, x: torch.Tensor, spec: Spec) -> torch.Tensor:
+        xs.mark_sharding(x, self._mesh, spec)
         return x
+
+    def _mark_batch(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mark(x, (AXIS,) + (None,) * (x.dim() - 1))
+
+    def _send(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter's values from the host to the devices, cut."""
+        sharding = xs.ShardingSpec(self._mesh, self._spec(parameter.shape))
+        return xm.send_cpu_data_to_device(parameter, self._device, sharding)[0]
 
     def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         zeros = torch.zeros_like(parameter, requires_grad=False)
-        xs.mark_sharding(zeros, self._mesh, self._spec(parameter.shape))
-        return zeros
+        return self._mark(zeros, self._spec_of(parameter))
 
     def _scalar(self, value: float) -> torch.Tensor:
+        return self._constant(torch.tensor(value))
+
+    def _constant(self, values: torch.Tensor) -> torch.Tensor:
         # Marked, because results of a step are: an unmarked one would compile anew.
-        scalar = torch.tensor(value).to(self._device)
-        xs.mark_sharding(scalar, self._mesh, ())
-        return scalar
+        return self._mark(values.to(self._device), (None,) * values.dim())
 
     # -- a step -----------------------------------------------------------------------
 
@@ -134,22 +193,44 @@ class SpmdBackend(XlaBackend):
         chunks: dict[tuple[int, ...], Chunk] = {}
         for shard in XLAShardedTensor(tensor).local_shards:
             if shard.indices is Ellipsis:
-                return {name: shard.data}
+                return _by_plain_name(name, shard.data)
             offsets = tuple(index.start for index in shard.indices)
             chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: _spec cuts evenly
-        return {name: ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))}
+        return _by_plain_name(
+            name, ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
+        )
 
     def _to_device(self, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
-        (values,) = saved
-        if not isinstance(values, ShardedTensor):  # on one device, or replicated
-            replicated = values.to(self._device)
-            xs.mark_sharding(replicated, self._mesh, (None,) * values.dim())
+        stacked = tensor.dim() > saved[0].dim()
+        cut = [each for each in saved if isinstance(each, ShardedTensor)]
+        if not cut:  # on one device, or replicated
+            values = torch.stack(saved) if stacked else saved[0]
+            replicated = self._constant(values)
             with torch.no_grad():  # (torch_xla's _replace_xla_tensor is undone by the next sync)
                 tensor.copy_(replicated)
             return
         target = XLAShardedTensor(tensor.detach())
         shards: list[XLAShard] = target.local_shards
         for shard in shards:
-            offsets = tuple(index.start for index in shard.indices)
-            (shard.data,) = (c.data for c in values.chunks if c.offsets == offsets)
+            offsets = tuple(index.start for index in shard.indices)[stacked:]
+            parts = [c.data for each in cut for c in each.chunks if c.offsets == offsets]
+            shard.data = torch.stack(parts) if stacked else parts[0]
         target.load_local_shards_(shards)
+
+
+_STACKED = "blocks.block."
+
+
+def _by_plain_name(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Under its own name, or if stacked: each block's part under the name in the plain model."""
+    if not name.startswith(_STACKED):
+        return {name: value}
+    names = [f"blocks.{i}.{name.removeprefix(_STACKED)}" for i in range(len(value))]
+    if not isinstance(value, ShardedTensor):
+        return dict(zip(names, value, strict=True))
+    return {
+        plain: ShardedTensor(
+            value.shape[1:], value.dtype, [Chunk(c.offsets[1:], c.data[i]) for c in value.chunks]
+        )
+        for i, plain in enumerate(names)
+    }

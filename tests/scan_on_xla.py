@@ -1,0 +1,89 @@
+"""Prints, as JSON, what the loop over blocks computes beside the blocks one after the other."""
+
+import functools
+import json
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from timm.layers import DropPath
+from torch import nn
+
+from xla_fsdp.marks import Gather
+from xla_fsdp.scanned_blocks import ScannedBlocks
+
+DEPTH, WIDTH = 4, 64
+
+
+class Scale(nn.Module):
+    """x * weight, some of it dropped: its gradient is the mask times the weight."""
+
+    def __init__(self, rate: float, drop_path: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.rand(WIDTH))
+        self.dropout = nn.Dropout(rate)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x):
+        return self.drop_path(self.dropout(x * self.weight))
+
+
+def scanned(blocks: nn.Sequential) -> ScannedBlocks:
+    def same(x):
+        return x
+
+    stack = ScannedBlocks(
+        blocks,
+        stack=lambda p, depth: nn.Parameter(torch.zeros((depth, *p.shape), device="xla")),
+        constant=lambda values: values.to("xla"),
+        mark_batch=same,
+        gather=lambda w: Gather.apply(w, w.dtype, same, same),
+        bf16=False,
+    )
+    for index, block in enumerate(blocks):
+        stack.fill(index, block, lambda values: values.to("xla"))
+    return stack
+
+
+def run(stack: ScannedBlocks, x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, and the gradient of its sum with respect to the input."""
+    xm.set_rng_state(seed)
+    x = x.to("xla").requires_grad_()
+    y = stack(x)
+    (grad,) = torch.autograd.grad(y.sum(), [x])
+    torch_xla.sync()
+    return y.cpu(), grad.cpu()
+
+
+def main() -> None:
+    torch_xla.device()
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Scale(0.0, 0.0) for _ in range(DEPTH)])
+    x = torch.rand(256, WIDTH)
+    product = functools.reduce(torch.mul, [block.weight for block in plain]).detach()
+    y, grad = run(scanned(plain).train(), x, 1)
+    found: dict[str, object] = {
+        "value": (y - x * product).abs().max().item(),
+        "gradient": (grad - product).abs().max().item(),
+    }
+    for name, rates, paths in (("dropout", 0.2, [0.0] * 4), ("drop_path", 0.0, [0, 0.1, 0.2, 0.4])):
+        stack = scanned(nn.Sequential(*[Scale(rates, path) for path in paths])).train()
+        weights = stack.block.weight.detach().cpu().prod(dim=0)
+        y, grad = run(stack, x, 1)
+        again, _ = run(stack, x, 1)
+        other, _ = run(stack, x, 2)
+        found[name] = {
+            "kept": (y != 0).float().mean().item(),
+            "masks_differ_back": ((grad * x - y).abs() > 1e-4).float().mean().item(),
+            "repeated": torch.equal(y, again),
+            "other_seed_same": torch.equal(y, other),
+            "scale": (y / (x * weights)).max().item(),
+        }
+        stack.eval()
+        with torch.no_grad():
+            found[name]["eval_kept"] = (stack(x.to("xla")).cpu() != 0).float().mean().item()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
