@@ -1,5 +1,6 @@
 """launch.xla_dist over a stand-in for gcloud, whose workers are processes of this machine."""
 
+import ast
 import json
 import os
 import shlex
@@ -87,6 +88,16 @@ def test_dry_run_prints_what_would_be_run(pod):
         assert run.stdout is not None
         assert run.stdout.read() == b"<it's>\n"
         assert run.wait() == 0
+
+
+def test_the_workers_end_needs_no_new_python():
+    """Images of TPU VMs bring 3.8 or 3.10; what runs there is this file alone."""
+    source = (ROOT / "launch" / "pod_worker.py").read_text()
+    tree = ast.parse(source, feature_version=(3, 8))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
+                for alias in node.names}  # fmt: skip
+    assert imported <= sys.stdlib_module_names
+    assert "from launch" not in source
 
 
 # -- failure, signals, restarts -------------------------------------------------------

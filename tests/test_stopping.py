@@ -3,12 +3,14 @@
 import pickle
 import signal
 import threading
+import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
 import pytest
 
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny, train_tiny_gpu
+from tests.test_launch_gpu import TORCHRUN, finish, start
 from training.stopping import process_signals
 
 # Nine steps, two epochs, dropout; loader processes from where the test says so.
@@ -29,23 +31,37 @@ def stop(monkeypatch, ckpt_dir, signal_at, *flags, processes=1):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=list(BACKENDS))
-def backend(request, tmp_path_factory):
-    """Its flags and processes, and the run that was not stopped."""
-    flags, processes, train = BACKENDS[request.param]
-    how = {"processes": processes} if processes > 1 else {}
-    folder = tmp_path_factory.mktemp("whole")
-    return flags.split(), how, train, train(folder, *RUN, *flags.split(), **how)
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory):
+    """Run once a backend: what the stopped and resumed run has to equal."""
+    done = {}
+
+    def run(name):
+        if name not in done:
+            flags, processes, train = BACKENDS[name]
+            how = {"processes": processes} if processes > 1 else {}
+            done[name] = train(tmp_path_factory.mktemp(name), *RUN, *flags.split(), **how)
+        return done[name]
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("name", "workers", "code"), [("SIGTERM", "1", 143), ("SIGINT", "0", 130), ("SIGINT", "1", 130)]
+    ("backend", "name", "workers", "code"),
+    [
+        ("xla", "SIGTERM", "0", 143),
+        ("xla", "SIGINT", "1", 130),
+        ("nested", "SIGTERM", "1", 143),
+        ("cuda", "SIGTERM", "1", 143),
+        ("cuda", "SIGINT", "0", 130),
+    ],
 )
-def test_stop_and_resume(backend, name, workers, code, tmp_path, monkeypatch):
+def test_stop_and_resume(backend, name, workers, code, whole_runs, tmp_path, monkeypatch):
     """With several processes, only the last one gets the signal, in step 6."""
-    flags, how, train, whole = backend
-    flags = [*flags, "--num_workers", workers]
-    processes = how.get("processes", 1)
+    flags, processes, train = BACKENDS[backend]
+    flags = [*flags.split(), "--num_workers", workers]
+    how = {"processes": processes} if processes > 1 else {}
+    whole = whole_runs(backend)
     stopped = stop(monkeypatch, tmp_path, f"{processes - 1} 6 {name}", *flags, **how)
     step = 6 if processes == 1 else 7  # the others learn of it one step later
     assert f"training stopped by {name}: step {step}," in stopped.stdout, stopped.stderr
@@ -63,6 +79,25 @@ def test_stop_and_resume(backend, name, workers, code, tmp_path, monkeypatch):
     for column in ("loss", "grad_norm", "lr"):
         assert resumed.column(column) == whole.column(column)
     assert resumed.evaluations == whole.evaluations
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_torchrun_told_to_end(name, tmp_path):
+    """It tells all processes of all process groups, loaders too, and waits."""
+    source = ["--data_dir", DIGITS, "--ckpt_dir", tmp_path, *TINY_MODEL, *TINY_RUN]
+    endless = "--num_epochs 9999 --max_steps 99999 --num_workers 1".split()
+    run = start(TORCHRUN, *source, *endless, NPROC_PER_NODE="2")
+    metrics = tmp_path / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        assert run.poll() is None
+        time.sleep(0.05)
+    run.send_signal(signal.Signals[name])
+    code, stdout, stderr = finish(run)
+    assert code != 0
+    assert stdout.count(f"training stopped by {name}: step ") == 1, stderr
+    (checkpoint,) = tmp_path.glob("step_*")
+    assert f"checkpoint {checkpoint}; the same command resumes there" in stdout
+    assert "DataLoader worker" not in stderr
 
 
 def test_no_second_checkpoint_of_the_same_step(tmp_path, monkeypatch):
