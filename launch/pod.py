@@ -47,6 +47,7 @@ class Worker:
 
     def __init__(self, index: int, command: Sequence[str], pod: Pod) -> None:
         self.index, self._pod = index, pod
+        self._log = (pod.log_dir / f"worker_{index}.log").open("ab", buffering=0)
         # In a session of its own: Ctrl-C would end the client, and tell the program nothing.
         self._client = subprocess.Popen(
             command, start_new_session=True,
@@ -58,8 +59,8 @@ class Worker:
         client = self._client
         assert client.stdout is not None
         assert client.stderr is not None
-        with (self._pod.log_dir / f"worker_{self.index}.log").open("ab", buffering=0) as log:
-            arguments = ((client.stdout, sys.stdout, log), (client.stderr, sys.stderr, log))
+        with self._log:
+            arguments = ((client.stdout, sys.stdout), (client.stderr, sys.stderr))
             readers = [threading.Thread(target=self._copy, args=each) for each in arguments]
             for reader in readers:
                 reader.start()
@@ -68,9 +69,10 @@ class Worker:
         code = client.wait()
         self._pod.events.put((self, code if code >= 0 else 128 - code))
 
-    def _copy(self, source: IO[bytes], target: IO[str], log: IO[bytes]) -> None:
+    def _copy(self, source: IO[bytes], target: IO[str]) -> None:
         for line in lines(source):
-            log.write(line + b"\n")
+            with contextlib.suppress(OSError):  # a full disk here stops no training there
+                self._log.write(line + b"\n")
             self._pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
 
     def send(self, number: int) -> None:
