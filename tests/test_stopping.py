@@ -22,6 +22,9 @@ BACKENDS = {
 }
 
 
+ALONE = "--backend cuda --num_workers 1".split()  # the quickest: one process, nothing to compile
+
+
 def stop(monkeypatch, ckpt_dir, signal_at, *flags, processes=1):
     """The run of ``flags`` with signals in a step: the finished program."""
     monkeypatch.setenv("SIGNAL_AT", signal_at)
@@ -101,7 +104,7 @@ def test_torchrun_told_to_end(name, tmp_path):
 
 
 def test_no_second_checkpoint_of_the_same_step(tmp_path, monkeypatch):
-    flags = "--ckpt_step_interval 3 --cpu_devices 1".split()
+    flags = [*ALONE, "--ckpt_step_interval", "3"]
     stopped = stop(monkeypatch, tmp_path, "0 6 SIGTERM", *flags)
     assert stopped.returncode == 143
     assert stopped.stdout.count("checkpoint: ") == 2
@@ -109,7 +112,7 @@ def test_no_second_checkpoint_of_the_same_step(tmp_path, monkeypatch):
 
 
 def test_second_sigint_acts_at_once(tmp_path, monkeypatch):
-    stopped = stop(monkeypatch, tmp_path, "0 6 SIGTERM SIGTERM SIGINT", "--num_workers", "1")
+    stopped = stop(monkeypatch, tmp_path, "0 6 SIGTERM SIGTERM SIGINT", *ALONE)
     assert stopped.returncode == 130
     assert "stopping after this step" in stopped.stderr
     assert stopped.stderr.endswith("run_vit_training.py: interrupted\n")
@@ -118,13 +121,13 @@ def test_second_sigint_acts_at_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", -signal.SIGTERM), ("SIGINT", 130)])
 def test_before_the_first_step_is_done(name, code, tmp_path, monkeypatch):
-    stopped = stop(monkeypatch, tmp_path, f"0 1 {name}")
+    stopped = stop(monkeypatch, tmp_path, f"0 1 {name}", *ALONE)
     assert stopped.returncode == code
     assert not list(tmp_path.glob("step_*"))
 
 
 def test_signal_in_the_last_step_completes_the_run(tmp_path, monkeypatch):
-    done = stop(monkeypatch, tmp_path, "0 9 SIGTERM", "--num_workers", "1")
+    done = stop(monkeypatch, tmp_path, "0 9 SIGTERM", *ALONE)
     assert done.returncode == 0
     assert "training completed: step 9" in done.stdout
 
