@@ -12,7 +12,7 @@ from typing import Any
 
 from training.arguments import DEFAULT_MODEL, build_parser, model_config
 from training.backend_arguments import check_foreign_flags
-from training.errors import UsageError
+from training.errors import StoppedBySignal, UsageError
 
 
 def choose_backend(choice: str) -> str:
@@ -79,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":  # of all that torchrun started, one says it
             print(f"run_vit_training.py: error: {error}", file=sys.stderr)
         return 2
+    except StoppedBySignal as stop:
+        return stop.exit_code
     except KeyboardInterrupt:
         print("run_vit_training.py: interrupted", file=sys.stderr)
         return 130

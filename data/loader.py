@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -31,6 +34,20 @@ class BatchLoader(Protocol):
         """The batches of ``epoch`` from ``first_batch`` on."""
 
 
+def _outlive_signals(_worker_id: int) -> None:
+    """Of a stop, only the training process decides: until its checkpoint is written, it needs
+    its loader, but Ctrl-C and torchrun send their signals to all processes of the group."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_told_by(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
 class DatasetLoader:
     """Loads a map-style dataset with worker processes that live for the whole run.
 
@@ -46,6 +63,7 @@ class DatasetLoader:
             batch_sampler=sampler,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
+            worker_init_fn=_outlive_signals,
         )
 
     def __len__(self) -> int:

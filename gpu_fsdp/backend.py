@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from gpu_fsdp import chips, options, te_block
 from gpu_fsdp.blocks import checkpoint_activations, compile_block
 from training.backend import InitializeModule, pass_seed
 from training.checkpoint import SafeReader, quiet_dcp
+from training.stopping import largest_of_all
 
 OUTER, SHARD = "dp_outer", "dp_shard"
 
@@ -205,6 +206,9 @@ class GpuBackend(abc.ABC):
 
     def barrier(self) -> None:
         dist.barrier()
+
+    def largest_of_all(self, value: int) -> Callable[[], int]:
+        return largest_of_all(value)
 
     # -- reports ----------------------------------------------------------------------
 

@@ -2,6 +2,7 @@ import pytest
 
 from data.digits import write_digits
 from tests.cli import DIGITS
+from tests.pod_stand_in import StandIn
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -11,3 +12,11 @@ def digits():
         DIGITS.parent.mkdir(exist_ok=True)
         write_digits(DIGITS)
     return DIGITS
+
+
+@pytest.fixture
+def pod(tmp_path):
+    """Four workers; what runs on them must have ended with the test."""
+    pod = StandIn(tmp_path)
+    yield pod
+    assert not pod.left_running()

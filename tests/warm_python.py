@@ -21,6 +21,7 @@ import socket
 import sys
 
 MESSAGE_BYTES = 1 << 20
+PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 
 
 def ask(argv: list[str]) -> int:
@@ -29,6 +30,9 @@ def ask(argv: list[str]) -> int:
         server.connect(os.environ["WARM_PYTHON"])
         job = {"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ)}
         socket.send_fds(server, [json.dumps(job).encode()], [0, 1, 2])
+        program = int(server.recv(MESSAGE_BYTES))
+        for number in PASSED_ON:
+            signal.signal(number, lambda number, _: os.killpg(program, number))
         return int(server.recv(MESSAGE_BYTES))
 
 
@@ -57,6 +61,7 @@ def serve(listener: socket.socket, parent: int) -> tuple[dict, list[int]]:
 
 def watch(child: int, connection: socket.socket) -> None:
     """Tell the exit code; end the child if the one who asked has gone."""
+    connection.send(str(child).encode())
     ended = os.pidfd_open(child)
     ready, _, _ = select.select([ended, connection], [], [])
     if ended not in ready:
@@ -88,6 +93,7 @@ def main(argv: list[str]) -> int:
     if argv[0] != "--serve":
         code = ask(argv)
         if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         return code
     _, path, parent, *modules = argv

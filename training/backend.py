@@ -90,6 +90,9 @@ class Backend(Protocol):
     def barrier(self) -> None:
         """Until every process is here."""
 
+    def largest_of_all(self, value: int) -> Callable[[], int]:
+        """Begin to find the largest value of all processes, on the hosts; the result waits."""
+
     def counters(self) -> dict[str, int]:
         """Running counts worth logging: compilations, transfers, ..."""
 

@@ -22,6 +22,7 @@ from training.prefetch import prefetch
 from training.profiling import StepProfiler
 from training.reports import Interval, Reports
 from training.schedule import WarmupCosine
+from training.stopping import StopRequest
 
 
 def forward_backward(
@@ -50,6 +51,7 @@ class Trainer:
     reports: Reports
     last_step: int
     profiler: StepProfiler
+    stop: StopRequest
     classes: list[str] | None
     """Names by label, for the checkpoints."""
     best: tuple[float, int] = (-1.0, 0)
@@ -59,7 +61,10 @@ class Trainer:
     saved: Path | None = None
 
     def train(self, start: Position) -> Path | None:
-        """Train from ``start`` to the last step; returns the newest checkpoint written."""
+        """Train from ``start`` to the last step, or until a signal stops it.
+
+        Returns the newest checkpoint written.
+        """
         args, backend, reports = self.args, self.backend, self.reports
         step = start.step
         first_batch = start.images_in_epoch // args.batch_size
@@ -87,9 +92,14 @@ class Trainer:
                         reports.log(step, epoch + 1, lr, pace, values)
                         self.interval = Interval()
                     reports.step_done()
+                    if is_first:
+                        self.stop.first_step_done()
 
                     if step >= self.last_step:
                         break
+                    if self.stop.due():
+                        self._save(step, epoch, batch_index)
+                        return self.saved
                     if args.ckpt_step_interval and step % args.ckpt_step_interval == 0:
                         self._save(step, epoch, batch_index)
                         self.interval = Interval()

@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import platform
+import signal
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,12 +21,13 @@ from models.vit import build_vit, fsdp_units, initialize_module, train_flops_per
 from training.arguments import model_config
 from training.backend import Backend
 from training.checkpoint import Position, SavedRun, find_resume
-from training.errors import UsageError
+from training.errors import StoppedBySignal, UsageError
 from training.loop import Trainer
 from training.metrics import METRICS_FILE, evaluations
 from training.profiling import PROFILE_DIR, StepProfiler
 from training.reports import Reports
 from training.schedule import WarmupCosine
+from training.stopping import StopRequest
 from training.validation import check_model, check_run, check_same_model
 
 RUN_FILE = "run.json"
@@ -81,6 +83,7 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
         wandb_project=args.wandb,
         arguments=vars(args),
     )
+    stop = StopRequest(backend)
     try:
         reports.say(f"data: {plan.data}")
         plain = build_vit(config)
@@ -94,9 +97,10 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
         profiler = StepProfiler(args.profile, Path(args.ckpt_dir) / PROFILE_DIR, backend.rank)
         trainer = Trainer(
             args, model, train_loader, val_loader, backend, schedule, reports, last_step,
-            profiler, plan.data.classes, plan.best,
+            profiler, stop, plan.data.classes, plan.best,
         )  # fmt: skip
-        saved = trainer.train(start)
+        with stop:
+            saved = trainer.train(start)
         profiler.close()
         if args.profile:
             _say_profile(reports, args, profiler)
@@ -106,6 +110,11 @@ def run(plan: Plan, args: argparse.Namespace, backend: Backend) -> None:
         raise UsageError(str(error).strip().splitlines()[-1]) from None
     finally:
         curves = reports.close()
+    if stop.number:
+        if backend.is_main:
+            _say_stopped(args, stop, saved)
+        backend.barrier()  # torchrun ends all when one has ended
+        raise StoppedBySignal(stop.number)
     if backend.is_main:
         _say_summary(args, plan, reports, last_step, saved, curves)
 
@@ -186,6 +195,18 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _say_stopped(args: argparse.Namespace, stop: StopRequest, saved: Path | None) -> None:
+    assert saved is not None  # a stop saves
+    again = "the same command"
+    if args.resume != "auto" or args.resume_epoch:
+        again += " with --resume auto"
+    print(
+        f"training stopped by {signal.Signals(stop.number).name}: step {saved.name[5:]}, "
+        f"checkpoint {saved}; {again} resumes there",
+        flush=True,
+    )
 
 
 def _say_summary(

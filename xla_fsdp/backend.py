@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from torch_xla.distributed.fsdp import checkpoint_module
 
 from training.backend import InitializeModule, pass_seed
 from training.checkpoint import SafeReader, quiet_dcp
+from training.stopping import largest_of_all
 from xla_fsdp import chips
 from xla_fsdp.blocks import compute_in_bf16, cut_every
 from xla_fsdp.optimizer import build_adamw, set_lr
@@ -150,6 +151,9 @@ class XlaBackend(abc.ABC):
     def barrier(self) -> None:
         if dist.is_initialized():  # by launch, where there are several processes
             dist.barrier()
+
+    def largest_of_all(self, value: int) -> Callable[[], int]:
+        return largest_of_all(value)
 
     # -- reports ----------------------------------------------------------------------
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable
+from types import FrameType
 
 from training.backend import Backend
+from training.stopping import ProcessSignals, process_signals
 from xla_fsdp.options import device_type, fsdp_form
 
 Run = Callable[[argparse.Namespace, Backend], None]
@@ -22,7 +26,17 @@ def launch(run: Run, args: argparse.Namespace) -> None:
         _run_spmd(run, args)
     else:
         single = device_type() == "CPU"
-        torch_xla.launch(_run_nested, args=(run, args), debug_single_process=single)
+        if not single:
+            signal.signal(signal.SIGTERM, _tell_children)
+        torch_xla.launch(
+            _run_nested, args=(process_signals, run, args), debug_single_process=single
+        )
+
+
+def _tell_children(number: int, frame: FrameType | None) -> None:
+    """Who is told to end is the parent (of Ctrl-C, all are): it ends with its children."""
+    for child in multiprocessing.active_children():
+        child.terminate()
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -47,7 +61,8 @@ def _run_spmd(run: Run, args: argparse.Namespace) -> None:
     run(args, SpmdBackend(args))
 
 
-def _run_nested(index: int, run: Run, args: argparse.Namespace) -> None:
+def _run_nested(index: int, _installed: ProcessSignals, run: Run, args: argparse.Namespace) -> None:
+    """``_installed`` comes along to be unpickled, see there."""
     _prepare(args)
     from xla_fsdp.nested import NestedBackend
 

@@ -1,0 +1,1 @@
+"""Starting the program on many machines: TPU pods, GPU nodes, Slurm, GKE."""

@@ -1,0 +1,175 @@
+"""The workers of a pod as local processes, one ssh client each: output, signals, their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")  # a last \r may be half of \r\n
+_BAR_SECONDS = 10.0
+"""Of a progress bar, which ends its lines with \\r, a line in so many seconds is shown."""
+_CLIENT_SECONDS = 15.0
+"""For a client to tell that its program was killed; then the connection is given up."""
+
+
+def lines(source: IO[bytes]) -> Iterator[bytes]:
+    """Complete lines as they come, without their ends; few of those that overwrite another."""
+    rest, shown = b"", float("-inf")
+    while data := os.read(source.fileno(), 65536):
+        rest += data
+        start = 0
+        for end in _LINE_END.finditer(rest):
+            line, is_bar = rest[start : end.start()], end.group() == b"\r"
+            start = end.end()
+            if is_bar:
+                if not line.strip() or time.monotonic() - shown < _BAR_SECONDS:
+                    continue
+                shown = time.monotonic()
+            yield line
+        rest = rest[start:]
+    if rest.strip():
+        yield rest.rstrip(b"\r")
+
+
+class Worker:
+    """One ssh client. Its stdin is held open: the far end stops the program when it closes."""
+
+    def __init__(self, index: int, command: Sequence[str], pod: Pod) -> None:
+        self.index, self._pod = index, pod
+        self._log = (pod.log_dir / f"worker_{index}.log").open("ab", buffering=0)
+        # In a session of its own: Ctrl-C would end the client, and tell the program nothing.
+        self._client = subprocess.Popen(
+            command, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        client = self._client
+        assert client.stdout is not None
+        assert client.stderr is not None
+        with self._log:
+            arguments = ((client.stdout, sys.stdout), (client.stderr, sys.stderr))
+            readers = [threading.Thread(target=self._copy, args=each) for each in arguments]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+        code = client.wait()
+        self._pod.events.put((self, code if code >= 0 else 128 - code))
+
+    def _copy(self, source: IO[bytes], target: IO[str]) -> None:
+        for line in lines(source):
+            with contextlib.suppress(OSError):  # a full disk here stops no training there
+                self._log.write(line + b"\n")
+            self._pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
+
+    def send(self, number: int) -> None:
+        """A signal for the program, over the connection; before there is one, it waits for it."""
+        assert self._client.stdin
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._client.stdin.fileno(), f"{signal.Signals(number).name}\n".encode())
+
+    def disconnect(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._client.pid, signal.SIGKILL)
+
+
+class Pod:
+    """All workers: ``run`` starts them, and returns when none is left."""
+
+    def __init__(self, log_dir: Path, grace: float) -> None:
+        self.log_dir, self._grace = log_dir, grace
+        self.events: queue.SimpleQueue[tuple[Worker, int] | int] = queue.SimpleQueue()
+        """A worker's end with its exit code, or a signal to this process."""
+        self.stopped = False
+        """By a signal to this process: not to be started again."""
+        self._writing = threading.Lock()
+        self._running: set[Worker] = set()
+        self._deadline: tuple[float, int] | None = None
+        """When to send SIGKILL; 0 in the place of the signal: to give up the connections."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.events.put(number)
+
+    def write(self, text: str, target: IO[str]) -> None:
+        with self._writing, contextlib.suppress(OSError):  # a closed terminal stops no training
+            target.write(text + "\n")
+            target.flush()
+
+    def say(self, text: str) -> None:
+        self.write(f"xla_dist: {text}", sys.stderr)
+
+    def run(self, commands: Sequence[Sequence[str]]) -> int:
+        """Returns 0, or the exit code of the first worker that failed."""
+        self._deadline = None
+        self._running = {Worker(i, command, self) for i, command in enumerate(commands)}
+        failed = 0
+        while self._running:
+            try:
+                event = self.events.get(timeout=self._seconds_left())
+            except queue.Empty:
+                self._kill()
+                continue
+            if isinstance(event, int):
+                self._pass_on(event)
+                continue
+            worker, code = event
+            self._running.remove(worker)
+            if code and not failed:
+                failed = code
+                if not self.stopped:
+                    self._end_others(worker, code)
+        return failed
+
+    def _seconds_left(self) -> float | None:
+        return max(0.0, self._deadline[0] - time.monotonic()) if self._deadline else None
+
+    def _end_others(self, worker: Worker, code: int) -> None:
+        log = self.log_dir / f"worker_{worker.index}.log"
+        ending = f"; ending the other {len(self._running)}" if self._running else ""
+        self.say(f"worker {worker.index} failed with exit code {code}, see {log}{ending}")
+        self._send(signal.SIGTERM)
+        self._deadline = time.monotonic() + self._grace, signal.SIGKILL
+
+    def _pass_on(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self.stopped and number == signal.SIGINT:
+            self.say("Ctrl-C again: killing the programs on the workers")
+            self._kill()
+            return
+        if not self.stopped:
+            self.say(
+                f"{name} passed on to {len(self._running)} worker(s), which may write a "
+                "checkpoint and end by themselves; Ctrl-C (again) kills them"
+            )
+        self.stopped = True
+        self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def _kill(self) -> None:
+        if self._deadline and self._deadline[1] == 0:
+            for worker in self._running:
+                self.say(f"worker {worker.index} does not answer, disconnecting")
+                worker.disconnect()
+            self._deadline = None
+            return
+        self._send(signal.SIGKILL)
+        self._deadline = time.monotonic() + _CLIENT_SECONDS, 0
+
+    def _send(self, number: int) -> None:
+        for worker in self._running:
+            worker.send(number)

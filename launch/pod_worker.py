@@ -1,0 +1,134 @@
+"""One worker's end of ``launch.xla_dist``: runs the program, which never outlives its launcher.
+
+xla_dist sends the text of this file along with the command, so a worker needs nothing but Python
+3.8. The connection's stdin is the leash: a line is the name of a signal for the program's process
+group; its end, by a broken connection or a dead launcher, stops the program. Neither would reach
+it otherwise: ssh passes no signals on, and sshd lets programs live when a connection breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+JOB = "XLA_DIST_JOB"
+"""Set for the program and all that it starts: by it they are found again."""
+LOST = 254
+"""Exit code of a connection that comes too late. (ssh's own errors end with 255.)"""
+
+
+def main(task: dict) -> int:
+    claimed = claim(f"{task['job']}-{task['attempt']}")
+    ended = end_programs(None if task["end_all"] else task["job"], task["grace"])
+    if ended:
+        say(f"ended {ended} process(es) that were left here")
+    if not claimed:
+        say("the connection to this worker broke; its program was stopped")
+        return LOST
+    try:
+        program = subprocess.Popen(
+            task["command"], env={**os.environ, **task["env"], JOB: task["job"]},
+            cwd=os.path.expanduser(task["workdir"]), start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    except OSError as error:
+        say(f"error: cannot start {task['command'][0]}: {error}")
+        return 127
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: send(program.pid, signal.SIGTERM))
+    threading.Thread(target=obey, args=(program.pid, task["grace"]), daemon=True).start()
+    assert program.stdout is not None
+    assert program.stderr is not None
+    pumps = [
+        threading.Thread(target=pump, args=(source.fileno(), target), daemon=True)
+        for source, target in ((program.stdout, 1), (program.stderr, 2))
+    ]
+    for thread in pumps:
+        thread.start()
+    code = program.wait()
+    send(program.pid, signal.SIGKILL)  # what it leaves behind would hold the chips
+    for thread in pumps:
+        thread.join(10)  # unless a process that left the group holds the pipe
+    # gcloud takes 255 for a broken connection, and would start the program anew.
+    return min(code if code >= 0 else 128 - code, LOST)
+
+
+def claim(name: str) -> bool:
+    """Whether this is the first connection of a run: after a break, gcloud makes another."""
+    folder = os.path.join(tempfile.gettempdir(), f"xla_dist-{os.getuid()}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    try:
+        os.mkdir(os.path.join(folder, name))
+    except FileExistsError:
+        return False
+    return True
+
+
+def end_programs(job: str | None, grace: float) -> int:
+    """SIGTERM for the processes of ``job`` (None: of all), then SIGKILL; returns how many."""
+    found = processes(job)
+    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 10)):
+        deadline = time.monotonic() + seconds
+        for process in processes(job):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+        while processes(job) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    return len(found)
+
+
+def processes(job: str | None) -> list[int]:
+    """This user's processes that xla_dist started here."""
+    prefix = f"{JOB}=".encode()
+    wanted = None if job is None else prefix + job.encode()
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            for variable in file.read().split(b"\0"):
+                if variable == wanted if wanted else variable.startswith(prefix):
+                    found.append(int(name))
+    return found
+
+
+def obey(group: int, grace: float) -> None:
+    """Send what stdin names to the program's process group; end that with stdin."""
+    lines = b""
+    while data := os.read(0, 1024):  # no buffered reader: it could not be left at exit
+        *complete, lines = (lines + data).split(b"\n")
+        for name in complete:
+            send(group, signal.Signals[name.decode()])
+    send(group, signal.SIGTERM)
+    time.sleep(grace)
+    send(group, signal.SIGKILL)
+
+
+def pump(source: int, target: int) -> None:
+    """Copy output. Where nobody reads it any more, the program is not to die of writing."""
+    broken = False
+    while data := os.read(source, 65536):
+        try:
+            while data and not broken:
+                data = data[os.write(target, data) :]
+        except OSError:
+            broken = True
+
+
+def send(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"xla_dist: {text}\n".encode())
+
+
+if __name__ == "__main__":
+    os._exit(main(json.loads(sys.argv[1])))  # at once: a thread still waits for stdin

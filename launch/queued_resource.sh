@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Ask for a TPU slice, wait for it, set it up, and run a command on all its workers:
+#   launch/queued_resource.sh --tpu=NAME --type=v5litepod-64 --version=v2-alpha-tpuv5-lite \
+#       [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--spot] [--delete] \
+#       [other flags of launch.xla_dist] -- COMMAND ...
+# The queued resource and its slice are both called NAME. One that is there already is used: run
+# the same command again after a stop. --delete gives the slice back at the end, however it came,
+# with all that is on its disks. POLL_SECONDS (default: 30): how often to ask whether it is up.
+# Exit code: the command's; 1 if there is no slice to be had; 2 for a mistake.
+set -euo pipefail
+
+fail() {
+    echo "queued_resource.sh: error: $*" >&2
+    exit 2
+}
+
+tpu='' type='' version='' delete=''
+place=() request=() network=() launcher=()
+while (($#)) && [[ $1 != -- ]]; do
+    case $1 in
+        --tpu | --type | --version | --zone | --project)
+            (($# > 1)) || fail "$1 needs a value"
+            set -- "$1=$2" "${@:3}"
+            continue
+            ;;
+        --tpu=?*) tpu=${1#*=} ;;
+        --type=?*) type=${1#*=} ;;
+        --version=?*) version=${1#*=} ;;
+        --zone=?* | --project=?*) place+=("$1") ;;
+        --spot) request+=(--spot) ;;
+        --internal-ip) network+=("$1") ;;
+        --delete) delete=yes ;;
+        *) launcher+=("$1") ;;
+    esac
+    shift
+done
+(($# > 1)) || fail "no command: give it after --"
+[[ -n $tpu ]] || fail "--tpu=NAME is missing"
+command -v gcloud > /dev/null || fail "no gcloud on PATH: install it, https://cloud.google.com/sdk/docs"
+poll=${POLL_SECONDS:-30}
+[[ $poll =~ ^[0-9.]+$ ]] || fail "POLL_SECONDS=$poll is not a number"
+
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+whole=(--tpu="$tpu" ${place[@]+"${place[@]}"} ${network[@]+"${network[@]}"})
+# A mistake in xla_dist's flags is to be told now, not when the slice has come.
+python3 -m launch.xla_dist "${whole[@]}" ${launcher[@]+"${launcher[@]}"} --dry_run "$@" > /dev/null
+
+queued() { # queued VERB ARGUMENTS
+    gcloud compute tpus queued-resources "$1" "$tpu" ${place[@]+"${place[@]}"} --quiet "${@:2}"
+}
+state() {
+    queued describe --format='value(state.state)'
+}
+
+if ! now=$(state 2> /dev/null); then
+    [[ -n $type && -n $version ]] ||
+        fail "no queued resource $tpu yet: to ask for one give --type and --version"
+    queued create --node-id="$tpu" --accelerator-type="$type" --runtime-version="$version" \
+        ${request[@]+"${request[@]}"}
+    now=$(state)
+fi
+give_back() {
+    echo "queued_resource.sh: deleting $tpu"
+    queued delete --force --async
+}
+[[ -z $delete ]] || trap give_back EXIT
+
+told=''
+while [[ $now != ACTIVE ]]; do
+    case $now in
+        FAILED | SUSPENDED | SUSPENDING | DELETING)
+            echo "queued_resource.sh: $tpu is $now: delete it, and ask again" >&2
+            exit 1
+            ;;
+    esac
+    [[ $now == "$told" ]] || echo "queued_resource.sh: $tpu is $now, waiting until it is ACTIVE"
+    told=$now
+    sleep "$poll"
+    now=$(state) || now=$told # gcloud may fail once in days of waiting
+done
+
+bash launch/setup_pod.sh "${whole[@]}"
+
+# In a process group of its own, and told of signals here: Ctrl-C would otherwise come to it twice,
+# from the terminal and from this trap, and SIGTERM not at all.
+set -m
+python3 -m launch.xla_dist "${whole[@]}" --workdir vit-fsdp ${launcher[@]+"${launcher[@]}"} "$@" &
+job=$!
+trap 'kill -INT "$job"' INT
+trap 'kill -TERM "$job"' TERM HUP
+code=0
+wait "$job" || code=$?
+while kill -0 "$job" 2> /dev/null; do # a signal ended the wait, not the job
+    code=0
+    wait "$job" || code=$?
+done
+exit "$code"

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Copy this checkout to all workers of a TPU pod, and install requirements-tpu.txt there:
+#   launch/setup_pod.sh --tpu=NAME [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--dir=DIR]
+# DIR is in the home folder there (default: vit-fsdp); Python and packages go to DIR/.venv. Run it
+# again after a change: files are replaced, none is deleted, installed packages stay.
+set -euo pipefail
+
+fail() {
+    echo "setup_pod.sh: error: $*" >&2
+    exit 2
+}
+
+tpu='' dir=vit-fsdp
+where=()
+while (($#)); do
+    case $1 in
+        --tpu | --zone | --project | --dir)
+            (($# > 1)) || fail "$1 needs a value"
+            set -- "$1=$2" "${@:3}"
+            continue
+            ;;
+        --tpu=?*) tpu=${1#*=} ;;
+        --dir=?*) dir=${1#*=} ;;
+        --zone=?* | --project=?* | --internal-ip) where+=("$1") ;;
+        *) fail "unknown argument $1: see the head of this file" ;;
+    esac
+    shift
+done
+[[ -n $tpu ]] || fail "--tpu=NAME is missing"
+[[ $dir =~ ^[A-Za-z0-9._-]+$ ]] || fail "--dir=$dir is not the plain name of a folder"
+command -v gcloud > /dev/null || fail "no gcloud on PATH: install it, https://cloud.google.com/sdk/docs"
+
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+temporary=$(mktemp -d)
+trap 'rm -rf "$temporary"' EXIT
+archive=$temporary/$dir.tar.gz
+# Tracked and new files, not .venv, datasets or runs; links as what they point to.
+files=(run_vit_training.py requirements-tpu.txt README.md training models data xla_fsdp gpu_fsdp launch)
+tar --exclude=__pycache__ -czhf "$archive" -- "${files[@]}"
+
+describe=(gcloud compute tpus tpu-vm describe "$tpu" --format=json --quiet)
+for flag in ${where[@]+"${where[@]}"}; do
+    [[ $flag == --internal-ip ]] || describe+=("$flag")
+done
+node=$("${describe[@]}") || fail "gcloud cannot describe --tpu=$tpu: check it, --zone and --project"
+workers=$(python3 -c 'import json, sys; print(len(json.load(sys.stdin)["networkEndpoints"]))' <<< "$node")
+
+copy() {
+    gcloud compute tpus tpu-vm scp "$archive" "$tpu:" --worker="$1" --quiet ${where[@]+"${where[@]}"}
+}
+echo "setup_pod.sh: copying to $workers worker(s) of $tpu"
+copy 0 # alone: it may have to make the ssh key, and to tell it to the TPU
+copies=()
+for ((index = 1; index < workers; index++)); do
+    copy "$index" &
+    copies+=($!)
+done
+for job in ${copies[@]+"${copies[@]}"}; do
+    wait "$job"
+done
+
+# The image's own Python is 3.10 (Ubuntu 22.04), the requirements are for 3.11: uv brings it.
+# shellcheck disable=SC2016 # expanded on the workers
+install='
+set -e
+mkdir -p "$1"
+tar -xzf "$1.tar.gz" -C "$1"
+rm "$1.tar.gz"
+cd "$1"
+if ! test -x .venv/bin/python; then
+    if ! python3.11 -m venv .venv; then
+        python3 -m pip install --user --quiet uv
+        python3 -m uv venv --clear --quiet --seed --python 3.11 .venv
+    fi
+fi
+.venv/bin/python -m pip install --quiet -r requirements-tpu.txt
+echo "installed in $PWD/.venv"'
+python3 -m launch.xla_dist --tpu="$tpu" ${where[@]+"${where[@]}"} \
+    --log_dir "$temporary/logs" -- sh -c "$install" sh "$dir"

@@ -1,0 +1,223 @@
+"""Run a command on all workers of a TPU pod, over gcloud's ssh.
+
+    python3 -m launch.xla_dist --tpu=NAME -- python3 -u run_vit_training.py FLAGS
+
+takes the place, and the command line, of ``torch_xla.distributed.xla_dist``, which torch_xla no
+longer has. ``launch/pod_worker.py`` is its other end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from launch import pod_worker
+from launch.pod import Pod
+
+SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
+"""ssh tells of a worker that is gone after two minutes; by itself it may wait for hours."""
+
+
+class Mistake(Exception):
+    """Of the user: told in one line, exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Mistake(message)
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        args = parse(argv)
+        job = f"{args.tpu}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        if args.dry_run:
+            print(shlex.join(describe_command(args)))
+            print("# for every worker that it lists; this is the first one's, --worker=0:")
+            print(shlex.join(ssh_command(args, job, 0, 0)))
+            return 0
+        if not shutil.which("gcloud"):
+            raise Mistake("no gcloud on PATH: install it, https://cloud.google.com/sdk/docs")
+        workers = count_workers(args)
+        log_dir = Path(args.log_dir or f"runs/xla_dist-{job}")
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Mistake(f"--log_dir {log_dir}: {error.strerror}") from None
+    except Mistake as mistake:
+        print(f"xla_dist: error: {mistake}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # nothing has been started yet
+        return 130
+    pod = Pod(log_dir, args.grace)
+    pod.say(f"{workers} worker(s) of {args.tpu}, logs in {log_dir}")
+    for attempt in range(args.max_restarts + 1):
+        code = pod.run([ssh_command(args, job, attempt, index) for index in range(workers)])
+        if code == 0 or pod.stopped:
+            break
+        left = args.max_restarts - attempt
+        if left:
+            pod.say(f"starting all workers again; {left - 1} restart(s) left after this one")
+    return code
+
+
+# -- the command line -----------------------------------------------------------------
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises Mistake."""
+    own, command = list(argv), []
+    if "--" in own:
+        at = own.index("--")
+        own, command = own[:at], own[at + 1 :]
+    if not command and not {"-h", "--help"} & set(own):
+        raise Mistake(
+            "no command: give it after --, as in --tpu=NAME -- python3 -u run_vit_training.py"
+        )
+    args = build_parser().parse_args(own)
+    args.command = command
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python3 -m launch.xla_dist", allow_abbrev=False,
+        usage="%(prog)s --tpu NAME [options] -- COMMAND ...",
+        description="Run COMMAND on all workers of a TPU pod, as "
+        "torch_xla.distributed.xla_dist did. Ctrl-C, SIGTERM and SIGHUP reach the programs on the "
+        "workers, which can write a checkpoint; a second Ctrl-C kills them. When one fails, the "
+        "others are ended. Exit code: that of the first that failed.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--tpu", metavar="NAME", required=True, help="the TPU VM, as gcloud names it")
+    add("--zone", help="its zone (default: gcloud's configuration)")
+    add("--project", help="its project (default: gcloud's configuration)")
+    add(
+        "--internal-ip",
+        action="store_true",
+        help="connect over internal addresses, as from one of the workers (default: external)",
+    )
+    add(
+        "--env",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        type=variable,
+        help="set in the program's environment; may be given often (default: PJRT_DEVICE=TPU)",
+    )
+    add(
+        "--workdir",
+        metavar="DIR",
+        default="~",
+        help="folder on the workers to run COMMAND in (default: the home folder there)",
+    )
+    add(
+        "--restart-tpuvm-pod-server",
+        action="store_true",
+        help="first end what earlier runs of xla_dist, of any name, left on the workers: it holds "
+        "the chips. (There is no more server: PJRT runs in the program.) Default: left alone",
+    )
+    add(
+        "--max_restarts",
+        metavar="N",
+        type=count,
+        default=0,
+        help="times to start all workers again after one failed; training resumes from its newest "
+        "checkpoint (default: 0)",
+    )
+    add(
+        "--grace",
+        metavar="SECONDS",
+        type=count,
+        default=120,
+        help="between SIGTERM and SIGKILL for the programs that are left when one has failed or "
+        "a connection broke (default: 120)",
+    )
+    add(
+        "--log_dir",
+        metavar="DIR",
+        help="for worker_<i>.log, all output of a worker (default: runs/xla_dist-NAME-TIME-PID)",
+    )
+    add("--dry_run", action="store_true",
+        help="print the gcloud commands, quoted for a shell, and run nothing")  # fmt: skip
+    return parser
+
+
+def variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)
+
+
+# -- gcloud ---------------------------------------------------------------------------
+
+
+def gcloud(args: argparse.Namespace, *words: str) -> list[str]:
+    command = ["gcloud", "compute", "tpus", "tpu-vm", *words, "--quiet"]  # asks nothing
+    for flag in ("zone", "project"):
+        if value := getattr(args, flag):
+            command.append(f"--{flag}={value}")
+    return command
+
+
+def describe_command(args: argparse.Namespace) -> list[str]:
+    return gcloud(args, "describe", args.tpu, "--format=json")
+
+
+def ssh_command(args: argparse.Namespace, job: str, attempt: int, index: int) -> list[str]:
+    """What runs the command on one worker."""
+    task: dict[str, Any] = {
+        "job": f"{job}-{index}",
+        "attempt": attempt,
+        "command": args.command,
+        "env": {"PJRT_DEVICE": "TPU", **dict(args.env)},
+        "workdir": args.workdir,
+        "grace": args.grace,
+        "end_all": args.restart_tpuvm_pod_server and attempt == 0,
+    }
+    # One line of ASCII: what is in it passes through gcloud, ssh and the worker's shell unchanged.
+    source = base64.b85encode(zlib.compress(Path(pod_worker.__file__).read_bytes(), 9)).decode()
+    start = f"import base64, zlib; exec(zlib.decompress(base64.b85decode({source!r})))"
+    remote = shlex.join(["exec", "python3", "-c", start, json.dumps(task)])
+    command = gcloud(args, "ssh", args.tpu, f"--worker={index}", f"--command={remote}")
+    if args.internal_ip:
+        command.append("--internal-ip")
+    return command + [f"--ssh-flag={option}" for option in SSH_OPTIONS]
+
+
+def count_workers(args: argparse.Namespace) -> int:
+    """Ask gcloud. Raises Mistake if there is no such TPU, or if it is not up."""
+    asked = subprocess.run(describe_command(args), capture_output=True, text=True, check=False)
+    if asked.returncode:
+        told = [line for line in asked.stderr.splitlines() if line.strip()] or ["no reason given"]
+        reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", told[0]).split())
+        raise Mistake(f"gcloud cannot describe --tpu {args.tpu}, check it and --zone: {reason}")
+    node = json.loads(asked.stdout)
+    if (state := node.get("state")) != "READY":
+        raise Mistake(f"--tpu {args.tpu} is {state}, not READY: start or create it first")
+    if not (endpoints := node.get("networkEndpoints")):
+        raise Mistake(f"--tpu {args.tpu} has no workers (no networkEndpoints)")
+    return len(endpoints)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

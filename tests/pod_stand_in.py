@@ -1,0 +1,99 @@
+"""A pod whose workers are processes of this machine, behind tests/gcloud_stand_in.py."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli import ROOT, environment
+from tests.test_launch_gpu import finish, script
+
+REMOTE = ROOT / "tests" / "remote_program.py"
+
+
+class StandIn:
+    """A pod of four, and xla_dist in front of it."""
+
+    def __init__(self, folder: Path, workers: int = 4) -> None:
+        self.folder, self.logs, self.cwd = folder, folder / "logs", folder / "cwd"
+        self.cwd.mkdir()
+        (folder / "workers").write_text(str(workers))
+        bin_dir = folder / "bin"
+        bin_dir.mkdir()
+        stand_in = shlex.join([sys.executable, str(ROOT / "tests" / "gcloud_stand_in.py")])
+        script(bin_dir / "gcloud", f'exec {stand_in} "$@"')
+        self.variables = environment() | {
+            "PATH": f"{bin_dir}:{os.environ['PATH']}", "STAND_IN": str(folder),
+            "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+
+    def start(self, *words: object, **variables: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "launch.xla_dist", *map(str, words)], cwd=self.cwd, text=True,
+            env=self.variables | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def launch(self, *command: object, flags: tuple = (), **more: str) -> subprocess.Popen[str]:
+        return self.start("--tpu=pod", "--log_dir", self.logs, *flags, "--", *command, **more)
+
+    def run(self, *command: object, flags: tuple = ()) -> tuple[int, str, str]:
+        return finish(self.launch(*command, flags=flags))
+
+    def calls(self) -> list[list[str]]:
+        lines = (self.folder / "calls").read_text().splitlines()
+        return [call for call in map(json.loads, lines) if "ssh" in call]
+
+    def left_running(self) -> list[str]:
+        """Commands of the processes that came from a worker's login, wherever they are now."""
+        homes = [f"HOME={self.folder}/worker_{i}".encode() for i in range(4)]
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if any(home in (path / "environ").read_bytes().split(b"\0") for home in homes):
+                    found.append((path / "cmdline").read_bytes().decode(errors="replace"))
+            except OSError:
+                continue
+        return found
+
+    def received(self) -> dict[int, str]:
+        """By worker, the signals that remote_program.py noted."""
+        paths = {i: self.folder / f"worker_{i}" / "received" for i in range(4)}
+        return {i: path.read_text() for i, path in paths.items() if path.exists()}
+
+    def wait_until_gone(self) -> None:
+        wait_until(lambda: not self.left_running())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120  # of a hang, not of slowness
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def read_until(process: subprocess.Popen[str], word: str, times: int) -> None:
+    """Read stdout until ``word`` came so often."""
+    assert process.stdout
+    while times:
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        times -= word in line
+
+
+def gcloud_accepts(command: list[str], folder: Path) -> None:
+    """Its parser takes the flags: with no account it fails later, with another code than 2."""
+    if not shutil.which("gcloud"):
+        pytest.skip("no gcloud is installed here")
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240,
+        env=environment() | {"CLOUDSDK_CONFIG": str(folder), "CLOUDSDK_CORE_PROJECT": "none"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "active account" in done.stderr

@@ -1,0 +1,185 @@
+"""launch/setup_pod.sh and queued_resource.sh over the stand-in for gcloud; launch/gke.yaml."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli import ROOT
+from tests.pod_stand_in import REMOTE, StandIn, gcloud_accepts, read_until
+from tests.test_launch_gpu import finish, script
+from training.arguments import build_parser
+
+SETUP, QUEUED = ROOT / "launch" / "setup_pod.sh", ROOT / "launch" / "queued_resource.sh"
+SLICE = "--tpu=pod --type=v5litepod-16 --version=v2-alpha-tpuv5-lite --zone=us-central1-a".split()
+
+
+@pytest.fixture
+def fresh_pod(pod):
+    """Its workers have a Python 3.11 whose venv notes what pip is asked for."""
+    pip = """printf '#!/bin/sh\\necho "$*" >> "$HOME/pip"\\n' > .venv/bin/python"""
+    script(
+        pod.folder / "bin" / "python3.11", '[ "$1 $2 $3" = "-m venv .venv" ] || exit 3',
+        f"mkdir -p .venv/bin; {pip}; chmod +x .venv/bin/python",
+    )  # fmt: skip
+    (pod.folder / "states_to_come").write_text("ACCEPTED\nPROVISIONING\nPROVISIONING\nACTIVE")
+    pod.variables["POLL_SECONDS"] = "0.1"
+    return pod
+
+
+def run_script(pod: StandIn, path: Path, *words: object) -> tuple[int, str, str]:
+    return finish(start_script(pod, path, *words))
+
+
+def start_script(pod: StandIn, path: Path, *words: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", str(path), *map(str, words)], cwd=pod.cwd, env=pod.variables, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_setup_copies_and_installs(fresh_pod):
+    """Twice, as after a change: the copy holds the program, and packages are asked for again."""
+    for _ in range(2):
+        code, stdout, stderr = run_script(fresh_pod, SETUP, "--tpu", "pod", "--internal-ip")
+        assert code == 0, stderr
+        assert "copying to 4 worker(s) of pod" in stdout
+        assert stdout.count("installed in") == 4
+    for index in range(4):
+        home = fresh_pod.folder / f"worker_{index}"
+        assert (home / "pip").read_text() == "-m pip install --quiet -r requirements-tpu.txt\n" * 2
+        copy = home / "vit-fsdp"
+        for name in ("run_vit_training.py", "training/loop.py", "launch/pod_worker.py"):
+            assert (copy / name).read_bytes() == (ROOT / name).read_bytes()
+        assert not (copy / "datasets").exists()
+        assert not (home / "vit-fsdp.tar.gz").exists()
+    assert not list(fresh_pod.cwd.iterdir())
+
+
+def test_queued_resource_from_request_to_deletion(fresh_pod):
+    flags = [*SLICE, "--spot", "--delete", "--env", "A=b c", "--log_dir", fresh_pod.logs]
+    command = ["--", "sh", "-c", 'echo "$A"; pwd; exit $((RANK * 3))']
+    code, stdout, stderr = run_script(fresh_pod, QUEUED, *flags, "--grace", "0", *command)
+    assert code in (3, 6, 9), stderr  # the first that fails
+    assert "pod is ACCEPTED, waiting" in stdout
+    assert stdout.count("pod is PROVISIONING, waiting") == 1
+    assert f"] {fresh_pod.folder}/worker_" in stdout
+    assert "] b c\n" in stdout
+    calls = [json.loads(line) for line in (fresh_pod.folder / "calls").read_text().splitlines()]
+    made = [call[3:] for call in calls if call[2] == "queued-resources" and call[3] != "describe"]
+    where = ["pod", "--zone=us-central1-a", "--quiet"]
+    assert made == [
+        ["create", *where, "--node-id=pod", "--accelerator-type=v5litepod-16",
+         "--runtime-version=v2-alpha-tpuv5-lite", "--spot"],
+        ["delete", *where, "--force", "--async"],
+    ]  # fmt: skip
+
+
+def test_queued_resource_passes_signals_on_and_is_used_again(fresh_pod):
+    (fresh_pod.folder / "states").write_text("ACTIVE")
+    flags = ["--tpu=pod", "--log_dir", fresh_pod.logs]
+    for sent, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        run = start_script(fresh_pod, QUEUED, *flags, "--", sys.executable, REMOTE, "wait")
+        read_until(run, "ready", 4)
+        run.send_signal(sent)
+        assert finish(run)[0] == code
+        assert fresh_pod.received() == dict.fromkeys(range(4), f"{sent.name}\n")
+        for index in range(4):
+            (fresh_pod.folder / f"worker_{index}" / "vit-fsdp" / "received").unlink(missing_ok=True)
+            (fresh_pod.folder / f"worker_{index}" / "received").unlink(missing_ok=True)
+    assert (fresh_pod.folder / "states").exists()
+
+
+def test_queued_resource_that_cannot_be_had(fresh_pod):
+    (fresh_pod.folder / "states_to_come").write_text("ACCEPTED\nFAILED")
+    code, _, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--", "true")
+    assert code == 1
+    assert stderr == "queued_resource.sh: pod is FAILED: delete it, and ask again\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "told"),
+    [
+        (SETUP, "", "setup_pod.sh: error: --tpu=NAME is missing"),
+        (SETUP, "--tpu", "setup_pod.sh: error: --tpu needs a value"),
+        (SETUP, "--tpu=pod --bogus", "setup_pod.sh: error: unknown argument --bogus"),
+        (SETUP, "--tpu=pod --dir=a/b", "setup_pod.sh: error: --dir=a/b is not the plain name"),
+        (QUEUED, "--tpu=pod", "queued_resource.sh: error: no command: give it after --"),
+        (QUEUED, "-- true", "queued_resource.sh: error: --tpu=NAME is missing"),
+        (QUEUED, "--tpu=pod --bogus -- true", "xla_dist: error: unrecognized arguments: --bogus"),
+        (QUEUED, "--tpu=pod -- true", "queued_resource.sh: error: no queued resource pod yet"),
+    ],
+)
+def test_mistakes_in_the_scripts(pod, path, words, told):
+    code, stdout, stderr = run_script(pod, path, *words.split())
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith(told)
+    assert stderr.count("\n") == 1
+
+
+def test_scripts_are_well_formed():
+    scripts = sorted((ROOT / "launch").glob("*.sh"))
+    assert {SETUP, QUEUED} < set(scripts)
+    for path in scripts:
+        assert os.access(path, os.X_OK)
+        subprocess.run(["bash", "-n", path], check=True)
+    if not shutil.which("shellcheck"):
+        pytest.skip("no shellcheck is installed here; bash -n found nothing")
+    subprocess.run(["shellcheck", "--severity=warning", *scripts], check=True)
+
+
+# -- GKE ------------------------------------------------------------------------------
+
+
+def test_gke_file():
+    """Its parts fit together, and the program takes its command line."""
+    job_set = yaml.safe_load((ROOT / "launch" / "gke.yaml").read_text())
+    assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod_spec = job["template"]["spec"]
+    (container,) = pod_spec["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pod_spec["volumes"]}
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    topology = pod_spec["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    machines = math.prod(map(int, topology.split("x"))) // chips
+    assert job["parallelism"] == job["completions"] == machines
+    assert container["command"] == ["python3", "-u", "run_vit_training.py"]
+    args = build_parser().parse_args(container["args"])
+    assert args.data_dir.startswith(mounts["datasets"] + "/")
+    assert args.ckpt_dir.startswith(mounts["checkpoints"] + "/")
+    assert args.resume == "auto"
+    assert args.batch_size % (machines * chips) == 0
+
+
+# -- the real gcloud ------------------------------------------------------------------
+
+QUEUED_CALLS = [
+    ["create", *"pod --node-id=pod --accelerator-type=v5litepod-16 --spot".split(),
+     "--runtime-version=v2-alpha-tpuv5-lite"],
+    ["describe", "pod", "--format=value(state.state)"],
+    ["delete", *"pod --force --async".split()],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", QUEUED_CALLS, ids=lambda call: call[0])
+def test_gcloud_accepts_what_queued_resource_passes(call, tmp_path):
+    """The same as the stand-in was given, above."""
+    start = "gcloud compute tpus queued-resources".split()
+    gcloud_accepts([*start, *call, "--zone=us-central1-a", "--quiet"], tmp_path / "config")
+
+
+def test_gcloud_accepts_what_setup_pod_passes(tmp_path):
+    (tmp_path / "archive").touch()
+    call = f"gcloud compute tpus tpu-vm scp {tmp_path}/archive pod: --worker=0 --quiet"
+    flags = "--zone=us-central1-a --project=p --internal-ip"
+    gcloud_accepts(f"{call} {flags}".split(), tmp_path / "config")

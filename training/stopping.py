@@ -1,0 +1,135 @@
+"""Stop training by a signal: between two steps, all processes after the same one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from training.backend import Backend
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class ProcessSignals:
+    """What SIGTERM and SIGINT do to this process.
+
+    Until ``listen`` they end it, as they would without this. After it, the first one is noted;
+    a SIGINT after that (Ctrl-C pressed twice) ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.noted = 0
+        self._listening = False
+        self._notice = b""
+        self._before: dict[int, Any] = {}
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        """In another process this stands for that one's ``process_signals``, installed.
+
+        torch_xla runs nested FSDP in a thread of each process, and Python lets no other thread
+        than the main one install handlers. The main one unpickles what the thread is given.
+        """
+        return _install_here, ()
+
+    def install(self) -> None:
+        """Does nothing in a thread, see ``__reduce__``, and for signals that are ignored."""
+        if self._before or threading.current_thread() is not threading.main_thread():
+            return
+        for number in _SIGNALS:  # a shell's `program &` and nohup want them ignored
+            if (before := signal.getsignal(number)) is not signal.SIG_IGN:
+                self._before[number] = before
+                signal.signal(number, self._handle)
+
+    def listen(self, notice: str) -> None:
+        """From now on note a signal, and write ``notice`` to stderr when one comes."""
+        self._listening, self._notice = True, notice.encode()
+
+    def ignore_from_now_on(self) -> None:
+        self._listening, self._notice, self.noted = True, b"", self.noted or signal.SIGTERM
+
+    def restore(self) -> None:
+        self._listening, self.noted = False, 0
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._before.items():
+                signal.signal(number, before)
+            self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._listening and not self.noted:
+            self.noted = number
+            os.write(2, self._notice)  # print() may be in the middle of a line
+        elif number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        elif not self._listening:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+process_signals = ProcessSignals()
+
+
+def _install_here() -> ProcessSignals:
+    process_signals.install()
+    return process_signals
+
+
+def largest_of_all(value: int) -> Callable[[], int]:
+    """Begin to find the largest value of all processes on the hosts; the result waits for it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return lambda: value
+    tensor = torch.tensor([value])  # on the CPU: gloo's, whatever else the devices do
+    work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
+
+    def wait() -> int:
+        assert work is not None  # it is for processes outside of the group
+        work.wait()
+        return int(tensor)
+
+    return wait
+
+
+class StopRequest:
+    """Whether to stop: asked after each step by every process, with the same answer to all.
+
+    A signal may reach only some processes, or each at another step, but a checkpoint is written
+    by all together. What is found out after a step is therefore looked at after the next one: by
+    then all hosts have long sent it, and none waits.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._found: Callable[[], int] = lambda: 0
+        self.number = 0
+        """The signal that stops training; 0: none."""
+
+    def __enter__(self) -> StopRequest:
+        process_signals.install()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.number:  # torchrun sends SIGTERM to those that end after the first one
+            process_signals.ignore_from_now_on()
+        else:
+            process_signals.restore()
+
+    def first_step_done(self) -> None:
+        """What comes before, compilation too, is ended by signals as any program."""
+        notice = "\nstopping after this step, with a checkpoint; Ctrl-C (again): at once\n"
+        process_signals.listen(notice if self._backend.is_main else "")
+
+    def due(self) -> bool:
+        """To be called after each step: is it the last one?"""
+        if self._backend.world_size == 1:
+            self.number = process_signals.noted
+        else:
+            self.number = self._found()
+            if not self.number:
+                self._found = self._backend.largest_of_all(process_signals.noted)
+        return self.number > 0
