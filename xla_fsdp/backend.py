@@ -136,7 +136,9 @@ class XlaBackend(abc.ABC):
         return norm
 
     def end_step(self) -> None:
-        torch_xla.sync()
+        # XLA's virtual CPU devices share a few threads: those of one program on the way, held up
+        # in a collective, can starve the next one's, and both wait for ever.
+        torch_xla.sync(wait=xr.device_type() == "CPU" and self.device_count > 1)
 
     def wait(self) -> None:
         xm.wait_device_ops()
