@@ -60,8 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv, argparse.Namespace(model=None))  # None: a checkpoint's own
     prepare: Prepare = prepare_training
     try:
-        if args.json and not (args.predict or args.eval_only):
-            raise UsageError("--json needs --predict or --eval_only")
+        if args.json and not (args.predict or args.eval_only or args.compile_only):
+            raise UsageError("--json needs --predict, --eval_only or --compile_only")
+        if args.tpu_topology and not args.compile_only:
+            raise UsageError("--tpu_topology needs --compile_only")
         if args.predict or args.eval_only:
             from training.inference import open_trained, predict, prepare_evaluation
 
@@ -72,6 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             prepare = functools.partial(prepare_evaluation, weights)
         else:
             args.model = args.model or DEFAULT_MODEL
+        if args.compile_only:
+            from xla_fsdp.compile_only.run import compile_only
+
+            check_foreign_flags(parser, args, "xla")
+            compile_only(args)
+            return 0
         backend = choose_backend(args.backend)
         check_foreign_flags(parser, args, backend)
         {"xla": run_on_xla, "cuda": run_on_gpus}[backend](args, prepare)

@@ -229,7 +229,7 @@ def pins(name: str) -> dict[str, str]:
 
 def test_requirements_agree():
     tpu, gpu = pins("requirements-tpu.txt"), pins("requirements-gpu.txt")
-    assert set(tpu) - set(gpu) == {"torch_xla", "libtpu"}
+    assert set(tpu) - set(gpu) == {"torch_xla", "libtpu", "jax", "jaxlib"}
     assert {name: gpu[name] for name in set(tpu) & set(gpu)} == {
         name: version for name, version in tpu.items() if name in gpu
     }

@@ -119,6 +119,19 @@ def _add_xla(group: argparse._ArgumentGroup) -> None:
         help="folder that keeps compiled programs from run to run, on TPU (default: none)",
     )
 
+    group.add_argument(
+        "--compile_only",
+        action="store_true",
+        help="train nothing: compile the training step for --tpu_topology with the TPU compiler, "
+        "on any machine, and tell whether it fits and how fast it could be (see --json)",
+    )
+    group.add_argument(
+        "--tpu_topology",
+        metavar="KIND:AxB[xC]",
+        help="slice for --compile_only, chips along each side: v4:4x4x4 (64 chips, 2 devices "
+        "each), v5e:16x16 (256 chips), v5p:4x4x8 (128 chips), v6e:8x8 (64 chips), ...",
+    )
+
 
 def _add_gpu_sharding(group: argparse._ArgumentGroup) -> None:
     group.add_argument(

@@ -93,10 +93,10 @@ class XlaBackend(abc.ABC):
             if self._args.grad_ckpt == "full" and not self._scans:
                 checkpoint_module(unit)
             blocks.append(self._shard_block(model, name, unit))
-            torch_xla.sync()  # the device takes this unit before the next one is made
+            self._cut_graph()  # the device takes this unit before the next one is made
         if self._args.mark_step_every_n_blocks:
             cut_every(blocks, self._args.mark_step_every_n_blocks)
-        torch_xla.sync(wait=True)
+        self._cut_graph(wait=True)
         return self._model
 
     def build_optimizer(
@@ -111,7 +111,7 @@ class XlaBackend(abc.ABC):
         with torch.no_grad():
             for parameter in self._named_parameters().values():
                 parameter.mul_(1.0)
-        torch_xla.sync(wait=True)
+        self._cut_graph(wait=True)
 
     # -- a step -----------------------------------------------------------------------
 
@@ -122,10 +122,10 @@ class XlaBackend(abc.ABC):
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         if self._args.mark_step_after_forward:
-            torch_xla.sync()
+            self._cut_graph()
         loss.backward()
         if not is_last:  # a graph a micro-batch: one for all would hold all activations
-            torch_xla.sync()
+            self._cut_graph()
 
     def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:
         set_lr(self._optimizer, lr, self._scalar)
@@ -138,7 +138,11 @@ class XlaBackend(abc.ABC):
     def end_step(self) -> None:
         # XLA's virtual CPU devices share a few threads: those of one program on the way, held up
         # in a collective, can starve the next one's, and both wait for ever.
-        torch_xla.sync(wait=xr.device_type() == "CPU" and self.device_count > 1)
+        self._cut_graph(wait=xr.device_type() == "CPU" and self.device_count > 1)
+
+    def _cut_graph(self, wait: bool = False) -> None:
+        """Compile and start what was recorded so far."""
+        torch_xla.sync(wait=wait)
 
     def wait(self) -> None:
         xm.wait_device_ops()
@@ -194,11 +198,14 @@ class XlaBackend(abc.ABC):
         if self._args.mark_step_every_n_blocks:
             cuts.append(f"every {self._args.mark_step_every_n_blocks} blocks")
         return (
-            f"{self.device_count} {xr.device_type()} device(s), {self._args.precision}, "
+            f"{self._devices()}, {self._args.precision}, "
             f"gradient checkpointing {'on' if self._args.grad_ckpt == 'full' else 'off'}"
             + (f", graph cut {' and '.join(cuts)}" if cuts else "")
             + (self._describe_cache() if self._args.compile_cache_dir else "")
         )
+
+    def _devices(self) -> str:
+        return f"{self.device_count} {xr.device_type()} device(s)"
 
     def _describe_cache(self) -> str:
         text = f", compiled programs kept in {self._args.compile_cache_dir}"

@@ -11,7 +11,7 @@ from types import FrameType
 
 from training.backend import Backend
 from training.stopping import ProcessSignals, process_signals
-from xla_fsdp.options import device_type, fsdp_form
+from xla_fsdp.options import TPU_COMPILER_OPTIONS, device_type, fsdp_form
 
 Run = Callable[[argparse.Namespace, Backend], None]
 
@@ -20,6 +20,7 @@ def launch(run: Run, args: argparse.Namespace) -> None:
     """Call ``run(args, backend)``: once a host for SPMD, once a device for nested FSDP."""
     os.environ.setdefault("PJRT_DEVICE", device_type())
     os.environ["CPU_NUM_DEVICES"] = str(args.cpu_devices)
+    os.environ["LIBTPU_INIT_ARGS"] = _compiler_options(os.environ.get("LIBTPU_INIT_ARGS", ""))
     import torch_xla
 
     if fsdp_form(args) == "spmd":
@@ -37,6 +38,13 @@ def _tell_children(number: int, frame: FrameType | None) -> None:
     """Who is told to end is the parent (of Ctrl-C, all are): it ends with its children."""
     for child in multiprocessing.active_children():
         child.terminate()
+
+
+def _compiler_options(given: str) -> str:
+    """What the user gives the TPU compiler, and our own where he does not."""
+    ours = [f"--{name}={value}" for name, value in TPU_COMPILER_OPTIONS.items()
+            if name not in given]  # fmt: skip
+    return " ".join([*given.split(), *ours])
 
 
 def _prepare(args: argparse.Namespace) -> None:

@@ -15,6 +15,12 @@ _NESTED_FLAGS = {
 }
 
 
+TPU_COMPILER_OPTIONS = {
+    # Without it v4 and v5p gather weights by all-reduces of zero-padded whole ones.
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+}
+"""For every compilation: in training through LIBTPU_INIT_ARGS, and by --compile_only."""
+
 _GOOGLE = "0x1ae0"
 
 

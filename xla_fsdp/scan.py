@@ -53,7 +53,7 @@ class Scan:
             torch.zeros((self._rounds, *shape), dtype=dtype, device=device)
             for shape, dtype in self._outputs
         ]
-        parameters = [torch.zeros((), dtype=torch.int64, device=device), *state, *inputs, *outputs,
+        parameters = [torch.zeros((), dtype=torch.int32, device=device), *state, *inputs, *outputs,
                       *self._constants]  # fmt: skip
         if seeds is not None and self.draws:
             parameters.append(seeds)
@@ -70,13 +70,13 @@ class Scan:
         return loop.build("scan")
 
     def _goes_on(self, number: xb.Op, *_: xb.Op) -> xb.Op:
-        return number < xb.Op.scalar(number.builder(), self._rounds, dtype=xb.Type.S64)
+        return number < xb.Op.scalar(number.builder(), self._rounds, dtype=xb.Type.S32)
 
     def _round(self, number: xb.Op, *rest: xb.Op) -> tuple[xb.Op, ...]:
         builder = number.builder()
 
         def integer(value: int) -> xb.Op:
-            return xb.Op.scalar(builder, value, dtype=xb.Type.S64)
+            return xb.Op.scalar(builder, value, dtype=xb.Type.S32)
 
         index = integer(self._rounds - 1) - number if self._reverse else number
         states, inputs_end = self._state_count, self._state_count + self._input_count

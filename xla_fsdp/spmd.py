@@ -82,20 +82,33 @@ class SpmdBackend(XlaBackend):
                 gather=self._gather,
                 bf16=self._args.precision == "bf16",
             )
-        self._stack.fill(index, block, self._send)
-        block.to("meta")  # the host needs no second copy
+        self._fill(index, block)
         if index + 1 == len(blocks):
             model.blocks = self._stack
         return block
 
+    def _fill(self, index: int, block: nn.Module) -> None:
+        self._stack.fill(index, block, self._send)
+        block.to("meta")  # the host needs no second copy
+
     def _stacked_zeros(self, parameter: torch.Tensor, depth: int) -> nn.Parameter:
-        stacked = nn.Parameter(torch.zeros((depth, *parameter.shape), device=self._device))
-        spec = self._spec(parameter.shape)
-        if not any(spec):
-            self._replicated_bytes += stacked.nbytes
-        self._mark(stacked, (None, *spec))
+        spec = (None, *self._spec(parameter.shape))
+        shape = torch.Size((depth, *parameter.shape))
+        stacked = self._as_parameter(self._new_state(shape, spec))
+        self._count_replicated(stacked, spec)
         self._stacked.add(stacked)
         return stacked
+
+    def _new_state(self, shape: torch.Size, spec: Spec) -> torch.Tensor:
+        """Zeros on the devices, for stacked parameters and AdamW."""
+        return self._mark(torch.zeros(shape, device=self._device), spec)
+
+    def _as_parameter(self, values: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(values)
+
+    def _count_replicated(self, parameter: torch.Tensor, spec: Spec) -> None:
+        if not any(spec):
+            self._replicated_bytes += parameter.nbytes
 
     def _spec_of(self, parameter: torch.Tensor) -> Spec:
         if parameter in self._stacked:
@@ -114,17 +127,13 @@ class SpmdBackend(XlaBackend):
         return model
 
     def _place(self, module: nn.Module) -> None:
-        """Send parameters that are still on CPU to the devices, cut or replicated."""
+        """Send parameters that are not there yet to the devices, cut or replicated."""
         for part in module.modules():
             for key, parameter in part._parameters.items():
-                if parameter is None or parameter.device.type != "cpu":
+                if parameter is None or parameter.device.type == "xla":
                     continue
-                placed = nn.Parameter(parameter.detach().to(self._device))
-                spec = self._spec(parameter.shape)
-                if not any(spec):
-                    self._replicated_bytes += parameter.nbytes
-                xs.mark_sharding(placed, self._mesh, spec)
-                part._parameters[key] = placed
+                part._parameters[key] = self._as_parameter(self._send(parameter.detach()))
+                self._count_replicated(parameter, self._spec(parameter.shape))
 
     def _spec(self, shape: torch.Size) -> Spec:
         """Cut along the largest dimension that the devices divide, if there is one."""
@@ -147,8 +156,7 @@ class SpmdBackend(XlaBackend):
         return xm.send_cpu_data_to_device(parameter, self._device, sharding)[0]
 
     def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        zeros = torch.zeros_like(parameter, requires_grad=False)
-        return self._mark(zeros, self._spec_of(parameter))
+        return self._new_state(parameter.shape, self._spec_of(parameter))
 
     def _scalar(self, value: float) -> torch.Tensor:
         return self._constant(torch.tensor(value))

@@ -1,0 +1,165 @@
+"""The TPU compiler, without a TPU: libtpu's compile-only client for a topology.
+
+Uses jaxlib's own layer over XLA (``jax._src``, ``jaxlib._jax``: not public, so the versions are
+pinned together in requirements-tpu.txt).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from training.errors import UsageError
+from xla_fsdp.compile_only.topologies import Topology
+from xla_fsdp.compile_only.trace import Spec, StepGraph
+from xla_fsdp.options import TPU_COMPILER_OPTIONS
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Bytes are a device's."""
+
+    fits: bool
+    argument_bytes: int | None
+    output_bytes: int | None
+    temporary_bytes: int | None
+    peak_bytes: int
+    """Of HBM at once, arguments included; where it does not fit, what the compiler asked for."""
+    capacity_bytes: int
+    hlo: str
+    """The scheduled module of a device, empty where it does not fit."""
+    stablehlo: Any
+    """The module that was given to the compiler, for all devices."""
+    seconds: float
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """libtpu complains on stderr that there is no TPU: shown only if compiling fails."""
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        except UsageError:
+            raise
+        except BaseException:
+            os.dup2(kept, 2)
+            file.seek(0)
+            os.write(2, file.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def compile_step(graph: StepGraph, topology: Topology) -> Compiled:
+    """Compile for the slice. Raises UsageError if libtpu or jaxlib is missing or refuses it."""
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask about a TPU
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    try:
+        import libtpu  # noqa: F401
+        from jax._src.lib import xla_client
+        from jax.experimental import topologies
+        from jaxlib import _jax
+    except ImportError as error:
+        raise UsageError(
+            f"--compile_only needs {error.name}: python3 -m pip install -r requirements-tpu.txt"
+        ) from None
+
+    with _quiet():
+        try:
+            devices = topologies.get_topology_desc(topology.name, "tpu").devices
+        except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
+            raise UsageError(
+                f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
+            ) from None
+        assert len(devices) == topology.devices, (len(devices), topology)
+        module = _annotated(graph, topology.devices)
+        options = xla_client.CompileOptions()
+        options.num_partitions = topology.devices
+        options.env_option_overrides = list(TPU_COMPILER_OPTIONS.items())
+        build = options.executable_build_options
+        build.use_spmd_partitioning = True
+        build.num_replicas, build.num_partitions = 1, topology.devices
+        build.device_assignment = xla_client.DeviceAssignment.create(
+            np.arange(topology.devices).reshape(1, -1)
+        )
+        start = time.perf_counter()
+        try:
+            executable = devices[0].client.compile(
+                module.operation.get_asm(binary=True), _jax.DeviceList(tuple(devices)), options
+            )
+        except Exception as error:  # noqa: BLE001
+            return _out_of_memory(error, topology, module, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    memory = executable.get_compiled_memory_stats()
+    return Compiled(
+        fits=True,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        capacity_bytes=topology.chip.hbm_bytes,
+        hlo=executable.hlo_modules()[0].to_string(),
+        stablehlo=module,
+        seconds=seconds,
+    )
+
+
+def _annotated(graph: StepGraph, devices: int) -> Any:
+    """The step as StableHLO, its arguments and results marked with their shardings."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    def sharding(spec: Spec) -> Any:
+        text = "{replicated}"
+        if any(spec):
+            tiles = ",".join(str(devices if axis else 1) for axis in spec)
+            text = f"{{devices=[{tiles}]<=[{devices}]}}"
+        return ir.StringAttr.get(text)
+
+    context = mlir.make_ir_context()
+    with context, ir.Location.unknown(context):
+        text = xla_client._xla.mlir.xla_computation_to_mlir_module(
+            xla_client.XlaComputation(graph.hlo)
+        )
+        module = ir.Module.parse(text)
+        (main,) = (f for f in module.body.operations if f.name.value == "main")
+        arguments = []
+        for number in range(len(main.arguments)):
+            marks = {"mhlo.sharding": sharding(graph.arguments.get(number, ()))}
+            if number in graph.donated:
+                integer = ir.IntegerType.get_signless(32)
+                result = ir.IntegerAttr.get(integer, graph.donated[number])
+                marks["tf.aliasing_output"] = result
+            arguments.append(ir.DictAttr.get(marks))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(arguments)
+        main.attributes["res_attrs"] = ir.ArrayAttr.get(
+            [ir.DictAttr.get({"mhlo.sharding": sharding(spec)}) for spec in graph.results]
+        )
+    return module
+
+
+def _out_of_memory(error: Exception, topology: Topology, module: Any, seconds: float) -> Compiled:
+    """What the compiler says of a program that needs more HBM than there is."""
+    found = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", str(error))
+    if not found:
+        raise UsageError(f"the TPU compiler refuses the step: {_first_line(error)}") from None
+    unit = {"K": 2**10, "M": 2**20, "G": 2**30}
+    used = int(float(found[1]) * unit[found[2]])
+    capacity = int(float(found[3]) * unit[found[4]])
+    return Compiled(False, None, None, None, used, capacity, "", module, seconds)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300]

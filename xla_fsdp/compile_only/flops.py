@@ -1,0 +1,89 @@
+"""Floating-point operations of matrix products in a StableHLO module, loops counted in full."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def count_flops(module: Any) -> float:
+    """Of the whole program before it is cut up for devices: two operations a multiply-add.
+
+    Recomputation under gradient checkpointing is in the program and so in the count.
+    """
+    functions = {f.name.value: f for f in module.body.operations}
+    return _of_block(functions["main"].regions[0].blocks[0], functions)
+
+
+def _of_block(block: Any, functions: dict[str, Any]) -> float:
+    total = 0.0
+    for op in _live(block):
+        if op.name == "stablehlo.dot":
+            total += 2.0 * math.prod(_shape(op.results[0])) * _shape(op.operands[0])[-1]
+        elif op.name == "stablehlo.dot_general":
+            total += _dot(op)
+        elif op.name == "stablehlo.convolution":
+            total += _convolution(op)
+        elif op.name == "func.call":
+            called = functions[op.attributes["callee"].value]
+            total += _of_block(called.regions[0].blocks[0], functions)
+        elif op.name == "stablehlo.while":
+            condition, body = (region.blocks[0] for region in op.regions)
+            total += _rounds(condition, functions) * _of_block(body, functions)
+        else:
+            total += sum(_of_block(b, functions) for r in op.regions for b in r.blocks)
+    return total
+
+
+def _live(block: Any) -> list[Any]:
+    """Operations whose results are used; the compiler drops the others, such as the gradient of
+    the images."""
+    live: list[Any] = []
+    dead = set()
+    for operation in reversed(list(block.operations)):
+        op = operation.operation
+        users = [use.owner.operation for result in op.results for use in result.uses]
+        if len(op.results) and all(user in dead for user in users):
+            dead.add(op)
+        else:
+            live.append(op)
+    return live
+
+
+def _shape(value: Any) -> list[int]:
+    from jax._src.lib.mlir import ir
+
+    return list(ir.RankedTensorType(value.type).shape)
+
+
+def _dot(op: Any) -> float:
+    from jax._src.lib.mlir.dialects import hlo
+
+    numbers = hlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    left = _shape(op.operands[0])
+    contracted = math.prod(left[d] for d in numbers.lhs_contracting_dimensions)
+    return 2.0 * math.prod(_shape(op.results[0])) * contracted
+
+
+def _convolution(op: Any) -> float:
+    from jax._src.lib.mlir.dialects import hlo
+
+    numbers = hlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+    kernel = _shape(op.operands[1])
+    per_output = math.prod(kernel) // kernel[numbers.kernel_output_feature_dimension]
+    return 2.0 * math.prod(_shape(op.results[0])) * per_output
+
+
+def _rounds(condition: Any, functions: dict[str, Any]) -> int:
+    """The bound of the loop's counter, which begins at 0 and grows by 1 (xla_fsdp.scan)."""
+    from jax._src.lib.mlir import ir
+
+    bounds = [1]
+    for operation in condition.operations:
+        op = operation.operation
+        if op.name == "stablehlo.constant":
+            bounds.append(int(next(iter(ir.DenseIntElementsAttr(op.attributes["value"])))))
+        elif op.name == "func.call":
+            called = functions[op.attributes["callee"].value]
+            bounds.append(_rounds(called.regions[0].blocks[0], functions))
+    return max(bounds)

@@ -1,0 +1,133 @@
+"""What the compiler said, as a table to read and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from xla_fsdp.compile_only.compiler import Compiled
+from xla_fsdp.compile_only.hlo import Traffic
+from xla_fsdp.compile_only.topologies import Topology
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Report:
+    """Bytes, operations and seconds of one training step; bytes and FLOPs are a device's."""
+
+    topology: str
+    chips: int
+    devices: int
+    parameters: int
+    batch_size: int
+    sharding: str
+    fits: bool
+    peak_hbm_bytes: int
+    hbm_capacity_bytes: int
+    state_bytes: int
+    argument_bytes: int | None
+    output_bytes: int | None
+    temporary_bytes: int | None
+    flops_per_chip: float
+    model_flops: float
+    hbm_bytes: float | None
+    collective_bytes: dict[str, float] | None
+    collectives: dict[str, int] | None
+    asynchronous_collectives: dict[str, int] | None
+    compute_s: float
+    hbm_s: float | None
+    collective_s: float | None
+    roofline_step_s: float | None
+    roofline_mfu: float | None
+    trace_s: float
+    compile_s: float
+    versions: dict[str, str]
+
+
+def make_report(
+    *, topology: Topology, compiled: Compiled, traffic: Traffic | None, flops: float,
+    model_flops: float, **facts,
+) -> Report:  # fmt: skip
+    """``flops`` and ``model_flops`` are the whole slice's; the report divides them."""
+    chip, devices = topology.chip, topology.devices
+    compute_s = flops / devices / chip.peak_flops
+    hbm_s = collective_s = step_s = mfu = None
+    if traffic:
+        hbm_s = traffic.hbm_bytes / chip.hbm_bandwidth
+        collective_s = sum(traffic.collective_bytes.values()) / chip.ici_bandwidth
+        # All three at once, each at its best: no step can be shorter.
+        step_s = max(compute_s, hbm_s, collective_s)
+        mfu = model_flops / devices / chip.peak_flops / step_s
+    return Report(
+        topology=topology.name, chips=topology.chips, devices=devices,
+        fits=compiled.fits, peak_hbm_bytes=compiled.peak_bytes,
+        hbm_capacity_bytes=compiled.capacity_bytes, argument_bytes=compiled.argument_bytes,
+        output_bytes=compiled.output_bytes, temporary_bytes=compiled.temporary_bytes,
+        flops_per_chip=flops / topology.chips, model_flops=model_flops,
+        hbm_bytes=traffic.hbm_bytes if traffic else None,
+        collective_bytes=dict(traffic.collective_bytes) if traffic else None,
+        collectives=dict(traffic.collectives) if traffic else None,
+        asynchronous_collectives=dict(traffic.asynchronous) if traffic else None,
+        compute_s=compute_s, hbm_s=hbm_s, collective_s=collective_s, roofline_step_s=step_s,
+        roofline_mfu=mfu, compile_s=compiled.seconds, **facts,
+    )  # fmt: skip
+
+
+def as_json(report: Report) -> dict:
+    return asdict(report)
+
+
+def as_table(report: Report) -> str:
+    def gib(count: float | None) -> str:
+        return "" if count is None else f"{count / _GIB:.2f} GiB"
+
+    difference = abs(report.hbm_capacity_bytes - report.peak_hbm_bytes) / 1e9
+    verdict = (
+        f"fits, {difference:.1f} GB to spare" if report.fits
+        else f"does not fit by {difference:.1f} GB"
+    )  # fmt: skip
+    each = "a device" if report.devices != report.chips else "a chip"
+    rows = [
+        ("slice", f"{report.topology}, {report.chips} chips"
+         + (f" ({report.devices} devices)" if report.devices != report.chips else "")),
+        ("model", f"{report.parameters:,} parameters, global batch {report.batch_size}"),
+        ("sharding", report.sharding),
+        ("verdict", verdict),
+        (f"HBM {each}, peak", f"{gib(report.peak_hbm_bytes)} of {gib(report.hbm_capacity_bytes)}"),
+        ("  arguments", gib(report.argument_bytes)),
+        ("  of these, state", gib(report.state_bytes)),
+        ("  outputs", gib(report.output_bytes)),
+        ("  temporaries", gib(report.temporary_bytes)),
+        ("FLOPs a chip", f"{report.flops_per_chip:.3e}, at peak {report.compute_s * 1e3:.1f} ms"),
+    ]  # fmt: skip
+    if report.roofline_step_s is not None:
+        assert report.hbm_s is not None
+        assert report.collective_s is not None
+        assert report.roofline_mfu is not None
+        rows += [
+            (
+                f"HBM traffic {each}",
+                f"{gib(report.hbm_bytes)}, at peak {report.hbm_s * 1e3:.1f} ms",
+            ),
+            (f"collectives {each}", f"at peak {report.collective_s * 1e3:.1f} ms"),
+            *_collective_rows(report),
+            ("shortest step", f"{report.roofline_step_s * 1e3:.1f} ms (roofline)"),
+            ("highest MFU", f"{100 * report.roofline_mfu:.1f} %"),
+        ]
+    rows += [
+        ("trace, compile", f"{report.trace_s:.1f} s, {report.compile_s:.1f} s"),
+        ("versions", ", ".join(f"{k} {v}" for k, v in report.versions.items())),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _collective_rows(report: Report) -> list[tuple[str, str]]:
+    assert report.collective_bytes is not None
+    assert report.collectives is not None
+    assert report.asynchronous_collectives is not None
+    return [
+        (f"  {kind}", f"{size / _GIB:.2f} GiB in {report.collectives[kind]}, "
+         f"{report.asynchronous_collectives[kind]} asynchronous")
+        for kind, size in sorted(report.collective_bytes.items())
+    ]  # fmt: skip

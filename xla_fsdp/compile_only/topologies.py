@@ -1,0 +1,73 @@
+"""TPU slices by the names that libtpu gives them, and what their chips can do.
+
+Sources: Google Cloud's page of each generation (bf16 FLOP/s: ``xla_fsdp.chips``; HBM bandwidth;
+interconnect bandwidth a chip, of which the figure here is one direction). ``hbm_bytes`` is what
+the compiler itself says it can use of a device (libtpu 0.0.21), less than the chip's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from training.errors import UsageError
+from xla_fsdp.chips import peak_of
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One generation. Bandwidths in bytes/s; all figures are a device's, not a chip's."""
+
+    kind: str
+    """In ``xla_fsdp.chips``."""
+    dimensions: int
+    devices_per_chip: int
+    hbm_bytes: int
+    hbm_bandwidth: float
+    ici_bandwidth: float
+
+    @property
+    def peak_flops(self) -> float:
+        peak = peak_of(self.kind)
+        assert peak is not None
+        return peak / (self.devices_per_chip if self.kind == "v4" else 1)
+
+
+_GIB = 2**30
+CHIPS = {
+    # libtpu lists both cores of a v4 chip; a real run joins them ("megacore").
+    "v4": Chip("v4", 3, 2, int(15.25 * _GIB), 1228e9 / 2, 300e9 / 2),
+    "v5e": Chip("v5litepod", 2, 1, int(15.75 * _GIB), 819e9, 200e9),
+    "v5p": Chip("v5p", 3, 1, int(95.74 * _GIB), 2765e9, 600e9),
+    "v6e": Chip("v6e", 2, 1, int(31.25 * _GIB), 1640e9, 400e9),
+}
+
+_EXAMPLES = {
+    "v4": "2x2x1 (4 chips), 2x2x4 (16), 4x4x4 (64), 4x4x8 (128), 4x8x8 (256)",
+    "v5e": "2x2 (4 chips), 2x4 (8), 4x4 (16), 8x8 (64), 8x16 (128), 16x16 (256)",
+    "v5p": "2x2x1 (4 chips), 2x2x4 (16), 4x4x4 (64), 4x4x8 (128), 8x8x8 (512)",
+    "v6e": "2x2 (4 chips), 2x4 (8), 4x4 (16), 8x8 (64), 8x16 (128), 16x16 (256)",
+}
+KNOWN = "; ".join(f"{name}: {shapes}" for name, shapes in _EXAMPLES.items())
+
+
+@dataclass(frozen=True)
+class Topology:
+    name: str
+    chip: Chip
+    chips: int
+
+    @property
+    def devices(self) -> int:
+        return self.chips * self.chip.devices_per_chip
+
+
+def parse_topology(name: str) -> Topology:
+    """ "v5p:4x4x8" as a Topology. Raises UsageError, with the known ones, for anything else."""
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
+    chip = CHIPS.get(match[1]) if match else None
+    sides = [int(side) for side in match[2].split("x")] if match else []
+    if chip is None or len(sides) != chip.dimensions or not all(sides):
+        raise UsageError(f"--tpu_topology {name} is unknown. Known, for example: {KNOWN}")
+    return Topology(name, chip, math.prod(sides))
