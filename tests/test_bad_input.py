@@ -41,6 +41,26 @@ def complaint(capsys, ckpt_dir, *flags):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        ("--compile_only", "--compile_only needs --tpu_topology. Known, for example: v4: 2x2x1"),
+        ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4 is unknown. Known, for"),
+        ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 is unknown. Known, for example: v4"),
+        ("--compile_only --tpu_topology v5e:0x4", "v5e:0x4 is unknown. Known, for example: v4"),
+        ("--compile_only --tpu_topology v5e:8x4", "(global) is no multiple of the 32"),
+        ("--tpu_topology v5e:4x4", "--tpu_topology needs --compile_only"),
+        (
+            "--compile_only --tpu_topology v5e:4x4 --xla_fsdp nested",
+            "not go with --xla_fsdp nested",
+        ),
+        (
+            "--compile_only --tpu_topology v5e:4x4 --grad_accum_steps 2",
+            "does not go with --grad_accum_steps 2",
+        ),
+        (
+            "--compile_only --tpu_topology v5e:4x4 --backend cuda --fsdp fsdp2",
+            "--fsdp needs --backend",
+        ),
+        ("--scan_blocks --no_grad_ckpt", "--scan_blocks does not go with --grad_ckpt none"),
+        ("--scan_blocks --xla_fsdp nested", "--scan_blocks does not go with --xla_fsdp nested"),
         ("--batch_size 15 --cpu_devices 2", "--batch_size 15 (global) is no multiple of the 2"),
         ("--batch_size 2000", "1438 training images, fewer than one batch"),
         ("--image_size 17", "--image_size 17 is not a multiple of --patch_size 4"),

@@ -315,7 +315,7 @@ def test_flags_that_do_not_go_together(capsys, files, tmp_path):
     assert "not allowed with argument --predict" in complaint(
         capsys, "--predict", IMAGE, "--eval_only"
     )
-    assert complaint(capsys, "--json") == "--json needs --predict or --eval_only"
+    assert complaint(capsys, "--json") == "--json needs --predict, --eval_only or --compile_only"
     evaluate = ("--eval_only", "--resume", plain, "--data_dir")
     assert "number 0 is eight there, 0 here" in complaint(capsys, *evaluate, DIGITS)
     assert f"{tmp_path}/val is not a folder" in complaint(capsys, *evaluate, tmp_path)

@@ -10,6 +10,7 @@ from torch import nn
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from data.loader import Batch
+from training.backend import InitializeModule
 from xla_fsdp.compile_only.trace import StepGraph
 from xla_fsdp.spmd import AXIS, Spec, SpmdBackend
 
@@ -19,6 +20,13 @@ class TracingBackend(SpmdBackend):
         super().__init__(args)
         self._placeholders: list[tuple[torch.Tensor, Spec]] = []
         self._argument_of: dict[torch.Tensor, int] = {}
+
+    def shard(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
+        def leave_on_meta(module: nn.Module, name: str) -> None: ...
+
+        return super().shard(model, units, leave_on_meta)
 
     def _placeholder(self, shape: torch.Size, dtype: torch.dtype, spec: Spec) -> torch.Tensor:
         raw = create_placeholder_tensor(shape, dtype)
