@@ -52,7 +52,7 @@ def complaint(capsys, ckpt_dir, *flags):
             "not go with --xla_fsdp nested",
         ),
         (
-            "--compile_only --tpu_topology v5e:4x4 --grad_accum_steps 2",
+            "--compile_only --tpu_topology v5e:2x4 --grad_accum_steps 2",
             "does not go with --grad_accum_steps 2",
         ),
         (

@@ -7,7 +7,8 @@ import pytest
 
 from tests.cli import run_program
 
-WIDTH, DEPTH, BATCH, SIDE, PATCH, CLASSES = 256, 4, 64, 64, 8, 128
+# Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.
+WIDTH, DEPTH, BATCH, SIDE, PATCH, CLASSES = 512, 4, 64, 128, 16, 128
 TOKENS = (SIDE // PATCH) ** 2
 MODEL = (
     f"--embed_dim {WIDTH} --num_blocks {DEPTH} --num_heads 4 --image_size {SIDE} "
@@ -40,7 +41,7 @@ def step_flops():
 
 @pytest.fixture(scope="module")
 def v5e():
-    return compile_for("v5e:4x4", "--precision", "bf16")
+    return compile_for("v5e:2x2", "--precision", "bf16")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def v5p():
     return compile_for("v5p:2x2x1")
 
 
-@pytest.mark.parametrize(("name", "chips"), [("v5e", 16), ("v5p", 4)])
+@pytest.mark.parametrize(("name", "chips"), [("v5e", 4), ("v5p", 4)])
 def test_figures(name, chips, request):
     found = request.getfixturevalue(name)
     parameters = sum(parameter_sizes())
@@ -70,9 +71,7 @@ def test_figures(name, chips, request):
 def test_weights_are_gathered_twice_in_bf16(v5e):
     """Forward and again for the backward pass, each time what a device does not hold."""
     weights = DEPTH * 12 * WIDTH**2
-    assert v5e["collective_bytes"]["all-gather"] == pytest.approx(
-        2 * weights * 2 * 15 / 16, rel=0.25
-    )
+    assert v5e["collective_bytes"]["all-gather"] == pytest.approx(2 * weights * 2 * 3 / 4, rel=0.25)
     assert v5e["collectives"]["all-gather"] >= 2 * 4 * DEPTH
 
 

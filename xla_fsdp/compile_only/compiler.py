@@ -32,7 +32,9 @@ class Compiled:
     output_bytes: int | None
     temporary_bytes: int | None
     peak_bytes: int
-    """Of HBM at once, arguments included; where it does not fit, what the compiler asked for."""
+    """Of HBM at once, arguments included: the figure that decides (the compiler accepts a limit
+    above it and refuses one below, whatever the sum of the others). Where it does not fit, at
+    least what is needed."""
     capacity_bytes: int
     hlo: str
     """The scheduled module of a device, empty where it does not fit."""
@@ -65,6 +67,7 @@ def compile_step(graph: StepGraph, topology: Topology) -> Compiled:
     """Compile for the slice. Raises UsageError if libtpu or jaxlib is missing or refuses it."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask about a TPU
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU is taken: nothing to lock
     try:
         import libtpu  # noqa: F401
         from jax._src.lib import xla_client
@@ -99,7 +102,7 @@ def compile_step(graph: StepGraph, topology: Topology) -> Compiled:
                 module.operation.get_asm(binary=True), _jax.DeviceList(tuple(devices)), options
             )
         except Exception as error:  # noqa: BLE001
-            return _out_of_memory(error, topology, module, time.perf_counter() - start)
+            return _out_of_memory(error, graph, module, time.perf_counter() - start)
     seconds = time.perf_counter() - start
     memory = executable.get_compiled_memory_stats()
     return Compiled(
@@ -150,13 +153,16 @@ def _annotated(graph: StepGraph, devices: int) -> Any:
     return module
 
 
-def _out_of_memory(error: Exception, topology: Topology, module: Any, seconds: float) -> Compiled:
+def _out_of_memory(error: Exception, graph: StepGraph, module: Any, seconds: float) -> Compiled:
     """What the compiler says of a program that needs more HBM than there is."""
-    found = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", str(error))
+    text = str(error)
+    found = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", text)
     if not found:
         raise UsageError(f"the TPU compiler refuses the step: {_first_line(error)}") from None
     unit = {"K": 2**10, "M": 2**20, "G": 2**30}
     used = int(float(found[1]) * unit[found[2]])
+    if re.search(r"arguments +0B", text):  # it gave up at the temporaries: the state comes on top
+        used += graph.state_bytes
     capacity = int(float(found[3]) * unit[found[4]])
     return Compiled(False, None, None, None, used, capacity, "", module, seconds)
 

@@ -84,7 +84,7 @@ def as_table(report: Report) -> str:
     difference = abs(report.hbm_capacity_bytes - report.peak_hbm_bytes) / 1e9
     verdict = (
         f"fits, {difference:.1f} GB to spare" if report.fits
-        else f"does not fit by {difference:.1f} GB"
+        else f"does not fit by {difference:.1f} GB or more"
     )  # fmt: skip
     each = "a device" if report.devices != report.chips else "a chip"
     rows = [
