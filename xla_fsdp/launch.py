@@ -20,6 +20,8 @@ def launch(run: Run, args: argparse.Namespace) -> None:
     """Call ``run(args, backend)``: once a host for SPMD, once a device for nested FSDP."""
     os.environ.setdefault("PJRT_DEVICE", device_type())
     os.environ["CPU_NUM_DEVICES"] = str(args.cpu_devices)
+    # XLA on the CPU has a thread a core; virtual devices that wait for each other need more.
+    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * args.cpu_devices)))
     os.environ["LIBTPU_INIT_ARGS"] = _compiler_options(os.environ.get("LIBTPU_INIT_ARGS", ""))
     import torch_xla
 
