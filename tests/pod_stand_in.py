@@ -29,9 +29,11 @@ class StandIn:
         bin_dir.mkdir()
         stand_in = shlex.join([sys.executable, str(ROOT / "tests" / "gcloud_stand_in.py")])
         script(bin_dir / "gcloud", f'exec {stand_in} "$@"')
+        # Not a shim of pyenv, which would put its own folder before this one.
+        script(bin_dir / "python3", f'exec {shlex.quote(sys.executable)} "$@"')
         self.variables = environment() | {
             "PATH": f"{bin_dir}:{os.environ['PATH']}", "STAND_IN": str(folder),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(ROOT), "PIP_NO_INDEX": "1",
         }  # fmt: skip
 
     def start(self, *words: object, **variables: str) -> subprocess.Popen[str]:

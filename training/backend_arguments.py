@@ -129,7 +129,8 @@ def _add_xla(group: argparse._ArgumentGroup) -> None:
         "--tpu_topology",
         metavar="KIND:AxB[xC]",
         help="slice for --compile_only, chips along each side: v4:4x4x4 (64 chips, 2 devices "
-        "each), v5e:16x16 (256 chips), v5p:4x4x8 (128 chips), v6e:8x8 (64 chips), ...",
+        "each), v5e:16x16 (256 chips), v5p:4x4x8 (128 chips), v6e:8x8 (64 chips), ...; "
+        "default: none",
     )
 
 
