@@ -182,6 +182,11 @@ class SpmdBackend(XlaBackend):
 
     sum = mean
 
+    def _mark_gradients(self) -> None:
+        for parameter in self._named_parameters().values():
+            if parameter.grad is not None:
+                self._mark(parameter.grad, self._spec_of(parameter))
+
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
 
