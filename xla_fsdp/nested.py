@@ -21,6 +21,7 @@ from torch_xla.distributed.fsdp.utils import BucketizedReduceScatter
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.backend import XlaBackend
+from xla_fsdp.options import why_this_form
 
 _FLAT = "flat_param_"
 _WRAPPERS = {"", "_fsdp_wrapped_module", "_fpw_module"}
@@ -59,7 +60,7 @@ class NestedBackend(XlaBackend):
             form = f"nested FSDP ({zero}), each block a unit"
             form += ", flat parameters" if self._args.flatten_parameters else ""
             form += ", sharded on the host" if self._args.shard_on_cpu else ""
-        return f"XLA: {self._describe_common()}, {form}"
+        return f"XLA: {self._describe_common()}, {form}{why_this_form(self._args)}"
 
     # -- sharding ---------------------------------------------------------------------
 

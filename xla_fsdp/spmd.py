@@ -25,7 +25,7 @@ from training.shards import Chunk, ShardedTensor
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
 from xla_fsdp.marks import Gather
-from xla_fsdp.options import scans_blocks
+from xla_fsdp.options import scans_blocks, why_this_form
 from xla_fsdp.scanned_blocks import ScannedBlocks
 
 AXIS = "fsdp"
@@ -58,7 +58,7 @@ class SpmdBackend(XlaBackend):
                     f", {self._replicated_bytes:,} bytes of parameters replicated "
                     f"(no dimension is a multiple of {self.device_count})"
                 )
-        return f"XLA: {self._describe_common()}, {form}"
+        return f"XLA: {self._describe_common()}, {form}{why_this_form(self._args)}"
 
     # -- sharding ---------------------------------------------------------------------
 
