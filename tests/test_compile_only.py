@@ -24,20 +24,20 @@ def compile_for(topology, *flags):
     return json.loads(done.stdout)
 
 
-def parameter_sizes():
+def parameter_sizes(depth=DEPTH):
     block = [3 * WIDTH**2, 3 * WIDTH, WIDTH**2, WIDTH, 4 * WIDTH**2, 4 * WIDTH, 4 * WIDTH**2, WIDTH,
              WIDTH, WIDTH, WIDTH, WIDTH]  # fmt: skip
     rest = [3 * PATCH**2 * WIDTH, WIDTH, TOKENS * WIDTH, WIDTH, WIDTH, CLASSES * WIDTH, CLASSES]
-    return block * DEPTH + rest
+    return block * depth + rest
 
 
-def step_flops():
+def step_flops(depth=DEPTH, batch=BATCH):
     """Forward, backward and, but for the last product of a block, forward again."""
-    mlp_out = 2 * BATCH * TOKENS * 4 * WIDTH**2
-    block = 2 * BATCH * (TOKENS * 12 * WIDTH**2 + 2 * TOKENS**2 * WIDTH)
-    patch = 2 * BATCH * TOKENS * 3 * PATCH**2 * WIDTH
-    head = 2 * BATCH * WIDTH * CLASSES
-    return DEPTH * (4 * block - mlp_out) + 2 * patch + 3 * head
+    mlp_out = 2 * batch * TOKENS * 4 * WIDTH**2
+    block = 2 * batch * (TOKENS * 12 * WIDTH**2 + 2 * TOKENS**2 * WIDTH)
+    patch = 2 * batch * TOKENS * 3 * PATCH**2 * WIDTH
+    head = 2 * batch * WIDTH * CLASSES
+    return depth * (4 * block - mlp_out) + 2 * patch + 3 * head
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,42 @@ def test_weights_are_gathered_twice_in_bf16(v5e):
     weights = DEPTH * 12 * WIDTH**2
     assert v5e["collective_bytes"]["all-gather"] == pytest.approx(2 * weights * 2 * 3 / 4, rel=0.25)
     assert v5e["collectives"]["all-gather"] >= 2 * 4 * DEPTH
+
+
+SMALL = "--num_blocks 1 --batch_size 32".split()
+"""The nested form has a copy of each block in the graph, which takes the compiler its time."""
+
+
+def test_nested():
+    """A process a chip: the same state and work as SPMD, weights gathered, gradients scattered."""
+    nested = compile_for("v5p:2x2x1", "--xla_fsdp", "nested", *SMALL)
+    parameters = sum(parameter_sizes(depth=1))
+    images = 32 * 3 * SIDE**2 * 4
+    assert "nested FSDP (ZeRO-3)" in nested["sharding"]
+    assert nested["fits"]
+    assert nested["graphs"] == 1
+    assert nested["state_bytes"] == pytest.approx(12 * parameters / 4, rel=0.02)
+    assert nested["argument_bytes"] == pytest.approx((12 * parameters + images) / 4, rel=0.02)
+    assert nested["flops_per_chip"] == pytest.approx(step_flops(depth=1, batch=32) / 4, rel=0.05)
+    weights = 12 * WIDTH**2 * 4
+    received = nested["collective_bytes"]
+    assert received["all-gather"] == pytest.approx(2 * weights * 3 / 4, rel=0.25)
+    assert received["reduce-scatter"] == pytest.approx(weights * 3 / 4, rel=0.25)
+    assert received["all-reduce"] < 0.1 * received["reduce-scatter"]
+
+
+def test_accumulation(v5p):
+    """Four micro-batches: a graph that leaves gradients, two that add to them, one that steps."""
+    found = compile_for("v5p:2x2x1", "--grad_accum_steps", "4")
+    parameters = sum(parameter_sizes())
+    images = BATCH * 3 * SIDE**2 * 4
+    assert found["fits"]
+    assert (found["graphs"], found["distinct_graphs"]) == (4, 3)
+    assert found["flops_per_chip"] == pytest.approx(v5p["flops_per_chip"], rel=0.001)
+    # In the last graph the state and the gradients so far, all of it cut, and a micro-batch.
+    expected = (16 * parameters + images / 4) / 4
+    assert found["argument_bytes"] == pytest.approx(expected, rel=0.02)
+    assert found["state_bytes"] == v5p["state_bytes"]
 
 
 def test_too_large_is_told(tmp_path):

@@ -25,7 +25,7 @@ from training.shards import Chunk, ShardedTensor
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
 from xla_fsdp.marks import Gather
-from xla_fsdp.options import scans_blocks
+from xla_fsdp.options import scans_blocks, why_this_form
 from xla_fsdp.scanned_blocks import ScannedBlocks
 
 AXIS = "fsdp"
@@ -58,7 +58,7 @@ class SpmdBackend(XlaBackend):
                     f", {self._replicated_bytes:,} bytes of parameters replicated "
                     f"(no dimension is a multiple of {self.device_count})"
                 )
-        return f"XLA: {self._describe_common()}, {form}"
+        return f"XLA: {self._describe_common()}, {form}{why_this_form(self._args)}"
 
     # -- sharding ---------------------------------------------------------------------
 
@@ -181,6 +181,11 @@ class SpmdBackend(XlaBackend):
         return value  # the program's tensors are global
 
     sum = mean
+
+    def _mark_gradients(self) -> None:
+        for parameter in self._named_parameters().values():
+            if parameter.grad is not None:
+                self._mark(parameter.grad, self._spec_of(parameter))
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
