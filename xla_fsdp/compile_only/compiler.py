@@ -19,7 +19,8 @@ import numpy as np
 
 from training.errors import UsageError
 from xla_fsdp.compile_only.topologies import Topology
-from xla_fsdp.compile_only.trace import Spec, StepGraph
+from xla_fsdp.compile_only.trace import StepGraph
+from xla_fsdp.mesh import MeshShape, Spec
 from xla_fsdp.options import TPU_COMPILER_OPTIONS
 
 
@@ -80,13 +81,14 @@ def compile_step(graph: StepGraph, topology: Topology) -> Compiled:
 
     with _quiet():
         try:
-            devices = topologies.get_topology_desc(topology.name, "tpu").devices
+            slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
+            devices = topologies.get_topology_desc(topology.name, "tpu", **slices).devices
         except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
             raise UsageError(
                 f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
             ) from None
         assert len(devices) == topology.devices, (len(devices), topology)
-        module = _annotated(graph, topology.devices)
+        module = _annotated(graph)
         options = xla_client.CompileOptions()
         options.num_partitions = topology.devices
         options.env_option_overrides = list(TPU_COMPILER_OPTIONS.items())
@@ -94,7 +96,7 @@ def compile_step(graph: StepGraph, topology: Topology) -> Compiled:
         build.use_spmd_partitioning = True
         build.num_replicas, build.num_partitions = 1, topology.devices
         build.device_assignment = xla_client.DeviceAssignment.create(
-            np.arange(topology.devices).reshape(1, -1)
+            np.array(_device_ids(devices, graph.mesh)).reshape(1, -1)
         )
         start = time.perf_counter()
         try:
@@ -118,18 +120,25 @@ def compile_step(graph: StepGraph, topology: Topology) -> Compiled:
     )
 
 
-def _annotated(graph: StepGraph, devices: int) -> Any:
+def _device_ids(devices: list[Any], mesh: MeshShape) -> list[int]:
+    """In the mesh's order, as ``xla_fsdp.placement.device_order``."""
+    if mesh.devices == mesh.fsdp:
+        return sorted(device.id for device in devices)
+
+    def place(device: Any) -> tuple[int, int, int]:
+        return getattr(device, "slice_index", 0), device.process_index, device.id
+
+    return [device.id for device in sorted(devices, key=place)]
+
+
+def _annotated(graph: StepGraph) -> Any:
     """The step as StableHLO, its arguments and results marked with their shardings."""
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
 
     def sharding(spec: Spec) -> Any:
-        text = "{replicated}"
-        if any(spec):
-            tiles = ",".join(str(devices if axis else 1) for axis in spec)
-            text = f"{{devices=[{tiles}]<=[{devices}]}}"
-        return ir.StringAttr.get(text)
+        return ir.StringAttr.get(graph.mesh.tiling(spec))
 
     context = mlir.make_ir_context()
     with context, ir.Location.unknown(context):

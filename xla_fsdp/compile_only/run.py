@@ -19,16 +19,18 @@ from xla_fsdp.compile_only.hlo import measure
 from xla_fsdp.compile_only.report import Report, as_json, as_table, make_report
 from xla_fsdp.compile_only.topologies import KNOWN, parse_topology
 from xla_fsdp.compile_only.trace import start_xla, trace_step
+from xla_fsdp.mesh import check_mesh
 
 
 def compile_only(args: argparse.Namespace) -> None:
     """Print the table, or with ``--json`` the figures. Raises UsageError."""
     if not args.tpu_topology:
         raise UsageError(f"--compile_only needs --tpu_topology. Known, for example: {KNOWN}")
-    topology = parse_topology(args.tpu_topology)
+    topology = parse_topology(args.tpu_topology, args.mesh_dcn)
     config = model_config(args)
     check_model(config)
     options.check(args)
+    check_mesh(args, config, topology.devices)
     check_run(args, topology.devices)
     _check_one_graph(args)
     report = _compile(args, topology, config)

@@ -55,19 +55,25 @@ KNOWN = "; ".join(f"{name}: {shapes}" for name, shapes in _EXAMPLES.items())
 @dataclass(frozen=True)
 class Topology:
     name: str
+    """Of one slice."""
     chip: Chip
-    chips: int
+    slice_chips: int
+    slices: int
+
+    @property
+    def chips(self) -> int:
+        return self.slices * self.slice_chips
 
     @property
     def devices(self) -> int:
         return self.chips * self.chip.devices_per_chip
 
 
-def parse_topology(name: str) -> Topology:
+def parse_topology(name: str, slices: int = 1) -> Topology:
     """ "v5p:4x4x8" as a Topology. Raises UsageError, with the known ones, for anything else."""
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     chip = CHIPS.get(match[1]) if match else None
     sides = [int(side) for side in match[2].split("x")] if match else []
     if chip is None or len(sides) != chip.dimensions or not all(sides):
         raise UsageError(f"--tpu_topology {name} is unknown. Known, for example: {KNOWN}")
-    return Topology(name, chip, math.prod(sides))
+    return Topology(name, chip, math.prod(sides), slices)

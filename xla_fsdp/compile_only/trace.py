@@ -15,8 +15,7 @@ from torch import nn
 
 from training.loop import forward_backward
 from training.run import shard_and_optimize
-
-Spec = tuple[str | None, ...]
+from xla_fsdp.mesh import MeshShape, Spec
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class StepGraph:
     results: list[Spec]
     donated: dict[int, int]
     """Argument to the result that takes its place."""
+    mesh: MeshShape
     state_bytes: int
     """Parameters and optimizer state on one device, by their specs."""
     description: str

@@ -9,10 +9,10 @@ import torch_xla
 from torch import nn
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
-from data.loader import Batch
 from training.backend import InitializeModule
 from xla_fsdp.compile_only.trace import StepGraph
-from xla_fsdp.spmd import AXIS, Spec, SpmdBackend
+from xla_fsdp.mesh import Spec
+from xla_fsdp.spmd import SpmdBackend
 
 
 class TracingBackend(SpmdBackend):
@@ -40,8 +40,11 @@ class TracingBackend(SpmdBackend):
 
     # -- what the SPMD backend does with data -------------------------------------------
 
-    def _send(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._placeholder(parameter.shape, parameter.dtype, self._spec(parameter.shape))
+    def _device_order(self) -> list[int]:
+        return list(range(self.device_count))  # the compiler is told which is which
+
+    def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
+        return self._placeholder(values.shape, values.dtype, spec)
 
     def _new_state(self, shape: torch.Size, spec: Spec) -> torch.Tensor:
         return self._placeholder(shape, torch.float32, spec)
@@ -56,13 +59,6 @@ class TracingBackend(SpmdBackend):
 
     def _constant(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device)  # small: real data, unmarked and so replicated
-
-    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        images, labels = (
-            self._placeholder(part.shape, part.dtype, (AXIS,) + (None,) * (part.dim() - 1))
-            for part in batch
-        )
-        return images, labels
 
     def _cut_graph(self, wait: bool = False) -> None:
         """Everything stays in one graph."""
@@ -79,7 +75,7 @@ class TracingBackend(SpmdBackend):
             for tensor in (parameter, entry["exp_avg"], entry["exp_avg_sq"]):
                 replaced[self._argument_of[tensor]] = len(tensors)
                 tensors.append(tensor.detach())
-                specs.append(self._spec_of(parameter))
+                specs.append(self._specs[parameter])
             tensors.append(entry["step"])
             specs.append(())
         state_bytes = sum(map(self._bytes_of, tensors, specs))
@@ -96,8 +92,9 @@ class TracingBackend(SpmdBackend):
             results=specs,
             donated={numbers[i]: result for i, result in replaced.items()},
             state_bytes=state_bytes,
+            mesh=self._shape,
             description=self.describe(),
         )
 
     def _bytes_of(self, tensor: torch.Tensor, spec: Spec) -> int:
-        return tensor.nbytes // (self.device_count if any(spec) else 1)
+        return tensor.nbytes // self._shape.parts(spec)
