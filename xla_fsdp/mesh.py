@@ -63,10 +63,18 @@ class MeshShape:
         tiles = [self.parts([axes]) for axes in spec]
         if unused:
             tiles.append(self.parts([tuple(unused)]))
-        order = [names.index(axis) for axis in used + unused]
-        text = f"devices=[{_comma(tiles)}]<=[{_comma(list(self.live.values()))}]"
-        if order != sorted(order):
-            text += f"T({_comma(order)})"
+        # Axes that stay together are written as one: of others, the parser makes nothing.
+        runs: list[list[int]] = []
+        for number in (names.index(axis) for axis in used + unused):
+            if runs and runs[-1][-1] + 1 == number:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        in_order = sorted(runs)
+        sizes = [self.parts([tuple(names[n] for n in run)]) for run in in_order]
+        text = f"devices=[{_comma(tiles)}]<=[{_comma(sizes)}]"
+        if runs != in_order:
+            text += f"T({_comma([in_order.index(run) for run in runs])})"
         return "{" + text + (" last_tile_dim_replicate" if unused else "") + "}"
 
     # -- parameters -------------------------------------------------------------------

@@ -23,17 +23,11 @@ from data.loader import Batch
 from training.shards import Chunk, ShardedTensor
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
+from xla_fsdp.hosts import in_global_batch, local_groups
 from xla_fsdp.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.mesh import BATCH, Axes, Spec, mesh_shape
 from xla_fsdp.options import scans_blocks
-from xla_fsdp.placement import (
-    Sharding,
-    device_order,
-    in_global_batch,
-    local_devices,
-    local_groups,
-    partition_spec,
-)
+from xla_fsdp.placement import Sharding, device_order, local_devices, partition_spec
 from xla_fsdp.plain_names import device_part, is_stacked, plain_values
 from xla_fsdp.scanned_blocks import ScannedBlocks
 from xla_fsdp.tensor_parallel import TENSOR_DIMS, Marks, cut_block, is_packed
