@@ -80,13 +80,13 @@ class MeshShape:
     # -- parameters -------------------------------------------------------------------
 
     def parameter_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
-        """How a parameter is kept. Its block computes with it cut along ``tensor_dim``, if given.
+        """How a parameter is kept. Its block computes with ``tensor_dim`` cut, if it has one.
 
         Cut evenly: along the largest dimension that has a multiple of the devices. Where
         "tensor" cuts a dimension, "fsdp" cuts another one, or the parts of the same: gathering
         over "fsdp" then leaves what "tensor" needs.
         """
-        if tensor_dim is None:
+        if tensor_dim is None or self.tensor == 1:
             for axes in self._cuts():
                 found = _largest(shape, self.parts([axes]))
                 if found is not None:
@@ -95,7 +95,8 @@ class MeshShape:
         others = [1 if d == tensor_dim else size for d, size in enumerate(shape)]
         found = _largest(others, self.fsdp) if self.fsdp > 1 else None
         if found is not None:
-            return self._cut_along({tensor_dim: ("tensor",), found: ("fsdp",)}, len(shape))
+            cuts: dict[int, Axes] = {tensor_dim: ("tensor",), found: ("fsdp",)}
+            return self._cut_along(cuts, len(shape))
         both = shape[tensor_dim] % (self.tensor * self.fsdp) == 0
         return self._cut_along(
             {tensor_dim: ("tensor", "fsdp") if both else ("tensor",)}, len(shape)
@@ -103,7 +104,9 @@ class MeshShape:
 
     def gathered_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
         """How a parameter is computed with."""
-        return self._cut_along({} if tensor_dim is None else {tensor_dim: ("tensor",)}, len(shape))
+        if tensor_dim is None or self.tensor == 1:
+            return self._cut_along({}, len(shape))
+        return self._cut_along({tensor_dim: ("tensor",)}, len(shape))
 
     @property
     def smallest_cut(self) -> int:
