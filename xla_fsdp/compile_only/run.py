@@ -67,7 +67,7 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     return make_report(
         topology=topology,
         compiled=compiled,
-        traffic=measure(compiled.hlo, topology.devices) if compiled.fits else None,
+        traffic=measure(compiled.hlo, topology.devices, topology.slices) if compiled.fits else None,
         flops=count_flops(compiled.stablehlo),
         model_flops=train_flops_per_image(config) * args.batch_size,
         parameters=parameters,
