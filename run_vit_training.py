@@ -43,7 +43,9 @@ def run_on_xla(args: argparse.Namespace, prepare: Prepare) -> None:
     from xla_fsdp.launch import launch
 
     options.check(args)
-    launch(prepare(args, options.device_count(args)), args)
+    devices = options.device_count(args)
+    options.check_devices(args, model_config(args), devices)
+    launch(prepare(args, devices), args)
 
 
 def run_on_gpus(args: argparse.Namespace, prepare: Prepare) -> None:

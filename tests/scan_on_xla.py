@@ -34,14 +34,15 @@ def scanned(blocks: nn.Sequential) -> ScannedBlocks:
 
     stack = ScannedBlocks(
         blocks,
-        stack=lambda p, depth: nn.Parameter(torch.zeros((depth, *p.shape), device="xla")),
+        adapt=lambda block: None,
+        stack=lambda _, p, depth: nn.Parameter(torch.zeros((depth, *p.shape), device="xla")),
         constant=lambda values: values.to("xla"),
-        mark_batch=same,
-        gather=lambda w: Gather.apply(w, w.dtype, same, same),
+        mark_tokens=same,
+        gather=lambda _, w: Gather.apply(w, w.dtype, same, same),
         bf16=False,
     )
     for index, block in enumerate(blocks):
-        stack.fill(index, block, lambda values: values.to("xla"))
+        stack.fill(index, block, lambda _, values: values.to("xla"))
     return stack
 
 

@@ -112,6 +112,19 @@ def test_accumulation(v5p):
     assert found["state_bytes"] == v5p["state_bytes"]
 
 
+def test_mesh_of_two_axes():
+    """Each block's weights are cut over all 4 chips, the batch over 2."""
+    found = compile_for("v5e:2x2", "--precision", "bf16", "--mesh_tensor", "2")
+    assert "mesh fsdp 2 x tensor 2" in found["sharding"]
+    parameters = sum(parameter_sizes())
+    images = BATCH * 3 * SIDE**2 * 4
+    assert found["argument_bytes"] == pytest.approx(12 * parameters / 4 + images / 2, rel=0.03)
+    assert found["state_bytes"] == pytest.approx(12 * parameters / 4, rel=0.02)
+    # Forward and back, over fsdp alone: what tensor cuts stays cut.
+    weights = DEPTH * 12 * WIDTH**2
+    assert found["collective_bytes"]["all-gather"] >= 2 * weights / 2 * 2 / 2
+
+
 def test_too_large_is_told(tmp_path):
     found = compile_for(
         "v5e:2x2", "--model", "vit_10b", "--embed_dim", "8192", "--num_blocks", "16"

@@ -98,6 +98,28 @@ def _add_xla(group: argparse._ArgumentGroup) -> None:
         help="nested: cut each block into shards on the host, before it reaches the device",
     )
     group.add_argument(
+        "--mesh_dcn",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="SPMD: copies of the parameters, a slice each where there are several TPU slices; "
+        "gradients are summed over them, the batch is cut over all",
+    )
+    group.add_argument(
+        "--mesh_fsdp",
+        type=positive,
+        metavar="N",
+        help="SPMD: devices a copy is sharded over (default: all / (--mesh_dcn x --mesh_tensor))",
+    )
+    group.add_argument(
+        "--mesh_tensor",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="SPMD: devices that attention heads and MLP columns of each block are cut over, for "
+        "the same images (tensor parallel)",
+    )
+    group.add_argument(
         "--scan_blocks",
         action=argparse.BooleanOptionalAction,
         help="SPMD: all blocks as one loop in the graph, so that compile time does not grow with "

@@ -31,12 +31,12 @@ def check_model(config: VitConfig) -> None:
 
 def check_run(args: argparse.Namespace, device_count: int) -> None:
     """Raises UsageError for flags that cannot go together on this many devices."""
-    micro_batches = args.grad_accum_steps
-    if args.batch_size % (device_count * micro_batches):
+    micro_batches, together = args.grad_accum_steps, args.mesh_tensor
+    if args.batch_size % (device_count // together * micro_batches):
+        parts = f"{device_count} devices" + (f" / --mesh_tensor {together}" if together > 1 else "")
         passes = f" x --grad_accum_steps {micro_batches}" if micro_batches > 1 else ""
         raise UsageError(
-            f"--batch_size {args.batch_size} (global) is no multiple of the {device_count} "
-            f"devices{passes}"
+            f"--batch_size {args.batch_size} (global) is no multiple of the {parts}{passes}"
         )
     if args.wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError("--wandb needs the package wandb: python3 -m pip install wandb")

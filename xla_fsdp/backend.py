@@ -78,7 +78,7 @@ class XlaBackend(abc.ABC):
         """Values on CPU, plain or as a ShardedTensor, by their names in the plain model."""
 
     @abc.abstractmethod
-    def _to_device(self, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
+    def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         """Put back what ``_to_host`` gave, after new values were read into it."""
 
     # -- model and optimizer ----------------------------------------------------------
@@ -222,15 +222,15 @@ class XlaBackend(abc.ABC):
 
     def _host_state(
         self, with_optimizer: bool = True
-    ) -> tuple[dict, list[tuple[torch.Tensor, list[torch.Tensor]]]]:
+    ) -> tuple[dict, list[tuple[str, torch.Tensor, list[torch.Tensor]]]]:
         """Model and optimizer on CPU under plain names, and which device tensor each is of."""
         model: dict[str, torch.Tensor] = {}
         optimizer: dict[str, dict[str, torch.Tensor]] = {}
-        origins: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        origins: list[tuple[str, torch.Tensor, list[torch.Tensor]]] = []
         for key, parameter in self._named_parameters().items():
             views = self._to_host(key, parameter.detach())
             model.update(views)
-            origins.append((parameter, list(views.values())))
+            origins.append((key, parameter, list(views.values())))
             entries = self._optimizer.state[parameter] if with_optimizer else {}
             for entry, tensor in entries.items():
                 if entry == "step":
@@ -240,7 +240,7 @@ class XlaBackend(abc.ABC):
                     state_views = self._to_host(key, tensor)
                 for name, view in state_views.items():
                     optimizer.setdefault(name, {})[entry] = view
-                origins.append((tensor, list(state_views.values())))
+                origins.append((key, tensor, list(state_views.values())))
         state: dict = {"model": model}
         if with_optimizer:
             state["optimizer"] = {"state": optimizer}
@@ -262,8 +262,8 @@ class XlaBackend(abc.ABC):
         alone = xr.process_count() == 1
         with quiet_dcp():
             dcp.load(state, storage_reader=reader, no_dist=alone)
-        for tensor, saved in origins:
-            self._to_device(tensor, saved)
+        for name, tensor, saved in origins:
+            self._to_device(name, tensor, saved)
         torch_xla.sync(wait=True)
         if with_optimizer:
             torch.set_rng_state(state["training"]["rng"])

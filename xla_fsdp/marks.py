@@ -39,3 +39,16 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
         return ctx.cut(grad * 1).to(ctx.dtype), None, None, None
+
+
+class Scatter(torch.autograd.Function):
+    """A sum over devices cut as it is made; its gradient made whole: ``Gather`` the other way."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, cut: Mark, whole: Mark) -> torch.Tensor:
+        ctx.cut, ctx.whole = cut, whole
+        return cut(x * 1)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return ctx.whole(ctx.cut(grad * 1) * 1), None, None

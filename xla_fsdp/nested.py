@@ -182,7 +182,7 @@ class NestedBackend(XlaBackend):
             base += shape.numel()
         return saved
 
-    def _to_device(self, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
+    def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         values = tensor.detach().cpu()
         if not isinstance(saved[0], ShardedTensor):  # unsharded: a plain parameter, or Adam's step
             values = saved[0]

@@ -6,18 +6,27 @@ import argparse
 import os
 from pathlib import Path
 
+from models.config import VitConfig
 from training.errors import UsageError
+from xla_fsdp.mesh import check_mesh
 
 _NESTED_FLAGS = {
     "--no_reshard_after_forward": lambda args: not args.reshard_after_forward,
     "--flatten_parameters": lambda args: args.flatten_parameters,
     "--shard_on_cpu": lambda args: args.shard_on_cpu,
 }
-
+_MESH_FLAGS = {
+    "--mesh_dcn": lambda args: args.mesh_dcn > 1,
+    "--mesh_fsdp": lambda args: args.mesh_fsdp is not None,
+    "--mesh_tensor": lambda args: args.mesh_tensor > 1,
+}
 
 TPU_COMPILER_OPTIONS = {
     # Without it v4 and v5p gather weights by all-reduces of zero-padded whole ones.
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    # Never a product in as many pieces as devices exchange: each reads its other side from HBM
+    # anew, with --mesh_tensor as much as all the rest of the step.
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
 """For every compilation: in training through LIBTPU_INIT_ARGS, and by --compile_only."""
 
@@ -81,7 +90,32 @@ def device_count(args: argparse.Namespace) -> int:
         return args.cpu_devices
     from torch_xla._internal import tpu
 
-    return tpu.num_expected_global_devices()
+    return tpu.num_expected_global_devices() * slice_count()  # it counts this slice's
+
+
+def slice_count() -> int:
+    """TPU slices of this run, as all its processes are told by who starts them."""
+    return int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
+
+
+def check_devices(args: argparse.Namespace, config: VitConfig, devices: int) -> None:
+    """Raises UsageError for a mesh that does not fit these devices or the model."""
+    check_mesh(args, config, devices)
+    if device_type() == "CPU":
+        return
+    slices = slice_count()
+    if args.mesh_dcn % slices:
+        raise UsageError(
+            f"--mesh_dcn {args.mesh_dcn} is no multiple of the {slices} slices of this run "
+            "(MEGASCALE_NUM_SLICES)"
+        )
+    from torch_xla._internal import tpu
+
+    here = tpu.num_available_devices()
+    if devices > here and here % args.mesh_tensor:
+        raise UsageError(
+            f"--mesh_tensor {args.mesh_tensor} must divide the {here} devices of a host"
+        )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -99,6 +133,11 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"{nested_flags[0]} shapes FSDP: drop it or --run_without_fsdp")
     if nested_flags and fsdp_form(args) == "spmd":
         raise UsageError(f"{nested_flags[0]} needs --xla_fsdp nested, not spmd")
+    for flag in (flag for flag, used in _MESH_FLAGS.items() if used(args)):
+        if fsdp_form(args) == "nested":
+            raise UsageError(f"{flag} needs --xla_fsdp spmd: nested FSDP cuts over all devices")
+        if args.run_without_fsdp:
+            raise UsageError(f"{flag} shapes FSDP: drop it or --run_without_fsdp")
     if device_type() == "CPU" and fsdp_form(args) == "nested" and args.cpu_devices > 1:
         raise UsageError(
             f"nested FSDP runs on 1 CPU device, not {args.cpu_devices} (XLA's CPU collectives "

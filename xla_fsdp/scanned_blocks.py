@@ -35,25 +35,28 @@ class _DropPath(nn.Module):
 class ScannedBlocks(nn.Module):
     """Takes the place of timm's ``blocks``. ``block`` holds the parameters, (depth, *shape).
 
-    ``stack(parameter, depth)`` makes zeros for one of them, ``constant`` puts a small tensor on
-    the devices; ``mark_batch`` and ``gather`` tell the partitioner how activations lie and
-    where a weight is gathered.
+    ``adapt`` changes how a block computes, ``stack(name, parameter, depth)`` makes zeros for one
+    of its parameters, ``constant`` puts a small tensor on the devices; ``mark_tokens`` and
+    ``gather(name, weight)`` tell the partitioner how activations lie and where a weight is
+    gathered. Names are those in a block.
     """
 
     def __init__(
         self,
         blocks: nn.Sequential,
         *,
-        stack: Callable[[torch.Tensor, int], nn.Parameter],
+        adapt: Callable[[nn.Module], None],
+        stack: Callable[[str, torch.Tensor, int], nn.Parameter],
         constant: Callable[[torch.Tensor], torch.Tensor],
-        mark_batch: Mark,
-        gather: Mark,
+        mark_tokens: Mark,
+        gather: Callable[[str, torch.Tensor], torch.Tensor],
         bf16: bool,
     ) -> None:
         super().__init__()
         self.block = copy.deepcopy(blocks[-1]).to("meta")
+        adapt(self.block)
         self._depth, self._bf16 = len(blocks), bf16
-        self._mark_batch, self._gather = mark_batch, gather
+        self._mark_tokens, self._gather = mark_tokens, gather
         self._scans: dict[tuple, Scan] = {}
         self._drop_paths: list[_DropPath] = []
         self._keep: list[torch.Tensor] = []
@@ -63,17 +66,19 @@ class ScannedBlocks(nn.Module):
                 self._keep.append(constant(1.0 - torch.tensor(rates)))
                 self._drop_paths.append(_DropPath())
                 self.block.set_submodule(name, self._drop_paths[-1])
-        for part in self.block.modules():
-            for key, parameter in part._parameters.items():
-                if parameter is not None:
-                    part._parameters[key] = stack(parameter, self._depth)
+        for name, parameter in list(self.block.named_parameters()):
+            owner, _, key = name.rpartition(".")
+            stacked = stack(name, parameter, self._depth)
+            self.block.get_submodule(owner)._parameters[key] = stacked
 
     @torch.no_grad()
-    def fill(self, index: int, block: nn.Module, send: Callable[[torch.Tensor], torch.Tensor]):
+    def fill(
+        self, index: int, block: nn.Module, send: Callable[[str, torch.Tensor], torch.Tensor]
+    ) -> None:
         """Put a block's values in its place. One graph for every index, elementwise."""
         here = (torch.arange(self._depth) == index).to(torch_xla.device())
         for name, stacked in self.block.named_parameters():
-            values = send(block.get_parameter(name).detach())
+            values = send(name, block.get_parameter(name).detach())
             chosen = here.view(-1, *(1,) * values.dim())
             stacked.copy_(torch.where(chosen, values, stacked))
 
@@ -95,17 +100,17 @@ class ScannedBlocks(nn.Module):
     def _compute(
         self, x: torch.Tensor, parameters: list[torch.Tensor], keep: list[torch.Tensor]
     ) -> torch.Tensor:
-        x = MarkBoth.apply(x, self._mark_batch)
+        x = MarkBoth.apply(x, self._mark_tokens)
         for module, probability in zip(self._drop_paths, keep, strict=True):
             module.keep = probability
         names = [name for name, _ in self.block.named_parameters()]
-        gathered = [self._gather(parameter) for parameter in parameters]
+        gathered = [self._gather(*each) for each in zip(names, parameters, strict=True)]
         values = dict(zip(names, gathered, strict=True))
         with torch.autocast("xla", dtype=torch.bfloat16, enabled=self._bf16):
             y = torch.func.functional_call(self.block, values, (x,))
         for module in self._drop_paths:  # left alive, they would be computed with the step
             del module.keep
-        return MarkBoth.apply(y.to(x.dtype), self._mark_batch)
+        return MarkBoth.apply(y.to(x.dtype), self._mark_tokens)
 
     def _run_forward(self, x, parameters, *, keep_inputs: bool):
         count = len(parameters)

@@ -11,7 +11,6 @@ import argparse
 import functools
 import math
 
-import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -24,24 +23,33 @@ from data.loader import Batch
 from training.shards import Chunk, ShardedTensor
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
-from xla_fsdp.marks import Gather
+from xla_fsdp.hosts import in_global_batch, local_groups
+from xla_fsdp.marks import Gather, MarkBoth, Scatter
+from xla_fsdp.mesh import BATCH, Axes, Spec, mesh_shape
 from xla_fsdp.options import scans_blocks, why_this_form
+from xla_fsdp.placement import Sharding, device_order, local_devices, partition_spec
+from xla_fsdp.plain_names import device_part, is_stacked, plain_values
 from xla_fsdp.scanned_blocks import ScannedBlocks
+from xla_fsdp.tensor_parallel import TENSOR_DIMS, Marks, cut_block, is_packed
 
-AXIS = "fsdp"
-Spec = tuple[str | None, ...]
-"""For each dimension the mesh axis it is cut along, None if it is not cut."""
+BETWEEN: tuple[Axes, ...] = (("tensor",), ())
+"""How tokens and features are cut between the halves of a block."""
 
 
 class SpmdBackend(XlaBackend):
     def __init__(self, args: argparse.Namespace) -> None:
         self.rank, self.world_size = xr.process_index(), xr.process_count()
         super().__init__(args)
-        count = self.device_count
-        self._mesh = xs.Mesh(np.arange(count), (count,), (AXIS,))
+        self._shape = mesh_shape(args, self.device_count)
+        live = self._shape.live
+        order = self._device_order()
+        self._mesh = xs.Mesh(order, tuple(live.values()), tuple(live))
         self._replicated_bytes = 0
         self._scans = scans_blocks(args)
-        self._stacked: set[torch.Tensor] = set()
+        self._specs: dict[torch.Tensor, Spec] = {}
+
+    def _device_order(self) -> list[int]:
+        return device_order(self._shape)
 
     @property
     def _rng_stream(self) -> int:
@@ -53,10 +61,11 @@ class SpmdBackend(XlaBackend):
         else:
             form = "SPMD FSDP (ZeRO-3), each block a unit"
             form += ", scanned" if self._scans else ""
+            form += f", {self._shape}"
             if self._replicated_bytes:
                 form += (
                     f", {self._replicated_bytes:,} bytes of parameters replicated "
-                    f"(no dimension is a multiple of {self.device_count})"
+                    f"(no dimension is a multiple of {self._shape.smallest_cut})"
                 )
         return f"XLA: {self._describe_common()}, {form}{why_this_form(self._args)}"
 
@@ -65,8 +74,9 @@ class SpmdBackend(XlaBackend):
     def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
         if self._scans:
             return self._stack_block(model, name, block)
-        self._place(block)
-        after_forward(block, self._mark_batch)
+        self._adapt(block)
+        self._place(block, TENSOR_DIMS)
+        after_forward(block, self._mark_tokens)
         return block
 
     def _stack_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
@@ -76,9 +86,10 @@ class SpmdBackend(XlaBackend):
         if index == 0:
             self._stack = ScannedBlocks(
                 blocks,
+                adapt=self._adapt,
                 stack=self._stacked_zeros,
                 constant=self._constant,
-                mark_batch=self._mark_batch,
+                mark_tokens=self._mark_tokens,
                 gather=self._gather,
                 bf16=self._args.precision == "bf16",
             )
@@ -88,94 +99,118 @@ class SpmdBackend(XlaBackend):
         return block
 
     def _fill(self, index: int, block: nn.Module) -> None:
-        self._stack.fill(index, block, self._send)
+        self._adapt(block)
+        self._stack.fill(
+            index, block, lambda name, values: self._send(values, self._block_spec(name, values))
+        )
         block.to("meta")  # the host needs no second copy
 
-    def _stacked_zeros(self, parameter: torch.Tensor, depth: int) -> nn.Parameter:
-        spec = (None, *self._spec(parameter.shape))
+    def _stacked_zeros(self, name: str, parameter: torch.Tensor, depth: int) -> nn.Parameter:
+        spec = ((), *self._block_spec(name, parameter))
         shape = torch.Size((depth, *parameter.shape))
-        stacked = self._as_parameter(self._new_state(shape, spec))
-        self._count_replicated(stacked, spec)
-        self._stacked.add(stacked)
-        return stacked
+        return self._keep(self._new_state(shape, spec), spec)
 
     def _new_state(self, shape: torch.Size, spec: Spec) -> torch.Tensor:
         """Zeros on the devices, for stacked parameters and AdamW."""
         return self._mark(torch.zeros(shape, device=self._device), spec)
 
-    def _as_parameter(self, values: torch.Tensor) -> nn.Parameter:
-        return nn.Parameter(values)
-
-    def _count_replicated(self, parameter: torch.Tensor, spec: Spec) -> None:
-        if not any(spec):
+    def _keep(self, values: torch.Tensor, spec: Spec) -> nn.Parameter:
+        """A parameter of values that lie on the devices as ``spec`` says."""
+        parameter = nn.Parameter(values)
+        self._specs[parameter] = spec
+        if self._shape.parts(spec) == 1:
             self._replicated_bytes += parameter.nbytes
+        return parameter
 
-    def _spec_of(self, parameter: torch.Tensor) -> Spec:
-        if parameter in self._stacked:
-            return (None, *self._spec(parameter.shape[1:]))
-        return self._spec(parameter.shape)
-
-    def _gather(self, weight: torch.Tensor) -> torch.Tensor:
+    def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         lower = self._args.precision == "bf16" and weight.dim() > 1
         dtype = torch.bfloat16 if lower else weight.dtype
-        cut = functools.partial(self._mark, spec=self._spec(weight.shape))
-        whole = functools.partial(self._mark, spec=(None,) * weight.dim())
-        return Gather.apply(weight, dtype, cut, whole)
+        cut = functools.partial(self._mark, spec=self._block_spec(name, weight))
+        whole = self._shape.gathered_spec(weight.shape, TENSOR_DIMS.get(name))
+        return Gather.apply(weight, dtype, cut, functools.partial(self._mark, spec=whole))
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
-        self._place(model)
+        self._place(model, {})
         return model
 
-    def _place(self, module: nn.Module) -> None:
+    def _place(self, module: nn.Module, tensor_dims: dict[str, int]) -> None:
         """Send parameters that are not there yet to the devices, cut or replicated."""
-        for part in module.modules():
-            for key, parameter in part._parameters.items():
-                if parameter is None or parameter.device.type == "xla":
-                    continue
-                part._parameters[key] = self._as_parameter(self._send(parameter.detach()))
-                self._count_replicated(parameter, self._spec(parameter.shape))
+        for name, parameter in list(module.named_parameters()):
+            if parameter.device.type == "xla":
+                continue
+            owner, _, key = name.rpartition(".")
+            spec = self._spec(parameter.shape, tensor_dims.get(name))
+            placed = self._keep(self._send(parameter.detach(), spec), spec)
+            module.get_submodule(owner)._parameters[key] = placed
 
-    def _spec(self, shape: torch.Size) -> Spec:
-        """Cut along the largest dimension that the devices divide, if there is one."""
-        divisible = [d for d, size in enumerate(shape) if size % self.device_count == 0]
-        if self._args.run_without_fsdp or not divisible:
-            return (None,) * len(shape)
-        cut = max(divisible, key=lambda d: shape[d])
-        return tuple(AXIS if d == cut else None for d in range(len(shape)))
+    def _block_spec(self, name: str, parameter: torch.Tensor) -> Spec:
+        return self._spec(parameter.shape, TENSOR_DIMS.get(name))
+
+    def _spec(self, shape: torch.Size, tensor_dim: int | None) -> Spec:
+        if self._args.run_without_fsdp:
+            return ((),) * len(shape)
+        return self._shape.parameter_spec(shape, tensor_dim)
 
     def _mark(self, x: torch.Tensor, spec: Spec) -> torch.Tensor:
-        xs.mark_sharding(x, self._mesh, spec)
+        xs.mark_sharding(x, self._mesh, partition_spec(spec))
         return x
 
-    def _mark_batch(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mark(x, (AXIS,) + (None,) * (x.dim() - 1))
+    def _activations(self, dimensions: int, *last: Axes) -> Spec:
+        """Cut along the batch, dimension 0, and the last ones as given."""
+        between = ((),) * (dimensions - 1 - len(last))
+        return self._shape.spec(BATCH, *between, *last)
 
-    def _send(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter's values from the host to the devices, cut."""
-        sharding = xs.ShardingSpec(self._mesh, self._spec(parameter.shape))
-        return xm.send_cpu_data_to_device(parameter, self._device, sharding)[0]
+    def _mark_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """What lies between blocks, and between the halves of a block: (batch, tokens, width)."""
+        return self._mark(x, self._activations(x.dim(), *BETWEEN))
+
+    def _adapt(self, block: nn.Module) -> None:
+        if self._shape.tensor > 1:
+            cut_block(block, self._tensor_marks())
+
+    def _tensor_marks(self) -> Marks:
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            return self._mark(x, self._activations(x.dim()))
+
+        def columns(x: torch.Tensor) -> torch.Tensor:
+            return self._mark(x, self._activations(x.dim(), ("tensor",)))
+
+        return Marks(
+            gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, whole),
+            scatter=lambda x: Scatter.apply(x, self._mark_tokens, whole),
+            columns=lambda x: MarkBoth.apply(x, columns),
+        )
+
+    def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
+        """From the host to the devices, cut."""
+        sharding = Sharding(self._mesh, partition_spec(spec), minibatch=minibatch)
+        return xm.send_cpu_data_to_device(values, self._device, sharding)[0]
 
     def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._new_state(parameter.shape, self._spec_of(parameter))
+        return self._new_state(parameter.shape, self._specs[parameter])
 
     def _scalar(self, value: float) -> torch.Tensor:
         return self._constant(torch.tensor(value))
 
     def _constant(self, values: torch.Tensor) -> torch.Tensor:
         # Marked, because results of a step are: an unmarked one would compile anew.
-        return self._mark(values.to(self._device), (None,) * values.dim())
+        return self._mark(values.to(self._device), ((),) * values.dim())
 
     # -- a step -----------------------------------------------------------------------
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        several_hosts = self.world_size > 1
+        images, labels = (self._put(part) for part in batch)
+        return images, labels
 
-        def send(tensor: torch.Tensor) -> torch.Tensor:
-            spec = (AXIS,) + (None,) * (tensor.dim() - 1)
-            sharding = xs.ShardingSpec(self._mesh, spec, minibatch=several_hosts)
-            return xm.send_cpu_data_to_device(tensor, self._device, sharding)[0]
-
-        return send(batch[0]), send(batch[1])
+    def _put(self, share: torch.Tensor) -> torch.Tensor:
+        spec = self._activations(share.dim())
+        if self.world_size == 1:
+            return self._send(share, spec)
+        if self._shape.tensor == 1:  # torch_xla cuts a host's share over its devices by itself
+            return self._send(share, spec, minibatch=True)
+        mesh = self._shape
+        groups = local_groups(mesh, self._mesh.device_ids, local_devices())
+        return self._send(in_global_batch(share, groups, mesh.dcn * mesh.fsdp), spec)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return value  # the program's tensors are global
@@ -185,7 +220,7 @@ class SpmdBackend(XlaBackend):
     def _mark_gradients(self) -> None:
         for parameter in self._named_parameters().values():
             if parameter.grad is not None:
-                self._mark(parameter.grad, self._spec_of(parameter))
+                self._mark(parameter.grad, self._specs[parameter])
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
@@ -206,15 +241,17 @@ class SpmdBackend(XlaBackend):
         chunks: dict[tuple[int, ...], Chunk] = {}
         for shard in XLAShardedTensor(tensor).local_shards:
             if shard.indices is Ellipsis:
-                return _by_plain_name(name, shard.data)
+                return plain_values(name, shard.data, packed=False)
             offsets = tuple(index.start for index in shard.indices)
-            chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: _spec cuts evenly
-        return _by_plain_name(
-            name, ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
-        )
+            chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: cut evenly
+        value = ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
+        return plain_values(name, value, packed=self._packed(name))
 
-    def _to_device(self, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
-        stacked = tensor.dim() > saved[0].dim()
+    def _packed(self, name: str) -> bool:
+        return self._shape.tensor > 1 and name.startswith("blocks.") and is_packed(name)
+
+    def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
+        stacked = is_stacked(name) and tensor.dim() > 0  # AdamW's step is one for all blocks
         cut = [each for each in saved if isinstance(each, ShardedTensor)]
         if not cut:  # on one device, or replicated
             values = torch.stack(saved) if stacked else saved[0]
@@ -225,25 +262,6 @@ class SpmdBackend(XlaBackend):
         target = XLAShardedTensor(tensor.detach())
         shards: list[XLAShard] = target.local_shards
         for shard in shards:
-            offsets = tuple(index.start for index in shard.indices)[stacked:]
-            parts = [c.data for each in cut for c in each.chunks if c.offsets == offsets]
-            shard.data = torch.stack(parts) if stacked else parts[0]
+            offsets = tuple(index.start for index in shard.indices)
+            shard.data = device_part(cut, offsets, stacked=stacked, packed=self._packed(name))
         target.load_local_shards_(shards)
-
-
-_STACKED = "blocks.block."
-
-
-def _by_plain_name(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Under its own name, or if stacked: each block's part under the name in the plain model."""
-    if not name.startswith(_STACKED):
-        return {name: value}
-    names = [f"blocks.{i}.{name.removeprefix(_STACKED)}" for i in range(len(value))]
-    if not isinstance(value, ShardedTensor):
-        return dict(zip(names, value, strict=True))
-    return {
-        plain: ShardedTensor(
-            value.shape[1:], value.dtype, [Chunk(c.offsets[1:], c.data[i]) for c in value.chunks]
-        )
-        for i, plain in enumerate(names)
-    }

@@ -20,6 +20,7 @@ import numpy as np
 from training.errors import UsageError
 from xla_fsdp.compile_only.topologies import Topology
 from xla_fsdp.compile_only.trace import Graph
+from xla_fsdp.mesh import MeshShape
 from xla_fsdp.options import TPU_COMPILER_OPTIONS
 
 
@@ -63,7 +64,7 @@ def _quiet() -> Iterator[None]:
             os.close(kept)
 
 
-def compile_graph(graph: Graph, replicas: int, topology: Topology) -> Compiled:
+def compile_graph(graph: Graph, replicas: int, topology: Topology, mesh: MeshShape) -> Compiled:
     """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
 
     Raises UsageError if libtpu or jaxlib is missing or refuses it.
@@ -83,7 +84,8 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology) -> Compiled:
 
     with _quiet():
         try:
-            devices = topologies.get_topology_desc(topology.name, "tpu").devices
+            slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
+            devices = topologies.get_topology_desc(topology.name, "tpu", **slices).devices
         except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
             raise UsageError(
                 f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
@@ -98,7 +100,7 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology) -> Compiled:
         build.use_spmd_partitioning = partitions > 1
         build.num_replicas, build.num_partitions = replicas, partitions
         build.device_assignment = xla_client.DeviceAssignment.create(
-            np.arange(topology.devices).reshape(replicas, partitions)
+            np.array(_device_ids(devices, mesh)).reshape(replicas, partitions)
         )
         start = time.perf_counter()
         try:
@@ -120,6 +122,17 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology) -> Compiled:
         stablehlo=module,
         seconds=seconds,
     )
+
+
+def _device_ids(devices: list[Any], mesh: MeshShape) -> list[int]:
+    """In the mesh's order, as ``xla_fsdp.placement.device_order``."""
+    if mesh.devices == mesh.fsdp:
+        return sorted(device.id for device in devices)
+
+    def place(device: Any) -> tuple[int, int, int]:
+        return getattr(device, "slice_index", 0), device.process_index, device.id
+
+    return [device.id for device in sorted(devices, key=place)]
 
 
 def _annotated(graph: Graph) -> Any:

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 _WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4,
            "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
 _SHAPE = re.compile(r"\b(" + "|".join(_WIDTHS) + r")\[([\d,]*)\]((?:\{[^}]*\})?)")
@@ -40,7 +42,9 @@ class Traffic:
     hbm_bytes: float = 0.0
     """Read and written by instructions of the schedule, those in vector memory left out."""
     collective_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By kind: received by a device, at the least any algorithm needs."""
+    """By kind: received by a device from its own slice, at the least any algorithm needs."""
+    dcn_bytes: float = 0.0
+    """The same from other slices, over the data center network."""
     collectives: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """How often each kind runs."""
     asynchronous: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -49,14 +53,15 @@ class Traffic:
     def add(self, other: Traffic, times: int) -> None:
         """That of another module which runs so often."""
         self.hbm_bytes += times * other.hbm_bytes
+        self.dcn_bytes += times * other.dcn_bytes
         for kind, count in other.collectives.items():
             self.collectives[kind] += times * count
             self.asynchronous[kind] += times * other.asynchronous[kind]
             self.collective_bytes[kind] += times * other.collective_bytes[kind]
 
 
-def measure(hlo: str, devices: int) -> Traffic:
-    """Traffic of a scheduled TPU module given as text."""
+def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
+    """Traffic of a scheduled TPU module given as text, its devices numbered slice by slice."""
     computations, entry = _parse(hlo)
     traffic, seen = Traffic(), set[str]()
     for name, runs in _runs(computations, entry):
@@ -74,7 +79,9 @@ def measure(hlo: str, devices: int) -> Traffic:
                 kind = found.opcode.removesuffix("-start")
                 traffic.collectives[kind] += runs
                 traffic.asynchronous[kind] += runs if is_async else 0
-                traffic.collective_bytes[kind] += runs * _received(found, kind, devices)
+                inside, outside = _received(found, kind, devices, devices // slices)
+                traffic.collective_bytes[kind] += runs * inside
+                traffic.dcn_bytes += runs * outside
     return traffic
 
 
@@ -156,16 +163,44 @@ def _instruction_bytes(each: Instruction, shapes: dict[str, str]) -> float:
     return read + _bytes(each.shape, only_hbm=True)
 
 
-def _received(each: Instruction, kind: str, devices: int) -> float:
-    """Bytes that must reach a device: of its group's other members, for all but permutes."""
-    group = re.search(r"replica_groups=\{\{([\d,]*)\}", each.text)
-    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", each.text)
-    size = len(group[1].split(",")) if group else int(iota[1]) if iota else devices
+def _received(
+    each: Instruction, kind: str, devices: int, slice_devices: int
+) -> tuple[float, float]:
+    """Bytes that must reach a device: from its slice, and from others over the DCN.
+
+    Where a group has members in several slices, those of one share what comes from outside.
+    """
     whole = _bytes(each.shape)
     if kind == "collective-permute":
-        return whole / 2 if each.opcode.endswith("-start") else whole  # (source, destination)
-    if kind == "all-reduce":
-        return 2 * whole * (size - 1) / size
+        received = whole / 2 if each.opcode.endswith("-start") else whole  # (source, destination)
+        pairs = re.search(r"source_target_pairs=\{(\{[^=]*\})\}", each.text)
+        ends = re.findall(r"\{(\d+),(\d+)\}", pairs[1]) if pairs else []
+        crosses = any(int(a) // slice_devices != int(b) // slice_devices for a, b in ends)
+        return (0.0, received) if crosses else (received, 0.0)
+    group = _first_group(each.text, devices)
+    slices = len({member // slice_devices for member in group})
+    size, here = len(group), len(group) / slices
     if kind == "reduce-scatter":
-        return whole * (size - 1)
-    return whole * (size - 1) / size
+        whole *= size
+    if kind == "all-to-all":
+        return whole * (here - 1) / size, whole * (size - here) / size
+    times = 2 if kind == "all-reduce" else 1
+    return times * whole * (here - 1) / here, times * whole * (slices - 1) / slices / here
+
+
+def _first_group(text: str, devices: int) -> list[int]:
+    """Of the groups that a collective runs in; all are alike."""
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
+    if listed:
+        return _numbers(listed[1])
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if not iota:
+        return list(range(devices))
+    places = np.arange(devices).reshape(_numbers(iota[2]))
+    if iota[3]:
+        places = places.transpose(_numbers(iota[3]))
+    return places.flatten()[: int(iota[1])].tolist()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

@@ -42,6 +42,7 @@ class Report:
     """
 
     topology: str
+    slices: int
     chips: int
     devices: int
     parameters: int
@@ -61,11 +62,13 @@ class Report:
     model_flops: float
     hbm_bytes: float | None
     collective_bytes: dict[str, float] | None
+    dcn_bytes: float | None
     collectives: dict[str, int] | None
     asynchronous_collectives: dict[str, int] | None
     compute_s: float
     hbm_s: float | None
     collective_s: float | None
+    dcn_s: float | None
     roofline_step_s: float | None
     roofline_mfu: float | None
     trace_s: float
@@ -82,16 +85,17 @@ def make_report(
     flops = sum(graph.runs * graph.flops for graph in graphs)
     compute_s = flops / devices / chip.peak_flops
     traffic = _total(graphs)
-    hbm_s = collective_s = step_s = mfu = None
+    hbm_s = collective_s = dcn_s = step_s = mfu = None
     if traffic:
         hbm_s = traffic.hbm_bytes / chip.hbm_bandwidth
         collective_s = sum(traffic.collective_bytes.values()) / chip.ici_bandwidth
-        # All three at once, each at its best: no step can be shorter.
-        step_s = max(compute_s, hbm_s, collective_s)
+        dcn_s = traffic.dcn_bytes / chip.dcn_bandwidth
+        # All four at once, each at its best: no step can be shorter.
+        step_s = max(compute_s, hbm_s, collective_s, dcn_s)
         mfu = model_flops / devices / chip.peak_flops / step_s
     compiled = largest.compiled
     return Report(
-        topology=topology.name, chips=topology.chips, devices=devices,
+        topology=topology.name, slices=topology.slices, chips=topology.chips, devices=devices,
         graphs=sum(graph.runs for graph in graphs), distinct_graphs=len(graphs),
         fits=all(graph.fits for graph in graphs), peak_hbm_bytes=largest.peak_bytes,
         hbm_capacity_bytes=compiled.capacity_bytes, resident_bytes=largest.resident_bytes,
@@ -100,10 +104,12 @@ def make_report(
         flops_per_chip=flops / topology.chips, model_flops=model_flops,
         hbm_bytes=traffic.hbm_bytes if traffic else None,
         collective_bytes=dict(traffic.collective_bytes) if traffic else None,
+        dcn_bytes=traffic.dcn_bytes if traffic else None,
         collectives=dict(traffic.collectives) if traffic else None,
         asynchronous_collectives=dict(traffic.asynchronous) if traffic else None,
-        compute_s=compute_s, hbm_s=hbm_s, collective_s=collective_s, roofline_step_s=step_s,
-        roofline_mfu=mfu, compile_s=sum(graph.compiled.seconds for graph in graphs), **facts,
+        compute_s=compute_s, hbm_s=hbm_s, collective_s=collective_s, dcn_s=dcn_s,
+        roofline_step_s=step_s, roofline_mfu=mfu,
+        compile_s=sum(graph.compiled.seconds for graph in graphs), **facts,
     )  # fmt: skip
 
 
@@ -132,7 +138,8 @@ def as_table(report: Report) -> str:
     )  # fmt: skip
     each = "a device" if report.devices != report.chips else "a chip"
     rows = [
-        ("slice", f"{report.topology}, {report.chips} chips"
+        ("slice" if report.slices == 1 else f"{report.slices} slices",
+         f"{report.topology}, {report.chips} chips"
          + (f" ({report.devices} devices)" if report.devices != report.chips else "")),
         ("model", f"{report.parameters:,} parameters, global batch {report.batch_size}"),
         ("sharding", report.sharding),
@@ -158,6 +165,7 @@ def as_table(report: Report) -> str:
             ),
             (f"collectives {each}", f"at peak {report.collective_s * 1e3:.1f} ms"),
             *_collective_rows(report),
+            *_dcn_rows(report),
             ("shortest step", f"{report.roofline_step_s * 1e3:.1f} ms (roofline)"),
             ("highest MFU", f"{100 * report.roofline_mfu:.1f} %"),
         ]
@@ -178,3 +186,12 @@ def _collective_rows(report: Report) -> list[tuple[str, str]]:
          f"{report.asynchronous_collectives[kind]} asynchronous")
         for kind, size in sorted(report.collective_bytes.items())
     ]  # fmt: skip
+
+
+def _dcn_rows(report: Report) -> list[tuple[str, str]]:
+    if report.slices == 1:
+        return []
+    assert report.dcn_bytes is not None
+    assert report.dcn_s is not None
+    size = report.dcn_bytes / _GIB
+    return [("between slices (DCN)", f"{size:.2f} GiB, at peak {report.dcn_s * 1e3:.1f} ms")]

@@ -19,16 +19,18 @@ from xla_fsdp.compile_only.hlo import measure
 from xla_fsdp.compile_only.report import CompiledGraph, Report, as_json, as_table, make_report
 from xla_fsdp.compile_only.topologies import KNOWN, Topology, parse_topology
 from xla_fsdp.compile_only.trace import Graph, start_xla, trace_step
+from xla_fsdp.mesh import MeshShape, check_mesh, mesh_shape
 
 
 def compile_only(args: argparse.Namespace) -> None:
     """Print the table, or with ``--json`` the figures. Raises UsageError."""
     if not args.tpu_topology:
         raise UsageError(f"--compile_only needs --tpu_topology. Known, for example: {KNOWN}")
-    topology = parse_topology(args.tpu_topology)
+    topology = parse_topology(args.tpu_topology, args.mesh_dcn)
     config = model_config(args)
     check_model(config)
     options.check(args)
+    check_mesh(args, config, topology.devices)
     check_run(args, topology.devices)
     _check_cuts(args)
     report = _compile(args, topology, config)
@@ -51,7 +53,7 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    form = options.fsdp_form(args)
+    form, mesh = options.fsdp_form(args), mesh_shape(args, topology.devices)
     start_xla(topology.devices, form)
     model = build_vit(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -65,7 +67,7 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     for number, (graph, runs) in enumerate(distinct, 1):
         which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
         say(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
-        graphs.append(_compile_graph(graph, runs, step.replicas, topology))
+        graphs.append(_compile_graph(graph, runs, step.replicas, topology, mesh))
     return make_report(
         topology=topology,
         graphs=graphs,
@@ -79,12 +81,14 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     )
 
 
-def _compile_graph(graph: Graph, runs: int, replicas: int, topology: Topology) -> CompiledGraph:
-    compiled = compile_graph(graph, replicas, topology)
+def _compile_graph(
+    graph: Graph, runs: int, replicas: int, topology: Topology, mesh: MeshShape
+) -> CompiledGraph:
+    compiled = compile_graph(graph, replicas, topology, mesh)
     return CompiledGraph(
         runs=runs,
         compiled=compiled,
-        traffic=measure(compiled.hlo, topology.devices) if compiled.fits else None,
+        traffic=measure(compiled.hlo, topology.devices, topology.slices) if compiled.fits else None,
         flops=count_flops(compiled.stablehlo) * replicas,
         resident_bytes=graph.resident_bytes,
     )

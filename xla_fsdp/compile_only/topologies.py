@@ -1,7 +1,9 @@
 """TPU slices by the names that libtpu gives them, and what their chips can do.
 
 Sources: Google Cloud's page of each generation (bf16 FLOP/s: ``xla_fsdp.chips``; HBM bandwidth;
-interconnect bandwidth a chip, of which the figure here is one direction). ``hbm_bytes`` is what
+interconnect bandwidth a chip, of which the figure here is one direction; data center network, DCN,
+a chip: v5p 50 Gbit/s, v5e and v6e by pod, 6.4 and 25.6 Tbit/s for 256 chips; v4's page gives none,
+v5p's is taken). ``hbm_bytes`` is what
 the compiler itself says it can use of a device (libtpu 0.0.21), less than the chip's.
 """
 
@@ -26,6 +28,7 @@ class Chip:
     hbm_bytes: int
     hbm_bandwidth: float
     ici_bandwidth: float
+    dcn_bandwidth: float
 
     @property
     def peak_flops(self) -> float:
@@ -37,10 +40,10 @@ class Chip:
 _GIB = 2**30
 CHIPS = {
     # libtpu lists both cores of a v4 chip; a real run joins them ("megacore").
-    "v4": Chip("v4", 3, 2, int(15.25 * _GIB), 1228e9 / 2, 300e9 / 2),
-    "v5e": Chip("v5litepod", 2, 1, int(15.75 * _GIB), 819e9, 200e9),
-    "v5p": Chip("v5p", 3, 1, int(95.74 * _GIB), 2765e9, 600e9),
-    "v6e": Chip("v6e", 2, 1, int(31.25 * _GIB), 1640e9, 400e9),
+    "v4": Chip("v4", 3, 2, int(15.25 * _GIB), 1228e9 / 2, 300e9 / 2, 6.25e9 / 2),
+    "v5e": Chip("v5litepod", 2, 1, int(15.75 * _GIB), 819e9, 200e9, 3.125e9),
+    "v5p": Chip("v5p", 3, 1, int(95.74 * _GIB), 2765e9, 600e9, 6.25e9),
+    "v6e": Chip("v6e", 2, 1, int(31.25 * _GIB), 1640e9, 400e9, 12.5e9),
 }
 
 _EXAMPLES = {
@@ -55,19 +58,25 @@ KNOWN = "; ".join(f"{name}: {shapes}" for name, shapes in _EXAMPLES.items())
 @dataclass(frozen=True)
 class Topology:
     name: str
+    """Of one slice."""
     chip: Chip
-    chips: int
+    slice_chips: int
+    slices: int
+
+    @property
+    def chips(self) -> int:
+        return self.slices * self.slice_chips
 
     @property
     def devices(self) -> int:
         return self.chips * self.chip.devices_per_chip
 
 
-def parse_topology(name: str) -> Topology:
+def parse_topology(name: str, slices: int = 1) -> Topology:
     """ "v5p:4x4x8" as a Topology. Raises UsageError, with the known ones, for anything else."""
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     chip = CHIPS.get(match[1]) if match else None
     sides = [int(side) for side in match[2].split("x")] if match else []
     if chip is None or len(sides) != chip.dimensions or not all(sides):
         raise UsageError(f"--tpu_topology {name} is unknown. Known, for example: {KNOWN}")
-    return Topology(name, chip, math.prod(sides))
+    return Topology(name, chip, math.prod(sides), slices)

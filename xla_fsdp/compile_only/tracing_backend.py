@@ -12,6 +12,7 @@ from data.loader import Batch
 from training.backend import InitializeModule
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.compile_only.recorder import Recorder
+from xla_fsdp.mesh import Spec
 from xla_fsdp.nested import NestedBackend
 from xla_fsdp.spmd import SpmdBackend
 
@@ -62,15 +63,18 @@ class TracingSpmdBackend(TracingBackend, SpmdBackend):
 
         return super().shard(model, units, leave_on_meta)
 
-    def _send(self, parameter: torch.Tensor) -> torch.Tensor:
-        values = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
-        return self._mark(values, self._spec(parameter.shape))
+    def _device_order(self) -> list[int]:
+        return list(range(self.device_count))  # the compiler is told which is which
+
+    def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
+        zeros = torch.zeros(values.shape, dtype=values.dtype, device=self._device)
+        return self._mark(zeros, spec)
 
     def _constant(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device)  # small: real data, unmarked and so replicated
 
     def _lay_out(self, batch: torch.Tensor) -> torch.Tensor:
-        return self._mark_batch(batch)
+        return self._mark(batch, self._activations(batch.dim()))
 
 
 class TracingNestedBackend(TracingBackend, NestedBackend):

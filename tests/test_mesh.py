@@ -1,0 +1,117 @@
+"""Meshes of dcn x fsdp x tensor: the same training as on one device."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.cli import TINY_MODEL, run_program, train_tiny
+from tests.test_sharding import assert_same_training
+from training.errors import UsageError
+from xla_fsdp.hosts import by_slice_and_host, in_global_batch, local_groups
+from xla_fsdp.mesh import MeshShape
+
+# What each block may have more, so that every kind of parameter is cut.
+FULL_BLOCK = "--qk_norm --scale_attn_norm --scale_mlp_norm --init_values 0.5 --class_token".split()
+DROPOUT = "--mlp_dropout 0.1 --att_dropout 0.1 --pos_dropout 0.1 --drop_path_rate 0.2".split()
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    return train_tiny(tmp_path_factory.mktemp("one_device"), *FULL_BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("devices", "flags", "mesh"),
+    [
+        (4, "--mesh_tensor 2", "mesh fsdp 2 x tensor 2"),
+        (4, "--mesh_dcn 2 --mesh_fsdp 2", "mesh dcn 2 x fsdp 2"),
+        (8, "--mesh_dcn 2 --mesh_tensor 2", "mesh dcn 2 x fsdp 2 x tensor 2"),
+        (4, "--mesh_tensor 2 --no-scan_blocks", "mesh fsdp 2 x tensor 2"),
+    ],
+)
+def test_same_training(devices, flags, mesh, one_device, tmp_path):
+    result = train_tiny(tmp_path, *FULL_BLOCK, *flags.split(), devices=devices)
+    assert mesh in result.run_file["backend"]
+    assert_same_training(result, one_device)
+
+
+def test_dropout_bf16_and_accumulation(tmp_path):
+    """Masks are those of one device, too."""
+    flags = [*DROPOUT, "--grad_accum_steps", "2", "--max_steps", "2"]
+    plain = train_tiny(tmp_path / "plain", *flags)
+    cut = train_tiny(tmp_path / "cut", *flags, "--mesh_tensor", "2", devices=2)
+    lower = train_tiny(
+        tmp_path / "bf16", *flags, "--mesh_tensor", "2", "--precision", "bf16", devices=2
+    )
+    for name in ("loss", "grad_norm"):
+        assert cut.column(name) == pytest.approx(plain.column(name), rel=1e-5)
+    assert lower.column("loss") != pytest.approx(plain.column("loss"), rel=1e-6)
+    assert lower.column("loss") == pytest.approx(plain.column("loss"), rel=0.03)
+
+
+def test_checkpoint_moves_between_meshes(one_device, tmp_path):
+    """Shards cut in two dimensions, of stacked and of single blocks, and of one dimension."""
+    train_tiny(tmp_path, *FULL_BLOCK, "--mesh_tensor", "2", "--max_steps", "2", devices=4)
+    unrolled = "--mesh_dcn 2 --mesh_tensor 2 --no-scan_blocks --max_steps 4".split()
+    train_tiny(tmp_path, *FULL_BLOCK, *unrolled, devices=4)
+    assert_written_once(tmp_path / "step_2", "blocks.1.attn.qkv.weight", [(32 // 2, 32 // 2)] * 12)
+    assert_written_once(tmp_path / "step_4", "blocks.1.attn.qkv.weight", [(32 // 2, 32)] * 6)
+    result = train_tiny(tmp_path, *FULL_BLOCK, devices=2)
+    for name in ("loss", "grad_norm"):
+        assert result.column(name) == pytest.approx(one_device.column(name), rel=1e-5)
+
+
+def assert_written_once(checkpoint, name, sizes):
+    """Chunks of these sizes: of q, k and v each, copies along dcn but once."""
+    tensors = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    found = tensors[f"model.{name}"]
+    assert found.size == (96, 32)
+    assert [chunk.sizes for chunk in found.chunks] == sizes
+    assert len({tuple(chunk.offsets) for chunk in found.chunks}) == len(sizes)
+
+
+@pytest.mark.parametrize(("flags", "part"), [("--mesh_tensor 2", 1 / 4), ("--mesh_dcn 2", 1 / 2)])
+def test_state_is_cut(flags, part):
+    """Bytes that really lie on the first of 4 devices, against all there are."""
+    done = run_program("-m", "tests.measure_state", "4", *TINY_MODEL, *flags.split())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["told"] == found["bytes"]
+    block = 12 * 32**2 + 13 * 32
+    rest = 3 * 4**2 * 32 + 32 + 16 * 32 + 2 * 32 + 10 * 32 + 10
+    assert part <= found["bytes"]["parameters"] / 4 / (2 * block + rest) <= 1.05 * part
+
+
+def test_how_parameters_are_cut():
+    mesh = MeshShape(2, 4, 8)
+    assert str(mesh) == "mesh dcn 2 x fsdp 4 x tensor 8"
+    rows = mesh.parameter_spec((48, 64), tensor_dim=1)
+    assert rows == (("fsdp",), ("tensor",))
+    columns = mesh.parameter_spec((3, 64, 48), tensor_dim=1)
+    assert columns == ((), ("tensor",), ("fsdp",))
+    assert mesh.parameter_spec((64,), tensor_dim=0) == (("tensor", "fsdp"),)
+    assert mesh.parameter_spec((10, 64)) == ((), ("fsdp", "tensor"))
+    assert mesh.parameter_spec((12,)) == (("fsdp",),)
+    assert mesh.parameter_spec((3,)) == ((),)
+    one = MeshShape(1, 4, 1)
+    assert one.parameter_spec((5, 8)) == ((), ("fsdp",))
+
+
+def test_devices_along_tensor_share_a_host():
+    """Two slices of 4 x 4 chips, hosts of 2 x 2: numbered along rows, not host by host."""
+    attributes = [
+        {"name": f"TPU:{16 * slice_ + 4 * y + x}", "coords": [x, y, 0], "slice_index": slice_}
+        for slice_ in (1, 0) for y in range(4) for x in range(4)
+    ]  # fmt: skip
+    here = {18, 19, 22, 23}  # the second host of the second slice
+    order = by_slice_and_host(attributes, here)
+    assert order[:8] == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert order[16:24] == [16, 17, 20, 21, 18, 19, 22, 23]
+    assert local_groups(MeshShape(2, 4, 4), order, here) == [5]
+    assert local_groups(MeshShape(2, 8, 2), order, here) == [10, 11]
+    with pytest.raises(UsageError, match="must divide the 4 devices of a host"):
+        local_groups(MeshShape(2, 2, 8), order, here)
+    share = torch.arange(6).view(6, 1)
+    assert in_global_batch(share, [1, 3], of=4)[[3, 4, 5, 9, 10, 11]].equal(share)

@@ -1,0 +1,37 @@
+"""The mesh as torch_xla wants it: shardings, and the numbers of devices."""
+
+from __future__ import annotations
+
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+from xla_fsdp.hosts import by_slice_and_host, number_of
+from xla_fsdp.mesh import MeshShape, Spec
+
+
+def partition_spec(spec: Spec) -> tuple:
+    """As torch_xla writes it."""
+    return tuple(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec)
+
+
+class Sharding(xs.ShardingSpec):
+    """torch_xla's own takes a tensor cut along some axes of the mesh for one cut along all."""
+
+    def __post_init__(self) -> None:
+        (
+            self._tile_assignment, self._group_assignment, self._replication_groups,
+            self._sharding_type,
+        ) = self.mesh._get_op_sharding_args(self.partition_spec)  # fmt: skip
+
+
+def local_devices() -> set[int]:
+    """The numbers of this host's devices."""
+    return {number_of(name) for name in torch_xla._XLAC._xla_get_runtime_devices()}
+
+
+def device_order(mesh: MeshShape) -> list[int]:
+    """The numbers of all devices in the mesh's order."""
+    if mesh.devices in (mesh.fsdp, xr.addressable_runtime_device_count()):
+        return list(range(mesh.devices))
+    return by_slice_and_host(xr.global_runtime_device_attributes(), local_devices())

@@ -1,0 +1,68 @@
+"""Between tensors as they lie on the devices and those of the plain model, for checkpoints.
+
+On the devices blocks may be stacked, (depth, ...), and qkv may be packed, (3, rows, ...).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from training.shards import Chunk, ShardedTensor
+from xla_fsdp.tensor_parallel import QKV
+
+_STACKED = "blocks.block."
+
+
+def is_stacked(name: str) -> bool:
+    return name.startswith(_STACKED)
+
+
+def plain_values(name: str, value: torch.Tensor, *, packed: bool) -> dict[str, torch.Tensor]:
+    """Under its own name, or if stacked: each block's part under the name in the plain model.
+
+    ``value`` is plain or, if it is cut (as all that is packed), a ShardedTensor; the same comes
+    out, with views of the same data.
+    """
+    if packed:
+        assert isinstance(value, ShardedTensor)
+        value = _unpacked(value, dim=int(is_stacked(name)))
+    if not is_stacked(name):
+        return {name: value}
+    names = [f"blocks.{i}.{name.removeprefix(_STACKED)}" for i in range(len(value))]
+    if not isinstance(value, ShardedTensor):
+        return dict(zip(names, value, strict=True))
+    return {
+        plain: ShardedTensor(
+            value.shape[1:], value.dtype, [Chunk(c.offsets[1:], c.data[i]) for c in value.chunks]
+        )
+        for i, plain in enumerate(names)
+    }
+
+
+def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
+    """(..., 3, rows, ...) as (..., 3 * rows, ...): a chunk becomes one of q, of k and of v."""
+    before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
+    chunks = [
+        Chunk((*c.offsets[:dim], i * rows + c.offsets[dim + 1], *c.offsets[dim + 2 :]),
+              c.data.select(dim, i))
+        for c in value.chunks
+        for i in range(count)
+    ]  # fmt: skip
+    return ShardedTensor((*before, count * rows, *after), value.dtype, chunks)
+
+
+def device_part(
+    saved: list[ShardedTensor], offsets: tuple[int, ...], *, stacked: bool, packed: bool
+) -> torch.Tensor:
+    """What lies at ``offsets`` on the devices, put together from what ``plain_values`` gave."""
+    offsets = offsets[1:] if stacked else offsets
+    blocks = []
+    for value in saved:
+        data = {chunk.offsets: chunk.data for chunk in value.chunks}
+        if packed:
+            rows = value.shape[0] // QKV
+            parts = [data[i * rows + offsets[1], *offsets[2:]] for i in range(QKV)]
+            blocks.append(torch.stack(parts))
+        else:
+            blocks.append(data[offsets])
+    return torch.stack(blocks) if stacked else blocks[0]

@@ -1,0 +1,90 @@
+"""Tensor parallelism in a timm block, as in Megatron: heads and MLP columns cut over devices.
+
+The first product of attention and of the MLP is cut by columns, the second by rows: between
+them, devices exchange nothing. Between blocks, activations are cut along "tensor" too; each half
+of a block gathers its input and scatters the sum of its output.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from xla_fsdp.marks import Mark
+
+QKV = 3
+_PACKED = ("attn.qkv.weight", "attn.qkv.bias")
+
+TENSOR_DIMS = {
+    **dict.fromkeys(_PACKED, 1), "attn.norm.weight": 0, "attn.norm.bias": 0, "attn.proj.weight": 1,
+    "mlp.fc1.weight": 0, "mlp.fc1.bias": 0, "mlp.norm.weight": 0, "mlp.norm.bias": 0,
+    "mlp.fc2.weight": 1,
+}  # fmt: skip
+"""By the parameter's name in its block, the dimension that "tensor" cuts; no other is cut so."""
+
+
+def is_packed(name: str) -> bool:
+    """Whether the parameter is one that ``cut_block`` keeps as (3, rows, ...)."""
+    return name.endswith(_PACKED)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """How activations (batch, tokens, ..., features) lie: each marks a value and its gradient."""
+
+    gather: Mark
+    """From what lies between the halves of a block to whole features."""
+    scatter: Mark
+    """From a product by rows back to what lies between."""
+    columns: Mark
+    """Features cut along "tensor"."""
+
+
+def cut_block(block: nn.Module, marks: Marks) -> None:
+    """Make a timm block compute with parts of its heads and of its MLP's columns.
+
+    timm's packed qkv, (3 * rows, ...), becomes (3, rows, ...): a part of the rows then holds
+    the queries, keys and values of the same heads.
+    """
+    qkv = block.get_submodule("attn.qkv")
+    for key, parameter in qkv._parameters.items():
+        if parameter is not None:
+            packed = parameter.detach().unflatten(0, (QKV, -1))
+            qkv._parameters[key] = nn.Parameter(packed)
+
+    def attention(attn, x: torch.Tensor, attn_mask=None, is_causal: bool = False) -> torch.Tensor:
+        x = marks.gather(x)
+        qkv = torch.einsum("bnd,ced->bnce", x, attn.qkv.weight)
+        qkv = marks.columns(_add(qkv, attn.qkv.bias))
+        q, k, v = qkv.unflatten(-1, (attn.num_heads, -1)).unbind(2)
+        q, k = attn.q_norm(q) * attn.scale, attn.k_norm(k)
+        # Not F.scaled_dot_product_attention: it folds batch and heads into one dimension, which
+        # cannot be cut along two axes; einsum is one product to XLA.
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
+        weights = attn.attn_drop(scores.softmax(dim=-1))
+        y = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
+        y = attn.norm(marks.columns(y))
+        return attn.proj_drop(_by_rows(y, attn.proj, marks))
+
+    def mlp(mlp, x: torch.Tensor) -> torch.Tensor:
+        x = torch.einsum("bnd,ed->bne", marks.gather(x), mlp.fc1.weight)
+        x = marks.columns(_add(x, mlp.fc1.bias))
+        x = mlp.norm(mlp.drop1(mlp.act(x)))
+        return mlp.drop2(_by_rows(x, mlp.fc2, marks))
+
+    # Bound methods: a deep copy of the block (the scanned one) has its own.
+    for name, forward in (("attn", attention), ("mlp", mlp)):
+        part = block.get_submodule(name)
+        part.forward = types.MethodType(forward, part)
+
+
+def _by_rows(x: torch.Tensor, linear: nn.Linear, marks: Marks) -> torch.Tensor:
+    return _add(marks.scatter(torch.einsum("bne,de->bnd", x, linear.weight)), linear.bias)
+
+
+def _add(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Under autocast a product's dtype, as nn.Linear."""
+    return y if bias is None else y + bias.to(y.dtype)
