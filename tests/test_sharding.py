@@ -61,6 +61,7 @@ def test_form_on_one_device(flags, one_device, tmp_path):
         "--run_without_fsdp --no-scan_blocks",
         "--no-scan_blocks",
         "--mark_step_every_n_blocks 1 --no_grad_ckpt",
+        "--grad_accum_steps 4",
     ],
 )
 def test_form_on_two_devices(flags, one_device, tmp_path):
