@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train test lint format bench bench-gpu clean
+.PHONY: help install data train test lint format bench bench-gpu tpu-table clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
 	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
+	@echo "make tpu-table  compile 10B to 120B for TPU slices, for docs/tpu.md (an hour)"
 	@echo "make clean   remove .venv, datasets/ and runs/"
 
 install: $(INSTALLED)
@@ -54,6 +55,9 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/xla_step.py
+
+tpu-table: $(INSTALLED)
+	$(BIN)/python benchmarks/tpu_table.py $(ARGS)
 
 bench-gpu: $(INSTALLED)
 	@mkdir -p runs

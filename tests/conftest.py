@@ -1,8 +1,15 @@
+import signal
+
 import pytest
 
 from data.digits import write_digits
 from tests.cli import DIGITS
 from tests.pod_stand_in import StandIn
+
+# Begun in a shell's background or by nohup, pytest would hand down that these are ignored, and
+# a shell script cannot trap what it was born to ignore.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -48,12 +48,16 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--compile_only --tpu_topology v5e:8x4", "(global) is no multiple of the 32"),
         ("--tpu_topology v5e:4x4", "--tpu_topology needs --compile_only"),
         (
-            "--compile_only --tpu_topology v5e:4x4 --xla_fsdp nested",
-            "not go with --xla_fsdp nested",
+            "--compile_only --tpu_topology v5e:4x4 --mark_step_after_forward",
+            "forward and backward in one graph: it does not go with --mark_step_after_forward",
         ),
         (
-            "--compile_only --tpu_topology v5e:2x4 --grad_accum_steps 2",
-            "does not go with --grad_accum_steps 2",
+            "--compile_only --tpu_topology v5e:2x4 --mark_step_every_n_blocks 2",
+            "does not go with --mark_step_every_n_blocks",
+        ),
+        (
+            "--compile_only --tpu_topology v5e:2x4 --grad_accum_steps 4",
+            "is no multiple of the 8 devices x --grad_accum_steps 4",
         ),
         (
             "--compile_only --tpu_topology v5e:4x4 --backend cuda --fsdp fsdp2",

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from benchmarks import tpu_table
 from tests.cli import run_program
 
 # Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.
@@ -23,20 +24,20 @@ def compile_for(topology, *flags):
     return json.loads(done.stdout)
 
 
-def parameter_sizes():
+def parameter_sizes(depth=DEPTH):
     block = [3 * WIDTH**2, 3 * WIDTH, WIDTH**2, WIDTH, 4 * WIDTH**2, 4 * WIDTH, 4 * WIDTH**2, WIDTH,
              WIDTH, WIDTH, WIDTH, WIDTH]  # fmt: skip
     rest = [3 * PATCH**2 * WIDTH, WIDTH, TOKENS * WIDTH, WIDTH, WIDTH, CLASSES * WIDTH, CLASSES]
-    return block * DEPTH + rest
+    return block * depth + rest
 
 
-def step_flops():
+def step_flops(depth=DEPTH, batch=BATCH):
     """Forward, backward and, but for the last product of a block, forward again."""
-    mlp_out = 2 * BATCH * TOKENS * 4 * WIDTH**2
-    block = 2 * BATCH * (TOKENS * 12 * WIDTH**2 + 2 * TOKENS**2 * WIDTH)
-    patch = 2 * BATCH * TOKENS * 3 * PATCH**2 * WIDTH
-    head = 2 * BATCH * WIDTH * CLASSES
-    return DEPTH * (4 * block - mlp_out) + 2 * patch + 3 * head
+    mlp_out = 2 * batch * TOKENS * 4 * WIDTH**2
+    block = 2 * batch * (TOKENS * 12 * WIDTH**2 + 2 * TOKENS**2 * WIDTH)
+    patch = 2 * batch * TOKENS * 3 * PATCH**2 * WIDTH
+    head = 2 * batch * WIDTH * CLASSES
+    return depth * (4 * block - mlp_out) + 2 * patch + 3 * head
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,42 @@ def test_mesh_of_two_axes():
     assert found["collective_bytes"]["all-gather"] >= 2 * weights / 2 * 2 / 2
 
 
+SMALL = "--num_blocks 1 --batch_size 32".split()
+"""The nested form has a copy of each block in the graph, which takes the compiler its time."""
+
+
+def test_nested():
+    """A process a chip: the same state and work as SPMD, weights gathered, gradients scattered."""
+    nested = compile_for("v5p:2x2x1", "--xla_fsdp", "nested", *SMALL)
+    parameters = sum(parameter_sizes(depth=1))
+    images = 32 * 3 * SIDE**2 * 4
+    assert "nested FSDP (ZeRO-3)" in nested["sharding"]
+    assert nested["fits"]
+    assert nested["graphs"] == 1
+    assert nested["state_bytes"] == pytest.approx(12 * parameters / 4, rel=0.02)
+    assert nested["argument_bytes"] == pytest.approx((12 * parameters + images) / 4, rel=0.02)
+    assert nested["flops_per_chip"] == pytest.approx(step_flops(depth=1, batch=32) / 4, rel=0.05)
+    weights = 12 * WIDTH**2 * 4
+    received = nested["collective_bytes"]
+    assert received["all-gather"] == pytest.approx(2 * weights * 3 / 4, rel=0.25)
+    assert received["reduce-scatter"] == pytest.approx(weights * 3 / 4, rel=0.25)
+    assert received["all-reduce"] < 0.1 * received["reduce-scatter"]
+
+
+def test_accumulation(v5p):
+    """Four micro-batches: a graph that leaves gradients, two that add to them, one that steps."""
+    found = compile_for("v5p:2x2x1", "--grad_accum_steps", "4")
+    parameters = sum(parameter_sizes())
+    images = BATCH * 3 * SIDE**2 * 4
+    assert found["fits"]
+    assert (found["graphs"], found["distinct_graphs"]) == (4, 3)
+    assert found["flops_per_chip"] == pytest.approx(v5p["flops_per_chip"], rel=0.001)
+    # In the last graph the state and the gradients so far, all of it cut, and a micro-batch.
+    expected = (16 * parameters + images / 4) / 4
+    assert found["argument_bytes"] == pytest.approx(expected, rel=0.02)
+    assert found["state_bytes"] == v5p["state_bytes"]
+
+
 def test_too_large_is_told(tmp_path):
     found = compile_for(
         "v5e:2x2", "--model", "vit_10b", "--embed_dim", "8192", "--num_blocks", "16"
@@ -96,3 +133,23 @@ def test_too_large_is_told(tmp_path):
     state = 12 * found["parameters"] / 4
     assert found["peak_hbm_bytes"] > state > found["hbm_capacity_bytes"]
     assert found["hbm_capacity_bytes"] == math.floor(15.75 * 2**30)
+
+
+def test_table_and_picture(v5e, v5p, tmp_path):
+    """What make tpu-table makes of such reports: replaced between its markers, nothing else."""
+    document = tmp_path / "tpu.md"
+    document.write_text(f"before\n{tpu_table.BEGIN}\nold\n{tpu_table.END}\nafter\n")
+    small = v5e | {"fits": False, "peak_hbm_bytes": 20 * 2**30}
+    reports = {("v5e-64", "vit_10b"): v5e, ("v5p-64", "vit_10b"): v5p,
+               ("v5e-64", "vit_60b"): small, ("v5p-64", "vit_60b"): v5p}  # fmt: skip
+    tpu_table.write_table(document, reports, ["v5e-64", "v5p-64"], ["vit_10b", "vit_60b"], [])
+    tpu_table.plot(reports, tmp_path / "table.png")
+    text = document.read_text()
+    assert text.startswith("before\n<!--")
+    assert text.endswith("-->\nafter\n")
+    assert "old" not in text
+    v5e_row = next(line for line in text.splitlines() if line.startswith("| v5e-64"))
+    assert "| no, 4.2 GiB short or more |" in v5e_row
+    assert f" GiB, {100 * v5e['roofline_mfu']:.0f} % |" in v5e_row
+    assert f"libtpu {v5e['versions']['libtpu']}" in text
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")

@@ -84,22 +84,16 @@ def test_state_is_cut(flags, part):
     assert part <= found["bytes"]["parameters"] / 4 / (2 * block + rest) <= 1.05 * part
 
 
-def test_shardings_as_xla_writes_them():
+def test_specs():
     mesh = MeshShape(2, 4, 8)
     assert str(mesh) == "mesh dcn 2 x fsdp 4 x tensor 8"
-    assert mesh.tiling(((), ())) == "{replicated}"
-    rows = mesh.parameter_spec((48, 64), tensor_dim=1)
-    assert rows == (("fsdp",), ("tensor",))
-    assert mesh.tiling(rows) == "{devices=[4,8,2]<=[2,32]T(1,0) last_tile_dim_replicate}"
-    columns = mesh.parameter_spec((3, 64, 48), tensor_dim=1)
-    tiles = "{devices=[1,8,4,2]<=[2,4,8]T(2,1,0) last_tile_dim_replicate}"
-    assert mesh.tiling(columns) == tiles
+    assert mesh.parameter_spec((48, 64), tensor_dim=1) == (("fsdp",), ("tensor",))
+    assert mesh.parameter_spec((3, 64, 48), tensor_dim=1) == ((), ("tensor",), ("fsdp",))
     assert mesh.parameter_spec((64,), tensor_dim=0) == (("tensor", "fsdp"),)
     assert mesh.parameter_spec((10, 64)) == ((), ("fsdp", "tensor"))
     assert mesh.parameter_spec((12,)) == (("fsdp",),)
     assert mesh.parameter_spec((3,)) == ((),)
-    one = MeshShape(1, 4, 1)
-    assert one.tiling(one.parameter_spec((5, 8))) == "{devices=[1,4]<=[4]}"
+    assert MeshShape(1, 4, 1).parameter_spec((5, 8), tensor_dim=0) == ((), ("fsdp",))
 
 
 def test_devices_along_tensor_share_a_host():

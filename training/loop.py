@@ -38,6 +38,12 @@ def forward_backward(
     return backend.mean(sum(losses[1:], start=losses[0]))
 
 
+def put_micro_batches(backend: Backend, batch: Batch, count: int) -> list[Batch]:
+    """A process's share of a batch as ``count`` micro-batches on the devices."""
+    images, labels = (part.chunk(count) for part in batch)
+    return [backend.put(micro_batch) for micro_batch in zip(images, labels, strict=True)]
+
+
 @dataclass
 class Trainer:
     """What a run consists of, once everything is on the devices."""
@@ -121,9 +127,7 @@ class Trainer:
         self._evaluate(at.step, epoch, batches_done=None)
 
     def _put(self, batch: Batch) -> list[Batch]:
-        """This process's share of a batch as micro-batches on the devices."""
-        images, labels = (part.chunk(self.args.grad_accum_steps) for part in batch)
-        return [self.backend.put(micro_batch) for micro_batch in zip(images, labels, strict=True)]
+        return put_micro_batches(self.backend, batch, self.args.grad_accum_steps)
 
     def _batches(self, epoch: int, first_batch: int) -> Generator[list[Batch]]:
         """Batches on the devices, with the time spent waiting for them added up."""

@@ -61,6 +61,10 @@ class XlaBackend(abc.ABC):
     def _scalar(self, value: float) -> torch.Tensor: ...
 
     @abc.abstractmethod
+    def _mark_gradients(self) -> None:
+        """Gradients are to live on after this graph, cut like their parameters."""
+
+    @abc.abstractmethod
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor: ...
 
     @abc.abstractmethod
@@ -125,6 +129,7 @@ class XlaBackend(abc.ABC):
             self._cut_graph()
         loss.backward()
         if not is_last:  # a graph a micro-batch: one for all would hold all activations
+            self._mark_gradients()
             self._cut_graph()
 
     def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:

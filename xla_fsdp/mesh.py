@@ -53,30 +53,6 @@ class MeshShape:
         """How many different parts a tensor is cut into."""
         return math.prod(self.live[axis] for axes in spec for axis in axes)
 
-    def tiling(self, spec: Spec) -> str:
-        """The spec as XLA writes a sharding, for devices in the mesh's order."""
-        if self.parts(spec) == 1:
-            return "{replicated}"
-        names = list(self.live)
-        used = [axis for axes in spec for axis in axes]
-        unused = [axis for axis in names if axis not in used]
-        tiles = [self.parts([axes]) for axes in spec]
-        if unused:
-            tiles.append(self.parts([tuple(unused)]))
-        # Axes that stay together are written as one: of others, the parser makes nothing.
-        runs: list[list[int]] = []
-        for number in (names.index(axis) for axis in used + unused):
-            if runs and runs[-1][-1] + 1 == number:
-                runs[-1].append(number)
-            else:
-                runs.append([number])
-        in_order = sorted(runs)
-        sizes = [self.parts([tuple(names[n] for n in run)]) for run in in_order]
-        text = f"devices=[{_comma(tiles)}]<=[{_comma(sizes)}]"
-        if runs != in_order:
-            text += f"T({_comma([in_order.index(run) for run in runs])})"
-        return "{" + text + (" last_tile_dim_replicate" if unused else "") + "}"
-
     # -- parameters -------------------------------------------------------------------
 
     def parameter_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
@@ -128,10 +104,6 @@ def _largest(shape: Sequence[int], parts: int) -> int | None:
     return max(divisible, key=lambda d: shape[d]) if divisible else None
 
 
-def _comma(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
-
-
 # -- from the arguments ---------------------------------------------------------------
 
 
@@ -146,6 +118,11 @@ def mesh_shape(args: argparse.Namespace, devices: int) -> MeshShape:
             f"{devices} device(s) of this run"
         )
     return shape
+
+
+def counts_by_host(mesh: MeshShape) -> bool:
+    """Whether the mesh counts devices by slice and host, and not by their numbers."""
+    return mesh.devices != mesh.fsdp
 
 
 def check_mesh(args: argparse.Namespace, config: VitConfig, devices: int) -> None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
 
 import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+from torch_xla.distributed.fsdp.utils import BucketizedReduceScatter
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.backend import XlaBackend
+from xla_fsdp.options import why_this_form
 
 _FLAT = "flat_param_"
 _WRAPPERS = {"", "_fsdp_wrapped_module", "_fpw_module"}
@@ -27,6 +30,16 @@ _WRAPPERS = {"", "_fsdp_wrapped_module", "_fpw_module"}
 def _plain(name: str) -> str:
     """A parameter's name in the plain model: without what FSDP puts around modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class _FlatReduceScatter(BucketizedReduceScatter):
+    """Of a flat gradient, as rows of 128: of one dimension, the TPU compiler makes an all-reduce.
+
+    FSDP pads flat gradients to whole rows a device.
+    """
+
+    def __call__(self, input: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
+        super().__call__(input.view(-1, 128), lambda shard: callback(shard.flatten()))
 
 
 class NestedBackend(XlaBackend):
@@ -47,7 +60,7 @@ class NestedBackend(XlaBackend):
             form = f"nested FSDP ({zero}), each block a unit"
             form += ", flat parameters" if self._args.flatten_parameters else ""
             form += ", sharded on the host" if self._args.shard_on_cpu else ""
-        return f"XLA: {self._describe_common()}, {form}"
+        return f"XLA: {self._describe_common()}, {form}{why_this_form(self._args)}"
 
     # -- sharding ---------------------------------------------------------------------
 
@@ -62,13 +75,29 @@ class NestedBackend(XlaBackend):
     def _wrap(self, module: nn.Module) -> nn.Module:
         if not self._fsdp:
             return module.to(self._device)
-        return XlaFullyShardedDataParallel(
+        # Rows of a parameter as they are, where they divide up: a flat shard has another layout
+        # on a TPU, so each gathered weight and gradient would be copied. (Padding a first
+        # dimension, of 1 in the position embedding, could take many times the memory.)
+        left = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
+        by_row = not self._args.flatten_parameters and all(
+            p.shape[0] % self.world_size == 0 for p in left
+        )
+        unit = XlaFullyShardedDataParallel(
             module if self._args.shard_on_cpu else module.to(self._device),
             reshard_after_forward=self._args.reshard_after_forward,
             flatten_parameters=self._args.flatten_parameters,
+            shard_param_on_dim_0=by_row,
+            execute_sharding_on_init=False,  # shard() does, after each unit
+            # Pinned, a gathering is an all-reduce of padded whole weights, other on each rank.
+            pin_layout_in_collective_ops=False,
             # FSDP's own linear layer runs its backward in fp32 under autocast.
             _use_xla_patched_linear=self._args.precision == "fp32",
         )
+        if not by_row:
+            unit.reduce_scatter_op = _FlatReduceScatter(
+                0, shard_count=self.world_size, groups=None, pin_layout=False
+            )
+        return unit
 
     def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(parameter, requires_grad=False)
@@ -87,6 +116,9 @@ class NestedBackend(XlaBackend):
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return xm.all_reduce(xm.REDUCE_SUM, value)
+
+    def _mark_gradients(self) -> None:
+        """They are shards: there is nothing to say."""
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         if self._fsdp:
@@ -134,6 +166,7 @@ class NestedBackend(XlaBackend):
         values = tensor.cpu()
         if not self._fsdp:
             return {name: values}
+        values = values.flatten()  # rows, where it is cut by rows
         # This rank holds a range of the flattened, concatenated, padded parameters.
         first = self.rank * values.numel()
         last, base = first + values.numel(), 0
@@ -154,11 +187,11 @@ class NestedBackend(XlaBackend):
         if not isinstance(saved[0], ShardedTensor):  # unsharded: a plain parameter, or Adam's step
             values = saved[0]
         else:
-            at = 0  # chunks fill a rank's range from its front; padding comes last
+            flat, at = values.view(-1), 0  # chunks fill it from its front; padding comes last
             for part in saved:
                 assert isinstance(part, ShardedTensor)
                 for chunk in part.chunks:
-                    values[at : at + chunk.data.numel()] = chunk.data.flatten()
+                    flat[at : at + chunk.data.numel()] = chunk.data.flatten()
                     at += chunk.data.numel()
         with torch.no_grad():
             tensor.copy_(values.to(tensor.device))

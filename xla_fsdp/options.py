@@ -58,6 +58,15 @@ def fsdp_form(args: argparse.Namespace) -> str:
     return args.xla_fsdp
 
 
+def why_this_form(args: argparse.Namespace) -> str:
+    """What decided where ``--xla_fsdp`` is auto, to follow the form's description; else ""."""
+    if args.xla_fsdp != "auto":
+        return ""
+    flag = next((flag for flag, used in _NESTED_FLAGS.items() if used(args)), None)
+    reason = f"{flag} asks for it" if flag else "by the TPU compiler lighter than nested"
+    return f" (--xla_fsdp auto: {reason})"
+
+
 def scans_blocks(args: argparse.Namespace) -> bool:
     """Whether all blocks run as one loop in the graph: ``--scan_blocks``, with auto resolved."""
     if args.scan_blocks is None:

@@ -26,7 +26,7 @@ from xla_fsdp.blocks import after_forward
 from xla_fsdp.hosts import in_global_batch, local_groups
 from xla_fsdp.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.mesh import BATCH, Axes, Spec, mesh_shape
-from xla_fsdp.options import scans_blocks
+from xla_fsdp.options import scans_blocks, why_this_form
 from xla_fsdp.placement import Sharding, device_order, local_devices, partition_spec
 from xla_fsdp.plain_names import device_part, is_stacked, plain_values
 from xla_fsdp.scanned_blocks import ScannedBlocks
@@ -67,7 +67,7 @@ class SpmdBackend(XlaBackend):
                     f", {self._replicated_bytes:,} bytes of parameters replicated "
                     f"(no dimension is a multiple of {self._shape.smallest_cut})"
                 )
-        return f"XLA: {self._describe_common()}, {form}"
+        return f"XLA: {self._describe_common()}, {form}{why_this_form(self._args)}"
 
     # -- sharding ---------------------------------------------------------------------
 
@@ -219,6 +219,11 @@ class SpmdBackend(XlaBackend):
         return value  # the program's tensors are global
 
     sum = mean
+
+    def _mark_gradients(self) -> None:
+        for parameter in self._named_parameters().values():
+            if parameter.grad is not None:
+                self._mark(parameter.grad, self._specs[parameter])
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)

@@ -19,8 +19,7 @@ import numpy as np
 
 from training.errors import UsageError
 from xla_fsdp.compile_only.topologies import Topology
-from xla_fsdp.compile_only.trace import StepGraph
-from xla_fsdp.mesh import MeshShape, Spec
+from xla_fsdp.compile_only.trace import Graph
 from xla_fsdp.options import TPU_COMPILER_OPTIONS
 
 
@@ -64,8 +63,12 @@ def _quiet() -> Iterator[None]:
             os.close(kept)
 
 
-def compile_step(graph: StepGraph, topology: Topology) -> Compiled:
-    """Compile for the slice. Raises UsageError if libtpu or jaxlib is missing or refuses it."""
+def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
+    """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
+
+    ``by_host``: the mesh counts the devices host by host, not by their numbers.
+    Raises UsageError if libtpu or jaxlib is missing or refuses it.
+    """
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask about a TPU
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU is taken: nothing to lock
@@ -89,14 +92,15 @@ def compile_step(graph: StepGraph, topology: Topology) -> Compiled:
             ) from None
         assert len(devices) == topology.devices, (len(devices), topology)
         module = _annotated(graph)
+        partitions = topology.devices // replicas
         options = xla_client.CompileOptions()
-        options.num_partitions = topology.devices
+        options.num_replicas, options.num_partitions = replicas, partitions
         options.env_option_overrides = list(TPU_COMPILER_OPTIONS.items())
         build = options.executable_build_options
-        build.use_spmd_partitioning = True
-        build.num_replicas, build.num_partitions = 1, topology.devices
+        build.use_spmd_partitioning = partitions > 1
+        build.num_replicas, build.num_partitions = replicas, partitions
         build.device_assignment = xla_client.DeviceAssignment.create(
-            np.array(_device_ids(devices, graph.mesh)).reshape(1, -1)
+            np.array(_device_ids(devices, by_host)).reshape(replicas, partitions)
         )
         start = time.perf_counter()
         try:
@@ -120,9 +124,9 @@ def compile_step(graph: StepGraph, topology: Topology) -> Compiled:
     )
 
 
-def _device_ids(devices: list[Any], mesh: MeshShape) -> list[int]:
+def _device_ids(devices: list[Any], by_host: bool) -> list[int]:
     """In the mesh's order, as ``xla_fsdp.placement.device_order``."""
-    if mesh.devices == mesh.fsdp:
+    if not by_host:
         return sorted(device.id for device in devices)
 
     def place(device: Any) -> tuple[int, int, int]:
@@ -131,14 +135,11 @@ def _device_ids(devices: list[Any], mesh: MeshShape) -> list[int]:
     return [device.id for device in sorted(devices, key=place)]
 
 
-def _annotated(graph: StepGraph) -> Any:
+def _annotated(graph: Graph) -> Any:
     """The step as StableHLO, its arguments and results marked with their shardings."""
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
-
-    def sharding(spec: Spec) -> Any:
-        return ir.StringAttr.get(graph.mesh.tiling(spec))
 
     context = mlir.make_ir_context()
     with context, ir.Location.unknown(context):
@@ -149,20 +150,20 @@ def _annotated(graph: StepGraph) -> Any:
         (main,) = (f for f in module.body.operations if f.name.value == "main")
         arguments = []
         for number in range(len(main.arguments)):
-            marks = {"mhlo.sharding": sharding(graph.arguments.get(number, ()))}
+            sharding = graph.arguments.get(number, "{replicated}")
+            marks = {"mhlo.sharding": ir.StringAttr.get(sharding)}
             if number in graph.donated:
                 integer = ir.IntegerType.get_signless(32)
                 result = ir.IntegerAttr.get(integer, graph.donated[number])
                 marks["tf.aliasing_output"] = result
             arguments.append(ir.DictAttr.get(marks))
         main.attributes["arg_attrs"] = ir.ArrayAttr.get(arguments)
-        main.attributes["res_attrs"] = ir.ArrayAttr.get(
-            [ir.DictAttr.get({"mhlo.sharding": sharding(spec)}) for spec in graph.results]
-        )
+        results = [{"mhlo.sharding": ir.StringAttr.get(each)} for each in graph.results]
+        main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(m) for m in results])
     return module
 
 
-def _out_of_memory(error: Exception, graph: StepGraph, module: Any, seconds: float) -> Compiled:
+def _out_of_memory(error: Exception, graph: Graph, module: Any, seconds: float) -> Compiled:
     """What the compiler says of a program that needs more HBM than there is."""
     text = str(error)
     found = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", text)
@@ -170,8 +171,8 @@ def _out_of_memory(error: Exception, graph: StepGraph, module: Any, seconds: flo
         raise UsageError(f"the TPU compiler refuses the step: {_first_line(error)}") from None
     unit = {"K": 2**10, "M": 2**20, "G": 2**30}
     used = int(float(found[1]) * unit[found[2]])
-    if re.search(r"arguments +0B", text):  # it gave up at the temporaries: the state comes on top
-        used += graph.state_bytes
+    if re.search(r"arguments +0B", text):  # it gave up at the temporaries: arguments come on top
+        used += graph.argument_bytes
     capacity = int(float(found[3]) * unit[found[4]])
     return Compiled(False, None, None, None, used, capacity, "", module, seconds)
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -50,6 +50,15 @@ class Traffic:
     asynchronous: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """How many of those go on while something else is computed."""
 
+    def add(self, other: Traffic, times: int) -> None:
+        """That of another module which runs so often."""
+        self.hbm_bytes += times * other.hbm_bytes
+        self.dcn_bytes += times * other.dcn_bytes
+        for kind, count in other.collectives.items():
+            self.collectives[kind] += times * count
+            self.asynchronous[kind] += times * other.asynchronous[kind]
+            self.collective_bytes[kind] += times * other.collective_bytes[kind]
+
 
 def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
     """Traffic of a scheduled TPU module given as text, its devices numbered slice by slice."""
@@ -62,8 +71,8 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
             if each.opcode not in _FREE and not each.opcode.endswith("-done"):
                 traffic.hbm_bytes += runs * _instruction_bytes(each, shapes)
             for found, is_async in _collectives_of(each, computations):
-                channel = re.search(r"channel_id=(\d+)", found.text)
-                key = channel[1] if channel else f"{name}/{found.name}"
+                same = re.search(r'channel_id=\d+|chain_id="\d+"', found.text)
+                key = same[0] if same else f"{name}/{found.name}"
                 if key in seen:  # one collective in pieces, among several fusions
                     continue
                 seen.add(key)
@@ -127,6 +136,8 @@ def _collectives_of(
         for called in _CALLED.findall(each.text):
             for inner in computations.get(called, []):
                 if inner.opcode.removesuffix("-start") in _KINDS:
+                    if called.startswith("all-reduce-scatter"):  # its input is the shape
+                        inner = replace(inner, opcode="reduce-scatter", shape=each.shape)
                     yield inner, "async" in each.name or "chain_id" in inner.text
 
 

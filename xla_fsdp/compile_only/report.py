@@ -12,8 +12,34 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
+class CompiledGraph:
+    """One of the graphs of a step, and what is known of it."""
+
+    runs: int
+    """In a step."""
+    compiled: Compiled
+    traffic: Traffic | None
+    flops: float
+    """Of the whole slice in one run."""
+    resident_bytes: int
+    """On a device, of what is there meanwhile and none of its arguments."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.compiled.peak_bytes + self.resident_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.compiled.fits and self.peak_bytes <= self.compiled.capacity_bytes
+
+
+@dataclass(frozen=True)
 class Report:
-    """Bytes, operations and seconds of one training step; bytes and FLOPs are a device's."""
+    """Bytes, operations and seconds of one training step; bytes and FLOPs are a device's.
+
+    A step may be several graphs: the memory is that of the one that needs most (``resident``: on
+    the device meanwhile, in the peak, but not among its arguments), all else the sum over them.
+    """
 
     topology: str
     slices: int
@@ -22,10 +48,13 @@ class Report:
     parameters: int
     batch_size: int
     sharding: str
+    graphs: int
+    distinct_graphs: int
     fits: bool
     peak_hbm_bytes: int
     hbm_capacity_bytes: int
     state_bytes: int
+    resident_bytes: int
     argument_bytes: int | None
     output_bytes: int | None
     temporary_bytes: int | None
@@ -48,12 +77,14 @@ class Report:
 
 
 def make_report(
-    *, topology: Topology, compiled: Compiled, traffic: Traffic | None, flops: float,
-    model_flops: float, **facts,
-) -> Report:  # fmt: skip
-    """``flops`` and ``model_flops`` are the whole slice's; the report divides them."""
+    *, topology: Topology, graphs: list[CompiledGraph], model_flops: float, **facts
+) -> Report:
+    """``model_flops`` are the whole slice's; the report divides them."""
     chip, devices = topology.chip, topology.devices
+    largest = max(graphs, key=lambda graph: graph.peak_bytes)
+    flops = sum(graph.runs * graph.flops for graph in graphs)
     compute_s = flops / devices / chip.peak_flops
+    traffic = _total(graphs)
     hbm_s = collective_s = dcn_s = step_s = mfu = None
     if traffic:
         hbm_s = traffic.hbm_bytes / chip.hbm_bandwidth
@@ -62,11 +93,14 @@ def make_report(
         # All four at once, each at its best: no step can be shorter.
         step_s = max(compute_s, hbm_s, collective_s, dcn_s)
         mfu = model_flops / devices / chip.peak_flops / step_s
+    compiled = largest.compiled
     return Report(
         topology=topology.name, slices=topology.slices, chips=topology.chips, devices=devices,
-        fits=compiled.fits, peak_hbm_bytes=compiled.peak_bytes,
-        hbm_capacity_bytes=compiled.capacity_bytes, argument_bytes=compiled.argument_bytes,
-        output_bytes=compiled.output_bytes, temporary_bytes=compiled.temporary_bytes,
+        graphs=sum(graph.runs for graph in graphs), distinct_graphs=len(graphs),
+        fits=all(graph.fits for graph in graphs), peak_hbm_bytes=largest.peak_bytes,
+        hbm_capacity_bytes=compiled.capacity_bytes, resident_bytes=largest.resident_bytes,
+        argument_bytes=compiled.argument_bytes, output_bytes=compiled.output_bytes,
+        temporary_bytes=compiled.temporary_bytes,
         flops_per_chip=flops / topology.chips, model_flops=model_flops,
         hbm_bytes=traffic.hbm_bytes if traffic else None,
         collective_bytes=dict(traffic.collective_bytes) if traffic else None,
@@ -74,8 +108,19 @@ def make_report(
         collectives=dict(traffic.collectives) if traffic else None,
         asynchronous_collectives=dict(traffic.asynchronous) if traffic else None,
         compute_s=compute_s, hbm_s=hbm_s, collective_s=collective_s, dcn_s=dcn_s,
-        roofline_step_s=step_s, roofline_mfu=mfu, compile_s=compiled.seconds, **facts,
+        roofline_step_s=step_s, roofline_mfu=mfu,
+        compile_s=sum(graph.compiled.seconds for graph in graphs), **facts,
     )  # fmt: skip
+
+
+def _total(graphs: list[CompiledGraph]) -> Traffic | None:
+    """Of all runs; None if a graph does not fit and so has no schedule."""
+    total = Traffic()
+    for graph in graphs:
+        if graph.traffic is None:
+            return None
+        total.add(graph.traffic, graph.runs)
+    return total
 
 
 def as_json(report: Report) -> dict:
@@ -98,12 +143,15 @@ def as_table(report: Report) -> str:
          + (f" ({report.devices} devices)" if report.devices != report.chips else "")),
         ("model", f"{report.parameters:,} parameters, global batch {report.batch_size}"),
         ("sharding", report.sharding),
+        *([("graphs a step", f"{report.graphs}, {report.distinct_graphs} different; below, memory "
+            "of the largest, all else of the step")] if report.graphs > 1 else []),
         ("verdict", verdict),
         (f"HBM {each}, peak", f"{gib(report.peak_hbm_bytes)} of {gib(report.hbm_capacity_bytes)}"),
         ("  arguments", gib(report.argument_bytes)),
         ("  of these, state", gib(report.state_bytes)),
         ("  outputs", gib(report.output_bytes)),
         ("  temporaries", gib(report.temporary_bytes)),
+        *([("  resident beside it", gib(report.resident_bytes))] if report.graphs > 1 else []),
         ("FLOPs a chip", f"{report.flops_per_chip:.3e}, at peak {report.compute_s * 1e3:.1f} ms"),
     ]  # fmt: skip
     if report.roofline_step_s is not None:

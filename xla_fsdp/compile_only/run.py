@@ -13,13 +13,13 @@ from training.arguments import model_config
 from training.errors import UsageError
 from training.validation import check_model, check_run
 from xla_fsdp import options
-from xla_fsdp.compile_only.compiler import compile_step
+from xla_fsdp.compile_only.compiler import Compiled, compile_graph
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.hlo import measure
-from xla_fsdp.compile_only.report import Report, as_json, as_table, make_report
-from xla_fsdp.compile_only.topologies import KNOWN, parse_topology
-from xla_fsdp.compile_only.trace import start_xla, trace_step
-from xla_fsdp.mesh import check_mesh
+from xla_fsdp.compile_only.report import CompiledGraph, Report, as_json, as_table, make_report
+from xla_fsdp.compile_only.topologies import KNOWN, Topology, parse_topology
+from xla_fsdp.compile_only.trace import Graph, start_xla, trace_step
+from xla_fsdp.mesh import check_mesh, counts_by_host, mesh_shape
 
 
 def compile_only(args: argparse.Namespace) -> None:
@@ -32,22 +32,20 @@ def compile_only(args: argparse.Namespace) -> None:
     options.check(args)
     check_mesh(args, config, topology.devices)
     check_run(args, topology.devices)
-    _check_one_graph(args)
+    _check_cuts(args)
     report = _compile(args, topology, config)
     print(json.dumps(as_json(report)) if args.json else as_table(report))
 
 
-def _check_one_graph(args: argparse.Namespace) -> None:
+def _check_cuts(args: argparse.Namespace) -> None:
     cuts = {
-        "--xla_fsdp nested": options.fsdp_form(args) == "nested",
-        f"--grad_accum_steps {args.grad_accum_steps}": args.grad_accum_steps > 1,
         "--mark_step_after_forward": args.mark_step_after_forward,
         "--mark_step_every_n_blocks": args.mark_step_every_n_blocks,
     }
     for flag, used in cuts.items():
         if used:
             raise UsageError(
-                f"--compile_only compiles the SPMD step as one graph: it does not go with {flag}"
+                f"--compile_only has forward and backward in one graph: it does not go with {flag}"
             )
 
 
@@ -55,25 +53,43 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    start_xla(topology.devices)
+    form = options.fsdp_form(args)
+    start_xla(topology.devices, form)
     model = build_vit(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say(f"tracing {args.model}, {parameters:,} parameters, for {topology.devices} devices ...")
     start = time.perf_counter()
-    graph = trace_step(args, model, config)
+    step = trace_step(args, model, config, form)
     trace_s = time.perf_counter() - start
-    say(f"compiling for {topology.name} with libtpu {version('libtpu')}, a minute or two ...")
-    compiled = compile_step(graph, topology)
+    libtpu = version("libtpu")
+    by_host = counts_by_host(mesh_shape(args, topology.devices))
+    distinct = step.distinct()
+    graphs = []
+    for number, (graph, runs) in enumerate(distinct, 1):
+        which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
+        say(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
+        compiled = compile_graph(graph, step.replicas, topology, by_host)
+        graphs.append(_measured(compiled, graph, runs, step.replicas, topology))
     return make_report(
         topology=topology,
-        compiled=compiled,
-        traffic=measure(compiled.hlo, topology.devices, topology.slices) if compiled.fits else None,
-        flops=count_flops(compiled.stablehlo),
+        graphs=graphs,
         model_flops=train_flops_per_image(config) * args.batch_size,
         parameters=parameters,
         batch_size=args.batch_size,
-        sharding=graph.description,
-        state_bytes=graph.state_bytes,
+        sharding=step.description,
+        state_bytes=step.state_bytes,
         trace_s=trace_s,
         versions={name: version(name) for name in ("torch_xla", "libtpu", "jaxlib")},
+    )
+
+
+def _measured(
+    compiled: Compiled, graph: Graph, runs: int, replicas: int, topology: Topology
+) -> CompiledGraph:
+    return CompiledGraph(
+        runs=runs,
+        compiled=compiled,
+        traffic=measure(compiled.hlo, topology.devices, topology.slices) if compiled.fits else None,
+        flops=count_flops(compiled.stablehlo) * replicas,
+        resident_bytes=graph.resident_bytes,
     )

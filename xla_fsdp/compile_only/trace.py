@@ -1,7 +1,7 @@
-"""The program's own training step as a graph, with nothing allocated at the model's size.
+"""The program's own training step as graphs, with nothing allocated at the model's size.
 
-The SPMD backend runs as it does in training, except that what would be data on the devices is a
-placeholder, and that a graph is handed out where it would be run.
+The backend runs as it does in training, except that what would be data on the devices is a
+placeholder, and that a graph is kept where it would be run.
 """
 
 from __future__ import annotations
@@ -13,49 +13,87 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from training.loop import forward_backward
+from training.loop import forward_backward, put_micro_batches
 from training.run import shard_and_optimize
-from xla_fsdp.mesh import MeshShape, Spec
 
 
 @dataclass(frozen=True)
-class StepGraph:
-    """A training step as HLO, and how its arguments and results lie on the devices."""
+class Graph:
+    """A graph as HLO, and how its arguments and results lie on the devices (XLA's notation)."""
 
     hlo: bytes
-    arguments: dict[int, Spec]
+    arguments: dict[int, str]
     """By the number of the argument; those not here are small and replicated."""
-    results: list[Spec]
+    results: tuple[str, ...]
     donated: dict[int, int]
     """Argument to the result that takes its place."""
-    mesh: MeshShape
+    argument_bytes: int
+    """Of one device, by the shardings."""
+    resident_bytes: int
+    """Of what lives on one device meanwhile without being an argument."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as the graphs that it runs, one after the other."""
+
+    graphs: list[Graph]
+    replicas: int
+    """Programs that run together: nested FSDP has one a device, SPMD one for all."""
     state_bytes: int
-    """Parameters and optimizer state on one device, by their specs."""
+    """Parameters and optimizer state on one device."""
     description: str
 
+    def distinct(self) -> list[tuple[Graph, int]]:
+        """Each graph once, and how often it runs in a step."""
+        found: dict[bytes, list[Graph]] = {}
+        for graph in self.graphs:
+            found.setdefault(graph.hlo, []).append(graph)
+        # What is beside a graph may differ from run to run: losses of earlier micro-batches.
+        return [
+            (max(same, key=lambda graph: graph.resident_bytes), len(same))
+            for same in found.values()
+        ]
 
-def start_xla(devices: int) -> None:
-    """XLA on the CPU, made to believe that it has this many devices."""
+
+def start_xla(devices: int, form: str) -> None:
+    """XLA on the CPU, made to believe that it has this many devices, for this form of FSDP."""
     os.environ["PJRT_DEVICE"] = "CPU"
     # A few virtual ones stand for all: many crash autograd (128 do), and one is never sharded.
-    os.environ["CPU_NUM_DEVICES"] = str(min(devices, 4))
+    os.environ["CPU_NUM_DEVICES"] = "1" if form == "nested" else str(min(devices, 4))
     import torch_xla.runtime as xr
 
-    xr.use_spmd()
     xr.global_runtime_device_count = lambda: devices  # asked by Mesh and by the backend
+    if form == "spmd":
+        xr.use_spmd()
+    else:
+        xr.world_size = lambda: devices
+        xr.global_ordinal = lambda: 0
 
 
-def trace_step(args: argparse.Namespace, model: nn.Module, config) -> StepGraph:
+def trace_step(args: argparse.Namespace, model: nn.Module, config, form: str) -> Step:
     """Shard and step once on ``args``, as in training. Call ``start_xla`` before."""
-    from xla_fsdp.compile_only.tracing_backend import TracingBackend
+    from xla_fsdp.compile_only import tracing_backend
 
-    backend = TracingBackend(args)
+    backend: tracing_backend.TracingBackend
+    if form == "spmd":
+        backend = tracing_backend.TracingSpmdBackend(args)
+    else:
+        backend = tracing_backend.TracingNestedBackend(args)
     sharded = shard_and_optimize(model, args, config, backend)
     sharded.train()
-    images = torch.empty(
-        args.batch_size, config.in_chans, config.img_size, config.img_size, device="meta"
+    share = args.batch_size // backend.world_size
+    shape = (share, config.in_chans, config.img_size, config.img_size)
+    batch = torch.empty(shape, device="meta"), torch.empty(share, dtype=torch.int64, device="meta")
+    backend.start_recording()
+    loss = forward_backward(
+        sharded, backend, 0, put_micro_batches(backend, batch, args.grad_accum_steps)
     )
-    labels = torch.empty(args.batch_size, dtype=torch.int64, device="meta")
-    loss = forward_backward(sharded, backend, 0, [backend.put((images, labels))])
     norm = backend.optimizer_step(args.lr, args.clip_grad_norm)
-    return backend.graph([loss.detach(), norm])
+    del loss, norm  # until here they live, and so are results
+    return Step(
+        graphs=backend.recorder.graphs,
+        replicas=backend.world_size,
+        state_bytes=backend.local_state_bytes(),
+        description=backend.describe(),
+    )

@@ -1,0 +1,134 @@
+"""Which slice for which model: compile the training step for each, and write docs/tpu.md's table.
+
+    python benchmarks/tpu_table.py        # or make tpu-table, an hour on 2 cores
+
+Each cell is `run_vit_training.py --compile_only --json` in a process of its own, kept in
+runs/tpu-table/COMMIT: started again, it goes on where it was. Any flag of the program can be
+added; --precision bf16 and --batch_size 1024 are preset. The table goes between the markers in
+docs/tpu.md, the picture to docs/tpu_table.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from tqdm import tqdm
+
+from benchmarks.common import ROOT, commit, run_python
+
+PRESET_FLAGS = "--precision bf16 --batch_size 1024".split()
+MODELS = ("vit_10b", "vit_60b", "vit_120b")
+# Google's name of the slice (of v4 and v5p it counts cores, two a chip), and libtpu's.
+SLICES = {
+    "v4-128": "v4:4x4x4",
+    "v5e-64": "v5e:8x8",
+    "v5e-256": "v5e:16x16",
+    "v5p-64": "v5p:2x4x4",
+    "v5p-128": "v5p:4x4x4",
+    "v5p-256": "v5p:4x4x8",
+    "v5p-512": "v5p:4x8x8",
+    "v6e-64": "v6e:8x8",
+    "v6e-256": "v6e:16x16",
+}
+GIB = 2**30
+BEGIN, END = "<!-- begin: make tpu-table -->", "<!-- end: make tpu-table -->"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="MODEL",
+                        help=f"of {', '.join(MODELS)}; default: all")  # fmt: skip
+    parser.add_argument("--slices", nargs="+", choices=SLICES, default=SLICES, metavar="SLICE",
+                        help=f"of {', '.join(SLICES)}; default: all")  # fmt: skip
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "tpu.md",
+                        help="file with the markers; default: docs/tpu.md")  # fmt: skip
+    args, flags = parser.parse_known_args()
+    kept = ROOT / "runs" / "tpu-table" / commit()
+    kept.mkdir(parents=True, exist_ok=True)
+    cells = [(name, model) for model in args.models for name in args.slices]
+    reports = {}
+    for name, model in tqdm(cells, desc="compile", unit="step"):
+        reports[name, model] = compile_one(name, model, flags, kept)
+    write_table(args.document, reports, list(args.slices), list(args.models), flags)
+    plot(reports, args.document.with_name("tpu_table.png"))
+
+
+def compile_one(name: str, model: str, flags: list[str], kept: Path) -> dict[str, Any]:
+    path = kept / f"{'_'.join([name, model, *flags]).replace('/', '-')}.json"
+    if not path.exists():
+        where = f"run_vit_training.py --compile_only --json --tpu_topology {SLICES[name]}"
+        done = run_python(*where.split(), "--model", model, *PRESET_FLAGS, *flags)
+        if done.returncode:
+            sys.exit(f"{name}, {model}:\n{done.stderr}")
+        path.write_text(done.stdout)
+    return json.loads(path.read_text())
+
+
+def cell(report: dict[str, Any]) -> str:
+    peak, capacity = report["peak_hbm_bytes"], report["hbm_capacity_bytes"]
+    if not report["fits"]:
+        return f"no, {(peak - capacity) / GIB:.1f} GiB short or more"
+    return f"{peak / GIB:.1f} GiB, {100 * report['roofline_mfu']:.0f} %"
+
+
+def write_table(
+    document: Path, reports: dict[tuple[str, str], dict[str, Any]], slices: list[str],
+    models: list[str], flags: list[str],
+) -> None:  # fmt: skip
+    sizes = {m: reports[slices[0], m]["parameters"] / 1e9 for m in models}
+    head = ["slice", "`--tpu_topology`", "chips", "HBM a device",
+            *(f"{m} ({sizes[m]:.1f}B)" for m in models)]  # fmt: skip
+    rows = [head, ["---"] * len(head)]
+    for name in slices:
+        first = reports[name, models[0]]
+        capacity = f"{first['hbm_capacity_bytes'] / GIB:.2f} GiB"
+        rows.append([name, f"`{SLICES[name]}`", str(first["chips"]), capacity,
+                     *(cell(reports[name, m]) for m in models)])  # fmt: skip
+    seconds = [each["trace_s"] + each["compile_s"] for each in reports.values()]
+    versions = ", ".join(f"{k} {v}" for k, v in first["versions"].items())
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines += [
+        "",
+        "Peak HBM of a device (a chip; of v4, half a chip) and the highest MFU that the roofline "
+        f"allows, with `{' '.join([*PRESET_FLAGS, *flags])}`. Commit {commit()}, {versions}; "
+        f"{min(seconds):.0f} to {max(seconds):.0f} s a step to trace and compile.",
+    ]
+    text = document.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    document.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
+
+
+def plot(reports: dict[tuple[str, str], dict[str, Any]], path: Path) -> None:
+    """Peak HBM as a share of what there is; what does not fit is cut off at twice that."""
+    figure, axis = plt.subplots(figsize=(9, 0.32 * len(reports) + 1.2), layout="constrained")
+    for row, report in enumerate(reports.values()):
+        share = report["peak_hbm_bytes"] / report["hbm_capacity_bytes"]
+        colour = "tab:green" if report["fits"] else "tab:red"
+        axis.barh(row, min(share, 2.0), color=colour)
+        text = f" {100 * share:.0f} %" if report["fits"] else f" {100 * share:.0f} % or more"
+        axis.text(min(share, 2.0), row, text, va="center", fontsize=8)
+    axis.set_yticks(range(len(reports)), [f"{model} on {name}" for name, model in reports])
+    axis.invert_yaxis()
+    axis.axvline(1.0, color="black", linewidth=1)
+    axis.set_xlim(0, 2.4)
+    axis.set_xlabel("peak HBM / HBM of a device")
+    axis.set_title("Does the training step fit? By the TPU compiler")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
