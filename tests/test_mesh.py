@@ -1,14 +1,17 @@
 """Meshes of dcn x fsdp x tensor: the same training as on one device."""
 
+import argparse
 import json
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from models.config import VitConfig
 from tests.cli import TINY_MODEL, run_program, train_tiny
 from tests.test_sharding import assert_same_training
 from training.errors import UsageError
+from xla_fsdp import options
 from xla_fsdp.hosts import by_slice_and_host, in_global_batch, local_groups
 from xla_fsdp.mesh import MeshShape
 
@@ -94,6 +97,14 @@ def test_specs():
     assert mesh.parameter_spec((12,)) == (("fsdp",),)
     assert mesh.parameter_spec((3,)) == ((),)
     assert MeshShape(1, 4, 1).parameter_spec((5, 8), tensor_dim=0) == ((), ("fsdp",))
+
+
+def test_copies_follow_slices(monkeypatch):
+    monkeypatch.setattr(options, "device_type", lambda: "TPU")
+    monkeypatch.setattr(options, "slice_count", lambda: 2)
+    args = argparse.Namespace(mesh_dcn=3, mesh_fsdp=None, mesh_tensor=1)
+    with pytest.raises(UsageError, match="--mesh_dcn 3 is no multiple of the 2 slices"):
+        options.check_devices(args, VitConfig(), 6)
 
 
 def test_devices_along_tensor_share_a_host():
