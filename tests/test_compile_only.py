@@ -108,8 +108,10 @@ def test_mesh_of_three_axes():
     images = 32 * 3 * SIDE**2 * 4
     assert found["argument_bytes"] == pytest.approx((12 * parameters + images) / 4, rel=0.03)
     assert found["state_bytes"] == pytest.approx(12 * parameters / 4, rel=0.02)
-    # Between slices the gradients go, fp32: each device's quarter there, and the sum back.
-    assert found["dcn_bytes"] == pytest.approx(4 * parameters / 4, rel=0.1)
+    # Between slices go gradients, of each device its quarter: bf16 as the blocks' products are.
+    weights = 12 * WIDTH**2
+    expected = (2 * weights + 4 * (parameters - weights)) / 4
+    assert found["dcn_bytes"] == pytest.approx(expected, rel=0.2)
     assert found["dcn_s"] == pytest.approx(found["dcn_bytes"] / 3.125e9)
 
 
