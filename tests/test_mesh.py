@@ -1,14 +1,17 @@
 """Meshes of dcn x fsdp x tensor: the same training as on one device."""
 
+import argparse
 import json
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from models.config import VitConfig
 from tests.cli import TINY_MODEL, run_program, train_tiny
 from tests.test_sharding import assert_same_training
 from training.errors import UsageError
+from xla_fsdp import options
 from xla_fsdp.hosts import by_slice_and_host, in_global_batch, local_groups
 from xla_fsdp.mesh import MeshShape
 
@@ -28,7 +31,6 @@ def one_device(tmp_path_factory):
         (4, "--mesh_tensor 2", "mesh fsdp 2 x tensor 2"),
         (4, "--mesh_dcn 2 --mesh_fsdp 2", "mesh dcn 2 x fsdp 2"),
         (8, "--mesh_dcn 2 --mesh_tensor 2", "mesh dcn 2 x fsdp 2 x tensor 2"),
-        (4, "--mesh_tensor 2 --no-scan_blocks", "mesh fsdp 2 x tensor 2"),
     ],
 )
 def test_same_training(devices, flags, mesh, one_device, tmp_path):
@@ -72,31 +74,36 @@ def assert_written_once(checkpoint, name, sizes):
     assert len({tuple(chunk.offsets) for chunk in found.chunks}) == len(sizes)
 
 
-@pytest.mark.parametrize(("flags", "part"), [("--mesh_tensor 2", 1 / 4), ("--mesh_dcn 2", 1 / 2)])
-def test_state_is_cut(flags, part):
-    """Bytes that really lie on the first of 4 devices, against all there are."""
-    done = run_program("-m", "tests.measure_state", "4", *TINY_MODEL, *flags.split())
+def test_state_is_cut():
+    """Bytes that really lie on the first of 8 devices, of two copies, against all there are."""
+    mesh = "--mesh_dcn 2 --mesh_tensor 2".split()
+    done = run_program("-m", "tests.measure_state", "8", *TINY_MODEL, *mesh)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["told"] == found["bytes"]
     block = 12 * 32**2 + 13 * 32
     rest = 3 * 4**2 * 32 + 32 + 16 * 32 + 2 * 32 + 10 * 32 + 10
-    assert part <= found["bytes"]["parameters"] / 4 / (2 * block + rest) <= 1.05 * part
+    assert 0.25 <= found["bytes"]["parameters"] / 4 / (2 * block + rest) <= 0.26
 
 
-def test_how_parameters_are_cut():
+def test_specs():
     mesh = MeshShape(2, 4, 8)
     assert str(mesh) == "mesh dcn 2 x fsdp 4 x tensor 8"
-    rows = mesh.parameter_spec((48, 64), tensor_dim=1)
-    assert rows == (("fsdp",), ("tensor",))
-    columns = mesh.parameter_spec((3, 64, 48), tensor_dim=1)
-    assert columns == ((), ("tensor",), ("fsdp",))
+    assert mesh.parameter_spec((48, 64), tensor_dim=1) == (("fsdp",), ("tensor",))
+    assert mesh.parameter_spec((3, 64, 48), tensor_dim=1) == ((), ("tensor",), ("fsdp",))
     assert mesh.parameter_spec((64,), tensor_dim=0) == (("tensor", "fsdp"),)
     assert mesh.parameter_spec((10, 64)) == ((), ("fsdp", "tensor"))
     assert mesh.parameter_spec((12,)) == (("fsdp",),)
     assert mesh.parameter_spec((3,)) == ((),)
-    one = MeshShape(1, 4, 1)
-    assert one.parameter_spec((5, 8)) == ((), ("fsdp",))
+    assert MeshShape(1, 4, 1).parameter_spec((5, 8), tensor_dim=0) == ((), ("fsdp",))
+
+
+def test_copies_follow_slices(monkeypatch):
+    monkeypatch.setattr(options, "device_type", lambda: "TPU")
+    monkeypatch.setattr(options, "slice_count", lambda: 2)
+    args = argparse.Namespace(mesh_dcn=3, mesh_fsdp=None, mesh_tensor=1)
+    with pytest.raises(UsageError, match="--mesh_dcn 3 is no multiple of the 2 slices"):
+        options.check_devices(args, VitConfig(), 6)
 
 
 def test_devices_along_tensor_share_a_host():

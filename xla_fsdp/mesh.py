@@ -120,6 +120,11 @@ def mesh_shape(args: argparse.Namespace, devices: int) -> MeshShape:
     return shape
 
 
+def counts_by_host(mesh: MeshShape) -> bool:
+    """Whether the mesh counts devices by slice and host, and not by their numbers."""
+    return mesh.devices != mesh.fsdp
+
+
 def check_mesh(args: argparse.Namespace, config: VitConfig, devices: int) -> None:
     """Raises UsageError for a mesh that does not fit the devices or the model."""
     mesh = mesh_shape(args, devices)

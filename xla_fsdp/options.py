@@ -94,8 +94,11 @@ def device_count(args: argparse.Namespace) -> int:
 
 
 def slice_count() -> int:
-    """TPU slices of this run, as all its processes are told by who starts them."""
-    return int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
+    """TPU slices of this run, as libtpu is told: by the environment or the TPU VM's metadata."""
+    from torch_xla._internal import tpu
+
+    told = os.environ.get("MEGASCALE_NUM_SLICES") or tpu.get_tpu_env().get("MEGASCALE_NUM_SLICES")
+    return int(told or 1)
 
 
 def check_devices(args: argparse.Namespace, config: VitConfig, devices: int) -> None:

@@ -7,7 +7,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 from xla_fsdp.hosts import by_slice_and_host, number_of
-from xla_fsdp.mesh import MeshShape, Spec
+from xla_fsdp.mesh import MeshShape, Spec, counts_by_host
 
 
 def partition_spec(spec: Spec) -> tuple:
@@ -32,6 +32,6 @@ def local_devices() -> set[int]:
 
 def device_order(mesh: MeshShape) -> list[int]:
     """The numbers of all devices in the mesh's order."""
-    if mesh.devices in (mesh.fsdp, xr.addressable_runtime_device_count()):
+    if not counts_by_host(mesh) or mesh.devices == xr.addressable_runtime_device_count():
         return list(range(mesh.devices))
     return by_slice_and_host(xr.global_runtime_device_attributes(), local_devices())

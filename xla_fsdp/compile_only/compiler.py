@@ -20,7 +20,6 @@ import numpy as np
 from training.errors import UsageError
 from xla_fsdp.compile_only.topologies import Topology
 from xla_fsdp.compile_only.trace import Graph
-from xla_fsdp.mesh import MeshShape
 from xla_fsdp.options import TPU_COMPILER_OPTIONS
 
 
@@ -64,9 +63,10 @@ def _quiet() -> Iterator[None]:
             os.close(kept)
 
 
-def compile_graph(graph: Graph, replicas: int, topology: Topology, mesh: MeshShape) -> Compiled:
+def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
     """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
 
+    ``by_host``: the mesh counts the devices host by host, not by their numbers.
     Raises UsageError if libtpu or jaxlib is missing or refuses it.
     """
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask about a TPU
@@ -100,7 +100,7 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology, mesh: MeshSha
         build.use_spmd_partitioning = partitions > 1
         build.num_replicas, build.num_partitions = replicas, partitions
         build.device_assignment = xla_client.DeviceAssignment.create(
-            np.array(_device_ids(devices, mesh)).reshape(replicas, partitions)
+            np.array(_device_ids(devices, by_host)).reshape(replicas, partitions)
         )
         start = time.perf_counter()
         try:
@@ -124,9 +124,9 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology, mesh: MeshSha
     )
 
 
-def _device_ids(devices: list[Any], mesh: MeshShape) -> list[int]:
+def _device_ids(devices: list[Any], by_host: bool) -> list[int]:
     """In the mesh's order, as ``xla_fsdp.placement.device_order``."""
-    if mesh.devices == mesh.fsdp:
+    if not by_host:
         return sorted(device.id for device in devices)
 
     def place(device: Any) -> tuple[int, int, int]:

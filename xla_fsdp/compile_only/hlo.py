@@ -12,8 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 _WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4,
            "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
 _SHAPE = re.compile(r"\b(" + "|".join(_WIDTHS) + r")\[([\d,]*)\]((?:\{[^}]*\})?)")
@@ -61,7 +59,10 @@ class Traffic:
 
 
 def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
-    """Traffic of a scheduled TPU module given as text, its devices numbered slice by slice."""
+    """Traffic of a scheduled TPU module given as text.
+
+    Its collectives stay inside a slice; the compiler makes the rest transfers by the hosts.
+    """
     computations, entry = _parse(hlo)
     traffic, seen = Traffic(), set[str]()
     for name, runs in _runs(computations, entry):
@@ -70,6 +71,8 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
         for each in instructions:
             if each.opcode not in _FREE and not each.opcode.endswith("-done"):
                 traffic.hbm_bytes += runs * _instruction_bytes(each, shapes)
+            if "_xla_megascale_transfer_type" in each.text and each.opcode == "send":
+                traffic.dcn_bytes += runs * _from_other_slices(each, slices)
             for found, is_async in _collectives_of(each, computations):
                 same = re.search(r'channel_id=\d+|chain_id="\d+"', found.text)
                 key = same[0] if same else f"{name}/{found.name}"
@@ -79,9 +82,7 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
                 kind = found.opcode.removesuffix("-start")
                 traffic.collectives[kind] += runs
                 traffic.asynchronous[kind] += runs if is_async else 0
-                inside, outside = _received(found, kind, devices, devices // slices)
-                traffic.collective_bytes[kind] += runs * inside
-                traffic.dcn_bytes += runs * outside
+                traffic.collective_bytes[kind] += runs * _received(found, kind, devices // slices)
     return traffic
 
 
@@ -163,44 +164,24 @@ def _instruction_bytes(each: Instruction, shapes: dict[str, str]) -> float:
     return read + _bytes(each.shape, only_hbm=True)
 
 
-def _received(
-    each: Instruction, kind: str, devices: int, slice_devices: int
-) -> tuple[float, float]:
-    """Bytes that must reach a device: from its slice, and from others over the DCN.
-
-    Where a group has members in several slices, those of one share what comes from outside.
-    """
+def _received(each: Instruction, kind: str, devices: int) -> float:
+    """Bytes that must reach a device: of its group's other members, for all but permutes."""
+    group = re.search(r"replica_groups=\{\{([\d,]*)\}", each.text)
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", each.text)
+    size = len(group[1].split(",")) if group else int(iota[1]) if iota else devices
     whole = _bytes(each.shape)
     if kind == "collective-permute":
-        received = whole / 2 if each.opcode.endswith("-start") else whole  # (source, destination)
-        pairs = re.search(r"source_target_pairs=\{(\{[^=]*\})\}", each.text)
-        ends = re.findall(r"\{(\d+),(\d+)\}", pairs[1]) if pairs else []
-        crosses = any(int(a) // slice_devices != int(b) // slice_devices for a, b in ends)
-        return (0.0, received) if crosses else (received, 0.0)
-    group = _first_group(each.text, devices)
-    slices = len({member // slice_devices for member in group})
-    size, here = len(group), len(group) / slices
+        return whole / 2 if each.opcode.endswith("-start") else whole  # (source, destination)
+    if kind == "all-reduce":
+        return 2 * whole * (size - 1) / size
     if kind == "reduce-scatter":
-        whole *= size
-    if kind == "all-to-all":
-        return whole * (here - 1) / size, whole * (size - here) / size
-    times = 2 if kind == "all-reduce" else 1
-    return times * whole * (here - 1) / here, times * whole * (slices - 1) / slices / here
+        return whole * (size - 1)
+    return whole * (size - 1) / size
 
 
-def _first_group(text: str, devices: int) -> list[int]:
-    """Of the groups that a collective runs in; all are alike."""
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
-    if listed:
-        return _numbers(listed[1])
-    iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if not iota:
-        return list(range(devices))
-    places = np.arange(devices).reshape(_numbers(iota[2]))
-    if iota[3]:
-        places = places.transpose(_numbers(iota[3]))
-    return places.flatten()[: int(iota[1])].tolist()
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+def _from_other_slices(send: Instruction, slices: int) -> float:
+    """Bytes that must reach a device's host of what each slice hands to its own."""
+    sent = _bytes(send.shape.partition("]")[0] + "]")  # (the data, u32[], token[])
+    if '_xla_megascale_transfer_type="ALL_REDUCE"' in send.text:
+        return 2 * sent * (slices - 1) / slices
+    return sent * (slices - 1)

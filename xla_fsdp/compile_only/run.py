@@ -13,13 +13,13 @@ from training.arguments import model_config
 from training.errors import UsageError
 from training.validation import check_model, check_run
 from xla_fsdp import options
-from xla_fsdp.compile_only.compiler import compile_graph
+from xla_fsdp.compile_only.compiler import Compiled, compile_graph
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.hlo import measure
 from xla_fsdp.compile_only.report import CompiledGraph, Report, as_json, as_table, make_report
 from xla_fsdp.compile_only.topologies import KNOWN, Topology, parse_topology
 from xla_fsdp.compile_only.trace import Graph, start_xla, trace_step
-from xla_fsdp.mesh import MeshShape, check_mesh, mesh_shape
+from xla_fsdp.mesh import check_mesh, counts_by_host, mesh_shape
 
 
 def compile_only(args: argparse.Namespace) -> None:
@@ -62,12 +62,14 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     step = trace_step(args, model, config, form)
     trace_s = time.perf_counter() - start
     libtpu = version("libtpu")
+    by_host = counts_by_host(mesh_shape(args, topology.devices))
     distinct = step.distinct()
     graphs = []
     for number, (graph, runs) in enumerate(distinct, 1):
         which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
         say(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
-        graphs.append(_compile_graph(graph, runs, step.replicas, topology, mesh))
+        compiled = compile_graph(graph, step.replicas, topology, by_host)
+        graphs.append(_measured(compiled, graph, runs, step.replicas, topology))
     return make_report(
         topology=topology,
         graphs=graphs,
@@ -81,10 +83,9 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     )
 
 
-def _compile_graph(
-    graph: Graph, runs: int, replicas: int, topology: Topology, mesh: MeshShape
+def _measured(
+    compiled: Compiled, graph: Graph, runs: int, replicas: int, topology: Topology
 ) -> CompiledGraph:
-    compiled = compile_graph(graph, replicas, topology, mesh)
     return CompiledGraph(
         runs=runs,
         compiled=compiled,
