@@ -18,7 +18,9 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
+from xla_fsdp.attention import attention_form
 from xla_fsdp.backend import XlaBackend
+from xla_fsdp.flash_attention import use_flash
 
 _FLAT = "flat_param_"
 _WRAPPERS = {"", "_fsdp_wrapped_module", "_fpw_module"}
@@ -52,6 +54,8 @@ class NestedBackend(XlaBackend):
     # -- sharding ---------------------------------------------------------------------
 
     def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
+        if attention_form(self._args) == "flash":
+            use_flash(block, cut=None)
         wrapped = self._wrap(block)
         model.set_submodule(name, wrapped)
         return wrapped

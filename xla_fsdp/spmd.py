@@ -22,8 +22,10 @@ from torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard, XLAShardedTe
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor
+from xla_fsdp.attention import attention_form
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
+from xla_fsdp.flash_attention import Cut, use_flash
 from xla_fsdp.marks import Gather
 from xla_fsdp.options import scans_blocks
 from xla_fsdp.scanned_blocks import ScannedBlocks
@@ -66,6 +68,7 @@ class SpmdBackend(XlaBackend):
         if self._scans:
             return self._stack_block(model, name, block)
         self._place(block)
+        self._choose_attention(block)
         after_forward(block, self._mark_batch)
         return block
 
@@ -82,10 +85,15 @@ class SpmdBackend(XlaBackend):
                 gather=self._gather,
                 bf16=self._args.precision == "bf16",
             )
+            self._choose_attention(self._stack.block)
         self._fill(index, block)
         if index + 1 == len(blocks):
             model.blocks = self._stack
         return block
+
+    def _choose_attention(self, block: nn.Module) -> None:
+        if attention_form(self._args) == "flash":
+            use_flash(block, Cut(self._mesh, AXIS))
 
     def _fill(self, index: int, block: nn.Module) -> None:
         self._stack.fill(index, block, self._send)

@@ -13,6 +13,7 @@ from training.arguments import model_config
 from training.errors import UsageError
 from training.validation import check_model, check_run
 from xla_fsdp import options
+from xla_fsdp.attention import check_attention
 from xla_fsdp.compile_only.compiler import compile_step
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.hlo import measure
@@ -29,6 +30,7 @@ def compile_only(args: argparse.Namespace) -> None:
     config = model_config(args)
     check_model(config)
     options.check(args)
+    check_attention(args)
     check_run(args, topology.devices)
     _check_one_graph(args)
     report = _compile(args, topology, config)
