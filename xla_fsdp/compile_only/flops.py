@@ -82,11 +82,10 @@ def _kernel(op: Any) -> float:
     if op.attributes["call_target_name"].value != "tpu_custom_call":
         return 0.0
     cost = json.loads(op.attributes["backend_config"].value)["custom_call_config"]["cost_estimate"]
-    first = op.operands[0]
-    given = first.owner.operation if hasattr(first.owner, "operation") else first.owner
     devices = 1.0
-    if getattr(given, "name", "") == "stablehlo.custom_call":  # a device's part of a whole
-        devices = math.prod(_shape(given.operands[0])) / math.prod(_shape(first))
+    part = op.operands[0]
+    if getattr(part.owner, "name", "") == "stablehlo.custom_call":  # taken from a cut tensor
+        devices = math.prod(_shape(part.owner.operands[0])) / math.prod(_shape(part))
     return devices * float(cost["flops"])
 
 
