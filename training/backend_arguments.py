@@ -126,6 +126,14 @@ def _add_xla(group: argparse._ArgumentGroup) -> None:
         "depth (default: where --grad_ckpt is full and the graph is not cut between blocks)",
     )
     group.add_argument(
+        "--attention",
+        choices=("auto", "sdpa", "flash"),
+        default="auto",
+        help="sdpa: PyTorch's product, every token's score for every other in memory; flash: "
+        "Pallas kernels that hold a few at a time (TPU, without --att_dropout); auto: flash on "
+        "TPU from 1024 tokens",
+    )
+    group.add_argument(
         "--mark_step_after_forward",
         action="store_true",
         help="cut the graph between forward and backward (TPU smem limit of very large models)",

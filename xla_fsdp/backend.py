@@ -22,6 +22,7 @@ from training.backend import InitializeModule, pass_seed
 from training.checkpoint import SafeReader, quiet_dcp
 from training.stopping import largest_of_all
 from xla_fsdp import chips
+from xla_fsdp.attention import describe_attention
 from xla_fsdp.blocks import compute_in_bf16, cut_every
 from xla_fsdp.optimizer import build_adamw, set_lr
 
@@ -205,6 +206,7 @@ class XlaBackend(abc.ABC):
         return (
             f"{self._devices()}, {self._args.precision}, "
             f"gradient checkpointing {'on' if self._args.grad_ckpt == 'full' else 'off'}"
+            + describe_attention(self._args)
             + (f", graph cut {' and '.join(cuts)}" if cuts else "")
             + (self._describe_cache() if self._args.compile_cache_dir else "")
         )

@@ -20,7 +20,9 @@ from torch_xla.distributed.fsdp.utils import BucketizedReduceScatter
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
+from xla_fsdp.attention import attention_form
 from xla_fsdp.backend import XlaBackend
+from xla_fsdp.flash_attention import use_flash
 from xla_fsdp.options import why_this_form
 
 _FLAT = "flat_param_"
@@ -65,6 +67,8 @@ class NestedBackend(XlaBackend):
     # -- sharding ---------------------------------------------------------------------
 
     def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
+        if attention_form(self._args) == "flash":
+            use_flash(block, cut=None)
         wrapped = self._wrap(block)
         model.set_submodule(name, wrapped)
         return wrapped

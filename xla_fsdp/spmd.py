@@ -21,8 +21,10 @@ from torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard, XLAShardedTe
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor
+from xla_fsdp.attention import attention_form
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
+from xla_fsdp.flash_attention import Cut, use_flash
 from xla_fsdp.hosts import in_global_batch, local_groups
 from xla_fsdp.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.mesh import BATCH, Axes, Spec, mesh_shape
@@ -76,6 +78,7 @@ class SpmdBackend(XlaBackend):
             return self._stack_block(model, name, block)
         self._adapt(block)
         self._place(block, TENSOR_DIMS)
+        self._choose_attention(block)
         after_forward(block, self._mark_tokens)
         return block
 
@@ -93,10 +96,16 @@ class SpmdBackend(XlaBackend):
                 gather=self._gather,
                 bf16=self._args.precision == "bf16",
             )
+            self._choose_attention(self._stack.block)
         self._fill(index, block)
         if index + 1 == len(blocks):
             model.blocks = self._stack
         return block
+
+    def _choose_attention(self, block: nn.Module) -> None:
+        if attention_form(self._args) == "flash":
+            (batch,) = partition_spec(self._shape.spec(BATCH))
+            use_flash(block, Cut(self._mesh, batch))
 
     def _fill(self, index: int, block: nn.Module) -> None:
         self._adapt(block)

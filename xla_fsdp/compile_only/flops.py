@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -24,6 +25,8 @@ def _of_block(block: Any, functions: dict[str, Any]) -> float:
             total += _dot(op)
         elif op.name == "stablehlo.convolution":
             total += _convolution(op)
+        elif op.name == "stablehlo.custom_call":
+            total += _kernel(op)
         elif op.name == "func.call":
             called = functions[op.attributes["callee"].value]
             total += _of_block(called.regions[0].blocks[0], functions)
@@ -72,6 +75,18 @@ def _convolution(op: Any) -> float:
     kernel = _shape(op.operands[1])
     per_output = math.prod(kernel) // kernel[numbers.kernel_output_feature_dimension]
     return 2.0 * math.prod(_shape(op.results[0])) * per_output
+
+
+def _kernel(op: Any) -> float:
+    """What a Pallas kernel's call says of itself (xla_fsdp.flash_kernels), on all devices."""
+    if op.attributes["call_target_name"].value != "tpu_custom_call":
+        return 0.0
+    cost = json.loads(op.attributes["backend_config"].value)["custom_call_config"]["cost_estimate"]
+    devices = 1.0
+    part = op.operands[0]
+    if getattr(part.owner, "name", "") == "stablehlo.custom_call":  # taken from a cut tensor
+        devices = math.prod(_shape(part.owner.operands[0])) / math.prod(_shape(part))
+    return devices * float(cost["flops"])
 
 
 def _rounds(condition: Any, functions: dict[str, Any]) -> int:

@@ -22,6 +22,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body)=%([\w.\-]+)")
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call",
          "conditional", "after-all", "partition-id", "replica-id"}  # fmt: skip
+_STREAMED = re.compile(r'"custom_call_config":.*"bytes_accessed":"?(\d+)')
 _IN_HBM = re.compile(r"S\([1-9]")  # any other memory space: vmem, smem, sync flags
 
 
@@ -160,8 +161,12 @@ def _instruction_bytes(each: Instruction, shapes: dict[str, str]) -> float:
         return 2 * sum(sizes[:-1])
     if "dynamic-slice" in each.name or each.opcode == "dynamic-slice":
         return 2 * _bytes(each.shape, only_hbm=True)
-    read = sum(_bytes(shapes.get(name, ""), only_hbm=True) for name in names)
-    return read + _bytes(each.shape, only_hbm=True)
+    moved = [each.shape, *(shapes.get(name, "") for name in names)]
+    in_hbm = sum(_bytes(shape, only_hbm=True) for shape in moved)
+    streamed = _STREAMED.search(each.text)
+    if streamed and in_hbm:  # a Pallas kernel reads some of its operands more than once
+        return int(streamed[1]) * in_hbm / sum(map(_bytes, moved))
+    return in_hbm
 
 
 def _received(each: Instruction, kind: str, devices: int) -> float:

@@ -13,6 +13,7 @@ from training.arguments import model_config
 from training.errors import UsageError
 from training.validation import check_model, check_run
 from xla_fsdp import options
+from xla_fsdp.attention import check_attention
 from xla_fsdp.compile_only.compiler import Compiled, compile_graph
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.hlo import measure
@@ -31,6 +32,7 @@ def compile_only(args: argparse.Namespace) -> None:
     check_model(config)
     options.check(args)
     check_mesh(args, config, topology.devices)
+    check_attention(args)
     check_run(args, topology.devices)
     _check_cuts(args)
     report = _compile(args, topology, config)
@@ -53,7 +55,7 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    form, mesh = options.fsdp_form(args), mesh_shape(args, topology.devices)
+    form = options.fsdp_form(args)
     start_xla(topology.devices, form)
     model = build_vit(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,37 @@
+"""Prints how many kernels a step of nested FSDP calls: its graph is recorded, never run."""
+
+import argparse
+
+import torch
+import torch_xla
+
+from models.vit import build_vit, fsdp_units, initialize_module
+from training.arguments import build_parser, model_config
+from xla_fsdp.nested import NestedBackend
+
+FLAGS = (
+    "--model vit_tiny_patch16_224 --image_size 32 --embed_dim 64 --num_heads 2 --num_blocks 2 "
+    "--xla_fsdp nested --precision bf16 --attention flash"
+).split()
+
+
+def main(index: int, args: argparse.Namespace) -> None:
+    config = model_config(args)
+    plain = build_vit(config)
+
+    def initialize(module, name):
+        initialize_module(module, name, seed=0, num_classes=config.num_classes)
+
+    model = NestedBackend(args).shard(plain, list(fsdp_units(plain)), initialize)
+    loss = model(torch.zeros(2, 3, 32, 32).to("xla")).float().mean()
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    graph = torch_xla._XLAC._get_xla_tensors_hlo([loss, *grads])
+    print(graph.count('custom_call_target="tpu_custom_call"'))
+    for parameter in model.parameters():  # else they would be computed at the end
+        parameter.grad = None
+
+
+if __name__ == "__main__":
+    arguments = build_parser().parse_args(FLAGS)
+    torch_xla.launch(main, args=(arguments,), debug_single_process=True)

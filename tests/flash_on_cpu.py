@@ -1,0 +1,83 @@
+"""Prints, as JSON, how far flash attention is from PyTorch's: the kernels run by an interpreter.
+
+What is tested is xla_fsdp.flash_attention itself, on CPU tensors: only the call of a lowered
+kernel is replaced by the JAX function that was lowered.
+"""
+
+import functools
+import json
+
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+from xla_fsdp import flash_attention, flash_kernels
+from xla_fsdp.flash_kernels import LANES, Shape
+
+# (tokens, width of a head, dtype): one block or several of 384, with and without padding.
+CASES = [(197, 80, "float32"), (256, 64, "bfloat16"), (700, 160, "float32")]
+
+
+def to_jax(x: torch.Tensor, shape: Shape):
+    """As the JAX functions have it: a row's figure once, where a kernel has it in every lane."""
+    if x.dtype == torch.int32:
+        x = x[:, 0] if x.shape[-1] == shape.tokens else x[..., 0]
+    elif x.dtype == torch.float32 and x.shape == shape.rows and shape.width != LANES:
+        assert (x == x[..., :1]).all()
+        x = x[..., 0]
+    return jnp.asarray(x.detach().float().numpy()).astype(str(x.dtype).removeprefix("torch."))
+
+
+def to_torch(x, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.from_numpy(jnp.asarray(x, jnp.float32).copy().__array__().copy())
+    if values.dim() == 3:
+        values = values.unsqueeze(-1).expand(*values.shape, LANES)
+    return values.to(dtype)
+
+
+def interpreted(function, shape: Shape, *how):
+    def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+        results = function(shape, *how)(*(to_jax(x, shape) for x in arguments))
+        results = results if isinstance(results, tuple) else [results]
+        return [to_torch(x, torch.float32 if x.ndim == 3 else shape.dtype) for x in results]
+
+    return call
+
+
+def gradients(product, inputs: list[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    output = product(*inputs)
+    return [output, *torch.autograd.grad((output.float() * weights).sum(), inputs)]
+
+
+def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
+    torch.manual_seed(tokens)
+    inputs = [2 * torch.randn(1, 2, tokens, width) for _ in range(3)]
+    weights = torch.randn(1, 2, tokens, width)
+    expected = gradients(F.scaled_dot_product_attention, inputs, weights)
+    found = gradients(flash_attention.attention, [x.to(dtype) for x in inputs], weights)
+    with torch.no_grad():
+        without = flash_attention.attention(*(x.to(dtype) for x in inputs))
+    shape = Shape(1, 2, flash_kernels.padded_tokens(tokens), width, tokens, dtype)
+    return {
+        "errors": [
+            ((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)
+        ],
+        "without_gradient": torch.equal(without, found[0]),
+        "blocks": shape.tokens // shape.block,
+        "masked": shape.masked,
+        "dtype": str(dtype),
+    }
+
+
+def main() -> None:
+    pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
+    for name in ("forward", "query_gradient", "key_gradients"):
+        function = getattr(flash_kernels, f"{name}_function")
+        setattr(flash_attention, f"{name}_kernel", functools.partial(interpreted, function))
+    print(json.dumps([compare(n, width, getattr(torch, dtype)) for n, width, dtype in CASES]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""JAX's Pallas kernels of flash attention, lowered for TPUs and called from PyTorch/XLA.
+
+They are those that ``torch_xla.experimental.custom_kernel.flash_attention`` calls, lowered on any
+machine (torch_xla's own way needs a TPU attached), in blocks that divide the sequence, and with
+what each of them costs noted in its call. Private functions of JAX: requirements-tpu.txt pins it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch_xla
+
+LANES = 128
+"""Numbers side by side in a vector register: statistics of a row are kept that wide."""
+SUBLANES = 8
+_BLOCKS = (512, 384)
+"""Rows of queries, and of keys, that a kernel holds at once, where there are more."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one device computes. ``tokens`` and ``width`` (of a head) are padded, ``valid`` not."""
+
+    batch: int
+    heads: int
+    tokens: int
+    width: int
+    valid: int
+    dtype: torch.dtype
+
+    @property
+    def block(self) -> int:
+        return self.tokens if self.tokens <= max(_BLOCKS) else _best_block(self.tokens)
+
+    @property
+    def masked(self) -> bool:
+        return self.valid < self.tokens
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        return (self.batch, self.heads, self.tokens)
+
+    @property
+    def heads_of(self) -> tuple[int, ...]:
+        """Of queries, keys, values, output, and their gradients."""
+        return (*self.scores, self.width)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of a figure a query, repeated over the lanes."""
+        return (*self.scores, LANES)
+
+
+def padded_tokens(tokens: int) -> int:
+    """The sequence length that the kernels are given: a multiple of their block."""
+    if tokens <= max(_BLOCKS):
+        return _round_up(tokens, LANES)
+    return _round_up(tokens, _best_block(tokens))
+
+
+def padded_width(width: int) -> int:
+    """A head's width for the kernels: up to 128 any, above it multiples of 128."""
+    return width if width <= LANES else _round_up(width, LANES)
+
+
+def _best_block(tokens: int) -> int:
+    return min(_BLOCKS, key=lambda block: _round_up(tokens, block))
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+# -- the kernels, lowered ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """An argument or a result: of which shape, in which blocks, chosen by which grid axes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    def streamed_bytes(self, grid: tuple[int, ...]) -> int:
+        """What moves between HBM and the kernel: a block whenever the choice changes."""
+        steps = [i for i in self.axes if grid[i] > 1]
+        fetches = math.prod(grid[: max(steps) + 1]) if steps else 1
+        return fetches * math.prod(self.block) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A lowered kernel: its call's configuration, and its results' shapes and dtypes."""
+
+    config: str
+    shapes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+
+    def __call__(self, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+        return torch_xla._XLAC._xla_tpu_custom_call(
+            arguments, self.config, [list(shape) for shape in self.shapes], self.dtypes
+        )
+
+
+def _operands(s: Shape, query: int, key: int) -> dict[str, _Operand]:
+    """By kind; the grid's axes are images, heads, and at ``query`` and ``key`` the blocks."""
+    head, row = (1, 1, s.block, s.width), (1, 1, s.block, LANES)
+    return {
+        "query": _Operand(s.heads_of, s.dtype, head, (0, 1, query)),
+        "key": _Operand(s.heads_of, s.dtype, head, (0, 1, key)),
+        "row": _Operand(s.rows, torch.float32, row, (0, 1, query)),
+        "query ids": _Operand((), torch.int32, (1, s.block, LANES), (0, query)),
+        "key ids": _Operand((), torch.int32, (1, SUBLANES, s.block), (0, key)),
+    }
+
+
+def _lower(s: Shape, trace: Callable, arguments: list[str], results: list[str], *,
+           products: int, key_axis: int) -> Kernel:  # fmt: skip
+    """``trace`` is JAX's function of arrays of these kinds, ``products`` are of N x N."""
+    kinds = _operands(s, query=5 - key_axis, key=key_axis)
+    ids = ["query ids", "key ids"] if s.masked else []
+    arguments = [*arguments[:3], *ids, *arguments[3:]]  # as the kernels have them
+    traced = {"row": s.scores, "query ids": s.scores[::2], "key ids": s.scores[::2]}
+    given = [(traced.get(kind, s.heads_of), kinds[kind].dtype) for kind in arguments]
+    config = json.loads(_mosaic(trace, given))
+    blocks = s.tokens // s.block
+    grid = (s.batch, s.heads, blocks, blocks)
+    scores = math.prod(s.scores) * s.tokens
+    config["custom_call_config"]["cost_estimate"] = {
+        "flops": 2 * products * scores * s.width,
+        "transcendentals": scores,
+        "bytes_accessed": sum(kinds[k].streamed_bytes(grid) for k in arguments + results),
+    }
+    return Kernel(
+        json.dumps(config), [kinds[k].shape for k in results], [kinds[k].dtype for k in results]
+    )
+
+
+def _mosaic(trace: Callable, given: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    """The one Pallas kernel of a JAX function of these arrays, as a TPU's custom call has it."""
+    import jax
+    from jax._src import cloud_tpu_init
+    from jax._src.interpreters import mlir
+    from torch_xla.experimental.custom_kernel import _extract_backend_config
+
+    jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is torch_xla's
+    # On a TPU's host JAX would ask that TPU, which it does not have, how old its software is.
+    on_tpu_host, cloud_tpu_init.running_in_cloud_tpu_vm = (
+        cloud_tpu_init.running_in_cloud_tpu_vm, False,
+    )  # fmt: skip
+    names = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int32: "int32"}
+    arrays = [jax.ShapeDtypeStruct(shape, names[dtype]) for shape, dtype in given]
+    try:
+        lowered = (
+            jax.jit(trace)
+            .trace(*arrays)
+            .lower(
+                lowering_platforms=("tpu",),
+                # As for export, in the format before the newest: libtpu 0.0.21 does not read that.
+                _private_parameters=mlir.LoweringParameters(for_export=True),
+            )
+        )
+    finally:
+        cloud_tpu_init.running_in_cloud_tpu_vm = on_tpu_host
+    config = _extract_backend_config(lowered.compiler_ir())
+    assert config is not None
+    return config
+
+
+# -- what is lowered: JAX's functions, with statistics of rows (batch, heads, tokens) --------
+# ``rest`` begins with the ids of queries and keys, (batch, tokens), if there is padding.
+
+
+def forward_function(s: Shape, scale: float, for_backward: bool) -> Callable:
+    """(q, k, v, *rest) -> output, and if wanted each row's sum of exponentials, largest score."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    def forward(q, k, v, *ids):
+        return pallas._flash_attention_impl(
+            q, k, v, None, pallas.SegmentIds(*ids) if ids else None, for_backward, False, scale,
+            1, s.block, s.block, s.block, False,
+        )  # fmt: skip
+
+    return forward
+
+
+def query_gradient_function(s: Shape, scale: float) -> Callable:
+    """(q, k, v, *rest) -> q's gradient. ``rest`` ends with sums, largest scores, the gradient of
+    the output, and the sum of it times the output over each row."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    def query_gradient(q, k, v, *rest):
+        *ids, sums, largest, grad, inner = rest
+        return pallas._flash_attention_bwd_dq(
+            q, k, v, None, pallas.SegmentIds(*ids) if ids else None, sums, largest, grad, inner,
+            block_q_major=s.block, block_k_major=s.block, block_k=s.block, sm_scale=scale,
+            causal=False, mask_value=pallas.DEFAULT_MASK_VALUE, debug=False,
+        )[0]  # fmt: skip
+
+    return query_gradient
+
+
+def key_gradients_function(s: Shape, scale: float) -> Callable:
+    """The same arguments -> the gradients of k and v."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    def key_gradients(q, k, v, *rest):
+        *ids, sums, largest, grad, inner = rest
+        return pallas._flash_attention_bwd_dkv(
+            q, k, v, None, pallas.SegmentIds(*ids) if ids else None, sums, largest, grad, inner,
+            block_q_major=s.block, block_q=s.block, block_k_major=s.block, block_k=s.block,
+            sm_scale=scale, causal=False, mask_value=pallas.DEFAULT_MASK_VALUE, debug=False,
+        )  # fmt: skip
+
+    return key_gradients
+
+
+# -- what is called: the same, with those statistics repeated over LANES, and wide ids -------
+
+_FORWARD = ["query", "key", "key"]
+_BACKWARD = [*_FORWARD, "row", "row", "query", "row"]
+
+
+@functools.cache
+def forward_kernel(s: Shape, scale: float, for_backward: bool) -> Kernel:
+    results = ["query", "row", "row"] if for_backward else ["query"]
+    function = forward_function(s, scale, for_backward)
+    return _lower(s, function, _FORWARD, results, products=2, key_axis=3)
+
+
+@functools.cache
+def query_gradient_kernel(s: Shape, scale: float) -> Kernel:
+    function = query_gradient_function(s, scale)
+    return _lower(s, function, _BACKWARD, ["query"], products=3, key_axis=3)
+
+
+@functools.cache
+def key_gradients_kernel(s: Shape, scale: float) -> Kernel:
+    function = key_gradients_function(s, scale)
+    return _lower(s, function, _BACKWARD, ["key", "key"], products=4, key_axis=2)
