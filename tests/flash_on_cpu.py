@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
 from xla_fsdp import flash_attention, flash_kernels
-from xla_fsdp.flash_kernels import LANES, Shape
+from xla_fsdp.flash_shapes import LANES, Shape, padded_tokens
 
 # (tokens, width of a head, dtype): one block or several of 384, with and without padding.
 CASES = [(197, 80, "float32"), (256, 64, "bfloat16"), (700, 160, "float32")]
@@ -59,7 +59,7 @@ def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
     found = gradients(flash_attention.attention, [x.to(dtype) for x in inputs], weights)
     with torch.no_grad():
         without = flash_attention.attention(*(x.to(dtype) for x in inputs))
-    shape = Shape(1, 2, flash_kernels.padded_tokens(tokens), width, tokens, dtype)
+    shape = Shape(1, 2, padded_tokens(tokens), width, tokens, dtype)
     return {
         "errors": [
             ((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)

@@ -15,15 +15,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.flash_kernels import (
-    LANES,
-    SUBLANES,
-    Shape,
     forward_kernel,
     key_gradients_kernel,
-    padded_tokens,
-    padded_width,
     query_gradient_kernel,
 )
+from xla_fsdp.flash_shapes import LANES, SUBLANES, Shape, padded_tokens, padded_width
 
 
 @dataclass(frozen=True)
