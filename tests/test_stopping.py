@@ -17,7 +17,6 @@ from training.stopping import process_signals
 RUN = "--batch_size 256 --num_epochs 3 --max_steps 9 --mlp_dropout 0.1 --hflip 0".split()
 BACKENDS = {
     "xla": ("--backend xla --cpu_devices 2", 1, train_tiny),
-    "nested": ("--backend xla --cpu_devices 1 --xla_fsdp nested", 1, train_tiny),
     "cuda": ("--backend cuda", 2, train_tiny_gpu),
 }
 
@@ -52,9 +51,7 @@ def whole_runs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("backend", "name", "workers", "code"),
     [
-        ("xla", "SIGTERM", "0", 143),
-        ("xla", "SIGINT", "1", 130),
-        ("nested", "SIGTERM", "1", 143),
+        ("xla", "SIGTERM", "1", 143),
         ("cuda", "SIGTERM", "1", 143),
         ("cuda", "SIGINT", "0", 130),
     ],
@@ -82,6 +79,14 @@ def test_stop_and_resume(backend, name, workers, code, whole_runs, tmp_path, mon
     for column in ("loss", "grad_norm", "lr"):
         assert resumed.column(column) == whole.column(column)
     assert resumed.evaluations == whole.evaluations
+
+
+def test_nested_stops(tmp_path, monkeypatch):
+    flags = "--backend xla --cpu_devices 1 --xla_fsdp nested".split()
+    stopped = stop(monkeypatch, tmp_path, "0 6 SIGINT", *flags)
+    assert stopped.returncode == 130
+    assert "training stopped by SIGINT: step 6," in stopped.stdout
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_6"]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
