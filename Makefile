@@ -6,11 +6,12 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train test lint format bench bench-gpu tpu-table clean
+.PHONY: help install data train test test-long lint format bench bench-gpu tpu-table clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
 	@echo "make test    set up, then run the tests"
+	@echo "make test-long  the tests that compile for TPUs for minutes"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
@@ -43,6 +44,9 @@ train: $(INSTALLED) datasets/digits
 
 test: $(INSTALLED) datasets/digits
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+test-long: $(INSTALLED) datasets/digits
+	$(BIN)/python -m pytest -m long tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

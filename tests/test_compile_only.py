@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import tpu_table
 from tests.cli import run_program
-from xla_fsdp.compile_only.trace import Graph, Step
+from xla_fsdp.compile_only.compiler import hbm_asked_for
+from xla_fsdp.compile_only.graphs import Graph, Step
 
 # Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.
 WIDTH, DEPTH, BATCH, SIDE, PATCH, CLASSES = 512, 4, 64, 128, 16, 128
@@ -116,6 +117,7 @@ def test_mesh_of_three_axes():
     assert found["dcn_s"] == pytest.approx(found["dcn_bytes"] / 3.125e9)
 
 
+@pytest.mark.long
 def test_accumulation(v5p):
     """Two micro-batches: a graph that leaves gradients, and one that adds to them and steps."""
     found = compile_for("v5p:2x2x1", "--grad_accum_steps", "2")
@@ -136,6 +138,24 @@ def test_equal_graphs_are_compiled_once():
     assert Step([first, again, last], 1, 0, "").distinct() == [(again, 2), (last, 1)]
 
 
+@pytest.mark.parametrize(
+    ("message", "asked"),
+    [
+        ("Used 17.12G of 15.75G hbm. Exceeded hbm capacity by 1.37G.\n\n    program 1.12G\n"
+         "    arguments 16.00G", 17.12 * 2**30),
+        ("Used 33.50G of 15.75G hbm. [...] HLO temp 33.50G\n    arguments  0B", 43.5 * 2**30),
+        ("RESOURCE_EXHAUSTED: Allocation (size=68719476736) would exceed memory "
+         "(size=17179869184) :: #allocation371 [shape = 'f32[4,2048,256,8192]', [...]", 74 * 2**30),
+        ("Unsupported version: expected <= 7 but got 8", None),
+    ],
+)  # fmt: skip
+def test_what_a_refusal_asks_for(message, asked):
+    """libtpu's messages, shortened; 10 GiB of arguments, which the first one has counted."""
+    found = hbm_asked_for(message, 10 * 2**30)
+    assert found == (None if asked is None else int(asked))
+
+
+@pytest.mark.long
 def test_too_large_is_told(tmp_path):
     found = compile_for(
         "v5e:2x2", "--model", "vit_10b", "--embed_dim", "8192", "--num_blocks", "16"

@@ -58,6 +58,7 @@ def step_flops():
     return DEPTH * (4 * block - mlp_out + attention) + 2 * patch + 3 * head
 
 
+@pytest.mark.long
 def test_compiled_for_tpu():
     done = run_program(*COMPILE, *MODEL, "--precision", "bf16")
     assert done.returncode == 0, done.stderr

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from training.errors import UsageError
+from xla_fsdp.compile_only.graphs import Graph
 from xla_fsdp.compile_only.topologies import Topology
-from xla_fsdp.compile_only.trace import Graph
 from xla_fsdp.options import TPU_COMPILER_OPTIONS
 
 
@@ -108,7 +108,12 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool
                 module.operation.get_asm(binary=True), _jax.DeviceList(tuple(devices)), options
             )
         except Exception as error:  # noqa: BLE001
-            return _out_of_memory(error, graph, module, time.perf_counter() - start)
+            asked = hbm_asked_for(str(error), graph.argument_bytes)
+            if asked is None:
+                text = f"the TPU compiler refuses the step: {_first_line(error)}"
+                raise UsageError(text) from None
+            seconds, capacity = time.perf_counter() - start, topology.chip.hbm_bytes
+            return Compiled(False, None, None, None, asked, capacity, "", module, seconds)
     seconds = time.perf_counter() - start
     memory = executable.get_compiled_memory_stats()
     return Compiled(
@@ -163,18 +168,20 @@ def _annotated(graph: Graph) -> Any:
     return module
 
 
-def _out_of_memory(error: Exception, graph: Graph, module: Any, seconds: float) -> Compiled:
-    """What the compiler says of a program that needs more HBM than there is."""
-    text = str(error)
-    found = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", text)
-    if not found:
-        raise UsageError(f"the TPU compiler refuses the step: {_first_line(error)}") from None
-    unit = {"K": 2**10, "M": 2**20, "G": 2**30}
-    used = int(float(found[1]) * unit[found[2]])
-    if re.search(r"arguments +0B", text):  # it gave up at the temporaries: arguments come on top
-        used += graph.argument_bytes
-    capacity = int(float(found[3]) * unit[found[4]])
-    return Compiled(False, None, None, None, used, capacity, "", module, seconds)
+def hbm_asked_for(message: str, argument_bytes: int) -> int | None:
+    """Bytes that a refused program needs at least, by the compiler's message; None: another error.
+
+    It gives up at the first thing that does not fit, often the temporaries or one of them, without
+    the arguments: those then come on top.
+    """
+    alone = re.search(r"Allocation \(size=(\d+)\) would exceed memory", message)
+    if alone:
+        return int(alone[1]) + argument_bytes
+    used = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", message)
+    if not used:
+        return None
+    asked = int(float(used[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[used[2]])
+    return asked + (argument_bytes if re.search(r"arguments +0B", message) else 0)
 
 
 def _first_line(error: Exception) -> str:

@@ -16,10 +16,11 @@ from xla_fsdp import options
 from xla_fsdp.attention import check_attention
 from xla_fsdp.compile_only.compiler import Compiled, compile_graph
 from xla_fsdp.compile_only.flops import count_flops
+from xla_fsdp.compile_only.graphs import Graph
 from xla_fsdp.compile_only.hlo import measure
 from xla_fsdp.compile_only.report import CompiledGraph, Report, as_json, as_table, make_report
 from xla_fsdp.compile_only.topologies import KNOWN, Topology, parse_topology
-from xla_fsdp.compile_only.trace import Graph, start_xla, trace_step
+from xla_fsdp.compile_only.trace import start_xla, trace_step
 from xla_fsdp.mesh import check_mesh, counts_by_host, mesh_shape
 
 
