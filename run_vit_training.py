@@ -40,7 +40,7 @@ def prepare_training(args: argparse.Namespace, device_count: int) -> Any:
 
 def run_on_xla(args: argparse.Namespace, prepare: Prepare) -> None:
     from xla_fsdp import options
-    from xla_fsdp.attention import check_attention
+    from xla_fsdp.attention.choice import check_attention
     from xla_fsdp.launch import launch
 
     options.check(args)

@@ -1,6 +1,6 @@
 """Prints, as JSON, how far flash attention is from PyTorch's: the kernels run by an interpreter.
 
-What is tested is xla_fsdp.flash_attention itself, on CPU tensors: only the call of a lowered
+What is tested is xla_fsdp.attention.flash itself, on CPU tensors: only the call of a lowered
 kernel is replaced by the JAX function that was lowered.
 """
 
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
-from xla_fsdp import flash_attention, flash_kernels
-from xla_fsdp.flash_shapes import LANES, Shape, padded_tokens
+from xla_fsdp.attention import flash, kernels
+from xla_fsdp.attention.sizes import LANES, Shape, padded_tokens
 
 # (tokens, width of a head, dtype): one block or several of 384, with and without padding.
 CASES = [(197, 80, "float32"), (256, 64, "bfloat16"), (700, 160, "float32")]
@@ -56,9 +56,9 @@ def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
     inputs = [2 * torch.randn(1, 2, tokens, width) for _ in range(3)]
     weights = torch.randn(1, 2, tokens, width)
     expected = gradients(F.scaled_dot_product_attention, inputs, weights)
-    found = gradients(flash_attention.attention, [x.to(dtype) for x in inputs], weights)
+    found = gradients(flash.attention, [x.to(dtype) for x in inputs], weights)
     with torch.no_grad():
-        without = flash_attention.attention(*(x.to(dtype) for x in inputs))
+        without = flash.attention(*(x.to(dtype) for x in inputs))
     shape = Shape(1, 2, padded_tokens(tokens), width, tokens, dtype)
     return {
         "errors": [
@@ -74,8 +74,8 @@ def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
 def main() -> None:
     pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
     for name in ("forward", "query_gradient", "key_gradients"):
-        function = getattr(flash_kernels, f"{name}_function")
-        setattr(flash_attention, f"{name}_kernel", functools.partial(interpreted, function))
+        function = getattr(kernels, f"{name}_function")
+        setattr(flash, f"{name}_kernel", functools.partial(interpreted, function))
     print(json.dumps([compare(n, width, getattr(torch, dtype)) for n, width, dtype in CASES]))
 
 

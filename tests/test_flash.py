@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.cli import run_program
-from xla_fsdp.flash_shapes import Shape, padded_tokens, padded_width
+from xla_fsdp.attention.sizes import Shape, padded_tokens, padded_width
 
 COMPILE = "run_vit_training.py --compile_only --json --tpu_topology v5e:2x2".split()
 

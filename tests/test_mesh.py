@@ -12,8 +12,8 @@ from tests.cli import TINY_MODEL, run_program, train_tiny
 from tests.test_sharding import assert_same_training
 from training.errors import UsageError
 from xla_fsdp import options
-from xla_fsdp.hosts import by_slice_and_host, in_global_batch, local_groups
-from xla_fsdp.mesh import MeshShape
+from xla_fsdp.sharding.hosts import by_slice_and_host, in_global_batch, local_groups
+from xla_fsdp.sharding.mesh import MeshShape
 
 # What each block may have more, so that every kind of parameter is cut.
 FULL_BLOCK = "--qk_norm --scale_attn_norm --scale_mlp_norm --init_values 0.5 --class_token".split()

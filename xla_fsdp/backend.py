@@ -22,7 +22,7 @@ from training.backend import InitializeModule, pass_seed
 from training.checkpoint import SafeReader, quiet_dcp
 from training.stopping import largest_of_all
 from xla_fsdp import chips
-from xla_fsdp.attention import describe_attention
+from xla_fsdp.attention.choice import describe_attention
 from xla_fsdp.blocks import compute_in_bf16, cut_every
 from xla_fsdp.optimizer import build_adamw, set_lr
 

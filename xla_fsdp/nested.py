@@ -20,9 +20,9 @@ from torch_xla.distributed.fsdp.utils import BucketizedReduceScatter
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
-from xla_fsdp.attention import attention_form
+from xla_fsdp.attention.choice import attention_form
+from xla_fsdp.attention.flash import use_flash
 from xla_fsdp.backend import XlaBackend
-from xla_fsdp.flash_attention import use_flash
 from xla_fsdp.options import why_this_form
 
 _FLAT = "flat_param_"

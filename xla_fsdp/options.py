@@ -8,7 +8,7 @@ from pathlib import Path
 
 from models.config import VitConfig
 from training.errors import UsageError
-from xla_fsdp.mesh import check_mesh
+from xla_fsdp.sharding.mesh import check_mesh
 
 _NESTED_FLAGS = {
     "--no_reshard_after_forward": lambda args: not args.reshard_after_forward,

@@ -16,8 +16,8 @@ import torch_xla
 from timm.layers import DropPath
 from torch import nn
 
-from xla_fsdp.marks import Mark, MarkBoth
 from xla_fsdp.scan import Scan
+from xla_fsdp.sharding.marks import Mark, MarkBoth
 
 
 class _DropPath(nn.Module):

@@ -21,18 +21,18 @@ from torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard, XLAShardedTe
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor
-from xla_fsdp.attention import attention_form
+from xla_fsdp.attention.choice import attention_form
+from xla_fsdp.attention.flash import Cut, use_flash
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
-from xla_fsdp.flash_attention import Cut, use_flash
-from xla_fsdp.hosts import in_global_batch, local_groups
-from xla_fsdp.marks import Gather, MarkBoth, Scatter
-from xla_fsdp.mesh import BATCH, Axes, Spec, mesh_shape
 from xla_fsdp.options import scans_blocks, why_this_form
-from xla_fsdp.placement import Sharding, device_order, local_devices, partition_spec
-from xla_fsdp.plain_names import device_part, is_stacked, plain_values
 from xla_fsdp.scanned_blocks import ScannedBlocks
-from xla_fsdp.tensor_parallel import TENSOR_DIMS, Marks, cut_block, is_packed
+from xla_fsdp.sharding.hosts import in_global_batch, local_groups
+from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
+from xla_fsdp.sharding.mesh import BATCH, Axes, Spec, mesh_shape
+from xla_fsdp.sharding.placement import Sharding, device_order, local_devices, partition_spec
+from xla_fsdp.sharding.plain_names import device_part, is_stacked, plain_values
+from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS, Marks, cut_block, is_packed
 
 BETWEEN: tuple[Axes, ...] = (("tensor",), ())
 """How tokens and features are cut between the halves of a block."""

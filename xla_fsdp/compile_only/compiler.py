@@ -130,7 +130,7 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool
 
 
 def _device_ids(devices: list[Any], by_host: bool) -> list[int]:
-    """In the mesh's order, as ``xla_fsdp.placement.device_order``."""
+    """In the mesh's order, as ``xla_fsdp.sharding.placement.device_order``."""
     if not by_host:
         return sorted(device.id for device in devices)
 

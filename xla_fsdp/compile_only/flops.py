@@ -78,7 +78,7 @@ def _convolution(op: Any) -> float:
 
 
 def _kernel(op: Any) -> float:
-    """What a Pallas kernel's call says of itself (xla_fsdp.flash_kernels), on all devices."""
+    """What a Pallas kernel's call says of itself (xla_fsdp.attention.kernels), on all devices."""
     if op.attributes["call_target_name"].value != "tpu_custom_call":
         return 0.0
     cost = json.loads(op.attributes["backend_config"].value)["custom_call_config"]["cost_estimate"]

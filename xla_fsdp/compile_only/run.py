@@ -13,7 +13,7 @@ from training.arguments import model_config
 from training.errors import UsageError
 from training.validation import check_model, check_run
 from xla_fsdp import options
-from xla_fsdp.attention import check_attention
+from xla_fsdp.attention.choice import check_attention
 from xla_fsdp.compile_only.compiler import Compiled, compile_graph
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.graphs import Graph
@@ -21,7 +21,7 @@ from xla_fsdp.compile_only.hlo import measure
 from xla_fsdp.compile_only.report import CompiledGraph, Report, as_json, as_table, make_report
 from xla_fsdp.compile_only.topologies import KNOWN, Topology, parse_topology
 from xla_fsdp.compile_only.trace import start_xla, trace_step
-from xla_fsdp.mesh import check_mesh, counts_by_host, mesh_shape
+from xla_fsdp.sharding.mesh import check_mesh, counts_by_host, mesh_shape
 
 
 def compile_only(args: argparse.Namespace) -> None:

@@ -12,8 +12,8 @@ from data.loader import Batch
 from training.backend import InitializeModule
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.compile_only.recorder import Recorder
-from xla_fsdp.mesh import Spec
 from xla_fsdp.nested import NestedBackend
+from xla_fsdp.sharding.mesh import Spec
 from xla_fsdp.spmd import SpmdBackend
 
 

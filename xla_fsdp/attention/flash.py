@@ -14,12 +14,12 @@ from timm.layers import Attention
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from xla_fsdp.flash_kernels import (
+from xla_fsdp.attention.kernels import (
     forward_kernel,
     key_gradients_kernel,
     query_gradient_kernel,
 )
-from xla_fsdp.flash_shapes import LANES, SUBLANES, Shape, padded_tokens, padded_width
+from xla_fsdp.attention.sizes import LANES, SUBLANES, Shape, padded_tokens, padded_width
 
 
 @dataclass(frozen=True)

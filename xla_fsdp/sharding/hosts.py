@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from training.errors import UsageError
-from xla_fsdp.mesh import MeshShape
+from xla_fsdp.sharding.mesh import MeshShape
 
 
 def number_of(device: str) -> int:

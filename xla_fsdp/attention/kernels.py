@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch_xla
 
-from xla_fsdp.flash_shapes import LANES, SUBLANES, Shape
+from xla_fsdp.attention.sizes import LANES, SUBLANES, Shape
 
 # -- the kernels, lowered ------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from xla_fsdp.marks import Mark
+from xla_fsdp.sharding.marks import Mark
 
 QKV = 3
 _PACKED = ("attn.qkv.weight", "attn.qkv.bias")

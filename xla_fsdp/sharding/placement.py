@@ -6,8 +6,8 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
-from xla_fsdp.hosts import by_slice_and_host, number_of
-from xla_fsdp.mesh import MeshShape, Spec, counts_by_host
+from xla_fsdp.sharding.hosts import by_slice_and_host, number_of
+from xla_fsdp.sharding.mesh import MeshShape, Spec, counts_by_host
 
 
 def partition_spec(spec: Spec) -> tuple:

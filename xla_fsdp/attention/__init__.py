@@ -1,0 +1,1 @@
+"""Which product of attention a TPU computes, and the Pallas kernels of flash attention."""

@@ -1,0 +1,1 @@
+"""How tensors lie on a mesh of devices: specs, marks, hosts, tensor parallelism."""
