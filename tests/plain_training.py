@@ -11,11 +11,11 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from timm.models.vision_transformer import VisionTransformer
 
 from data.build import build_loaders, open_data
 from models.vit import build_vit, fsdp_units, initialize_module
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.plain_checkpoint import tiny_timm_model
 from training.arguments import model_config, parse_arguments
 
 
@@ -27,10 +27,7 @@ def main() -> None:
     filled = build_vit(config)
     for name, unit in fsdp_units(filled):
         initialize_module(unit, name, seed=args.seed, num_classes=config.num_classes)
-    model = VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=10,
-        class_token=False, global_pool="avg", fc_norm=False,
-    )  # fmt: skip
+    model = tiny_timm_model()
     model.load_state_dict(filled.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
 

@@ -11,6 +11,7 @@ from PIL import Image
 import run_vit_training
 from gpu_fsdp import options
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
+from tests.usage_error import told_in_one_line
 
 
 @pytest.fixture(autouse=True)
@@ -21,20 +22,11 @@ def cpu(monkeypatch):
 
 
 def complaint(capsys, ckpt_dir, *flags):
-    """The one line that the program ends with, in this process."""
+    """The one line that the program ends with, and nothing written."""
     before = sorted(ckpt_dir.rglob("*")) if ckpt_dir.exists() else None
-    argv = ["--data_dir", str(DIGITS), *TINY_MODEL, "--batch_size", "16"]
-    try:
-        code = run_vit_training.main([*argv, "--ckpt_dir", str(ckpt_dir), *map(str, flags)])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    (line,) = output.err.splitlines()
-    assert line.startswith("run_vit_training.py: error: ")
+    source = ["--data_dir", DIGITS, *TINY_MODEL, "--batch_size", "16", "--ckpt_dir", ckpt_dir]
+    line = told_in_one_line(capsys, *source, *flags)
     assert (sorted(ckpt_dir.rglob("*")) if ckpt_dir.exists() else None) == before
-    assert "torch_xla" not in sys.modules
     return line
 
 

@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 
-from tests.cli import run_program, train_tiny, train_tiny_gpu
+from tests.cli import train_tiny, train_tiny_gpu
+from tests.plain_checkpoint import convert, tiny_timm_model
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
 
 
@@ -59,19 +60,8 @@ def test_best_checkpoint_is_kept_and_resumed(tmp_path):
 def test_pytorch_reads_the_checkpoint(tmp_path):
     """Full tensors under timm's names, from uneven parts in 3 processes."""
     run = train_tiny_gpu(tmp_path, "--max_steps", "2", "--batch_size", "48", processes=3)
-    plain = tmp_path / "plain.pt"
-    done = run_program(
-        "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch",
-        str(run.ckpt_dir / "step_2"), str(plain),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    state = torch.load(plain, weights_only=True)
-    from timm.models.vision_transformer import VisionTransformer
-
-    model = VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=10,
-        class_token=False, global_pool="avg", fc_norm=False,
-    )  # fmt: skip
+    state = convert(run.ckpt_dir / "step_2", tmp_path / "plain.pt")
+    model = tiny_timm_model()
     model.load_state_dict(state["model"])
     for name, parameter in model.named_parameters():
         entry = state["optimizer"]["state"][name]

@@ -15,6 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import run_vit_training
 from tests.cli import DIGITS, TINY_MODEL, run_program, train_tiny, train_tiny_gpu
+from tests.usage_error import told_in_one_line
 from training.checkpoint import quiet_dcp, read_saved_run
 
 WORDS = "zero one two three four five six seven eight nine".split()
@@ -235,20 +236,6 @@ def test_an_earlier_versions_checkpoint_resumes_and_gets_names(files, words, tmp
 # -- mistakes -------------------------------------------------------------------------
 
 
-def complaint(capsys, *flags):
-    """The one line that the program ends with, in this process."""
-    try:
-        code = run_vit_training.main(list(map(str, flags)))
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    (line,) = output.err.splitlines()
-    assert "torch_xla" not in sys.modules
-    return line.removeprefix("run_vit_training.py: error: ")
-
-
 @pytest.mark.parametrize("use", [("--predict", IMAGE), ("--eval_only", "--data_dir", DIGITS)])
 def test_no_such_weights(use, capsys, tmp_path):
     class Code:
@@ -264,7 +251,7 @@ def test_no_such_weights(use, capsys, tmp_path):
     (tmp_path / "empty.pt").touch()
 
     def said(resume):
-        return complaint(capsys, *use, "--ckpt_dir", tmp_path / "x", "--resume", resume)
+        return told_in_one_line(capsys, *use, "--ckpt_dir", tmp_path / "x", "--resume", resume)
 
     assert "x holds no checkpoint: give one, --resume PATH" in said("auto")
     assert "--resume none: a trained model is needed" in said("none")
@@ -294,12 +281,12 @@ def test_no_such_weights(use, capsys, tmp_path):
 )
 def test_weights_of_another_model(name, flags, told, files, capsys):
     flags = flags.format(tiny=" ".join(TINY_MODEL)).split()
-    assert told in complaint(capsys, "--predict", IMAGE, "--resume", files / name, *flags)
+    assert told in told_in_one_line(capsys, "--predict", IMAGE, "--resume", files / name, *flags)
 
 
 def test_bad_images(files, capsys, tmp_path):
     def said(image):
-        return complaint(capsys, "--predict", image, "--resume", files / "plain.pt")
+        return told_in_one_line(capsys, "--predict", image, "--resume", files / "plain.pt")
 
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.png").write_text("hello")
@@ -312,11 +299,16 @@ def test_bad_images(files, capsys, tmp_path):
 
 def test_flags_that_do_not_go_together(capsys, files, tmp_path):
     plain = files / "plain.pt"
-    assert "not allowed with argument --predict" in complaint(
+    assert "not allowed with argument --predict" in told_in_one_line(
         capsys, "--predict", IMAGE, "--eval_only"
     )
-    assert complaint(capsys, "--json") == "--json needs --predict, --eval_only or --compile_only"
+    assert (
+        told_in_one_line(capsys, "--json")
+        == "--json needs --predict, --eval_only or --compile_only"
+    )
     evaluate = ("--eval_only", "--resume", plain, "--data_dir")
-    assert "number 0 is eight there, 0 here" in complaint(capsys, *evaluate, DIGITS)
-    assert f"{tmp_path}/val is not a folder" in complaint(capsys, *evaluate, tmp_path)
-    assert "is no multiple of the 3" in complaint(capsys, *evaluate, DIGITS, "--cpu_devices", 3)
+    assert "number 0 is eight there, 0 here" in told_in_one_line(capsys, *evaluate, DIGITS)
+    assert f"{tmp_path}/val is not a folder" in told_in_one_line(capsys, *evaluate, tmp_path)
+    assert "is no multiple of the 3" in told_in_one_line(
+        capsys, *evaluate, DIGITS, "--cpu_devices", 3
+    )

@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.cli import TINY_MODEL, train_tiny
+from tests.plain_checkpoint import convert, tiny_timm_model
 
 # Five steps an epoch on digits; dropout everywhere, so that random state counts.
 EPOCHS_OF_5 = "--batch_size 256 --num_epochs 4 --num_workers 1 --ckpt_epoch_interval 1".split()
@@ -111,18 +110,8 @@ def test_unfinished_checkpoint_is_not_resumed(copy_of_stopped, stopped):
 
 def test_pytorch_converts_the_checkpoint(stopped, tmp_path):
     """PyTorch's own tool makes one plain file of it, with timm's names and all arguments."""
-    target = tmp_path / "plain.pt"
-    module = "torch.distributed.checkpoint.format_utils"
-    source = stopped.ckpt_dir / "step_7"
-    command = [sys.executable, "-m", module, "dcp_to_torch", str(source), str(target)]
-    subprocess.run(command, check=True, capture_output=True)
-    state = torch.load(target, weights_only=True)
-    from timm.models.vision_transformer import VisionTransformer
-
-    model = VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=10,
-        class_token=False, global_pool="avg", fc_norm=False,
-    )  # fmt: skip
+    state = convert(stopped.ckpt_dir / "step_7", tmp_path / "plain.pt")
+    model = tiny_timm_model()
     model.load_state_dict(state["model"])
     assert set(state["optimizer"]["state"]) == set(dict(model.named_parameters()))
     for entry in state["optimizer"]["state"].values():

@@ -1,0 +1,22 @@
+"""A user's mistake, told by the program in one line."""
+
+from __future__ import annotations
+
+import sys
+
+import run_vit_training
+
+
+def told_in_one_line(capsys, *flags: object) -> str:
+    """The line that the program ends with, run in this process, without its beginning."""
+    try:
+        code = run_vit_training.main(list(map(str, flags)))
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith("run_vit_training.py: error: ")
+    assert "torch_xla" not in sys.modules
+    return line.removeprefix("run_vit_training.py: error: ")
