@@ -24,6 +24,9 @@ _MESH_FLAGS = {
 TPU_COMPILER_OPTIONS = {
     # Without it v4 and v5p gather weights by all-reduces of zero-padded whole ones.
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    # Whole gradients are reduced while the next ones are computed, not in between.
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
     # Never a product in as many pieces as devices exchange: each reads its other side from HBM
     # anew, with --mesh_tensor as much as all the rest of the step.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",

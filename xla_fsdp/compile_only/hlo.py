@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 
 _WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4,
@@ -70,8 +70,9 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
         instructions = computations[name]
         shapes = {each.name: each.shape for each in instructions}
         for each in instructions:
+            buffers = _in_pieces(each, computations)
             if each.opcode not in _FREE and not each.opcode.endswith("-done"):
-                traffic.hbm_bytes += runs * _instruction_bytes(each, shapes)
+                traffic.hbm_bytes += runs * _instruction_bytes(each, shapes, set(buffers))
             if "_xla_megascale_transfer_type" in each.text and each.opcode == "send":
                 traffic.dcn_bytes += runs * _from_other_slices(each, slices)
             for found, is_async in _collectives_of(each, computations):
@@ -80,6 +81,7 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
                 if key in seen:  # one collective in pieces, among several fusions
                     continue
                 seen.add(key)
+                traffic.hbm_bytes += runs * sum(map(_bytes, buffers))
                 kind = found.opcode.removesuffix("-start")
                 traffic.collectives[kind] += runs
                 traffic.asynchronous[kind] += runs if is_async else 0
@@ -143,16 +145,38 @@ def _collectives_of(
                     yield inner, "async" in each.name or "chain_id" in inner.text
 
 
-def _bytes(shape: str, *, only_hbm: bool = False) -> float:
+def _in_pieces(each: Instruction, computations: dict[str, list[Instruction]]) -> list[str]:
+    """Of a fusion that carries a piece of a collective beside what it computes: the types of what
+    the whole collective reads and writes. All pieces name these, none moves them whole."""
+    found: list[str] = []
+    if each.opcode != "fusion":
+        return found
+    for called in _CALLED.findall(each.text):
+        inside = computations.get(called, [])
+        shapes = {inner.name: inner.shape for inner in inside}
+        for inner in inside:
+            if inner.opcode in _KINDS and "chain_id" in inner.text:
+                operand = re.search(r"\(%([\w.\-]+)", inner.text)
+                assert operand, inner.text
+                found += [_type(shapes[operand[1]]), _type(inner.shape)]
+    return found
+
+
+def _type(shape: str) -> str:
+    """Without its layout: where it lies may differ from piece to piece."""
+    return "".join(f"{kind}[{sizes}]" for kind, sizes, _ in _SHAPE.findall(shape))
+
+
+def _bytes(shape: str, *, only_hbm: bool = False, but: Set[str] = frozenset()) -> float:
     total = 0.0
     for kind, sizes, layout in _SHAPE.findall(shape):
-        if only_hbm and _IN_HBM.search(layout):
+        if (only_hbm and _IN_HBM.search(layout)) or f"{kind}[{sizes}]" in but:
             continue
         total += _WIDTHS[kind] * math.prod(int(size) for size in sizes.split(",") if size)
     return total
 
 
-def _instruction_bytes(each: Instruction, shapes: dict[str, str]) -> float:
+def _instruction_bytes(each: Instruction, shapes: dict[str, str], but: Set[str]) -> float:
     operands = each.text[len(each.shape) :]
     operands = operands[: operands.find("), ")] if "), " in operands else operands
     names = re.findall(r"%([\w.\-]+)", operands)
@@ -162,7 +186,7 @@ def _instruction_bytes(each: Instruction, shapes: dict[str, str]) -> float:
     if "dynamic-slice" in each.name or each.opcode == "dynamic-slice":
         return 2 * _bytes(each.shape, only_hbm=True)
     moved = [each.shape, *(shapes.get(name, "") for name in names)]
-    in_hbm = sum(_bytes(shape, only_hbm=True) for shape in moved)
+    in_hbm = sum(_bytes(shape, only_hbm=True, but=but) for shape in moved)
     streamed = _STREAMED.search(each.text)
     if streamed and in_hbm:  # a Pallas kernel reads some of its operands more than once
         return int(streamed[1]) * in_hbm / sum(map(_bytes, moved))
