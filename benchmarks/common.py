@@ -23,11 +23,18 @@ def last_json(stdout: str) -> dict[str, Any]:
     return json.loads(stdout.splitlines()[-1])
 
 
-def commit() -> str:
-    """Short name of the commit that runs, with ``-dirty`` if files differ from it."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
+def commit(*paths: str) -> str:
+    """Short name of the last commit (of these paths), ``-dirty`` if files differ from it."""
+
+    def git(*words: str) -> str:
+        command = ["git", *words, "--", *paths]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    try:
+        name = git("log", "-1", "--format=%h")
+        return (
+            name + ("-dirty" if name and git("status", "--porcelain", "-uno") else "") or "unknown"
+        )
     except FileNotFoundError:  # no git in the image
         return "unknown"
-    return done.stdout.strip() or "unknown"

@@ -3,7 +3,7 @@
     python benchmarks/tpu_table.py        # or make tpu-table, an hour on 2 cores
 
 Each cell is `run_vit_training.py --compile_only --json` in a process of its own, kept in
-runs/tpu-table/COMMIT: started again, it goes on where it was. Any flag of the program can be
+runs/tpu-table/COMMIT, of the code alone: started again, it goes on where it was. Any flag of the program can be
 added; --precision bf16 and --batch_size 1024 are preset. The table goes between the markers in
 docs/tpu.md, the picture to docs/tpu_table.png.
 """
@@ -40,6 +40,7 @@ SLICES = {
     "v6e-64": "v6e:8x8",
     "v6e-256": "v6e:16x16",
 }
+CODE = "run_vit_training.py training models data xla_fsdp requirements-tpu.txt".split()
 GIB = 2**30
 BEGIN, END = "<!-- begin: make tpu-table -->", "<!-- end: make tpu-table -->"
 
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "tpu.md",
                         help="file with the markers; default: docs/tpu.md")  # fmt: skip
     args, flags = parser.parse_known_args()
-    kept = ROOT / "runs" / "tpu-table" / commit()
+    kept = ROOT / "runs" / "tpu-table" / commit(*CODE)
     kept.mkdir(parents=True, exist_ok=True)
     cells = [(name, model) for model in args.models for name in args.slices]
     reports = {}
@@ -102,7 +103,7 @@ def write_table(
     lines += [
         "",
         "Peak HBM of a device (a chip; of v4, half a chip) and the highest MFU that the roofline "
-        f"allows, with `{' '.join([*PRESET_FLAGS, *flags])}`. Commit {commit()}, {versions}; "
+        f"allows, with `{' '.join([*PRESET_FLAGS, *flags])}`. Commit {commit(*CODE)}, {versions}; "
         f"{min(seconds):.0f} to {max(seconds):.0f} s a step to trace and compile.",
     ]
     text = document.read_text()
