@@ -3,9 +3,9 @@
     python benchmarks/tpu_table.py        # or make tpu-table, an hour on 2 cores
 
 Each cell is `run_vit_training.py --compile_only --json` in a process of its own, kept in
-runs/tpu-table/COMMIT, of the code alone: started again, it goes on where it was. Any flag of the program can be
-added; --precision bf16 and --batch_size 1024 are preset. The table goes between the markers in
-docs/tpu.md, the picture to docs/tpu_table.png.
+runs/tpu-table/COMMIT, of the code alone: started again, it goes on where it was. Any flag of the
+program can be added; --precision bf16 and --batch_size 1024 are preset. The table goes between the
+markers in docs/tpu.md, the picture to docs/tpu_table.png.
 """
 
 from __future__ import annotations
