@@ -92,12 +92,18 @@ def use_torch_xlas_wrapper(backend) -> None:
         SpmdFullyShardedDataParallel,
     )
 
+    def zeros_like(parameter):  # as the wrapper cuts parameters
+        spec = (("fsdp",), *[()] * (parameter.dim() - 1))
+        return backend._new_state(parameter.shape, spec)
+
     def wrap_block(model, name, block):
         parent, _, child = name.rpartition(".")
         wrapped = SpmdFullyShardedDataParallel(block, mesh=backend._mesh)
         setattr(model.get_submodule(parent), child, wrapped)
         return wrapped
 
+    backend._scans = False  # it wraps blocks one by one, which then compute one by one
+    backend._zeros_like = zeros_like
     backend._shard_block = wrap_block
     backend._shard_root = lambda model: SpmdFullyShardedDataParallel(model, mesh=backend._mesh)
 
