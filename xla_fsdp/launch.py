@@ -11,7 +11,7 @@ from types import FrameType
 
 from training.backend import Backend
 from training.stopping import ProcessSignals, process_signals
-from xla_fsdp.options import TPU_COMPILER_OPTIONS, device_type, fsdp_form
+from xla_fsdp.options import device_type, fsdp_form, tpu_compiler_options
 
 Run = Callable[[argparse.Namespace, Backend], None]
 
@@ -22,9 +22,11 @@ def launch(run: Run, args: argparse.Namespace) -> None:
     os.environ["CPU_NUM_DEVICES"] = str(args.cpu_devices)
     # XLA on the CPU has a thread a core; virtual devices that wait for each other need more.
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * args.cpu_devices)))
-    os.environ["LIBTPU_INIT_ARGS"] = _compiler_options(os.environ.get("LIBTPU_INIT_ARGS", ""))
     import torch_xla
 
+    if device_type() == "TPU":  # after the import, which adds torch_xla's own
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        os.environ["LIBTPU_INIT_ARGS"] = _compiler_options(given)
     if fsdp_form(args) == "spmd":
         _run_spmd(run, args)
     else:
@@ -44,7 +46,9 @@ def _tell_children(number: int, frame: FrameType | None) -> None:
 
 def _compiler_options(given: str) -> str:
     """What the user gives the TPU compiler, and our own where he does not."""
-    ours = [f"--{name}={value}" for name, value in TPU_COMPILER_OPTIONS.items()
+    from torch_xla._internal import tpu
+
+    ours = [f"--{name}={value}" for name, value in tpu_compiler_options(tpu.version()).items()
             if name not in given]  # fmt: skip
     return " ".join([*given.split(), *ours])
 

@@ -21,19 +21,26 @@ _MESH_FLAGS = {
     "--mesh_tensor": lambda args: args.mesh_tensor > 1,
 }
 
-TPU_COMPILER_OPTIONS = {
+_TPU_COMPILER_OPTIONS = {
     # Without it v4 and v5p gather weights by all-reduces of zero-padded whole ones.
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
-    # Whole gradients are reduced while the next ones are computed, not in between.
-    "xla_enable_async_all_reduce": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
     # Never a product in as many pieces as devices exchange: each reads its other side from HBM
     # anew, with --mesh_tensor as much as all the rest of the step.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
-"""For every compilation: in training through LIBTPU_INIT_ARGS, and by --compile_only."""
+_ASYNC_ALL_REDUCE = {
+    # Whole gradients are reduced while the next ones are computed, not in between.
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+}
 
 _GOOGLE = "0x1ae0"
+
+
+def tpu_compiler_options(generation: int) -> dict[str, str]:
+    """For every compilation: in training through LIBTPU_INIT_ARGS, and by --compile_only."""
+    # For v4 the compiler takes many times as long with them (libtpu 0.0.21).
+    return _TPU_COMPILER_OPTIONS | ({} if generation == 4 else _ASYNC_ALL_REDUCE)
 
 
 def device_type() -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from training.errors import UsageError
 from xla_fsdp.compile_only.graphs import Graph
 from xla_fsdp.compile_only.topologies import Topology
-from xla_fsdp.options import TPU_COMPILER_OPTIONS
+from xla_fsdp.options import tpu_compiler_options
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool
         partitions = topology.devices // replicas
         options = xla_client.CompileOptions()
         options.num_replicas, options.num_partitions = replicas, partitions
-        options.env_option_overrides = list(TPU_COMPILER_OPTIONS.items())
+        options.env_option_overrides = list(tpu_compiler_options(int(topology.name[1])).items())
         build = options.executable_build_options
         build.use_spmd_partitioning = partitions > 1
         build.num_replicas, build.num_partitions = replicas, partitions
