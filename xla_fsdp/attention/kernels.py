@@ -18,8 +18,6 @@ import torch_xla
 
 from xla_fsdp.attention.sizes import LANES, SUBLANES, Shape
 
-# -- the kernels, lowered ------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class _Operand:

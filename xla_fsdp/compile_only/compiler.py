@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from training.errors import UsageError
-from xla_fsdp.compile_only.graphs import Graph
+from xla_fsdp.compile_only.graphs import REPLICATED, Graph
 from xla_fsdp.compile_only.topologies import Topology
 from xla_fsdp.options import tpu_compiler_options
 
@@ -155,7 +155,7 @@ def _annotated(graph: Graph) -> Any:
         (main,) = (f for f in module.body.operations if f.name.value == "main")
         arguments = []
         for number in range(len(main.arguments)):
-            sharding = graph.arguments.get(number, "{replicated}")
+            sharding = graph.arguments.get(number, REPLICATED)
             marks = {"mhlo.sharding": ir.StringAttr.get(sharding)}
             if number in graph.donated:
                 integer = ir.IntegerType.get_signless(32)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+REPLICATED = "{replicated}"
+"""How XLA writes that every device has the whole."""
+
 
 @dataclass(frozen=True)
 class Graph:

@@ -70,12 +70,13 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
         instructions = computations[name]
         shapes = {each.name: each.shape for each in instructions}
         for each in instructions:
-            buffers = _in_pieces(each, computations)
+            collectives = _collectives_of(each, computations)
             if each.opcode not in _FREE and not each.opcode.endswith("-done"):
-                traffic.hbm_bytes += runs * _instruction_bytes(each, shapes, set(buffers))
+                in_pieces = {buffer for *_, buffers in collectives for buffer in buffers}
+                traffic.hbm_bytes += runs * _instruction_bytes(each, shapes, in_pieces)
             if "_xla_megascale_transfer_type" in each.text and each.opcode == "send":
                 traffic.dcn_bytes += runs * _from_other_slices(each, slices)
-            for found, is_async in _collectives_of(each, computations):
+            for found, is_async, buffers in collectives:
                 same = re.search(r'channel_id=\d+|chain_id="\d+"', found.text)
                 key = same[0] if same else f"{name}/{found.name}"
                 if key in seen:  # one collective in pieces, among several fusions
@@ -133,33 +134,35 @@ def _rounds(condition: list[Instruction]) -> int:
 
 def _collectives_of(
     each: Instruction, computations: dict[str, list[Instruction]]
-) -> Iterator[tuple[Instruction, bool]]:
+) -> list[tuple[Instruction, bool, list[str]]]:
+    """The collectives in an instruction, and whether they go on beside something else.
+
+    Of one that a fusion carries a piece of, also the types of what the whole of it reads and
+    writes: all its pieces name these, none moves them whole.
+    """
     if each.opcode.removesuffix("-start") in _KINDS:
-        yield each, each.opcode.endswith("-start")
-    elif each.opcode == "fusion":
-        for called in _CALLED.findall(each.text):
-            for inner in computations.get(called, []):
-                if inner.opcode.removesuffix("-start") in _KINDS:
-                    if called.startswith("all-reduce-scatter"):  # its input is the shape
-                        inner = replace(inner, opcode="reduce-scatter", shape=each.shape)
-                    yield inner, "async" in each.name or "chain_id" in inner.text
-
-
-def _in_pieces(each: Instruction, computations: dict[str, list[Instruction]]) -> list[str]:
-    """Of a fusion that carries a piece of a collective beside what it computes: the types of what
-    the whole collective reads and writes. All pieces name these, none moves them whole."""
-    found: list[str] = []
+        return [(each, each.opcode.endswith("-start"), [])]
     if each.opcode != "fusion":
-        return found
+        return []
+    found: list[tuple[Instruction, bool, list[str]]] = []
     for called in _CALLED.findall(each.text):
         inside = computations.get(called, [])
-        shapes = {inner.name: inner.shape for inner in inside}
         for inner in inside:
-            if inner.opcode in _KINDS and "chain_id" in inner.text:
-                operand = re.search(r"\(%([\w.\-]+)", inner.text)
-                assert operand, inner.text
-                found += [_type(shapes[operand[1]]), _type(inner.shape)]
+            if inner.opcode.removesuffix("-start") not in _KINDS:
+                continue
+            if called.startswith("all-reduce-scatter"):  # its input is the shape
+                inner = replace(inner, opcode="reduce-scatter", shape=each.shape)
+            in_pieces = "chain_id" in inner.text
+            buffers = _read_and_written(inner, inside) if in_pieces else []
+            found.append((inner, in_pieces or "async" in each.name, buffers))
     return found
+
+
+def _read_and_written(collective: Instruction, inside: list[Instruction]) -> list[str]:
+    operand = re.search(r"\(%([\w.\-]+)", collective.text)
+    assert operand, collective.text
+    (shape,) = (each.shape for each in inside if each.name == operand[1])
+    return [_type(shape), _type(collective.shape)]
 
 
 def _type(shape: str) -> str:

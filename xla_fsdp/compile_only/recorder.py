@@ -13,10 +13,9 @@ import torch_xla
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
-from xla_fsdp.compile_only.graphs import Graph
+from xla_fsdp.compile_only.graphs import REPLICATED, Graph
 
 _XLAC = torch_xla._XLAC
-REPLICATED = "{replicated}"
 
 
 @dataclass(frozen=True)
