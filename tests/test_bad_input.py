@@ -40,12 +40,8 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--compile_only --tpu_topology v5e:8x4", "(global) is no multiple of the 32"),
         ("--tpu_topology v5e:4x4", "--tpu_topology needs --compile_only"),
         (
-            "--compile_only --tpu_topology v5e:4x4 --mark_step_after_forward",
-            "forward and backward in one graph: it does not go with --mark_step_after_forward",
-        ),
-        (
-            "--compile_only --tpu_topology v5e:2x4 --mark_step_every_n_blocks 2",
-            "does not go with --mark_step_every_n_blocks",
+            "--compile_only --tpu_topology v5e:4x2 --mark_step_after_forward --no_grad_ckpt",
+            "--compile_only with a cut graph needs --grad_ckpt full",
         ),
         (
             "--compile_only --tpu_topology v5e:2x4 --grad_accum_steps 4",
@@ -118,6 +114,13 @@ def test_flags(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "setup.cfg").touch()
     assert words in complaint(capsys, tmp_path / "ckpt", *flags.split())
+
+
+@pytest.mark.parametrize("package", ["libtpu", "jaxlib"])
+def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    words = complaint(capsys, tmp_path / "ckpt", "--compile_only", "--tpu_topology", "v5e:2x2")
+    assert f"--compile_only needs {package}: python3 -m pip install -r requirements-tpu" in words
 
 
 @pytest.mark.parametrize(

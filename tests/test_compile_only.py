@@ -8,7 +8,7 @@ import pytest
 from benchmarks import tpu_table
 from tests.cli import run_program
 from xla_fsdp.compile_only.compiler import hbm_asked_for
-from xla_fsdp.compile_only.graphs import Graph, Step
+from xla_fsdp.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
 
 # Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.
 WIDTH, DEPTH, BATCH, SIDE, PATCH, CLASSES = 512, 4, 64, 128, 16, 128
@@ -132,10 +132,35 @@ def test_accumulation(v5p):
     assert found["state_bytes"] == v5p["state_bytes"]
 
 
+def test_cut_graph():
+    """After a block of two: forward, forward and back, back. What crosses is cut as batches are."""
+    size = "--num_blocks 2 --batch_size 32 --mark_step_every_n_blocks 1".split()
+    found = compile_for("v5p:2x2x1", *size)
+    assert "graph cut every 1 blocks" in found["sharding"]
+    assert (found["graphs"], found["distinct_graphs"]) == (3, 3)
+    assert found["fits"]
+    assert found["flops_per_chip"] == pytest.approx(step_flops(depth=2, batch=32) / 4, rel=0.05)
+    # In the last graph the state, gradients of all but the first block and what precedes it, the
+    # images, and tokens: what the first block was given, and the gradient of what it gave.
+    parameters, gradients = parameter_sizes(depth=2), parameter_sizes(depth=1)[:-7]
+    gradients += [WIDTH, WIDTH, CLASSES * WIDTH, CLASSES]
+    expected = 12 * sum(parameters) + 4 * sum(gradients) + 4 * 32 * SIDE**2 * 3
+    expected += 2 * 4 * 32 * TOKENS * WIDTH
+    assert found["argument_bytes"] == pytest.approx(expected / 4, rel=0.02)
+
+
 def test_equal_graphs_are_compiled_once():
-    first, again, last = (Graph(hlo, {}, (), {}, 0, beside)
-                          for hlo, beside in ((b"add", 4), (b"add", 8), (b"step", 0)))  # fmt: skip
-    assert Step([first, again, last], 1, 0, "").distinct() == [(again, 2), (last, 1)]
+    first, again, last = (Graph(hlo, {}, (), {}, (Value(size, REPLICATED),))
+                          for hlo, size in ((b"add", 4), (b"add", 8), (b"step", 0)))  # fmt: skip
+    assert Step([first, last, again], 1, 0, "").distinct() == [[first, again], [last]]
+
+
+def test_bytes_of_a_device():
+    """As XLA writes it: 8 devices, 4 parts of which each is on two; a compact list; the whole."""
+    twice = "{devices=[2,2,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}"
+    chosen, unknown = Result(0, 1), Result(2, 0)
+    values = [Value(64, twice), Value(64, chosen), Value(64, REPLICATED), Value(64, unknown)]
+    assert local_bytes(values, {chosen: "{devices=[8,1]<=[8]}"}.get) == 16 + 8 + 64
 
 
 @pytest.mark.parametrize(

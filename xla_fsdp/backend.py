@@ -62,10 +62,6 @@ class XlaBackend(abc.ABC):
     def _scalar(self, value: float) -> torch.Tensor: ...
 
     @abc.abstractmethod
-    def _mark_gradients(self) -> None:
-        """Gradients are to live on after this graph, cut like their parameters."""
-
-    @abc.abstractmethod
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor: ...
 
     @abc.abstractmethod
@@ -100,7 +96,7 @@ class XlaBackend(abc.ABC):
             blocks.append(self._shard_block(model, name, unit))
             self._cut_graph()  # the device takes this unit before the next one is made
         if self._args.mark_step_every_n_blocks:
-            cut_every(blocks, self._args.mark_step_every_n_blocks)
+            cut_every(blocks, self._args.mark_step_every_n_blocks, self._cut_graph)
         self._cut_graph(wait=True)
         return self._model
 
@@ -130,7 +126,6 @@ class XlaBackend(abc.ABC):
             self._cut_graph()
         loss.backward()
         if not is_last:  # a graph a micro-batch: one for all would hold all activations
-            self._mark_gradients()
             self._cut_graph()
 
     def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch_xla
 from torch import nn
 
 
@@ -30,21 +29,14 @@ def compute_in_bf16(model: nn.Module) -> None:
     model.forward = forward_in_bf16
 
 
-class _Cut(torch.autograd.Function):
-    """Ends the graph here, on the way forward and on the way back."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        torch_xla.sync()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, *grads: torch.Tensor) -> torch.Tensor:
-        torch_xla.sync()
-        return grads[0]
-
-
-def cut_every(blocks: list[nn.Module], n: int) -> None:
+def cut_every(blocks: list[nn.Module], n: int, cut: Callable[[], None]) -> None:
     """End the graph after every ``n`` blocks, for graphs too large for the compiler."""
+
+    def cut_both_ways(x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda _: cut())  # no autograd.Function: its result is one tensor more
+        cut()
+        return x
+
     for block in blocks[n - 1 : -1 : n]:
-        after_forward(block, _Cut.apply)
+        after_forward(block, cut_both_ways)

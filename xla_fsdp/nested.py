@@ -121,9 +121,6 @@ class NestedBackend(XlaBackend):
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return xm.all_reduce(xm.REDUCE_SUM, value)
 
-    def _mark_gradients(self) -> None:
-        """They are shards: there is nothing to say."""
-
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         if self._fsdp:
             assert isinstance(self._model, XlaFullyShardedDataParallel)

@@ -129,7 +129,15 @@ class SpmdBackend(XlaBackend):
         self._specs[parameter] = spec
         if self._shape.parts(spec) == 1:
             self._replicated_bytes += parameter.nbytes
+        if self._args.grad_accum_steps > 1 or self._args.mark_step_every_n_blocks:
+            parameter.register_post_accumulate_grad_hook(self._cut_gradient)
         return parameter
+
+    def _cut_gradient(self, parameter: torch.Tensor) -> None:
+        """It lives on after the graph that makes it: only in parts, and not as a view, beside
+        which what it looks at would live on, too."""
+        assert parameter.grad is not None
+        parameter.grad = self._mark(parameter.grad * 1, self._specs[parameter])
 
     def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         lower = self._args.precision == "bf16" and weight.dim() > 1
@@ -225,11 +233,6 @@ class SpmdBackend(XlaBackend):
         return value  # the program's tensors are global
 
     sum = mean
-
-    def _mark_gradients(self) -> None:
-        for parameter in self._named_parameters().values():
-            if parameter.grad is not None:
-                self._mark(parameter.grad, self._specs[parameter])
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)

@@ -7,6 +7,7 @@ pinned together in requirements-tpu.txt).
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from training.errors import UsageError
-from xla_fsdp.compile_only.graphs import REPLICATED, Graph
+from xla_fsdp.compile_only.graphs import REPLICATED, Graph, Result, Shardings, local_bytes
 from xla_fsdp.compile_only.topologies import Topology
 from xla_fsdp.options import tpu_compiler_options
 
@@ -36,10 +37,10 @@ class Compiled:
     above it and refuses one below, whatever the sum of the others). Where it does not fit, at
     least what is needed."""
     capacity_bytes: int
+    result_shardings: list[str]
+    """As marked or as the compiler chose, in XLA's notation."""
     hlo: str
     """The scheduled module of a device, empty where it does not fit."""
-    stablehlo: Any
-    """The module that was given to the compiler, for all devices."""
     seconds: float
 
 
@@ -63,24 +64,36 @@ def _quiet() -> Iterator[None]:
             os.close(kept)
 
 
-def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
-    """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
+def check_installed() -> None:
+    """Raises UsageError if libtpu or jaxlib is missing."""
+    for name in ("libtpu", "jax", "jaxlib"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(
+                f"--compile_only needs {name}: python3 -m pip install -r requirements-tpu.txt"
+            )
 
-    ``by_host``: the mesh counts the devices host by host, not by their numbers.
-    Raises UsageError if libtpu or jaxlib is missing or refuses it.
-    """
+
+def _prepare_jax() -> None:
+    """Before it is imported."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask about a TPU
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU is taken: nothing to lock
-    try:
-        import libtpu  # noqa: F401
-        from jax._src.lib import xla_client
-        from jax.experimental import topologies
-        from jaxlib import _jax
-    except ImportError as error:
-        raise UsageError(
-            f"--compile_only needs {error.name}: python3 -m pip install -r requirements-tpu.txt"
-        ) from None
+
+
+def compile_graph(
+    graph: Graph, module: Any, replicas: int, topology: Topology, by_host: bool,
+    shardings: Shardings,
+) -> Compiled:  # fmt: skip
+    """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
+
+    ``module``: ``as_stablehlo(graph)``, on which the shardings are then marked.
+    ``by_host``: the mesh counts the devices host by host, not by their numbers.
+    ``shardings``: of the results of earlier graphs.
+    Raises UsageError if libtpu refuses it.
+    """
+    from jax._src.lib import xla_client
+    from jax.experimental import topologies
+    from jaxlib import _jax
 
     with _quiet():
         try:
@@ -91,13 +104,15 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool
                 f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
             ) from None
         assert len(devices) == topology.devices, (len(devices), topology)
-        module = _annotated(graph)
+        _annotate(module, graph, shardings)
         partitions = topology.devices // replicas
         options = xla_client.CompileOptions()
         options.num_replicas, options.num_partitions = replicas, partitions
         options.env_option_overrides = list(tpu_compiler_options(int(topology.name[1])).items())
         build = options.executable_build_options
         build.use_spmd_partitioning = partitions > 1
+        left = [mark is None for mark in graph.results]
+        build.allow_spmd_sharding_propagation_to_output = left
         build.num_replicas, build.num_partitions = replicas, partitions
         build.device_assignment = xla_client.DeviceAssignment.create(
             np.array(_device_ids(devices, by_host)).reshape(replicas, partitions)
@@ -108,12 +123,12 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool
                 module.operation.get_asm(binary=True), _jax.DeviceList(tuple(devices)), options
             )
         except Exception as error:  # noqa: BLE001
-            asked = hbm_asked_for(str(error), graph.argument_bytes)
+            asked = hbm_asked_for(str(error), local_bytes(graph.arguments.values(), shardings))
             if asked is None:
                 text = f"the TPU compiler refuses the step: {_first_line(error)}"
                 raise UsageError(text) from None
             seconds, capacity = time.perf_counter() - start, topology.chip.hbm_bytes
-            return Compiled(False, None, None, None, asked, capacity, "", module, seconds)
+            return Compiled(False, None, None, None, asked, capacity, [], "", seconds)
     seconds = time.perf_counter() - start
     memory = executable.get_compiled_memory_stats()
     return Compiled(
@@ -123,8 +138,8 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool
         temporary_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
         capacity_bytes=topology.chip.hbm_bytes,
+        result_shardings=_result_shardings(executable),
         hlo=executable.hlo_modules()[0].to_string(),
-        stablehlo=module,
         seconds=seconds,
     )
 
@@ -140,22 +155,37 @@ def _device_ids(devices: list[Any], by_host: bool) -> list[int]:
     return [device.id for device in sorted(devices, key=place)]
 
 
-def _annotated(graph: Graph) -> Any:
-    """The step as StableHLO, its arguments and results marked with their shardings."""
+def _result_shardings(executable: Any) -> list[str]:
+    from jax._src.lib import xla_client
+
+    found = executable.get_output_shardings() or []
+    return [str(xla_client.HloSharding.from_proto(each)) for each in found]
+
+
+def as_stablehlo(graph: Graph) -> Any:
+    """The program of all devices together."""
+    _prepare_jax()
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
 
     context = mlir.make_ir_context()
     with context, ir.Location.unknown(context):
-        text = xla_client._xla.mlir.xla_computation_to_mlir_module(
-            xla_client.XlaComputation(graph.hlo)
-        )
-        module = ir.Module.parse(text)
+        computation = xla_client.XlaComputation(graph.hlo)
+        return ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
+
+
+def _annotate(module: Any, graph: Graph, shardings: Shardings) -> None:
+    """Mark arguments and results with their shardings, and which result replaces an argument."""
+    from jax._src.lib.mlir import ir
+
+    with module.context:
         (main,) = (f for f in module.body.operations if f.name.value == "main")
         arguments = []
         for number in range(len(main.arguments)):
-            sharding = graph.arguments.get(number, REPLICATED)
+            given = graph.arguments[number].sharding if number in graph.arguments else REPLICATED
+            sharding = shardings(given) if isinstance(given, Result) else given
+            assert sharding, (number, given)
             marks = {"mhlo.sharding": ir.StringAttr.get(sharding)}
             if number in graph.donated:
                 integer = ir.IntegerType.get_signless(32)
@@ -163,9 +193,10 @@ def _annotated(graph: Graph) -> Any:
                 marks["tf.aliasing_output"] = result
             arguments.append(ir.DictAttr.get(marks))
         main.attributes["arg_attrs"] = ir.ArrayAttr.get(arguments)
-        results = [{"mhlo.sharding": ir.StringAttr.get(each)} for each in graph.results]
+        results = [
+            {"mhlo.sharding": ir.StringAttr.get(mark)} if mark else {} for mark in graph.results
+        ]
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(m) for m in results])
-    return module
 
 
 def hbm_asked_for(message: str, argument_bytes: int) -> int | None:

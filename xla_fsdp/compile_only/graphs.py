@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 REPLICATED = "{replicated}"
@@ -9,19 +12,39 @@ REPLICATED = "{replicated}"
 
 
 @dataclass(frozen=True)
+class Result:
+    """One of a graph's results."""
+
+    graph: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """Data on the devices: bytes in all, and how it lies there, in XLA's notation."""
+
+    size: int
+    sharding: str | Result
+    """Of a result that the program has not marked, the compiler's choice, known from it alone."""
+
+
+Shardings = Callable[[Result], str | None]
+"""How the compiler laid out a result; None: not known."""
+
+
+@dataclass(frozen=True)
 class Graph:
-    """A graph as HLO, and how its arguments and results lie on the devices (XLA's notation)."""
+    """A graph as HLO, and how its arguments and results lie on the devices."""
 
     hlo: bytes
-    arguments: dict[int, str]
+    arguments: dict[int, Value]
     """By the number of the argument; those not here are small and replicated."""
-    results: tuple[str, ...]
+    results: tuple[str | None, ...]
+    """None: left to the compiler."""
     donated: dict[int, int]
     """Argument to the result that takes its place."""
-    argument_bytes: int
-    """Of one device, by the shardings."""
-    resident_bytes: int
-    """Of what lives on one device meanwhile without being an argument."""
+    resident: tuple[Value, ...]
+    """What lives on the devices meanwhile without being an argument."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +58,29 @@ class Step:
     """Parameters and optimizer state on one device."""
     description: str
 
-    def distinct(self) -> list[tuple[Graph, int]]:
-        """Each graph once, and how often it runs in a step."""
+    def distinct(self) -> list[list[Graph]]:
+        """Its graphs, those of the same HLO together. What is beside them may differ from run to
+        run: losses of earlier micro-batches."""
         found: dict[bytes, list[Graph]] = {}
         for graph in self.graphs:
             found.setdefault(graph.hlo, []).append(graph)
-        # What is beside a graph may differ from run to run: losses of earlier micro-batches.
-        return [
-            (max(same, key=lambda graph: graph.resident_bytes), len(same))
-            for same in found.values()
-        ]
+        return list(found.values())
+
+
+def local_bytes(values: Iterable[Value], shardings: Shardings) -> int:
+    """Of one device, without values that it is not known how they lie."""
+    total = 0
+    for value in values:
+        given = value.sharding
+        sharding = shardings(given) if isinstance(given, Result) else given
+        total += value.size // tiles(sharding) if sharding else 0
+    return total
+
+
+def tiles(sharding: str) -> int:
+    """Over how many different parts a value is spread: 4 of {devices=[4,1]0,1,2,3}."""
+    found = re.match(r"\{devices=\[([\d,]+)\]", sharding)
+    if not found:
+        return 1
+    sizes = [int(size) for size in found[1].split(",")]
+    return math.prod(sizes[:-1] if "last_tile_dim_replicate" in sharding else sizes)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import math
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,21 +12,21 @@ import torch_xla
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
-from xla_fsdp.compile_only.graphs import REPLICATED, Graph
+from xla_fsdp.compile_only.graphs import REPLICATED, Graph, Result, Value, tiles
 
 _XLAC = torch_xla._XLAC
 
 
 @dataclass(frozen=True)
-class _Value:
+class _Data:
     """What stands for data on the devices."""
 
     placeholder: torch.Tensor
-    sharding: str
+    sharding: str | Result
 
     @property
-    def local_bytes(self) -> int:
-        return self.placeholder.nbytes // _tiles(self.sharding)
+    def value(self) -> Value:
+        return Value(self.placeholder.nbytes, self.sharding)
 
 
 class Recorder:
@@ -35,13 +34,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
-        self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._given: list[_Value] = []  # to the next graph, by those living and those dead by then
+        self._data: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._given: list[_Data] = []  # to the next graph, by those living and those dead by then
 
     def settle(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """From here on these (all, if not given) are data, however they came about."""
-        for tensor in _recorded(_living() if tensors is None else tensors):
-            self._replace(tensor)
+        for same in _recorded(_living() if tensors is None else tensors):
+            self._replace(same, self._mark(same[0]) or REPLICATED)
 
     def cut(self) -> None:
         """Keep the graph of all living tensors that were computed since the last cut."""
@@ -51,54 +50,74 @@ class Recorder:
         _XLAC._set_all_reduce_token(str(torch_xla.device()), None)
         if not results:
             return
-        self.graphs.append(self._lower(results, living))
-        for tensor in results:
-            self._replace(tensor)
-        self._given = [self._values[each] for each in living if each in self._values]
+        graph = self._lower([same[0] for same in results], living)
+        for number, (same, mark) in enumerate(zip(results, graph.results, strict=True)):
+            self._replace(same, mark or Result(len(self.graphs), number))
+        self.graphs.append(graph)
+        self._given = self._data_of(living)
+
+    @contextlib.contextmanager
+    def seeing_saved_tensors(self) -> Iterator[None]:
+        """What autograd saves here for the backward pass is known to Python, and so found at a
+        cut; it would be held by C++ alone."""
+
+        def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
+            yield
 
     def local_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Of one device."""
-        return sum(tensor.nbytes // _tiles(self._sharding(tensor)) for tensor in tensors)
+        return sum(tensor.nbytes // tiles(self._mark(tensor) or REPLICATED) for tensor in tensors)
 
-    def _sharding(self, tensor: torch.Tensor) -> str:
-        """What the program marked it with, now or before it was changed in place."""
+    def _mark(self, tensor: torch.Tensor) -> str | None:
+        """How the program had it lie on the devices, now or before it was changed in place."""
         marked = _XLAC._get_xla_sharding_spec(tensor)
-        known = self._values.get(tensor)
-        return marked or (known.sharding if known else REPLICATED)
+        if marked or tensor not in self._data:
+            return marked or None
+        known = self._data[tensor].sharding
+        return known if isinstance(known, str) else None
 
-    def _replace(self, tensor: torch.Tensor) -> None:
-        placeholder = create_placeholder_tensor(tensor.shape, tensor.dtype)
-        value = _Value(placeholder, self._sharding(tensor))
-        data = placeholder.clone()  # a mark on the placeholder itself would replace it
-        if tensor.numel() != tensor.shape.numel():  # a weight that FSDP has emptied, in this way
-            _XLAC._replace_xla_tensor(tensor, data)
-        else:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
-                tensor.data = data
-        self._values[tensor] = value
-        self._given.append(value)
+    def _replace(self, same: list[torch.Tensor], sharding: str | Result) -> None:
+        first = same[0]
+        placeholder = create_placeholder_tensor(first.shape, first.dtype)
+        data = _Data(placeholder, sharding)
+        shown = placeholder.clone()  # a mark on the placeholder itself would replace it
+        for tensor in same:
+            if tensor.numel() != tensor.shape.numel():  # a weight that FSDP has emptied so
+                _XLAC._replace_xla_tensor(tensor, shown)
+            else:
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+                    tensor.data = shown
+            self._data[tensor] = data
+        self._given.append(data)
+
+    def _data_of(self, living: list[torch.Tensor]) -> list[_Data]:
+        """Once each, however many tensors show it."""
+        found = (self._data[each] for each in living if each in self._data)
+        return list({id(data): data for data in found}.values())
 
     def _lower(self, results: list[torch.Tensor], living: list[torch.Tensor]) -> Graph:
         hlo = _XLAC._get_xla_tensors_hlo_proto(results)
         context = _XLAC.lowering.LoweringContext("Step")
         context.build(results)
-        numbers = {
-            id(value): context.tensor_parameter_id(value.placeholder) for value in self._given
-        }  # -1: not an argument
-        given = [value for value in self._given if numbers[id(value)] >= 0]
+
+        def number(data: _Data) -> int:  # -1: not an argument
+            return context.tensor_parameter_id(data.placeholder)
+
+        arguments = {number(data): data.value for data in self._given}
+        arguments.pop(-1, None)
         donated = {}
         for index, tensor in enumerate(results):
-            value = self._values.get(tensor)
-            if value is not None and numbers[id(value)] >= 0:
-                donated[numbers[id(value)]] = index
-        unused = (self._values[each] for each in living if each in self._values)
+            if tensor in self._data and number(self._data[tensor]) >= 0:
+                donated[number(self._data[tensor])] = index
         return Graph(
             hlo=hlo,
-            arguments={numbers[id(value)]: value.sharding for value in given},
-            results=tuple(map(self._sharding, results)),
+            arguments=arguments,
+            results=tuple(map(self._mark, results)),
             donated=donated,
-            argument_bytes=sum(value.local_bytes for value in given),
-            resident_bytes=sum(v.local_bytes for v in unused if numbers[id(v)] < 0),
+            resident=tuple(data.value for data in self._data_of(living) if number(data) < 0),
         )
 
 
@@ -107,24 +126,18 @@ def _living() -> list[torch.Tensor]:
     found = []
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor) and each.device.type == "xla":
-            found.append(each)
-            if each.is_leaf and each.grad is not None:  # may be known to C++ alone
-                found.append(each.grad)
+            beside = (each._base, each.grad if each.is_leaf else None)  # may be known to C++ alone
+            found += [each, *(other for other in beside if other is not None)]
     unique = {id(each): each for each in found}
     return sorted(unique.values(), key=_XLAC._xla_get_tensor_id)
 
 
-def _recorded(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that are a graph so far and not data."""
+def _recorded(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those that are a graph so far and not data; what ``detach`` has doubled, together."""
     tensors = list(tensors)
     needed = _XLAC._check_tensor_need_materialization(tensors)
-    return [each for each, wanted in zip(tensors, needed, strict=True) if wanted]
-
-
-def _tiles(sharding: str) -> int:
-    """Over how many different parts a value is spread: 4 of {devices=[4,1]0,1,2,3}."""
-    found = re.match(r"\{devices=\[([\d,]+)\]", sharding)
-    if not found:
-        return 1
-    sizes = [int(size) for size in found[1].split(",")]
-    return math.prod(sizes[:-1] if "last_tile_dim_replicate" in sharding else sizes)
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor, wanted in zip(tensors, needed, strict=True):
+        if wanted:
+            found.setdefault(_XLAC._xla_get_tensor_id(tensor), []).append(tensor)
+    return list(found.values())

@@ -17,20 +17,14 @@ class CompiledGraph:
 
     runs: int
     """In a step."""
-    compiled: Compiled
+    compiled: Compiled | None
+    """None: an earlier graph does not fit."""
     traffic: Traffic | None
+    """None: this one does not."""
     flops: float
     """Of the whole slice in one run."""
     resident_bytes: int
     """On a device, of what is there meanwhile and none of its arguments."""
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.compiled.peak_bytes + self.resident_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.compiled.fits and self.peak_bytes <= self.compiled.capacity_bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,11 @@ def make_report(
 ) -> Report:
     """``model_flops`` are the whole slice's; the report divides them."""
     chip, devices = topology.chip, topology.devices
-    largest = max(graphs, key=lambda graph: graph.peak_bytes)
+    peak, largest, compiled = max(
+        ((graph.resident_bytes + graph.compiled.peak_bytes, graph, graph.compiled)
+         for graph in graphs if graph.compiled), key=lambda each: each[0],
+    )  # fmt: skip
+    fits = all(graph.traffic for graph in graphs) and peak <= compiled.capacity_bytes
     flops = sum(graph.runs * graph.flops for graph in graphs)
     compute_s = flops / devices / chip.peak_flops
     traffic = _total(graphs)
@@ -93,11 +91,10 @@ def make_report(
         # All four at once, each at its best: no step can be shorter.
         step_s = max(compute_s, hbm_s, collective_s, dcn_s)
         mfu = model_flops / devices / chip.peak_flops / step_s
-    compiled = largest.compiled
     return Report(
         topology=topology.name, slices=topology.slices, chips=topology.chips, devices=devices,
         graphs=sum(graph.runs for graph in graphs), distinct_graphs=len(graphs),
-        fits=all(graph.fits for graph in graphs), peak_hbm_bytes=largest.peak_bytes,
+        fits=fits, peak_hbm_bytes=peak,
         hbm_capacity_bytes=compiled.capacity_bytes, resident_bytes=largest.resident_bytes,
         argument_bytes=compiled.argument_bytes, output_bytes=compiled.output_bytes,
         temporary_bytes=compiled.temporary_bytes,
@@ -109,7 +106,7 @@ def make_report(
         asynchronous_collectives=dict(traffic.asynchronous) if traffic else None,
         compute_s=compute_s, hbm_s=hbm_s, collective_s=collective_s, dcn_s=dcn_s,
         roofline_step_s=step_s, roofline_mfu=mfu,
-        compile_s=sum(graph.compiled.seconds for graph in graphs), **facts,
+        compile_s=sum(graph.compiled.seconds for graph in graphs if graph.compiled), **facts,
     )  # fmt: skip
 
 

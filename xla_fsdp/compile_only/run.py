@@ -14,9 +14,9 @@ from training.errors import UsageError
 from training.validation import check_model, check_run
 from xla_fsdp import options
 from xla_fsdp.attention.choice import check_attention
-from xla_fsdp.compile_only.compiler import Compiled, compile_graph
+from xla_fsdp.compile_only.compiler import Compiled, as_stablehlo, check_installed, compile_graph
 from xla_fsdp.compile_only.flops import count_flops
-from xla_fsdp.compile_only.graphs import Graph
+from xla_fsdp.compile_only.graphs import Result, Step, local_bytes
 from xla_fsdp.compile_only.hlo import measure
 from xla_fsdp.compile_only.report import CompiledGraph, Report, as_json, as_table, make_report
 from xla_fsdp.compile_only.topologies import KNOWN, Topology, parse_topology
@@ -28,6 +28,7 @@ def compile_only(args: argparse.Namespace) -> None:
     """Print the table, or with ``--json`` the figures. Raises UsageError."""
     if not args.tpu_topology:
         raise UsageError(f"--compile_only needs --tpu_topology. Known, for example: {KNOWN}")
+    check_installed()
     topology = parse_topology(args.tpu_topology, args.mesh_dcn)
     config = model_config(args)
     check_model(config)
@@ -41,38 +42,23 @@ def compile_only(args: argparse.Namespace) -> None:
 
 
 def _check_cuts(args: argparse.Namespace) -> None:
-    cuts = {
-        "--mark_step_after_forward": args.mark_step_after_forward,
-        "--mark_step_every_n_blocks": args.mark_step_every_n_blocks,
-    }
-    for flag, used in cuts.items():
-        if used:
-            raise UsageError(
-                f"--compile_only has forward and backward in one graph: it does not go with {flag}"
-            )
+    if args.grad_ckpt != "full" and (args.mark_step_after_forward or args.mark_step_every_n_blocks):
+        raise UsageError(
+            "--compile_only with a cut graph needs --grad_ckpt full: of activations that are kept, "
+            "PyTorch does not show all"
+        )
 
 
 def _compile(args: argparse.Namespace, topology, config) -> Report:
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     form = options.fsdp_form(args)
     start_xla(topology.devices, form)
     model = build_vit(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    say(f"tracing {args.model}, {parameters:,} parameters, for {topology.devices} devices ...")
+    _say(f"tracing {args.model}, {parameters:,} parameters, for {topology.devices} devices ...")
     start = time.perf_counter()
     step = trace_step(args, model, config, form)
     trace_s = time.perf_counter() - start
-    libtpu = version("libtpu")
-    by_host = counts_by_host(mesh_shape(args, topology.devices))
-    distinct = step.distinct()
-    graphs = []
-    for number, (graph, runs) in enumerate(distinct, 1):
-        which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
-        say(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
-        compiled = compile_graph(graph, step.replicas, topology, by_host)
-        graphs.append(_measured(compiled, graph, runs, step.replicas, topology))
+    graphs = _compile_graphs(step, topology, counts_by_host(mesh_shape(args, topology.devices)))
     return make_report(
         topology=topology,
         graphs=graphs,
@@ -86,13 +72,36 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     )
 
 
-def _measured(
-    compiled: Compiled, graph: Graph, runs: int, replicas: int, topology: Topology
-) -> CompiledGraph:
-    return CompiledGraph(
-        runs=runs,
-        compiled=compiled,
-        traffic=measure(compiled.hlo, topology.devices, topology.slices) if compiled.fits else None,
-        flops=count_flops(compiled.stablehlo) * replicas,
-        resident_bytes=graph.resident_bytes,
-    )
+def _compile_graphs(step: Step, topology: Topology, by_host: bool) -> list[CompiledGraph]:
+    """Each different graph once, in the order in which they first run."""
+    done: dict[bytes, Compiled] = {}
+
+    def shardings(result: Result) -> str | None:
+        compiled = done.get(step.graphs[result.graph].hlo)
+        return compiled.result_shardings[result.number] if compiled and compiled.fits else None
+
+    distinct = step.distinct()
+    flops = {}
+    for number, (graph, *_) in enumerate(distinct, 1):
+        which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
+        libtpu = version("libtpu")
+        _say(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
+        module = as_stablehlo(graph)
+        flops[graph.hlo] = count_flops(module) * step.replicas
+        if all(each.fits for each in done.values()):  # else it is not known what this one is given
+            done[graph.hlo] = compile_graph(
+                graph, module, step.replicas, topology, by_host, shardings
+            )
+    graphs = []
+    for same in distinct:
+        compiled = done.get(same[0].hlo)
+        traffic = None
+        if compiled and compiled.fits:
+            traffic = measure(compiled.hlo, topology.devices, topology.slices)
+        resident = max(local_bytes(graph.resident, shardings) for graph in same)
+        graphs.append(CompiledGraph(len(same), compiled, traffic, flops[same[0].hlo], resident))
+    return graphs
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

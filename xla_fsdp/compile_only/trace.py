@@ -47,9 +47,9 @@ def trace_step(args: argparse.Namespace, model: nn.Module, config, form: str) ->
     shape = (share, config.in_chans, config.img_size, config.img_size)
     batch = torch.empty(shape, device="meta"), torch.empty(share, dtype=torch.int64, device="meta")
     backend.start_recording()
-    loss = forward_backward(
-        sharded, backend, 0, put_micro_batches(backend, batch, args.grad_accum_steps)
-    )
+    micro_batches = put_micro_batches(backend, batch, args.grad_accum_steps)
+    with backend.recorder.seeing_saved_tensors():
+        loss = forward_backward(sharded, backend, 0, micro_batches)
     norm = backend.optimizer_step(args.lr, args.clip_grad_norm)
     del loss, norm  # until here they live, and so are results
     return Step(
