@@ -132,6 +132,7 @@ def test_accumulation(v5p):
     assert found["state_bytes"] == v5p["state_bytes"]
 
 
+@pytest.mark.long
 def test_cut_graph():
     """After a block of two: forward, forward and back, back. What crosses is cut as batches are."""
     size = "--num_blocks 2 --batch_size 32 --mark_step_every_n_blocks 1".split()

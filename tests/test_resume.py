@@ -45,7 +45,7 @@ def test_mid_epoch_resume_is_exact(uninterrupted, copy_of_stopped):
 
 
 def test_gradient_checkpointing_repeats_the_dropout(tmp_path):
-    flags = [*EPOCHS_OF_5, *DROPOUT, "--max_steps", "4"]
+    flags = [*DROPOUT, "--batch_size", "64", "--max_steps", "3"]
     again = train_tiny(tmp_path / "again", *flags, "--no-scan_blocks", devices=2)
     kept = train_tiny(tmp_path / "kept", *flags, "--no_grad_ckpt", devices=2)
     for name in ("loss", "grad_norm"):
@@ -55,6 +55,7 @@ def test_gradient_checkpointing_repeats_the_dropout(tmp_path):
 def test_dropout_differs_from_step_to_step_and_seed_to_seed(tmp_path):
     """With a learning rate of 0 and one and the same batch, only the masks change the loss."""
     flags = "--fake_data --batch_size 500 --lr 0 --max_steps 4 --pos_dropout 0.5".split()
+    flags += ["--image_size", "8"]  # the 50,000 images of the evaluation are most of the time
     runs = [train_tiny(tmp_path / seed, *flags, "--seed", seed).column("loss") for seed in "01"]
     assert len(set(runs[0] + runs[1])) == 8
 

@@ -49,7 +49,7 @@ def test_evaluation_does_not_disturb_training(tmp_path):
 
 def test_fake_data_moves_no_images(tmp_path):
     """Zeros are on the device once: losses fall to nothing, no wait for data."""
-    flags = "--fake_data --batch_size 500 --max_steps 6 --lr 0.1".split()
+    flags = "--fake_data --image_size 8 --batch_size 500 --max_steps 6 --lr 0.1".split()
     result = train_tiny(tmp_path, *flags, devices=2)
     assert result.column("loss")[-1] < 0.1 * result.column("loss")[0]
     (evaluation,) = result.evaluations
