@@ -7,8 +7,9 @@ Any flag of run_vit_training.py can be added. Each configuration runs in a proce
 its own, all of them in turn ``--repeats`` times, on the same zeros; the table gives
 medians. Columns: seconds a step (wall, device idle to device idle), seconds of it in
 which the host records the graph, seconds to compile the step (once), and executions
-and compilations a step after the first. ``wrapper`` is torch_xla's
-SpmdFullyShardedDataParallel in place of our own sharding marks, for comparison.
+and compilations a step after the first. ``unrolled`` is spmd without the scan over
+blocks, ``wrapper`` torch_xla's SpmdFullyShardedDataParallel in place of our own
+sharding marks, for comparison.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import commit, last_json, run_python
 
+FORMS = {
+    "spmd": "--xla_fsdp spmd",
+    "unrolled": "--xla_fsdp spmd --no-scan_blocks",
+    "wrapper": "--xla_fsdp spmd",
+    "nested": "--xla_fsdp nested",
+}
 COLUMNS = ("s_per_step", "trace_s", "compile_s", "executions", "compilations")
 
 
@@ -140,12 +147,12 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument(
-        "--forms", nargs="+", choices=("spmd", "wrapper", "nested"), default=["spmd", "nested"],
+        "--forms", nargs="+", choices=FORMS, default=["spmd", "unrolled", "nested"],
         help="nested runs on 1 CPU device only",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
     parser.add_argument("--repeats", type=int, default=3, help="processes a row (default: 3)")
-    parser.add_argument("--child", choices=("spmd", "wrapper", "nested"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=FORMS, help=argparse.SUPPRESS)
     options, flags = parser.parse_known_args()
     if not any(flag.split("=")[0] == "--model" for flag in flags):
         flags = ["--model", "vit_tiny_patch16_224", "--batch_size", "16", *flags]
@@ -154,9 +161,9 @@ def main() -> None:
         from training.arguments import parse_arguments
         from xla_fsdp.launch import launch
 
-        form = "nested" if options.child == "nested" else "spmd"
         count = str(options.devices[0])
-        args = parse_arguments([*flags, "--xla_fsdp", form, "--cpu_devices", count])
+        form = FORMS[options.child].split()
+        args = parse_arguments([*flags, *form, "--cpu_devices", count])
         body = functools.partial(measure, steps=options.steps, wrapper=options.child == "wrapper")
         launch(body, args)
         return
