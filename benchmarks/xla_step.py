@@ -162,8 +162,8 @@ def main() -> None:
         from xla_fsdp.launch import launch
 
         count = str(options.devices[0])
-        form = FORMS[options.child].split()
-        args = parse_arguments([*flags, *form, "--cpu_devices", count])
+        sharding = FORMS[options.child].split()
+        args = parse_arguments([*flags, *sharding, "--cpu_devices", count])
         body = functools.partial(measure, steps=options.steps, wrapper=options.child == "wrapper")
         launch(body, args)
         return

@@ -7,8 +7,10 @@ import pytest
 
 from benchmarks import tpu_table
 from tests.cli import run_program
-from xla_fsdp.compile_only.compiler import hbm_asked_for
+from xla_fsdp.compile_only.compiler import Compiled, hbm_asked_for
 from xla_fsdp.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
+from xla_fsdp.compile_only.report import CompiledGraph, as_table, make_report
+from xla_fsdp.compile_only.topologies import parse_topology
 
 # Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.
 WIDTH, DEPTH, BATCH, SIDE, PATCH, CLASSES = 512, 4, 64, 128, 16, 128
@@ -190,6 +192,23 @@ def test_too_large_is_told(tmp_path):
     state = 12 * found["parameters"] / 4
     assert found["peak_hbm_bytes"] > state > found["hbm_capacity_bytes"]
     assert found["hbm_capacity_bytes"] == math.floor(15.75 * 2**30)
+
+
+def test_report_without_the_graphs_after_one_that_does_not_fit():
+    topology = parse_topology("v5e:2x2")
+    capacity = topology.chip.hbm_bytes
+    refused = Compiled(False, None, None, None, 20 * 2**30, capacity, [], "", 2.0)
+    graphs = [CompiledGraph(1, refused, None, 4e12, 2**30), CompiledGraph(2, None, None, 6e12, 0)]
+    report = make_report(
+        topology=topology, graphs=graphs, model_flops=8e12, parameters=10, batch_size=4,
+        sharding="", state_bytes=120, trace_s=1.0, versions={},
+    )  # fmt: skip
+    assert not report.fits
+    assert report.peak_hbm_bytes == 21 * 2**30
+    assert (report.graphs, report.distinct_graphs) == (3, 2)
+    assert report.flops_per_chip == (4e12 + 2 * 6e12) / 4
+    assert report.roofline_step_s is None
+    assert "does not fit by 5.6 GB or more" in as_table(report)
 
 
 def test_table_and_picture(v5e, v5p, tmp_path):

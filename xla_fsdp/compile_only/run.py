@@ -81,17 +81,16 @@ def _compile_graphs(step: Step, topology: Topology, by_host: bool) -> list[Compi
         return compiled.result_shardings[result.number] if compiled and compiled.fits else None
 
     distinct = step.distinct()
+    libtpu = version("libtpu")
     flops = {}
     for number, (graph, *_) in enumerate(distinct, 1):
-        which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
-        libtpu = version("libtpu")
-        _say(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
         module = as_stablehlo(graph)
         flops[graph.hlo] = count_flops(module) * step.replicas
-        if all(each.fits for each in done.values()):  # else it is not known what this one is given
-            done[graph.hlo] = compile_graph(
-                graph, module, step.replicas, topology, by_host, shardings
-            )
+        if not all(each.fits for each in done.values()):
+            continue  # it is not known how what this one is given lies
+        which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
+        _say(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
+        done[graph.hlo] = compile_graph(graph, module, step.replicas, topology, by_host, shardings)
     graphs = []
     for same in distinct:
         compiled = done.get(same[0].hlo)
