@@ -41,6 +41,8 @@ SLICES = {
     "v6e-256": "v6e:16x16",
 }
 CODE = "run_vit_training.py training models data xla_fsdp requirements-tpu.txt".split()
+Reports = dict[tuple[str, str], dict[str, Any] | None]
+"""By slice and model."""
 GIB = 2**30
 BEGIN, END = "<!-- begin: make tpu-table -->", "<!-- end: make tpu-table -->"
 
@@ -59,25 +61,29 @@ def main() -> None:
     kept = ROOT / "runs" / "tpu-table" / commit(*CODE)
     kept.mkdir(parents=True, exist_ok=True)
     cells = [(name, model) for model in args.models for name in args.slices]
-    reports = {}
+    reports: Reports = {}
     for name, model in tqdm(cells, desc="compile", unit="step"):
         reports[name, model] = compile_one(name, model, flags, kept)
     write_table(args.document, reports, list(args.slices), list(args.models), flags)
     plot(reports, args.document.with_name("tpu_table.png"))
 
 
-def compile_one(name: str, model: str, flags: list[str], kept: Path) -> dict[str, Any]:
+def compile_one(name: str, model: str, flags: list[str], kept: Path) -> dict[str, Any] | None:
+    """The figures; None if libtpu crashes."""
     path = kept / f"{'_'.join([name, model, *flags]).replace('/', '-')}.json"
     if not path.exists():
         where = f"run_vit_training.py --compile_only --json --tpu_topology {SLICES[name]}"
         done = run_python(*where.split(), "--model", model, *PRESET_FLAGS, *flags)
-        if done.returncode:
+        crashed = "error: libtpu crashed" in done.stderr
+        if done.returncode and not crashed:
             sys.exit(f"{name}, {model}:\n{done.stderr}")
-        path.write_text(done.stdout)
+        path.write_text("null" if crashed else done.stdout)
     return json.loads(path.read_text())
 
 
-def cell(report: dict[str, Any]) -> str:
+def cell(report: dict[str, Any] | None) -> str:
+    if report is None:
+        return "libtpu crashes"
     peak, capacity = report["peak_hbm_bytes"], report["hbm_capacity_bytes"]
     if not report["fits"]:
         return f"no, {(peak - capacity) / GIB:.1f} GiB short or more"
@@ -85,20 +91,20 @@ def cell(report: dict[str, Any]) -> str:
 
 
 def write_table(
-    document: Path, reports: dict[tuple[str, str], dict[str, Any]], slices: list[str],
-    models: list[str], flags: list[str],
-) -> None:  # fmt: skip
-    sizes = {m: reports[slices[0], m]["parameters"] / 1e9 for m in models}
+    document: Path, reports: Reports, slices: list[str], models: list[str], flags: list[str]
+) -> None:
+    found = {key: report for key, report in reports.items() if report}
+    sizes = {model: report["parameters"] / 1e9 for (_, model), report in found.items()}
+    of_slice = {name: report for (name, _), report in found.items()}
     head = ["slice", "`--tpu_topology`", "chips", "HBM a device",
             *(f"{m} ({sizes[m]:.1f}B)" for m in models)]  # fmt: skip
     rows = [head, ["---"] * len(head)]
     for name in slices:
-        first = reports[name, models[0]]
-        capacity = f"{first['hbm_capacity_bytes'] / GIB:.2f} GiB"
-        rows.append([name, f"`{SLICES[name]}`", str(first["chips"]), capacity,
+        capacity = f"{of_slice[name]['hbm_capacity_bytes'] / GIB:.2f} GiB"
+        rows.append([name, f"`{SLICES[name]}`", str(of_slice[name]["chips"]), capacity,
                      *(cell(reports[name, m]) for m in models)])  # fmt: skip
-    seconds = [each["trace_s"] + each["compile_s"] for each in reports.values()]
-    versions = ", ".join(f"{k} {v}" for k, v in first["versions"].items())
+    seconds = [report["trace_s"] + report["compile_s"] for report in found.values()]
+    versions = ", ".join(f"{k} {v}" for k, v in of_slice[name]["versions"].items())
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines += [
         "",
@@ -112,10 +118,13 @@ def write_table(
     document.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
 
 
-def plot(reports: dict[tuple[str, str], dict[str, Any]], path: Path) -> None:
+def plot(reports: Reports, path: Path) -> None:
     """Peak HBM as a share of what there is; what does not fit is cut off at twice that."""
     figure, axis = plt.subplots(figsize=(9, 0.32 * len(reports) + 1.2), layout="constrained")
     for row, report in enumerate(reports.values()):
+        if report is None:
+            axis.text(0, row, " libtpu crashes", va="center", fontsize=8)
+            continue
         share = report["peak_hbm_bytes"] / report["hbm_capacity_bytes"]
         colour = "tab:green" if report["fits"] else "tab:red"
         axis.barh(row, min(share, 2.0), color=colour)

@@ -6,20 +6,21 @@ pinned together in requirements-tpu.txt).
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 
 from training.errors import UsageError
-from xla_fsdp.compile_only.graphs import REPLICATED, Graph, Result, Shardings, local_bytes
+from xla_fsdp.compile_only.graphs import REPLICATED, Graph, local_bytes
 from xla_fsdp.compile_only.topologies import Topology
 from xla_fsdp.options import tpu_compiler_options
 
@@ -44,26 +45,6 @@ class Compiled:
     seconds: float
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """libtpu complains on stderr that there is no TPU: shown only if compiling fails."""
-    with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        except UsageError:
-            raise
-        except BaseException:
-            os.dup2(kept, 2)
-            file.seek(0)
-            os.write(2, file.read())
-            raise
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-
-
 def check_installed() -> None:
     """Raises UsageError if libtpu or jaxlib is missing."""
     for name in ("libtpu", "jax", "jaxlib"):
@@ -80,55 +61,74 @@ def _prepare_jax() -> None:
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU is taken: nothing to lock
 
 
-def compile_graph(
-    graph: Graph, module: Any, replicas: int, topology: Topology, by_host: bool,
-    shardings: Shardings,
-) -> Compiled:  # fmt: skip
+def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
     """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
 
-    ``module``: ``as_stablehlo(graph)``, on which the shardings are then marked.
-    ``by_host``: the mesh counts the devices host by host, not by their numbers.
-    ``shardings``: of the results of earlier graphs.
-    Raises UsageError if libtpu refuses it.
+    It is to be known how the arguments lie. ``by_host``: the mesh counts the devices host by host,
+    not by their numbers.
+    In a process of its own: libtpu ends it where a check of its own fails, and it complains on
+    stderr that there is no TPU. Raises UsageError if libtpu refuses the program or ends so.
     """
+    with (
+        tempfile.NamedTemporaryFile(mode="r") as complaints,
+        ProcessPoolExecutor(
+            1, get_context("spawn"), initializer=_send_stderr_to, initargs=(complaints.name,)
+        ) as process,
+    ):
+        try:
+            return process.submit(_compile, graph, replicas, topology, by_host).result()
+        except BrokenProcessPool:
+            text = complaints.read()
+            check = re.search(r"Check failed: .*", text)
+            raise UsageError(
+                f"libtpu crashed on this step ({check[0] if check else text[-300:]}): try another "
+                "slice, batch size or mesh"
+            ) from None
+
+
+def _send_stderr_to(path: str) -> None:
+    os.dup2(os.open(path, os.O_WRONLY), 2)
+
+
+def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
+    module = as_stablehlo(graph)
+    _annotate(module, graph)
     from jax._src.lib import xla_client
     from jax.experimental import topologies
     from jaxlib import _jax
 
-    with _quiet():
-        try:
-            slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
-            devices = topologies.get_topology_desc(topology.name, "tpu", **slices).devices
-        except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
-            raise UsageError(
-                f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
-            ) from None
-        assert len(devices) == topology.devices, (len(devices), topology)
-        _annotate(module, graph, shardings)
-        partitions = topology.devices // replicas
-        options = xla_client.CompileOptions()
-        options.num_replicas, options.num_partitions = replicas, partitions
-        options.env_option_overrides = list(tpu_compiler_options(int(topology.name[1])).items())
-        build = options.executable_build_options
-        build.use_spmd_partitioning = partitions > 1
-        left = [mark is None for mark in graph.results]
-        build.allow_spmd_sharding_propagation_to_output = left
-        build.num_replicas, build.num_partitions = replicas, partitions
-        build.device_assignment = xla_client.DeviceAssignment.create(
-            np.array(_device_ids(devices, by_host)).reshape(replicas, partitions)
+    try:
+        slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
+        devices = topologies.get_topology_desc(topology.name, "tpu", **slices).devices
+    except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
+        raise UsageError(
+            f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
+        ) from None
+    assert len(devices) == topology.devices, (len(devices), topology)
+    partitions = topology.devices // replicas
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = replicas, partitions
+    options.env_option_overrides = list(tpu_compiler_options(int(topology.name[1])).items())
+    build = options.executable_build_options
+    build.use_spmd_partitioning = partitions > 1
+    left = [mark is None for mark in graph.results]
+    build.allow_spmd_sharding_propagation_to_output = left
+    build.num_replicas, build.num_partitions = replicas, partitions
+    build.device_assignment = xla_client.DeviceAssignment.create(
+        np.array(_device_ids(devices, by_host)).reshape(replicas, partitions)
+    )
+    start = time.perf_counter()
+    try:
+        executable = devices[0].client.compile(
+            module.operation.get_asm(binary=True), _jax.DeviceList(tuple(devices)), options
         )
-        start = time.perf_counter()
-        try:
-            executable = devices[0].client.compile(
-                module.operation.get_asm(binary=True), _jax.DeviceList(tuple(devices)), options
-            )
-        except Exception as error:  # noqa: BLE001
-            asked = hbm_asked_for(str(error), local_bytes(graph.arguments.values(), shardings))
-            if asked is None:
-                text = f"the TPU compiler refuses the step: {_first_line(error)}"
-                raise UsageError(text) from None
-            seconds, capacity = time.perf_counter() - start, topology.chip.hbm_bytes
-            return Compiled(False, None, None, None, asked, capacity, [], "", seconds)
+    except Exception as error:  # noqa: BLE001
+        asked = hbm_asked_for(str(error), local_bytes(graph.arguments.values(), lambda _: None))
+        if asked is None:
+            text = f"the TPU compiler refuses the step: {_first_line(error)}"
+            raise UsageError(text) from None
+        seconds, capacity = time.perf_counter() - start, topology.chip.hbm_bytes
+        return Compiled(False, None, None, None, asked, capacity, [], "", seconds)
     seconds = time.perf_counter() - start
     memory = executable.get_compiled_memory_stats()
     return Compiled(
@@ -175,7 +175,7 @@ def as_stablehlo(graph: Graph) -> Any:
         return ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
 
 
-def _annotate(module: Any, graph: Graph, shardings: Shardings) -> None:
+def _annotate(module: Any, graph: Graph) -> None:
     """Mark arguments and results with their shardings, and which result replaces an argument."""
     from jax._src.lib.mlir import ir
 
@@ -183,9 +183,8 @@ def _annotate(module: Any, graph: Graph, shardings: Shardings) -> None:
         (main,) = (f for f in module.body.operations if f.name.value == "main")
         arguments = []
         for number in range(len(main.arguments)):
-            given = graph.arguments[number].sharding if number in graph.arguments else REPLICATED
-            sharding = shardings(given) if isinstance(given, Result) else given
-            assert sharding, (number, given)
+            sharding = graph.arguments[number].sharding if number in graph.arguments else REPLICATED
+            assert isinstance(sharding, str)
             marks = {"mhlo.sharding": ir.StringAttr.get(sharding)}
             if number in graph.donated:
                 integer = ir.IntegerType.get_signless(32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 REPLICATED = "{replicated}"
 """How XLA writes that every device has the whole."""
@@ -27,6 +27,9 @@ class Value:
     sharding: str | Result
     """Of a result that the program has not marked, the compiler's choice, known from it alone."""
 
+    def lies(self, shardings: Shardings) -> str | None:
+        return shardings(self.sharding) if isinstance(self.sharding, Result) else self.sharding
+
 
 Shardings = Callable[[Result], str | None]
 """How the compiler laid out a result; None: not known."""
@@ -45,6 +48,15 @@ class Graph:
     """Argument to the result that takes its place."""
     resident: tuple[Value, ...]
     """What lives on the devices meanwhile without being an argument."""
+
+    def given(self, shardings: Shardings) -> Graph:
+        """With arguments of which it is known how they lie."""
+        arguments = {}
+        for number, value in self.arguments.items():
+            sharding = value.lies(shardings)
+            assert sharding, (number, value)
+            arguments[number] = Value(value.size, sharding)
+        return replace(self, arguments=arguments)
 
 
 @dataclass(frozen=True)
@@ -71,8 +83,7 @@ def local_bytes(values: Iterable[Value], shardings: Shardings) -> int:
     """Of one device, without values that it is not known how they lie."""
     total = 0
     for value in values:
-        given = value.sharding
-        sharding = shardings(given) if isinstance(given, Result) else given
+        sharding = value.lies(shardings)
         total += value.size // tiles(sharding) if sharding else 0
     return total
 

@@ -84,13 +84,13 @@ def _compile_graphs(step: Step, topology: Topology, by_host: bool) -> list[Compi
     libtpu = version("libtpu")
     flops = {}
     for number, (graph, *_) in enumerate(distinct, 1):
-        module = as_stablehlo(graph)
-        flops[graph.hlo] = count_flops(module) * step.replicas
+        flops[graph.hlo] = count_flops(as_stablehlo(graph)) * step.replicas
         if not all(each.fits for each in done.values()):
             continue  # it is not known how what this one is given lies
         which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
         _say(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
-        done[graph.hlo] = compile_graph(graph, module, step.replicas, topology, by_host, shardings)
+        given = graph.given(shardings)
+        done[graph.hlo] = compile_graph(given, step.replicas, topology, by_host)
     graphs = []
     for same in distinct:
         compiled = done.get(same[0].hlo)
