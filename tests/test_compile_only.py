@@ -194,6 +194,16 @@ def test_too_large_is_told(tmp_path):
     assert found["hbm_capacity_bytes"] == math.floor(15.75 * 2**30)
 
 
+@pytest.mark.long
+def test_crash_of_libtpu_is_told():
+    """Of 0.0.21, as requirements-tpu.txt asks for; with --mesh_tensor 4 it compiles."""
+    where = "run_vit_training.py --compile_only --tpu_topology v5e:16x16 --precision bf16".split()
+    done = run_program(*where, "--model", "vit_120b", "--batch_size", "1024")
+    assert done.returncode == 2
+    assert "error: libtpu crashed on this step (Check failed: preferred_offset" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_report_without_the_graphs_after_one_that_does_not_fit():
     topology = parse_topology("v5e:2x2")
     capacity = topology.chip.hbm_bytes
