@@ -10,11 +10,11 @@ from timm.models.vision_transformer import VisionTransformer
 from tests.cli import run_program
 
 
-def tiny_timm_model() -> VisionTransformer:
+def tiny_timm_model(patch_size: int = 4) -> VisionTransformer:
     """That of ``tests.cli.TINY_MODEL``."""
     return VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=10,
-        class_token=False, global_pool="avg", fc_norm=False,
+        img_size=16, patch_size=patch_size, embed_dim=32, depth=2, num_heads=2,
+        num_classes=10, class_token=False, global_pool="avg", fc_norm=False,
     )  # fmt: skip
 
 

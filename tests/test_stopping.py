@@ -14,7 +14,9 @@ from tests.test_launch_gpu import TORCHRUN, finish, start
 from training.stopping import process_signals
 
 # Nine steps, two epochs, dropout; loader processes from where the test says so.
-RUN = "--batch_size 256 --num_epochs 3 --max_steps 9 --mlp_dropout 0.1 --hflip 0".split()
+RUN = (
+    "--patch_size 8 --batch_size 256 --num_epochs 3 --max_steps 9 --mlp_dropout 0.1 --hflip 0"
+).split()
 BACKENDS = {
     "xla": ("--backend xla --cpu_devices 2", 1, train_tiny),
     "cuda": ("--backend cuda", 2, train_tiny_gpu),

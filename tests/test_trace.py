@@ -46,7 +46,7 @@ def ran(folder, monkeypatch, *flags):
     ("flags", "graphs"),
     [
         ("--mark_step_every_n_blocks 1 --num_blocks 3 --grad_accum_steps 2", 10),
-        ("--mark_step_after_forward", 2),
+        pytest.param("--mark_step_after_forward", 2, marks=pytest.mark.long),
     ],
 )
 def test_same_graphs(flags, graphs, tmp_path, monkeypatch):
