@@ -21,12 +21,12 @@ help:
 
 install: $(INSTALLED)
 
-# Without --no-compile, pip compiles 12,000 modules, a minute, of which a run imports a few.
+# Without, pip compiles 12,000 modules, a minute, of which a run imports a few.
 $(INSTALLED): requirements-tpu.txt tests/requirements.txt
 	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) not found: make PYTHON=<python 3.11> ..."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing into .venv (7 GB, a few minutes, once) ..."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-r requirements-tpu.txt -r tests/requirements.txt
 	touch $@
 
