@@ -21,7 +21,6 @@ help:
 
 install: $(INSTALLED)
 
-# Without, pip compiles 12,000 modules, a minute, of which a run imports a few.
 $(INSTALLED): requirements-tpu.txt tests/requirements.txt
 	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) not found: make PYTHON=<python 3.11> ..."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
