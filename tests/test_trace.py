@@ -2,13 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
-from tests.cli import ROOT, TINY_MODEL, environment, train_tiny
+from tests.cli import TINY_MODEL, run_program, train_tiny
 
 DEVICES = 4
 
@@ -22,10 +20,9 @@ def interface(hlo):
 
 
 def traced(*flags):
-    done = subprocess.run(
-        [sys.executable, "tests/traced_graphs.py", str(DEVICES), "--model", "vit_10b", *flags],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    program = "tests/traced_graphs.py"
+    done = run_program(program, str(DEVICES), "--model", "vit_10b", *flags, warm=False)
+    assert done.returncode == 0, done.stderr
     return [interface(hlo) for hlo in json.loads(done.stdout)]
 
 
