@@ -84,10 +84,11 @@ def test_checkpoint_moves_between_forms_and_device_counts(tmp_path):
     run = tmp_path / "run"
     train_tiny(run, *flags, "2", "--flatten_parameters")
     train_tiny(run, *flags, "3", "--no-scan_blocks", devices=4)
-    train_tiny(run, *flags, "5", devices=2)
+    moved = train_tiny(run, *flags, "5", devices=2).column("loss")
     assert (run / "step_3").is_dir()
-    moved = train_tiny(run, *flags, "6", "--xla_fsdp", "nested").column("loss")
-    assert moved == pytest.approx(reference, rel=1e-5)
+    elsewhere = tmp_path / "elsewhere"
+    last = train_tiny(elsewhere, *flags, "6", "--xla_fsdp", "nested", "--resume", str(run))
+    assert moved + last.column("loss") == pytest.approx(reference, rel=1e-5)
 
 
 def test_changed_batch_size_keeps_place_in_data_and_schedule(copy_of_stopped):
