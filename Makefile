@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train test test-long lint format bench bench-gpu tpu-table clean
+.PHONY: help install data train test test-long lint format bench bench-gpu tpu-table faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench   time a training step, for docs/benchmarks.md"
 	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
 	@echo "make tpu-table  compile 10B to 120B for TPU slices, for docs/tpu.md (an hour)"
+	@echo "make faults  spoil real runs in every way, for docs/reliability.md (hours)"
 	@echo "make clean   remove .venv, datasets/ and runs/"
 
 install: $(INSTALLED)
@@ -66,6 +67,9 @@ tpu-table: $(INSTALLED)
 bench-gpu: $(INSTALLED)
 	@mkdir -p runs
 	$(BIN)/python benchmarks/gpu_step.py --json runs/gpu_step.json --plot runs/gpu_step.png $(ARGS)
+
+faults: $(INSTALLED) datasets/digits
+	$(BIN)/python -m benchmarks.faults $(ARGS)
 
 clean:
 	rm -rf .venv datasets runs

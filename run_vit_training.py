@@ -12,7 +12,8 @@ from typing import Any
 
 from training.arguments import DEFAULT_MODEL, build_parser, model_config
 from training.backend_arguments import check_foreign_flags
-from training.errors import StoppedBySignal, UsageError
+from training.errors import RunFailed, StoppedBySignal, UsageError, tells
+from training.parent import end_with_torchrun
 
 
 def choose_backend(choice: str) -> str:
@@ -47,7 +48,8 @@ def run_on_xla(args: argparse.Namespace, prepare: Prepare) -> None:
     check_attention(args)
     devices = options.device_count(args)
     options.check_devices(args, model_config(args), devices)
-    launch(prepare(args, devices), args)
+    options.check_libtpu()
+    launch(_naming_itself(prepare(args, devices)), args)
 
 
 def run_on_gpus(args: argparse.Namespace, prepare: Prepare) -> None:
@@ -55,47 +57,65 @@ def run_on_gpus(args: argparse.Namespace, prepare: Prepare) -> None:
     from gpu_fsdp.launch import launch
 
     options.check(args, model_config(args))
-    launch(prepare(args, options.world_size()), args)
+    launch(_naming_itself(prepare(args, options.world_size())), args)
+
+
+def _naming_itself(body: Callable[..., None]) -> Callable[..., None]:
+    from training.processes import naming_itself
+
+    return functools.partial(naming_itself, body)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, check, choose the backend, run. Returns the exit code."""
+    end_with_torchrun()
     parser = build_parser()
     args = parser.parse_args(argv, argparse.Namespace(model=None))  # None: a checkpoint's own
-    prepare: Prepare = prepare_training
     try:
-        if args.json and not (args.predict or args.eval_only or args.compile_only):
-            raise UsageError("--json needs --predict, --eval_only or --compile_only")
-        if args.tpu_topology and not args.compile_only:
-            raise UsageError("--tpu_topology needs --compile_only")
-        if args.predict or args.eval_only:
-            from training.inference import open_trained, predict, prepare_evaluation
-
-            weights = open_trained(args)
-            if args.predict:
-                predict(args, weights)
-                return 0
-            prepare = functools.partial(prepare_evaluation, weights)
-        else:
-            args.model = args.model or DEFAULT_MODEL
-        if args.compile_only:
-            from xla_fsdp.compile_only.run import compile_only
-
-            check_foreign_flags(parser, args, "xla")
-            compile_only(args)
-            return 0
-        backend = choose_backend(args.backend)
-        check_foreign_flags(parser, args, backend)
-        {"xla": run_on_xla, "cuda": run_on_gpus}[backend](args, prepare)
+        return _run(parser, args)
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":  # of all that torchrun started, one says it
-            print(f"run_vit_training.py: error: {error}", file=sys.stderr)
+        if tells(error):
+            where = f"{error.process}: " if error.process else ""
+            print(f"run_vit_training.py: error: {where}{error}", file=sys.stderr)
         return 2
+    except RunFailed as failure:
+        if os.environ.get("RANK", "0") == "0":  # of all that torchrun started, one says it
+            print(f"run_vit_training.py: error: {failure}", file=sys.stderr)
+        return failure.exit_code
     except StoppedBySignal as stop:
         return stop.exit_code
     except KeyboardInterrupt:
         print("run_vit_training.py: interrupted", file=sys.stderr)
         return 130
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """What the flags ask for: train, compile, predict or evaluate. Returns the exit code."""
+    prepare: Prepare = prepare_training
+    if args.eval_batches is None:
+        args.eval_batches = args.max_steps or 0 if args.fake_data else 0
+    if args.json and not (args.predict or args.eval_only or args.compile_only):
+        raise UsageError("--json needs --predict, --eval_only or --compile_only")
+    if args.tpu_topology and not args.compile_only:
+        raise UsageError("--tpu_topology needs --compile_only")
+    if args.predict or args.eval_only:
+        from training.inference import open_trained, predict, prepare_evaluation
+
+        weights = open_trained(args)
+        if args.predict:
+            predict(args, weights)
+            return 0
+        prepare = functools.partial(prepare_evaluation, weights)
+    else:
+        args.model = args.model or DEFAULT_MODEL
+    if args.compile_only:
+        from xla_fsdp.compile_only.run import compile_only
+
+        check_foreign_flags(parser, args, "xla")
+        return compile_only(args)
+    backend = choose_backend(args.backend)
+    check_foreign_flags(parser, args, backend)
+    {"xla": run_on_xla, "cuda": run_on_gpus}[backend](args, prepare)
     return 0
 
 

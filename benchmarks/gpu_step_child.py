@@ -50,7 +50,7 @@ def own_step(
 
     def step(number: int) -> torch.Tensor:
         loss = forward_backward(sharded, backend, number, batches)
-        backend.optimizer_step(args.lr, args.clip_grad_norm)
+        backend.optimizer_step(args.lr, args.clip_grad_norm, loss)
         return loss
 
     return step

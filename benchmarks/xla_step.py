@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, backend, *, steps: int, wrapper: bool) -> 
         start = time.perf_counter()
         loss = F.cross_entropy(sharded(images).float(), labels)
         backend.backward(loss, is_last=True)
-        backend.optimizer_step(args.lr, args.clip_grad_norm)
+        backend.optimizer_step(args.lr, args.clip_grad_norm, loss)
         backend.wait()
         return time.perf_counter() - start, handed_over[0] - start
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
+from data.errors import DataFolderError, printable
 from data.fake import TRAIN_LENGTH, VAL_LENGTH, FakeLoader
-from data.image_folder import (
-    DataFolderError,
-    FolderSplit,
-    check_folder,
-    train_transform,
-    val_transform,
-)
+from data.folder_index import check_folder
+from data.image_folder import FolderSplit
 from data.loader import BatchLoader, DatasetLoader
+from data.preprocessing import Preprocessing
 from data.sampler import GlobalBatchSampler
+from data.transforms import train_transform, val_transform
 from models.config import VitConfig
+
+_KINDS = 5  # of files, named in the log
 
 
 @dataclass
@@ -33,32 +35,57 @@ class DataSource:
         """Names by label, if the source has any."""
         return self.val.classes if self.val else None
 
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides which image a step trains on, under names for a person to read."""
+        splits = {"train": self.train, "val": self.val}
+        return {
+            "the number of training images": self.train_length,
+            "the number of validation images": self.val_length,
+            "the class folders": self.classes,
+        } | {
+            f"the names or order of the files in {name}/": split.digest()
+            for name, split in splits.items()
+            if split is not None
+        }
+
     def __str__(self) -> str:
         training = f"{self.train_length:,} training, " if self.train_length else ""
-        return f"{self.name}: {training}{self.val_length:,} validation images"
+        text = f"{printable(self.name)}: {training}{self.val_length:,} validation images"
+        left_out = Counter[str]()
+        for split in (self.train, self.val):
+            left_out += split.index.left_out if split is not None else Counter()
+        if not left_out:
+            return text
+        kinds = ", ".join(f"{kind} {n:,}" for kind, n in left_out.most_common(_KINDS))
+        more = ", ..." if len(left_out) > _KINDS else ""
+        return f"{text}; {left_out.total():,} files left out ({printable(kinds)}{more})"
 
 
 def open_data(args: argparse.Namespace, config: VitConfig) -> DataSource:
-    """Index the images the arguments ask for. Raises DataFolderError, see ``check_folder``."""
+    """Index the images the arguments ask for. Raises DataFolderError, see ``index_split``."""
     if args.fake_data:
-        return DataSource("fake data (zeros)", TRAIN_LENGTH, VAL_LENGTH)
-    check_folder(args.data_dir, config.num_classes)
-    size, channels = config.img_size, config.in_chans
-    augment = train_transform(size, channels, tuple(args.scale), tuple(args.ratio), args.hflip)
-    train = FolderSplit(args.data_dir, "train", augment, args.seed)
-    val = _val_split(args, config)
-    if len(train) < args.batch_size:
+        source = DataSource("fake data (zeros)", TRAIN_LENGTH, VAL_LENGTH)
+    else:
+        check_folder(args.data_dir, config.num_classes)
+        augment = train_transform(
+            Preprocessing.of_arguments(args), config.img_size, config.in_chans,
+            tuple(args.scale), tuple(args.ratio), args.hflip,
+        )  # fmt: skip
+        train = FolderSplit(args.data_dir, "train", augment, args.seed, substitutes=True)
+        val = _val_split(args, config)
+        source = DataSource(args.data_dir, len(train), len(val), train, val)
+    if source.train_length < args.batch_size:
         raise DataFolderError(
-            f"{args.data_dir} has {len(train)} training images, fewer than one batch: "
-            f"use --batch_size {len(train)} or less"
+            f"{source.name} has {source.train_length} training images, fewer than one batch: "
+            f"use --batch_size {source.train_length} or less"
         )
-    return DataSource(args.data_dir, len(train), len(val), train, val)
+    return source
 
 
 def open_validation_data(args: argparse.Namespace, config: VitConfig) -> DataSource:
     """Index val/ alone; what is in train/, if there is one, does not matter.
 
-    Raises DataFolderError, see ``check_folder``.
+    Raises DataFolderError, see ``index_split``.
     """
     if args.fake_data:
         return DataSource("fake data (zeros)", 0, VAL_LENGTH)
@@ -68,8 +95,9 @@ def open_validation_data(args: argparse.Namespace, config: VitConfig) -> DataSou
 
 
 def _val_split(args: argparse.Namespace, config: VitConfig) -> FolderSplit:
-    transform = val_transform(config.img_size, config.in_chans)
-    return FolderSplit(args.data_dir, "val", transform, args.seed)
+    how = Preprocessing.of_arguments(args)
+    transform = val_transform(how, config.img_size, config.in_chans)
+    return FolderSplit(args.data_dir, "val", transform, args.seed, substitutes=False)
 
 
 def build_loaders(

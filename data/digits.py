@@ -30,7 +30,7 @@ def write_digits(root: str | os.PathLike[str]) -> Path:
     from sklearn.datasets import load_digits
 
     root = Path(root)
-    if root.exists():
+    if root.is_dir():
         return root
     digits = load_digits()
     pixels = np.round(digits.images * (255 / MAX_VALUE)).astype(np.uint8)
@@ -52,7 +52,10 @@ def write_digits(root: str | os.PathLike[str]) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the digits image folder.")
     parser.add_argument("root", nargs="?", default="datasets/digits", help="where to write")
-    print(f"digits: {write_digits(parser.parse_args().root)}")
+    try:
+        print(f"digits: {write_digits(parser.parse_args().root)}")
+    except OSError as error:
+        parser.exit(2, f"{parser.prog}: error: {error.filename}: {error.strerror}\n")
 
 
 if __name__ == "__main__":

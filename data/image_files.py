@@ -2,60 +2,92 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from PIL import Image
-from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
 
-from data.image_folder import DataFolderError
+from data.decode import extensions, read_image
+from data.errors import BrokenImageError, DataFolderError
 
 
-def find_images(paths: Iterable[str]) -> list[Path]:
+@dataclass
+class FoundImages:
+    """The files to look at, in order, and what was passed over on the way to them."""
+
+    paths: list[Path] = field(default_factory=list)
+    named: set[Path] = field(default_factory=set)
+    """Those that were named one by one."""
+    passed_over: Counter[str] = field(default_factory=Counter)
+    """How many of what is no image, by extension."""
+    unreadable: list[str] = field(default_factory=list)
+    """Folders that could not be looked into, each with the reason."""
+
+
+def find_images(paths: Iterable[str]) -> FoundImages:
     """The files named, and the images anywhere below the folders named, sorted in each.
 
-    Looks at each file's header. Raises DataFolderError for one that is missing or no
-    image, and for a folder without images.
+    Links to folders are not followed: one may lead anywhere, and round in circles. Raises
+    DataFolderError for a path that is not there, and for a folder without images.
     """
-    found: list[Path] = []
-    for path in map(Path, paths):
-        if not path.is_dir():
-            found.append(path)
-            continue
-        inside = [p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS and p.is_file()]
-        if not inside:
-            raise DataFolderError(f"{path} holds no images ({', '.join(IMG_EXTENSIONS)})")
-        found += sorted(inside)
-    for path in found:
-        if not path.exists():
-            raise DataFolderError(f"{path}: there is no such file or folder")
-        with _reading(path):
-            Image.open(path).close()
+    found = FoundImages()
+    for path in paths:
+        try:
+            os.stat(path)
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            reason = "there is no such file or folder" if missing else error.strerror
+            raise DataFolderError(f"{path or repr(path)}: {reason}") from None
+        if os.path.isdir(path):
+            _look_into(path, found)
+        else:
+            found.paths.append(Path(path))
+            found.named.add(Path(path))
     return found
 
 
+def _look_into(top: str, found: FoundImages) -> None:
+    inside = []
+
+    def note(error: OSError) -> None:
+        found.unreadable.append(f"{error.filename}: {error.strerror}")
+
+    for folder, folders, files in os.walk(top, onerror=note):
+        links = sum(os.path.islink(os.path.join(folder, name)) for name in folders)
+        if links:
+            found.passed_over["linked folder"] += links
+        for name in files:
+            suffix = os.path.splitext(name)[1].lower()
+            path = Path(folder, name)
+            if suffix not in extensions():
+                found.passed_over[suffix or "no extension"] += 1
+            elif path.is_file() or path.is_symlink():
+                inside.append(path)
+            else:  # a pipe: reading it would wait for ever
+                found.passed_over["no file"] += 1
+    if not inside:
+        why = found.unreadable[0] if found.unreadable else ".jpg, .png, or what else Pillow reads"
+        raise DataFolderError(f"{top} holds no images ({why})")
+    found.paths += sorted(inside)
+
+
 def read_batches(
-    paths: list[Path], transform: Callable, batch_size: int
+    paths: list[Path], transform: Callable, batch_size: int, broken: Callable[[Path, str], None]
 ) -> Iterator[tuple[list[Path], torch.Tensor]]:
     """Up to ``batch_size`` paths and their images, transformed, (count, channels, size, size).
 
-    Raises DataFolderError at an image that cannot be decoded.
+    ``broken`` is told the path and the reason of an image that cannot be read; it is left out.
     """
     for first in range(0, len(paths), batch_size):
-        part = paths[first : first + batch_size]
-        images = []
-        for path in part:
-            with _reading(path):
-                images.append(transform(default_loader(str(path))))
-        yield part, torch.stack(images)
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Pillow has no error of its own for a broken file: formats raise what they like."""
-    try:
-        yield
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataFolderError(f"{path} is not a readable image: {error}") from error
+        good, images = [], []
+        for path in paths[first : first + batch_size]:
+            try:
+                images.append(transform(read_image(str(path))))
+                good.append(path)
+            except BrokenImageError as error:
+                broken(path, str(error))
+        if good:
+            yield good, torch.stack(images)

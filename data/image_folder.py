@@ -3,56 +3,33 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
+import xxhash
+from PIL import Image
 from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms import v2
 
+from data.decode import read_image
+from data.errors import BrokenImageError, DataFolderError, printable
+from data.folder_index import index_split
+from data.loader import BadImage, Sample
 from data.sampler import PADDING
 
-SPLITS = ("train", "val")
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+ATTEMPTS = 10
+"""Images drawn in the place of a broken one, before the folder is given up."""
 
 
-class DataFolderError(Exception):
-    """A folder or file that cannot be used; the message says what to change."""
+def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> int:
+    """Another image than ``index``, the ``attempt``-th (from 1 on) to take its place.
 
-
-def train_transform(
-    image_size: int,
-    channels: int,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-    hflip: float,
-) -> Callable:
-    """Random resized crop (bicubic) and horizontal flip, normalised, (channels, size, size)."""
-    bicubic = v2.InterpolationMode.BICUBIC
-    crop = v2.RandomResizedCrop(image_size, scale, ratio, interpolation=bicubic)
-    return v2.Compose([crop, v2.RandomHorizontalFlip(hflip), *_to_tensor(channels)])
-
-
-def val_transform(image_size: int, channels: int) -> Callable:
-    """Resize the short side to size * 256/224 (bicubic), centre crop, normalise."""
-    resize = v2.Resize(image_size * 256 // 224, interpolation=v2.InterpolationMode.BICUBIC)
-    return v2.Compose([resize, v2.CenterCrop(image_size), *_to_tensor(channels)])
-
-
-def _to_tensor(channels: int) -> list[Callable]:
-    mean, std = list(IMAGENET_MEAN), list(IMAGENET_STD)
-    if channels == 1:
-        mean, std = [sum(mean) / 3], [sum(std) / 3]
-    return [
-        v2.Grayscale() if channels == 1 else v2.Identity(),
-        v2.PILToTensor(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize(mean, std),
-    ]
+    Depends on nothing else: so a run trains on the same images, cut over any number of
+    processes and resumed anywhere.
+    """
+    state = np.random.SeedSequence((seed, epoch, index, attempt)).generate_state(1, np.uint64)
+    return (index + 1 + int(state[0]) % max(length - 1, 1)) % length
 
 
 class FolderSplit(Dataset):
@@ -60,80 +37,72 @@ class FolderSplit(Dataset):
 
     What a transform draws at random depends on the seed, the epoch and the image
     alone: not on the worker that loads it, nor on where a run was resumed.
+
+    In the place of a broken image stands another one (``substitutes``, for training), or padding,
+    which counts for nothing.
     """
 
-    def __init__(self, root: str, split: str, transform: Callable, seed: int) -> None:
-        path = os.path.join(root, split)
-        try:
-            self._folder = ImageFolder(path, transform=transform)
-        except FileNotFoundError as error:  # raised for a class folder without images
-            raise DataFolderError(f"{path}: {str(error).splitlines()[0]}") from None
-        self._seed = seed
+    def __init__(
+        self, root: str, split: str, transform: Callable, seed: int, *, substitutes: bool
+    ) -> None:
+        """Raises DataFolderError, see ``index_split``."""
+        self.index = index_split(root, split)
+        self._top = os.path.join(root, split)
+        self._transform, self._seed, self._substitutes = transform, seed, substitutes
 
     @property
     def classes(self) -> list[str]:
         """Names by label."""
-        return self._folder.classes
+        return self.index.classes
 
     def __len__(self) -> int:
-        return len(self._folder)
+        return len(self.index.paths)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
+    def digest(self) -> str:
+        """A checksum of the images' names below the split, in order."""
+        start = len(self._top) + 1
+        names = "\n".join(path[start:] for path in self.index.paths)
+        return xxhash.xxh3_64(names.encode(errors="surrogateescape")).hexdigest()
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
         epoch, index = key
         if index == PADDING:
-            return self._blank, -1
-        return self._load(epoch, index)
+            return self._blank, PADDING, []
+        bad: list[BadImage] = []
+        image = self._read(index, bad)
+        chosen = index
+        if image is None and not self._substitutes:
+            return self._blank, PADDING, bad
+        for attempt in range(1, ATTEMPTS + 1):
+            if image is not None:
+                break
+            chosen = substitute(self._seed, epoch, index, attempt, len(self))
+            image = self._read(chosen, bad)
+        if image is None:
+            path, reason = bad[0]
+            raise DataFolderError(
+                f"{path} is not a readable image ({reason}), nor are {ATTEMPTS} others that were "
+                "tried in its place"
+            )
+        return self._transformed(image, epoch, index), self.index.labels[chosen], bad
 
-    @functools.cached_property
-    def _blank(self) -> torch.Tensor:
-        """Zeros of an image's shape, which only the transform knows."""
-        return torch.zeros_like(self._load(0, 0)[0])
+    def _read(self, index: int, bad: list[BadImage]) -> Image.Image | None:
+        """The image, or None with its path and reason added to ``bad``."""
+        path = self.index.paths[index]
+        try:
+            return read_image(path)
+        except BrokenImageError as error:
+            bad.append((printable(path), str(error)))
+            return None
 
-    def _load(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
+    def _transformed(self, image: Image.Image, epoch: int, index: int) -> torch.Tensor:
         state = np.random.SeedSequence((self._seed, epoch, index)).generate_state(1, np.uint64)
         with torch.random.fork_rng(devices=[]):
             # Only the CPU generator: torch.manual_seed would also queue work for CUDA.
             torch.default_generator.manual_seed(int(state[0] >> 1))
-            try:
-                return self._folder[index]
-            except OSError as error:
-                path = self._folder.samples[index][0]
-                raise DataFolderError(f"{path} is not a readable image: {error}") from error
+            return self._transform(image)
 
-
-def class_folders(root: str, split: str) -> list[str]:
-    """Names of the classes of a split by label; empty if there is no such folder."""
-    path = os.path.join(root, split)
-    if not os.path.isdir(path):
-        return []
-    with os.scandir(path) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir())
-
-
-def check_folder(root: str, num_classes: int, splits: Sequence[str] = SPLITS) -> None:
-    """Refuse a folder that cannot be used, in one line, without reading images.
-
-    Raises DataFolderError for a missing or empty split, class folders that differ
-    between the splits, or more classes than ``num_classes``.
-    """
-    classes = {split: class_folders(root, split) for split in splits}
-    for split, names in classes.items():
-        path = os.path.join(root, split)
-        if not os.path.isdir(path):
-            needed = " and ".join(f"{name}/<class>/*" for name in splits)
-            raise DataFolderError(f"{path} is not a folder: --data_dir needs {needed} images")
-        if not names:
-            raise DataFolderError(
-                f"{path} holds no class folders: --data_dir needs {split}/<class>/* images "
-                f"({', '.join(IMG_EXTENSIONS)})"
-            )
-    for split, other in itertools.permutations(splits, 2):
-        names = sorted(set(classes[split]) - set(classes[other]))
-        if names:
-            listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-            raise DataFolderError(
-                f"the class folders of train and val differ in {root}: only {split} has {listed}"
-            )
-    found = len(classes[splits[0]])
-    if found > num_classes:
-        raise DataFolderError(f"{root} has {found} classes, --num_classes is {num_classes}")
+    @functools.cached_property
+    def _blank(self) -> torch.Tensor:
+        """Zeros of an image's shape, which only the transform knows."""
+        return torch.zeros_like(self._transformed(Image.new("RGB", (8, 8)), 0, 0))

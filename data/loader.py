@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from data.errors import DataFolderError
 from data.sampler import GlobalBatchSampler
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Images (share, channels, height, width) float32 and labels (share,) int64, on CPU."""
+
+BadImage = tuple[str, str]
+"""Path of an image that cannot be read, and the reason in one line."""
+
+Sample = tuple[torch.Tensor, int, list[BadImage]]
+"""An image, its label, and what was found to be broken on the way to it."""
 
 
 class BatchLoader(Protocol):
@@ -33,6 +41,9 @@ class BatchLoader(Protocol):
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         """The batches of ``epoch`` from ``first_batch`` on."""
 
+    def bad_images(self) -> list[BadImage]:
+        """Those found since the last call, on this process's share; a file is told of once."""
+
 
 def _outlive_signals(_worker_id: int) -> None:
     """Of a stop, only the training process decides: until its checkpoint is written, it needs
@@ -48,19 +59,48 @@ def _end_when_told_by(parent: int) -> None:
     os._exit(0)
 
 
+class _Batches(Dataset):
+    """Whole batches of a dataset of ``Sample``, with what was broken in them.
+
+    A folder that cannot be used comes as a DataFolderError in a batch's place: raised in a worker,
+    its message would be wrapped in a traceback.
+    """
+
+    def __init__(self, samples: Dataset) -> None:
+        self._samples = samples
+
+    def __getitem__(
+        self, keys: list[tuple[int, int]]
+    ) -> tuple[Batch, list[BadImage]] | DataFolderError:
+        try:
+            samples = [self._samples[key] for key in keys]
+        except DataFolderError as error:
+            return error
+        images, labels = default_collate([(image, label) for image, label, _ in samples])
+        return (images, labels), [entry for *_, bad in samples for entry in bad]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 class DatasetLoader:
     """Loads a map-style dataset with worker processes that live for the whole run.
 
-    The dataset is indexed by (epoch, image index), see ``GlobalBatchSampler``.
+    The dataset gives a ``Sample`` for (epoch, image index), see ``GlobalBatchSampler``.
     """
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int) -> None:
         self._sampler = sampler
         # Without workers, transforms would share this process's random state with the step.
         self.prefetch_depth = 2 if num_workers else 0
+        self._told: set[str] = set()
+        self._bad: deque[BadImage] = deque()  # filled in the thread that prefetches
         self._loader = DataLoader(
-            dataset,
-            batch_sampler=sampler,
+            _Batches(dataset),
+            sampler=sampler,
+            batch_size=None,  # the sampler's batches
+            collate_fn=_as_it_is,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             worker_init_fn=_outlive_signals,
@@ -71,4 +111,15 @@ class DatasetLoader:
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         self._sampler.set_position(epoch, first_batch)
-        yield from self._loader
+        for loaded in self._loader:
+            if isinstance(loaded, DataFolderError):
+                raise loaded
+            batch, bad = loaded
+            for path, reason in bad:
+                if path not in self._told:
+                    self._told.add(path)
+                    self._bad.append((path, reason))
+            yield batch
+
+    def bad_images(self) -> list[BadImage]:
+        return [self._bad.popleft() for _ in range(len(self._bad))]

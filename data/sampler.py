@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 PADDING = -1
-"""Index of an image that is not there; data sources give it the label -1."""
+"""Index of an image that is not there, and the label that data sources give it."""
 
 
 class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
@@ -50,7 +50,8 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
 
     def _order(self) -> torch.Tensor:
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            seed = (self.seed * 1_000_003 + self.epoch) % 2**63  # what a generator takes
+            generator = torch.Generator().manual_seed(seed)
             return torch.randperm(self.length, generator=generator)
         padding = torch.full((len(self) * self.batch_size - self.length,), PADDING)
         return torch.cat([torch.arange(self.length), padding])

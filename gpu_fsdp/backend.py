@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from data.loader import Batch
 from gpu_fsdp import chips, options, te_block
 from gpu_fsdp.blocks import checkpoint_activations, compile_block
 from training.backend import InitializeModule, pass_seed
-from training.checkpoint import SafeReader, quiet_dcp
+from training.checkpoints.reader import SafeReader, quiet_dcp
+from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stopping import largest_of_all
 
 OUTER, SHARD = "dp_outer", "dp_shard"
@@ -39,6 +41,7 @@ class GpuBackend(abc.ABC):
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._copies = torch.cuda.Stream() if device.type == "cuda" else None
         self._locals: dict[str, nn.Parameter] = {}
+        self._skipped = no_counts().to(device)
 
     # -- the form of FSDP -------------------------------------------------------------
 
@@ -145,19 +148,39 @@ class GpuBackend(abc.ABC):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None: ...
 
     @torch.no_grad()
-    def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:
+    def optimizer_step(
+        self, lr: float, max_norm: float, loss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._take_gradients()
         norm = self._clip_grad_norm(max_norm)
-        self._update()
+        skipped = not_finite(loss, norm)
+        if self._has_copies():  # each has computed a norm of its own: they must decide alike
+            dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
+        self._skipped = count_skipped(self._skipped, self._judge(loss, skipped))
+        self._update(skipped)
         for part in self._locals.values():
             part.grad = None
         self._drop_gradients()
-        return norm
+        return norm, self._skipped
 
-    def _update(self) -> None:
-        self._optimizer.step()
+    def _update(self, skipped: torch.Tensor) -> None:
+        """Take AdamW's step, unless ``skipped`` is 1.0."""
+        optimizer: Any = self._optimizer
+        # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:
+        # it must be there now, AdamW's own copying would not wait.
+        part = next(iter(self._locals.values()))
+        optimizer.found_inf = skipped.to(part.device)
+        optimizer.step()
+
+    def _has_copies(self) -> bool:
+        """Whether several processes hold the same part of a parameter."""
+        return self._zero == 0 or options.mesh(self._args).outer > 1
+
+    def _judge(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+        """1.0 if the step counts as a bad one, else 0.0; asked before the update."""
+        return skipped
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """PyTorch's own clips by each DTensor's norm; uneven parts need one sum of squares."""

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,19 +20,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from gpu_fsdp import options
 from gpu_fsdp.backend import OUTER, SHARD, GpuBackend
+from gpu_fsdp.loss_scale import LossScale
 from gpu_fsdp.te_block import timm_name
 from training.backend import InitializeModule
 from training.shards import Chunk, ShardedTensor
+from training.skipped_steps import not_finite
 
 
 class Fsdp2Backend(GpuBackend):
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__(args, device)
-        self._scaler = GradScaler(device.type, enabled=args.precision == "fp16")
+        self._loss_scale = LossScale(device) if args.precision == "fp16" else None
         self._dtensors: dict[str, DTensor] = {}
         shape = options.mesh(args)
-        if self._zero == 0:  # each process is a copy: gradients are all-reduced, nothing gathered
-            shape = options.Mesh(self.world_size, 1)
         self._mesh = dist.init_device_mesh(
             device.type, (shape.outer, shape.shard), mesh_dim_names=(OUTER, SHARD)
         )
@@ -110,7 +109,8 @@ class Fsdp2Backend(GpuBackend):
         root.set_is_last_backward(is_last)
         if self._zero != 3:
             root.set_reshard_after_backward(is_last)
-        self._scaler.scale(loss).backward()
+        scaled = loss if self._loss_scale is None else loss * self._loss_scale.value
+        scaled.backward()
 
     def _take_gradients(self) -> None:
         for name, parameter in self._dtensors.items():
@@ -122,36 +122,29 @@ class Fsdp2Backend(GpuBackend):
             parameter.grad = None
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        if self._scaler.is_enabled():
-            self._scaler.unscale_(self._optimizer)
-            # What overflows on one process is skipped by all. (PyTorch 2.9's ShardedGradScaler
-            # does this, but fails with a fused optimizer.)
-            for found in self._scaler._found_inf_per_device(self._optimizer).values():
-                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if self._loss_scale is not None:
+            parts = self._locals.values()
+            self._loss_scale.unscale([part.grad for part in parts if part.grad is not None])
         return super()._clip_grad_norm(max_norm)
 
-    def _update(self) -> None:
-        self._scaler.step(self._optimizer)  # fused AdamW skips a step with infinities itself
-        self._scaler.update()
+    def _judge(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+        """Gradients that overflow are how fp16 finds its scale, as long as it can shrink."""
+        if self._loss_scale is None:
+            return skipped
+        bad_loss = not_finite(loss, loss)
+        bad = torch.maximum(bad_loss, skipped * self._loss_scale.is_least())
+        self._loss_scale.update(overflowed=skipped, counts=1 - bad_loss)
+        return bad
 
     def _norm_groups(self) -> list[dist.ProcessGroup]:
         return [self._mesh.get_group(SHARD)]
 
     def _step_state(self) -> dict[str, torch.Tensor]:
-        if not self._scaler.is_enabled():
-            return {}
-        scale = self._scaler.state_dict()
-        return {
-            "loss_scale": torch.tensor(scale["scale"]),
-            "loss_scale_good_steps": torch.tensor(scale["_growth_tracker"]),
-        }
+        return {} if self._loss_scale is None else self._loss_scale.state()
 
     def _restore_step_state(self, state: dict[str, torch.Tensor]) -> None:
-        if "loss_scale" in state:
-            self._scaler.load_state_dict({
-                **self._scaler.state_dict(), "scale": state["loss_scale"].item(),
-                "_growth_tracker": int(state["loss_scale_good_steps"]),
-            })  # fmt: skip
+        if self._loss_scale is not None and "loss_scale" in state:
+            self._loss_scale.restore(state)
 
     # -- checkpoints ------------------------------------------------------------------
 

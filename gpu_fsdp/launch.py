@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import gc
 import os
+import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,7 +16,9 @@ import torch.distributed as dist
 
 from gpu_fsdp import options
 from gpu_fsdp.backend import GpuBackend
+from training import joining
 from training.backend import Backend
+from training.errors import UsageError
 
 Run = Callable[[argparse.Namespace, Backend], None]
 
@@ -22,9 +26,8 @@ Run = Callable[[argparse.Namespace, Backend], None]
 def launch(run: Run, args: argparse.Namespace) -> None:
     """Call ``run(args, backend)`` in this process, one of a process group's."""
     device = _device()
-    # PyTorch's own default is TF32 in convolutions but not in matrix products.
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = args.tf32
+    if device.type == "cuda":
+        _choose_tf32(args.tf32)
     with _without_greetings():
         _join(device)
         backend = _backend(args, device)
@@ -38,6 +41,17 @@ def launch(run: Run, args: argparse.Namespace) -> None:
         del backend
         gc.collect()
         dist.destroy_process_group()
+
+
+def _choose_tf32(allowed: bool) -> None:
+    """PyTorch's own default is TF32 in convolutions but not in matrix products.
+
+    PyTorch 2.9 warns of this interface; its torch.compile still asks it, and refuses a mixture.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use the new API settings")
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
 
 
 @contextlib.contextmanager
@@ -68,10 +82,32 @@ def _join(device: torch.device) -> None:
     backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     bound = device if device.type == "cuda" else None
     if "RANK" in os.environ:
-        dist.init_process_group(backends, device_id=bound)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store: dist.Store = joining.join(rank, world_size)
+        _check_devices_alike(store, world_size, device)
     else:
-        store = dist.HashStore()
-        dist.init_process_group(backends, store=store, rank=0, world_size=1, device_id=bound)
+        rank, world_size, store = 0, 1, dist.HashStore()
+    dist.init_process_group(
+        backends, store=store, rank=rank, world_size=world_size, device_id=bound
+    )
+
+
+def _check_devices_alike(store: dist.Store, world_size: int, device: torch.device) -> None:
+    """Raises UsageError in all processes if some have a GPU and some not: NCCL would wait for all,
+    and without ``--fsdp`` they would even choose different forms of it."""
+    store.add(f"on_{device.type}", 1)
+    if device.type == "cpu":
+        store.set("without_gpu", socket.gethostname())
+    if store.add("told_device", 1) == world_size:
+        store.set("all_told_device", "")
+    store.wait(["all_told_device"])
+    if 0 < store.add("on_cuda", 0) < world_size:
+        host = store.get("without_gpu").decode()
+        raise UsageError(
+            f"PyTorch finds no CUDA GPU on {host}, but on other nodes: see what nvidia-smi says "
+            "there, or start without that node",
+            agreed=True,
+        )
 
 
 def _backend(args: argparse.Namespace, device: torch.device) -> GpuBackend:

@@ -166,10 +166,11 @@ class MegatronBackend(GpuBackend):
             local = self._locals[name]
             grad: Any = parameter.grad
             # An empty part has no gradient, but its step counter shall move with the others'.
+            assert grad is not None or not local.numel(), f"{name} got no gradient"
             local.grad = torch.empty_like(local) if grad is None else grad.to_local()
 
-    def _update(self) -> None:
-        super()._update()
+    def _update(self, skipped: torch.Tensor) -> None:
+        super()._update(skipped)
         self._model.install_optimized_model_weights()
         if self._zero and not self._args.overlap_param_gather:
             self._model.start_param_sync(force_sync=True)
@@ -188,7 +189,8 @@ class MegatronBackend(GpuBackend):
 
     def close(self) -> None:
         super().close()
-        for hook in self._model.grad_acc_hooks.values():  # held by tensors, and hold the model
+        model = getattr(self, "_model", None)  # not yet there where a mistake has ended the run
+        for hook in model.grad_acc_hooks.values() if model else ():  # in tensors; hold the model
             hook.remove()
 
     # -- checkpoints ------------------------------------------------------------------

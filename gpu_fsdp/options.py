@@ -53,6 +53,9 @@ def zero_dp_strategy(args: argparse.Namespace) -> int:
 
 
 def mesh(args: argparse.Namespace) -> Mesh:
+    """The mesh of a run. Without sharding FSDP2 has one of copies: it all-reduces gradients."""
+    if zero_dp_strategy(args) == 0 and fsdp_form(args) == "fsdp2":
+        return Mesh(world_size(), 1)
     return Mesh(args.dp_outer, args.dp_shard or max(1, world_size() // args.dp_outer))
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+_LONGEST_LINE = 65536
+"""Bytes; what comes without an end is cut there."""
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")  # a last \r may be half of \r\n
 _BAR_SECONDS = 10.0
 """Of a progress bar, which ends its lines with \\r, a line in so many seconds is shown."""
@@ -27,9 +29,9 @@ def lines(source: IO[bytes]) -> Iterator[bytes]:
     """Complete lines as they come, without their ends; few of those that overwrite another."""
     rest, shown = b"", float("-inf")
     while data := os.read(source.fileno(), 65536):
+        start, searched = 0, max(0, len(rest) - 1)
         rest += data
-        start = 0
-        for end in _LINE_END.finditer(rest):
+        for end in _LINE_END.finditer(rest, searched):
             line, is_bar = rest[start : end.start()], end.group() == b"\r"
             start = end.end()
             if is_bar:
@@ -37,6 +39,12 @@ def lines(source: IO[bytes]) -> Iterator[bytes]:
                     continue
                 shown = time.monotonic()
             yield line
+        while len(rest) - start > _LONGEST_LINE:
+            cut = start + _LONGEST_LINE
+            while cut > start + _LONGEST_LINE - 3 and rest[cut] & 0xC0 == 0x80:
+                cut -= 1  # not within a character of UTF-8
+            yield rest[start:cut]
+            start = cut
         rest = rest[start:]
     if rest.strip():
         yield rest.rstrip(b"\r")
@@ -47,7 +55,7 @@ class Worker:
 
     def __init__(self, index: int, command: Sequence[str], pod: Pod) -> None:
         self.index, self._pod = index, pod
-        self._log = (pod.log_dir / f"worker_{index}.log").open("ab", buffering=0)
+        self._log = pod.open_log(index)
         # In a session of its own: Ctrl-C would end the client, and tell the program nothing.
         self._client = subprocess.Popen(
             command, start_new_session=True,
@@ -95,6 +103,7 @@ class Pod:
         """A worker's end with its exit code, or a signal to this process."""
         self.stopped = False
         """By a signal to this process: not to be started again."""
+        self._lacks_logs = False
         self._writing = threading.Lock()
         self._running: set[Worker] = set()
         self._deadline: tuple[float, int] | None = None
@@ -102,6 +111,17 @@ class Pod:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._note)
+
+    def open_log(self, index: int) -> IO[bytes]:
+        """A worker's log, or, where that cannot be written any more, none: training goes on."""
+        try:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            return (self.log_dir / f"worker_{index}.log").open("ab", buffering=0)
+        except OSError as error:
+            if not self._lacks_logs:
+                self.say(f"going on without logs: {self.log_dir}: {error.strerror}")
+            self._lacks_logs = True
+            return open(os.devnull, "ab", buffering=0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.events.put(number)

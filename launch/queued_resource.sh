@@ -23,6 +23,8 @@ while (($#)) && [[ $1 != -- ]]; do
             set -- "$1=$2" "${@:3}"
             continue
             ;;
+        --tpu= | --type= | --version= | --zone= | --project=) fail "$1 needs a value" ;;
+        -h | --help | --dry_run) fail "$1 is not for this script: its head tells what it does" ;;
         --tpu=?*) tpu=${1#*=} ;;
         --type=?*) type=${1#*=} ;;
         --version=?*) version=${1#*=} ;;
@@ -38,7 +40,8 @@ done
 [[ -n $tpu ]] || fail "--tpu=NAME is missing"
 command -v gcloud > /dev/null || fail "no gcloud on PATH: install it, https://cloud.google.com/sdk/docs"
 poll=${POLL_SECONDS:-30}
-[[ $poll =~ ^[0-9.]+$ ]] || fail "POLL_SECONDS=$poll is not a number"
+[[ $poll =~ ^[0-9]{0,6}(\.[0-9]+)?$ && $poll =~ [1-9] ]] ||
+    fail "POLL_SECONDS=$poll is not a number of seconds above 0"
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 whole=(--tpu="$tpu" ${place[@]+"${place[@]}"} ${network[@]+"${network[@]}"})

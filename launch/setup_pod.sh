@@ -19,6 +19,7 @@ while (($#)); do
             set -- "$1=$2" "${@:3}"
             continue
             ;;
+        --tpu= | --zone= | --project= | --dir=) fail "$1 needs a value" ;;
         --tpu=?*) tpu=${1#*=} ;;
         --dir=?*) dir=${1#*=} ;;
         --zone=?* | --project=?* | --internal-ip) where+=("$1") ;;
@@ -27,7 +28,7 @@ while (($#)); do
     shift
 done
 [[ -n $tpu ]] || fail "--tpu=NAME is missing"
-[[ $dir =~ ^[A-Za-z0-9._-]+$ ]] || fail "--dir=$dir is not the plain name of a folder"
+[[ $dir =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] || fail "--dir=$dir is not the plain name of a folder"
 command -v gcloud > /dev/null || fail "no gcloud on PATH: install it, https://cloud.google.com/sdk/docs"
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."

@@ -2,9 +2,13 @@
 # Train on all GPUs of this node, or of several:
 #   launch/torchrun.sh [torchrun options --] <flags of run_vit_training.py>
 # Several nodes: the same command on each, with NNODES, MASTER_ADDR and either NODE_RANK (0, 1, ...)
-# or, for nodes that number themselves and may be restarted, RDZV_ID (the same string on all).
+# or, for nodes that number themselves and may be restarted one by one, RDZV_ID (the same string on
+# all). They meet first (launch/meet.py): every 10 s each says who is missing; after JOIN_TIMEOUT
+# seconds (600; 0: never) they end with code 1.
 # Also from the environment: NPROC_PER_NODE (default: all GPUs), MASTER_PORT (29500),
-# MAX_RESTARTS (0), PYTHON (python3).
+# MAX_RESTARTS (0): starts all processes again after one failed, from the newest checkpoint;
+# STEP_TIMEOUT_S (1800; 0: off): the default of --step_timeout_s, so that a hang is a failure, too;
+# PYTHON (python3).
 set -euo pipefail
 
 fail() {
@@ -12,8 +16,9 @@ fail() {
     exit 2
 }
 
-positive() { # positive NAME VALUE
-    [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1=$2 is not a positive number"
+whole() { # whole NAME VALUE LEAST MOST
+    [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] && (($2 >= $3 && $2 <= $4)) ||
+        fail "$1=$2 is not a whole number of $3 to $4"
 }
 
 options=() # torchrun's: what stands before the first --
@@ -29,23 +34,19 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 command -v "$python" > /dev/null || fail "$python not found: set PYTHON"
 
-nnodes=${NNODES:-1}
-positive NNODES "$nnodes"
-meeting=(--nnodes "$nnodes")
-if ((nnodes == 1)); then
-    # A free port, so that two runs on one machine do not meet.
-    meeting+=(--rdzv-backend c10d --rdzv-endpoint localhost:0)
-else
+nnodes=${NNODES:-1} port=${MASTER_PORT:-29500} rank=${NODE_RANK:-}
+whole NNODES "$nnodes" 1 100000
+whole MASTER_PORT "$port" 1 65535
+whole JOIN_TIMEOUT "${JOIN_TIMEOUT:=600}" 0 100000000
+whole MAX_RESTARTS "${MAX_RESTARTS:=0}" 0 1000000
+whole STEP_TIMEOUT_S "${STEP_TIMEOUT_S:=1800}" 0 100000000
+whole RUN_ATTEMPT "${RUN_ATTEMPT:=0}" 0 100000000
+if ((nnodes > 1)); then
     [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES=$nnodes needs MASTER_ADDR, the first node's address"
-    port=${MASTER_PORT:-29500}
-    positive MASTER_PORT "$port"
-    if [[ -n ${RDZV_ID:-} ]]; then
-        meeting+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$port" --rdzv-id "$RDZV_ID")
-    else
-        rank=${NODE_RANK:-}
-        [[ $rank =~ ^(0|[1-9][0-9]*)$ ]] && ((rank < nnodes)) ||
+    [[ $MASTER_ADDR =~ ^[[:alnum:].:_-]+$ ]] || fail "MASTER_ADDR=$MASTER_ADDR is no address"
+    if [[ -z ${RDZV_ID:-} ]]; then
+        [[ $rank =~ ^(0|[1-9][0-9]{0,8})$ ]] && ((rank < nnodes)) ||
             fail "NNODES=$nnodes needs NODE_RANK of 0 to $((nnodes - 1)) (this is '$rank') or RDZV_ID"
-        meeting+=(--node-rank "$rank" --master-addr "$MASTER_ADDR" --master-port "$port")
     fi
 fi
 
@@ -57,13 +58,15 @@ if [[ -z $processes ]]; then
     ((processes > 0)) ||
         fail "PyTorch sees no GPU here: set NPROC_PER_NODE to train on the CPU, with gloo"
 fi
-positive NPROC_PER_NODE "$processes"
+whole NPROC_PER_NODE "$processes" 1 256
 
 # What the user has set stays as it is.
 # torchrun would set 1 thread a process, and leave most cores idle that compute on the host (AdamW
 # under --cpu_offload, checkpoints).
 threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+[[ $OMP_NUM_THREADS =~ ^[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*$ ]] ||
+    fail "OMP_NUM_THREADS=$OMP_NUM_THREADS is not a number of threads (or several, with commas)"
 # Gathered blocks of changing sizes break fixed segments into pieces that fit nothing: grow them
 # instead. PyTorch 2.9 warns of the older name, PYTORCH_CUDA_ALLOC_CONF.
 if [[ -z ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then
@@ -72,8 +75,21 @@ fi
 # NCCL is silent by default: this prints why a connection failed, nothing else. Which network
 # interface nodes share only the user knows: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# By these the program knows that it was started again, and then resumes whatever --resume says:
+# torchrun's own count comes on top of RUN_ATTEMPT. Several nodes get one RUN_JOB_ID as they meet.
+export STEP_TIMEOUT_S JOIN_TIMEOUT RUN_ATTEMPT
+export TORCHRUN_PID=$$ # this process becomes torchrun; what it starts ends with it
 
 # The last of two equal options wins: the user's come after these.
-exec "$python" -m torch.distributed.run "${meeting[@]}" --nproc-per-node "$processes" \
-    --max-restarts "${MAX_RESTARTS:-0}" ${options[@]+"${options[@]}"} \
-    "$root/run_vit_training.py" --backend cuda "$@"
+words=(--nproc-per-node "$processes" --max-restarts "$MAX_RESTARTS" ${options[@]+"${options[@]}"}
+    "$root/run_vit_training.py" --backend cuda "$@")
+if ((nnodes == 1)); then
+    export RUN_JOB_ID=${RUN_JOB_ID:-$(uname -n)-$(date +%Y%m%d-%H%M%S)-$$}
+    # A free port, so that two runs on one machine do not meet.
+    exec "$python" -m torch.distributed.run --nnodes 1 \
+        --rdzv-backend c10d --rdzv-endpoint localhost:0 "${words[@]}"
+fi
+who=(--rank "$rank")
+[[ -z ${RDZV_ID:-} ]] || who=(--rdzv_id="$RDZV_ID")
+exec "$python" "$root/launch/meet.py" --nodes "$nnodes" "${who[@]}" --address="$MASTER_ADDR" \
+    --port "$port" --limit "$JOIN_TIMEOUT" -- "${words[@]}"

@@ -30,6 +30,17 @@ SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnect
 """ssh tells of a worker that is gone after two minutes; by itself it may wait for hours."""
 
 
+MISTAKE = 2
+"""Exit code of a program that was called wrongly: starting it again does not mend that."""
+STEP_TIMEOUT_SECONDS = 1800
+LARGEST_COUNT = 10_000_000
+"""Of seconds, which is months: Python cannot wait for as long as an int can say."""
+
+
+LONGEST_WORD = 120_000
+"""Bytes; Linux takes 128 KiB."""
+
+
 class Mistake(Exception):
     """Of the user: told in one line, exit code 2."""
 
@@ -50,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not shutil.which("gcloud"):
             raise Mistake("no gcloud on PATH: install it, https://cloud.google.com/sdk/docs")
+        ssh_command(args, job, 0, 0)  # a mistake in it is told before anything is started
         workers = count_workers(args)
         log_dir = Path(args.log_dir or f"runs/xla_dist-{job}")
         try:
@@ -58,14 +70,14 @@ def main(argv: Sequence[str]) -> int:
             raise Mistake(f"--log_dir {log_dir}: {error.strerror}") from None
     except Mistake as mistake:
         print(f"xla_dist: error: {mistake}", file=sys.stderr)
-        return 2
+        return MISTAKE
     except KeyboardInterrupt:  # nothing has been started yet
         return 130
     pod = Pod(log_dir, args.grace)
     pod.say(f"{workers} worker(s) of {args.tpu}, logs in {log_dir}")
     for attempt in range(args.max_restarts + 1):
         code = pod.run([ssh_command(args, job, attempt, index) for index in range(workers)])
-        if code == 0 or pod.stopped:
+        if code in (0, MISTAKE) or pod.stopped:
             break
         left = args.max_restarts - attempt
         if left:
@@ -87,6 +99,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             "no command: give it after --, as in --tpu=NAME -- python3 -u run_vit_training.py"
         )
     args = build_parser().parse_args(own)
+    if command and not command[0]:
+        raise Mistake("the command after -- begins with an empty word")
     args.command = command
     return args
 
@@ -101,9 +115,11 @@ def build_parser() -> argparse.ArgumentParser:
         "others are ended. Exit code: that of the first that failed.",
     )  # fmt: skip
     add = parser.add_argument
-    add("--tpu", metavar="NAME", required=True, help="the TPU VM, as gcloud names it")
-    add("--zone", help="its zone (default: gcloud's configuration)")
-    add("--project", help="its project (default: gcloud's configuration)")
+    add(
+        "--tpu", metavar="NAME", type=tpu_name, required=True, help="the TPU VM, as gcloud names it"
+    )
+    add("--zone", type=not_empty, help="its zone (default: gcloud's configuration)")
+    add("--project", type=not_empty, help="its project (default: gcloud's configuration)")
     add(
         "--internal-ip",
         action="store_true",
@@ -115,11 +131,15 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         type=variable,
-        help="set in the program's environment; may be given often (default: PJRT_DEVICE=TPU)",
+        help="set in the program's environment; may be given often. By default PJRT_DEVICE=TPU; "
+        f"STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, the default of --step_timeout_s in "
+        "run_vit_training.py, so that a hang is a failure (0: off); RUN_JOB_ID and RUN_ATTEMPT (0, "
+        "1, ...), by which the program knows that it was started again",
     )
     add(
         "--workdir",
         metavar="DIR",
+        type=not_empty,
         default="~",
         help="folder on the workers to run COMMAND in (default: the home folder there)",
     )
@@ -134,8 +154,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         type=count,
         default=0,
-        help="times to start all workers again after one failed; training resumes from its newest "
-        "checkpoint (default: 0)",
+        help="times to start all workers again after one failed, unless with exit code 2, a wrong "
+        "command line; training resumes from its newest checkpoint (default: 0)",
     )
     add(
         "--grace",
@@ -148,6 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--log_dir",
         metavar="DIR",
+        type=not_empty,
         help="for worker_<i>.log, all output of a worker (default: runs/xla_dist-NAME-TIME-PID)",
     )
     add("--dry_run", action="store_true",
@@ -163,9 +184,23 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of 0 or more, up to {LARGEST_COUNT:,}"
+        )
     return int(text)
+
+
+def tpu_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a TPU VM")
+    return text
+
+
+def not_empty(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
 
 
 # -- gcloud ---------------------------------------------------------------------------
@@ -189,7 +224,13 @@ def ssh_command(args: argparse.Namespace, job: str, attempt: int, index: int) ->
         "job": f"{job}-{index}",
         "attempt": attempt,
         "command": args.command,
-        "env": {"PJRT_DEVICE": "TPU", **dict(args.env)},
+        "env": {
+            "PJRT_DEVICE": "TPU",
+            "STEP_TIMEOUT_S": str(STEP_TIMEOUT_SECONDS),
+            "RUN_JOB_ID": job,
+            "RUN_ATTEMPT": str(attempt),
+            **dict(args.env),
+        },
         "workdir": args.workdir,
         "grace": args.grace,
         "end_all": args.restart_tpuvm_pod_server and attempt == 0,
@@ -198,6 +239,8 @@ def ssh_command(args: argparse.Namespace, job: str, attempt: int, index: int) ->
     source = base64.b85encode(zlib.compress(Path(pod_worker.__file__).read_bytes(), 9)).decode()
     start = f"import base64, zlib; exec(zlib.decompress(base64.b85decode({source!r})))"
     remote = shlex.join(["exec", "python3", "-c", start, json.dumps(task)])
+    if len(remote) > LONGEST_WORD:
+        raise Mistake("the command and --env are too long for a command line: use a file")
     command = gcloud(args, "ssh", args.tpu, f"--worker={index}", f"--command={remote}")
     if args.internal_ip:
         command.append("--internal-ip")
@@ -211,7 +254,10 @@ def count_workers(args: argparse.Namespace) -> int:
         told = [line for line in asked.stderr.splitlines() if line.strip()] or ["no reason given"]
         reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", told[0]).split())
         raise Mistake(f"gcloud cannot describe --tpu {args.tpu}, check it and --zone: {reason}")
-    node = json.loads(asked.stdout)
+    try:
+        node = json.loads(asked.stdout)
+    except ValueError:
+        raise Mistake(f"gcloud described --tpu {args.tpu} by something else than JSON") from None
     if (state := node.get("state")) != "READY":
         raise Mistake(f"--tpu {args.tpu} is {state}, not READY: start or create it first")
     if not (endpoints := node.get("networkEndpoints")):

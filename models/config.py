@@ -56,6 +56,12 @@ class VitConfig:
         """Length of the sequence the blocks see: patches, class token, registers."""
         return self.num_patches + int(self.class_token) + self.reg_tokens
 
+    @property
+    def train_tokens(self) -> int:
+        """The same in training, where ``patch_drop_rate`` leaves a share of the patches only."""
+        dropped = self.num_patches - max(1, int(self.num_patches * (1.0 - self.patch_drop_rate)))
+        return self.num_tokens - dropped
+
 
 _VIT_10B = VitConfig()
 # Heads of 128: the width of a TPU's matrix unit. 12 * depth * embed_dim^2 parameters.

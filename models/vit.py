@@ -93,7 +93,7 @@ def train_flops_per_image(config: VitConfig) -> float:
     recomputation under gradient checkpointing not counted: the convention of MFU
     in PaLM (Chowdhery et al. 2022, appendix B).
     """
-    width, tokens = config.embed_dim, config.num_tokens
+    width, tokens = config.embed_dim, config.train_tokens
     hidden = int(width * config.mlp_ratio)
     block_macs = tokens * (4 * width * width + 2 * width * hidden) + 2 * tokens**2 * width
     patch_macs = config.num_patches * width * config.in_chans * config.patch_size**2

@@ -29,8 +29,9 @@ TINY_RUN = (
 class Result:
     """A finished run: what it printed, what it left in --ckpt_dir."""
 
-    stdout: str
     ckpt_dir: Path
+    stdout: str = ""
+    stderr: str = ""
 
     @property
     def records(self) -> list[dict]:
@@ -108,18 +109,20 @@ def run_program(
     )  # fmt: skip
 
 
-def train_tiny(ckpt_dir: Path, *flags: str, devices: int = 1, warm: bool = True) -> Result:
-    """Six steps of a two-block model on digits on XLA; must succeed. Later flags win."""
-    return _train(ckpt_dir, "--cpu_devices", str(devices), *flags, warm=warm)
+def train_tiny(
+    ckpt_dir: Path, *flags: str, devices: int = 1, program: str = "", warm: bool = True
+) -> Result:
+    """Six steps of a two-block model on digits on XLA; must succeed. Later flags win.
+
+    ``program`` is a module to run in place of run_vit_training.py.
+    """
+    return _train(ckpt_dir, "--cpu_devices", str(devices), *flags, program=program, warm=warm)
 
 
 def train_tiny_gpu(
     ckpt_dir: Path, *flags: str, processes: int = 1, program: str = "", warm: bool = True
 ) -> Result:
-    """The same on the GPU backend: under torchrun, with gloo where there is no GPU.
-
-    ``program`` is a module to run in place of run_vit_training.py.
-    """
+    """The same on the GPU backend: under torchrun, with gloo where there is no GPU."""
     flags = ("--backend", "cuda", *flags)
     return _train(ckpt_dir, *flags, processes=processes, program=program, warm=warm)
 
@@ -129,4 +132,4 @@ def _train(ckpt_dir: Path, *flags: str, program: str = "", **how: Any) -> Result
     source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
     done = run_program(*start, *source, *TINY_MODEL, *TINY_RUN, *flags, **how)
     assert done.returncode == 0, done.stdout + done.stderr
-    return Result(done.stdout, ckpt_dir)
+    return Result(ckpt_dir, done.stdout, done.stderr)

@@ -29,7 +29,7 @@ def measure(args: argparse.Namespace, backend) -> None:
     for _ in range(2):
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         backend.backward(loss, is_last=True)
-        backend.optimizer_step(1e-3, 1.0)
+        backend.optimizer_step(1e-3, 1.0, loss)
     backend.wait()
 
     def on_first_device(tensors) -> int:

@@ -7,6 +7,24 @@ import contextlib
 import sys
 
 import torch
+from torch.distributed import distributed_c10d
+
+
+class OneThreadGloo(distributed_c10d.ProcessGroupGloo):
+    """gloo with one thread a group, not two, so that they cannot corrupt the heap.
+
+    After each collective, its thread assigns the collective's name to a string of the group,
+    without a lock (PyTorch 2.9, ``ProcessGroupGloo::runLoop``). Two at once free the same memory
+    twice, where a name is too long to be held in the string itself: "ALLGATHER_COALESCED". Only
+    Megatron-FSDP asks for that, and outside of tests of NCCL.
+    """
+
+    def __init__(self, store, rank, size, timeout):
+        options = self._Options()
+        options._devices = [self.create_default_device()]
+        options._threads = 1
+        options._timeout = timeout
+        super().__init__(store, rank, size, options)
 
 
 class Nothing:
@@ -20,6 +38,7 @@ class Nothing:
 
 def without_cuda() -> None:
     """Replace what megatron_fsdp calls of torch.cuda; before it is imported."""
+    distributed_c10d.ProcessGroupGloo = OneThreadGloo
     torch.cuda.Stream = torch.cuda.Event = Nothing
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.current_stream = lambda *args: Nothing()

@@ -12,6 +12,8 @@ import run_vit_training
 from gpu_fsdp import options
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
 from tests.usage_error import told_in_one_line
+from training.arguments import parse_arguments
+from training.validation import check_run
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +109,24 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--lr -1", "must be at least 0"),
         ("--mlp_dropout 1", "must be at least 0 and below 1"),
         ("--batch_size 0", "must be at least 1"),
+        (f"--seed {10**20}", "must be at least 0 and at most 9223372036854775807"),
+        ("--lr inf", "'inf' is not a finite number"),
+        ("--lr nan", "'nan' is not a finite number"),
+        ("--lr 1e400", "'1e400' is not a finite number"),
+        ("--clip_grad_norm nan", "'nan' is not a finite number"),
+        ("--hflip nan", "'nan' is not a finite number"),
+        ("--mean inf inf inf", "'inf' is not a finite number"),
+        ("--mean 123 117 104", "123 must be at least 0 and at most 1"),
+        ("--crop_pct 0", "0 must be at least 0.1 and at most 1"),
+        ("--interpolation cubic", "invalid choice: 'cubic'"),
+        (f"--num_epochs {10**30}", "0 must be at least 1 and at most 1000000000"),
+        (f"--max_steps {'9' * 5000}", f"'{'9' * 40}...' is not a whole number"),
+        (f"--num_workers {10**9}", "must be at least 0 and at most 1024"),
+        (f"--num_blocks {10**9}", "must be at least 1 and at most 1000"),
+        ("--in_chans 2", "'2' is neither 3 (RGB) nor 1 (grey)"),
+        ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 leaves no MLP"),
+        ("--fake_data --batch_size 1281168", "1281167 training images, fewer than one batch"),
+        ("--data_dir=", "--data_dir is empty"),
         ("--batch 16", "unrecognized arguments: --batch 16"),
     ],
 )
@@ -152,8 +172,10 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
     ],
 )
 def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
-    """In the first of four processes, without CUDA."""
+    """In the first of four processes, without CUDA and TransformerEngine."""
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
     assert words in complaint(capsys, tmp_path / "ckpt", "--backend", "cuda", *flags.split())
 
 
@@ -194,10 +216,52 @@ def test_wandb_is_not_installed(capsys, tmp_path, monkeypatch):
     assert "--wandb needs the package wandb: python3 -m pip install wandb" in line
 
 
-def test_only_the_first_process_complains(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        (None, "--wandb needs a login on this host: wandb login, or WANDB_API_KEY; WANDB_MODE=off"),
+        (("WANDB_API_KEY", "short"), "--wandb: WANDB_API_KEY invalid: API key must have 40+ char"),
+        (("WANDB_MODE", "none"), "--wandb: 1 validation error for Settings, mode"),
+    ],
+)
+def test_wandb_without_a_login(variable, words, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("wandb").teardown()  # what it knows of the environment
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if variable:
+        monkeypatch.setenv(*variable)
+    assert words in complaint(capsys, tmp_path / "ckpt", "--wandb", "p")
+
+
+@pytest.mark.parametrize("login", ["key", "netrc", "offline", "second process"])
+def test_wandb_with_a_login(login, tmp_path, monkeypatch):
+    pytest.importorskip("wandb").teardown()
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    netrc = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
+    if login == "key":
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    elif login == "netrc":
+        netrc.write_text(f"machine api.wandb.ai\n login user\n password {'0' * 40}\n")
+    elif login == "offline":
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    else:
+        monkeypatch.setenv("RANK", "1")
+    check_run(parse_arguments(["--wandb", "p"]), 1)
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("1", 0), ("0", 1)])
+def test_only_the_first_process_of_a_node_complains(
+    local_rank, lines, capsys, tmp_path, monkeypatch
+):
+    """What is wrong may be wrong on that node alone."""
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert run_vit_training.main(["--image_size", "15", "--ckpt_dir", str(tmp_path / "x")]) == 2
-    assert capsys.readouterr().err == ""
+    assert len(capsys.readouterr().err.splitlines()) == lines
 
 
 def test_ckpt_dir_is_a_file(capsys, tmp_path):
@@ -261,7 +325,8 @@ def test_unreadable_checkpoint(finished, capsys, tmp_path):
     assert cannot in said(lambda f: (f / ".metadata").write_bytes(b"garbage"))
     assert cannot in said(lambda f: (f / "__0_0.distcp").unlink())
     assert cannot in said(lambda f: (f / "__0_0.distcp").write_bytes(b"short"))
-    assert "no .metadata file" in said(lambda f: (f / ".metadata").unlink())
+    assert cannot in said(lambda f: (f / ".metadata").unlink())
+    assert "was not written to its end" in said(lambda f: (f / "manifest.json").unlink())
 
 
 def test_as_a_program(tmp_path):

@@ -21,10 +21,10 @@ MODEL = (
 ).split()
 
 
-def compile_for(topology, *flags):
+def compile_for(topology, *flags, code=0):
     where = f"run_vit_training.py --compile_only --json --tpu_topology {topology}".split()
     done = run_program(*where, *MODEL, *flags)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return json.loads(done.stdout)
 
 
@@ -186,12 +186,31 @@ def test_what_a_refusal_asks_for(message, asked):
 @pytest.mark.long
 def test_too_large_is_told(tmp_path):
     found = compile_for(
-        "v5e:2x2", "--model", "vit_10b", "--embed_dim", "8192", "--num_blocks", "16"
+        "v5e:2x2", "--model", "vit_10b", "--embed_dim", "8192", "--num_blocks", "16", code=3
     )
     assert not found["fits"]
     state = 12 * found["parameters"] / 4
     assert found["peak_hbm_bytes"] > state > found["hbm_capacity_bytes"]
     assert found["hbm_capacity_bytes"] == math.floor(15.75 * 2**30)
+
+
+def test_one_chip_and_the_users_limit(monkeypatch):
+    """The compiler refuses what does not fit in 4 MiB; the exit code says so."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_max_hbm_size_mib=4")
+    size = "--image_size 64 --patch_size 8 --embed_dim 128 --num_heads 2 --num_blocks 2".split()
+    found = compile_for("v6e:1x1", "--precision", "bf16", *size, code=3)
+    assert not found["fits"]
+    assert found["chips"] == found["devices"] == 1
+    assert found["peak_hbm_bytes"] > 4 * 2**20
+    assert "replicated" not in found["sharding"]  # there is nothing to cut for
+
+
+def test_a_chip_of_v4_is_one_device():
+    """Its two cores are joined, as in a run (TPU_MEGACORE); half of the HBM was told before."""
+    found = compile_for("v4:2x2x1", "--precision", "bf16", "--num_blocks", "1")
+    assert found["chips"] == found["devices"] == 4
+    assert found["compute_s"] == pytest.approx(found["flops_per_chip"] / 275e12)
+    assert found["fits"]
 
 
 @pytest.mark.long

@@ -11,8 +11,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from data.build import build_loaders, open_data
-from data.digits import write_digits
-from data.image_folder import DataFolderError, FolderSplit, check_folder, val_transform
+from data.digits import main, write_digits
+from data.errors import DataFolderError
+from data.folder_index import check_folder, index_split
 from data.sampler import GlobalBatchSampler
 from models.config import VitConfig
 
@@ -47,6 +48,17 @@ def test_digits_tree_holds_scikit_learns_images(tmp_path):
     stamp = files[0].stat().st_mtime_ns
     write_digits(root)  # a second call writes nothing
     assert files[0].stat().st_mtime_ns == stamp
+
+
+def test_digits_cannot_be_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "digits"):
+        monkeypatch.setattr("sys.argv", ["digits", str(root)])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("digits: error: ")
+        assert line.endswith("Not a directory")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -140,21 +152,10 @@ def test_fake_data_is_one_batch_of_zeros():
     assert counts == 50_000
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_broken_image_is_named(tmp_path, num_workers):
-    for split in ("train", "val"):
-        (tmp_path / split / "a").mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / split / "a" / "good.png")
-    (tmp_path / "train" / "a" / "broken.png").write_bytes(b"no image")
-    train, _ = loaders(arguments(tmp_path, batch_size=2, num_workers=num_workers))
-    with pytest.raises(DataFolderError, match=r"broken\.png is not a readable image"):
-        next(train.epoch(0))
-
-
 def test_class_folder_without_images(tmp_path):
     (tmp_path / "train" / "a").mkdir(parents=True)
     with pytest.raises(DataFolderError, match="a"):
-        FolderSplit(str(tmp_path), "train", val_transform(16, 3), 0)
+        index_split(str(tmp_path), "train")
 
 
 def test_too_many_classes(digits):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import sys
 
@@ -16,7 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 import run_vit_training
 from tests.cli import DIGITS, TINY_MODEL, run_program, train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
-from training.checkpoint import quiet_dcp, read_saved_run
+from training.checkpoints.reader import quiet_dcp, read_saved_run
 
 WORDS = "zero one two three four five six seven eight nine".split()
 CLASSES = sorted(WORDS)  # their order is not that of the digits
@@ -63,7 +64,7 @@ def files(trained, tmp_path_factory):
     torch.save({"state_dict": wrapped}, root / "wrapped.pt")
     save_file({name: tensor.contiguous() for name, tensor in state.items()},
               root / "bare.safetensors")  # fmt: skip
-    del content["training"]["classes"]
+    del content["training"]["classes"], content["training"]["format"]
     with quiet_dcp():
         writer = dcp.FileSystemWriter(root / "step_earlier")
         dcp.save(content, storage_writer=writer, no_dist=True)
@@ -113,14 +114,21 @@ def test_folder_of_images_from_a_run(trained, files, tmp_path):
     images = tmp_path / "images"
     shutil.copytree(DIGITS / "val" / "3", images / "b")
     shutil.copy(IMAGE, images / "A.PNG")
+    Image.open(IMAGE).save(images / "still.gif")
     (images / "notes.txt").touch()
+    (images / "cut.png").write_bytes(IMAGE.read_bytes()[:-40])
+    (images / "up").symlink_to("..")
+    os.mkfifo(images / "pipe.png")
     done = run_program(
         "run_vit_training.py", "--predict", str(images), str(IMAGE), "--json",
         "--resume", str(trained.ckpt_dir),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    paths = [images / "A.PNG", *sorted((images / "b").iterdir()), IMAGE]
+    assert done.stderr.splitlines() == [
+        "passed over in the folders, 3 in all: linked folder 1, .txt 1, no file 1",
+        f"{images}/cut.png is not a readable image: image file is truncated",
+    ]
+    paths = [images / "A.PNG", *sorted((images / "b").iterdir()), images / "still.gif", IMAGE]
     assert len(paths) > 32
     assert_is_timms(json.loads(done.stdout), files, paths, CLASSES)
 
@@ -205,9 +213,11 @@ def test_eval_only_repeats_the_runs_own(name, flags, processes, trained, files, 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result, expected = json.loads(done.stdout), trained.evaluations[-1]
-    assert set(result) == {"val_loss", "val_top1", "val_images"}
+    assert set(result) == {"val_loss", "val_top1", "val_images", "bad_images"}
+    assert result["bad_images"] == 0
     assert result["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
-    assert (result["val_top1"], result["val_images"]) == (expected["val_top1"], 359)
+    assert result["val_top1"] == pytest.approx(expected["val_top1"], abs=0.3)  # an image
+    assert result["val_images"] == 359
     assert contents(trained.ckpt_dir) == before
     assert "val loss: " in done.stderr
 
@@ -231,6 +241,18 @@ def test_an_earlier_versions_checkpoint_resumes_and_gets_names(files, words, tmp
     flags = ("--data_dir", str(words), "--max_steps", str(STEPS + 1))
     train_tiny_gpu(tmp_path, *flags, "--resume", str(files / "step_earlier"))
     assert read_saved_run(tmp_path / f"step_{STEPS + 1}").classes == CLASSES
+
+
+def test_nothing_to_evaluate_on(files, tmp_path, capsys):
+    for word in WORDS:
+        (tmp_path / "val" / word).mkdir(parents=True)
+        (tmp_path / "val" / word / "1.png").touch()
+    flags = ["--eval_only", "--json", "--backend", "cuda", "--resume", files / "plain.pt"]
+    flags += ["--data_dir", tmp_path, "--batch_size", 4, "--num_workers", 0]
+    assert run_vit_training.main(list(map(str, flags))) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].endswith(f"no image of {tmp_path}/val can be read")
 
 
 # -- mistakes -------------------------------------------------------------------------
@@ -285,16 +307,67 @@ def test_weights_of_another_model(name, flags, told, files, capsys):
 
 
 def test_bad_images(files, capsys, tmp_path):
-    def said(image):
-        return told_in_one_line(capsys, "--predict", image, "--resume", files / "plain.pt")
+    def said(*images):
+        return told_in_one_line(capsys, "--predict", *images, "--resume", files / "plain.pt")
 
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.png").write_text("hello")
-    (tmp_path / "cut.png").write_bytes(IMAGE.read_bytes()[:-40])
-    assert "missing.png: there is no such file or folder" in said(tmp_path / "missing.png")
+    assert "missing.png: there is no such file or folder" in said(IMAGE, tmp_path / "missing.png")
+    assert "'': there is no such file or folder" in said("")
     assert "folder holds no images (.jpg" in said(tmp_path / "folder")
-    for name in ("text.png", "cut.png"):
-        assert f"{name} is not a readable image" in said(tmp_path / name)
+    assert said(tmp_path / "text.png").endswith(
+        "text.png is not a readable image: no image of a known format"
+    )
+
+
+def test_named_image_cannot_be_read(files, capsys, tmp_path):
+    """The results of the others come all the same."""
+    cut = tmp_path / "cut.png"
+    cut.write_bytes(IMAGE.read_bytes()[:-40])
+    flags = ["--predict", cut, IMAGE, "--resume", files / "plain.pt", "--json"]
+    assert run_vit_training.main(list(map(str, flags))) == 2
+    out, err = capsys.readouterr()
+    assert_is_timms(json.loads(out), files, [IMAGE], CLASSES)
+    assert err == (
+        f"run_vit_training.py: error: {cut} is not a readable image: image file is truncated\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "allowed"),
+    [("--cpu_devices 2", 1, 2), ("--backend cuda", 2, 2), ("--backend cuda", 2, 1)],
+)
+def test_eval_only_leaves_out_what_it_cannot_read(
+    flags, processes, allowed, trained, words, tmp_path
+):
+    """As if the broken files were not there."""
+    shutil.copytree(words / "val", tmp_path / "val")
+    first, last = (sorted((tmp_path / "val" / name).iterdir())[0] for name in ("eight", "zero"))
+    content = first.read_bytes()
+    first.write_bytes(content[:-40])
+    last.write_text("hello")
+
+    def evaluated(data, *more):
+        return run_program(
+            "run_vit_training.py", "--eval_only", "--json", "--ckpt_dir", str(trained.ckpt_dir),
+            "--data_dir", str(data), "--batch_size", "100", "--num_workers", "1",
+            *flags.split(), *more, processes=processes,
+        )  # fmt: skip
+
+    done = evaluated(tmp_path, "--max_bad_images", str(allowed))
+    assert f"{first} is not a readable image: image file is truncated" in done.stderr
+    assert f"{last} is not a readable image: no image of a known format" in done.stderr
+    if allowed == 1:
+        assert done.returncode != 0
+        assert done.stdout == ""
+        assert "error: 2 images of val/ cannot be read" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert "357 images; 2 unreadable ones left out" in done.stderr
+    first.unlink()
+    last.unlink()
+    expected = json.loads(evaluated(tmp_path).stdout)
+    assert json.loads(done.stdout) == pytest.approx(expected | {"bad_images": 2}, rel=1e-5)
 
 
 def test_flags_that_do_not_go_together(capsys, files, tmp_path):

@@ -1,5 +1,6 @@
 """launch/ for GPUs, run for real on the CPU with gloo; the two requirements files agree."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
+from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment, run_program
 
 TORCHRUN = ROOT / "launch" / "torchrun.sh"
 TWO_STEPS = ["--data_dir", str(DIGITS), *TINY_MODEL, *TINY_RUN, "--max_steps", "2"]
@@ -21,7 +22,10 @@ TWO_STEPS = ["--data_dir", str(DIGITS), *TINY_MODEL, *TINY_RUN, "--max_steps", "
 def start(*command: object, cwd: Path = ROOT, **variables: str) -> subprocess.Popen[str]:
     """A launch script, with nothing of this shell's torchrun or Slurm, and without a GPU."""
     kept = {k: v for k, v in environment().items() if not k.startswith(("SLURM_", "SBATCH_"))}
-    for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"):
+    for name in (
+        "NNODES NODE_RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT RDZV_ID JOIN_TIMEOUT MAX_RESTARTS "
+        "STEP_TIMEOUT_S RUN_JOB_ID RUN_ATTEMPT"
+    ).split():
         kept.pop(name, None)
     python = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
@@ -103,8 +107,16 @@ def test_two_nodes_train_together(one_node, tmp_path):
     ("variables", "told"),
     [
         ({}, "set NPROC_PER_NODE"),
-        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two is not a positive number"),
-        ({"NPROC_PER_NODE": "1", "NNODES": "0"}, "NNODES=0 is not a positive number"),
+        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two is not a whole number of 1 to 256"),
+        ({"NPROC_PER_NODE": "9" * 20}, "is not a whole number of 1 to 256"),
+        ({"NPROC_PER_NODE": "1", "NNODES": "0"}, "NNODES=0 is not a whole number of 1 to"),
+        ({"NPROC_PER_NODE": "1", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a whole"),
+        ({"NPROC_PER_NODE": "1", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a whole number of 1"),
+        ({"NPROC_PER_NODE": "1", "MAX_RESTARTS": "x"}, "MAX_RESTARTS=x is not a whole number of 0"),
+        ({"NPROC_PER_NODE": "1", "JOIN_TIMEOUT": "1.5"}, "JOIN_TIMEOUT=1.5 is not a whole number"),
+        ({"NPROC_PER_NODE": "1", "STEP_TIMEOUT_S": "-1"}, "STEP_TIMEOUT_S=-1 is not a whole"),
+        ({"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS=0 is not a number of"),
+        ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a b"}, "MASTER_ADDR=a b is no"),
         ({"NPROC_PER_NODE": "1", "NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a"}, "needs NODE_RANK of 0 to 1"),
         ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"},
@@ -135,9 +147,9 @@ def test_arguments_reach_torchrun_and_the_program(echo):
     )  # fmt: skip
     words = [line[1:-1] for line in said.splitlines() if line.startswith("<")]
     assert words == [
-        "-m", "torch.distributed.run", "--nnodes", "4", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "first:29500", "--rdzv-id", "job 1", "--nproc-per-node", "3",
-        "--max-restarts", "0", "--role", "a b",
+        str(ROOT / "launch" / "meet.py"), "--nodes", "4", "--rdzv_id=job 1", "--address=first",
+        "--port", "29500", "--limit", "600", "--",
+        "--nproc-per-node", "3", "--max-restarts", "0", "--role", "a b",
         str(ROOT / "run_vit_training.py"), "--backend", "cuda", "--ckpt_dir", "x  y*", "",
     ]  # fmt: skip
 
@@ -147,10 +159,13 @@ def test_arguments_reach_torchrun_and_the_program(echo):
     [
         ({"OMP_NUM_THREADS": ""},
          {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
-          "NCCL_DEBUG": "WARN", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+          "NCCL_DEBUG": "WARN", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+          "STEP_TIMEOUT_S": "1800", "RUN_ATTEMPT": "0"}),
         ({"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO", "PYTORCH_ALLOC_CONF": "backend:native"},
          {"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO", "PYTORCH_ALLOC_CONF": "backend:native"}),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": None}),
+        ({"STEP_TIMEOUT_S": "0", "RUN_JOB_ID": "mine", "RUN_ATTEMPT": "3"},
+         {"STEP_TIMEOUT_S": "0", "RUN_JOB_ID": "mine", "RUN_ATTEMPT": "3"}),
     ],
 )  # fmt: skip
 def test_environment_only_where_unset(given, expected, echo):
@@ -196,7 +211,13 @@ def test_slurm_trains_on_two_nodes(slurm, one_node, tmp_path):
 
 
 def test_slurm_requeues_at_the_time_limit(slurm, tmp_path):
-    step = script(tmp_path / "step", f'touch "{tmp_path}/started"; sleep 1; exit 3')
+    asked = f'grep -q requeue "{tmp_path}/scontrol.log"'  # not before: a busy machine may take long
+    step = script(
+        tmp_path / "step",
+        f'touch "{tmp_path}/started"',
+        f"until {asked}; do sleep 0.1; done",
+        "exit 3",
+    )
     job = slurm("--ckpt_dir=x", PYTHON=str(step), SLURM_NNODES="1")
     while not (tmp_path / "started").exists():
         assert job.poll() is None
@@ -208,10 +229,22 @@ def test_slurm_requeues_at_the_time_limit(slurm, tmp_path):
     assert (tmp_path / "scontrol.log").read_text().endswith("requeue 1234\n")
 
 
+def test_slurm_tells_the_program_which_start_this_is(slurm, echo):
+    job = slurm("--ckpt_dir=x", PYTHON=echo, SLURM_NNODES="1", SLURM_RESTART_COUNT="2")
+    said = succeed(job).splitlines()
+    assert {"RUN_JOB_ID=slurm-1234", "RUN_ATTEMPT=2", "STEP_TIMEOUT_S=1800"} < set(said)
+    assert said[said.index("<--max-restarts>") + 1] == "<3>"
+
+
 @pytest.mark.parametrize(
     ("flags", "more", "told"),
     [
         ("--fake_data", {}, "--ckpt_dir is missing"),
+        ("--ckpt_dir=x --ckpt_dir=", {}, "--ckpt_dir is missing"),
+        ("--ckpt_dir --fake_data", {}, "--ckpt_dir is missing"),
+        ("--ckpt_dir", {}, "--ckpt_dir is missing"),
+        ("--fake_data --log_dir x--ckpt_dir=y", {}, "--ckpt_dir is missing"),
+        ("--ckpt_dir x", {"SLURM_JOB_ID": ""}, "this is for sbatch"),
         ("--ckpt_dir x", {"SLURM_SUBMIT_DIR": "/"}, "call sbatch in the project's folder"),
     ],
 )
@@ -233,3 +266,48 @@ def test_requirements_agree():
     assert {name: gpu[name] for name in set(tpu) & set(gpu)} == {
         name: version for name, version in tpu.items() if name in gpu
     }
+
+
+@pytest.mark.parametrize("moment", ["start", "training"])
+def test_ranks_end_with_torchrun(moment, tmp_path):
+    """Killed, it can tell them nothing; a restart would find them training in its folder."""
+    endless = "--num_epochs 9999 --max_steps 99999 --num_workers 1 --test_epoch_interval 9999"
+    source = ["--data_dir", DIGITS, "--ckpt_dir", tmp_path, *TINY_MODEL, *TINY_RUN]
+    run = start(TORCHRUN, *source, *endless.split(), NPROC_PER_NODE="2")
+    metrics = tmp_path / "metrics.jsonl"
+
+    def left() -> list[str]:
+        """Every process of the run: ranks and their loaders have its folder in their arguments, and
+        so does what torchrun has just forked."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if str(tmp_path) in path.read_text():
+                    found.append(path.parent.name)
+        return found
+
+    if moment == "training":
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            assert run.poll() is None
+            time.sleep(0.1)
+        assert len(left()) >= 5  # torchrun, two ranks, a loader of each
+    while len(left()) < 3:
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.kill()
+    finish(run)
+    deadline = time.monotonic() + 60
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left() == []
+
+
+def test_one_node_without_gpu(tmp_path):
+    program = ["-m", "tests.one_process_with_gpu", "--backend", "cuda", "--fsdp", "fsdp2"]
+    done = run_program(
+        *program, "--fake_data", *TINY_MODEL, "--ckpt_dir", str(tmp_path), processes=2
+    )
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("run_vit_training")]
+    assert f"error: PyTorch finds no CUDA GPU on {socket.gethostname()}, but on other" in line
+    assert "Error: " not in done.stderr.replace("ChildFailedError: ", "")
+    assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from launch.pod import lines
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, WARM_PYTHON, environment, warm_python
 from tests.pod_stand_in import REMOTE, StandIn, gcloud_accepts, read_until, wait_until
 from tests.test_launch_gpu import finish, free_port, losses
@@ -229,6 +230,45 @@ def test_restarted_training_resumes(tmp_path):
     assert not pod.left_running()
 
 
+def test_restarts_are_numbered_and_logs_may_vanish(pod):
+    """Each start knows its number; a log folder that was deleted is made anew."""
+    (pod.folder / "workers").write_text("1")
+    count = 'echo "$RUN_JOB_ID:$RUN_ATTEMPT:$STEP_TIMEOUT_S"; rm -r "$1"; exit $((RUN_ATTEMPT < 2))'
+    flags = ("--max_restarts", "5", "--env", "STEP_TIMEOUT_S=7")
+    code, stdout, stderr = pod.run("sh", "-c", count, "sh", pod.logs, flags=flags)
+    assert code == 0, stderr
+    jobs, attempts, timeouts = zip(*(line.split(":") for line in stdout.splitlines()), strict=True)
+    assert (attempts, timeouts) == (("0", "1", "2"), ("7",) * 3)
+    assert len(set(jobs)) == 1
+
+    replace = 'echo "$STEP_TIMEOUT_S"; rm -r "$1"; touch "$1"; exit $((RUN_ATTEMPT < 2))'
+    flags = ("--max_restarts", "2")
+    code, stdout, stderr = pod.run("sh", "-c", replace, "sh", pod.logs, flags=flags)
+    assert code == 0, stderr
+    assert stdout.splitlines() == ["[worker 0] 1800"] * 3
+    assert stderr.count("going on without logs") == 1
+
+
+def test_a_wrong_command_line_is_not_started_again(pod):
+    code, _, stderr = pod.run("sh", "-c", "exit 2", flags=("--max_restarts", "5"))
+    assert code == 2
+    assert "starting all workers again" not in stderr
+
+
+def test_a_line_without_an_end():
+    """20 MB took 34 s; it comes in pieces, cut between characters."""
+    text = "é☃a" * 3_333_333
+    read, write = os.pipe()
+    program = "import sys; sys.stdout.write('é☃a' * 3_333_333 + '\\r\\nx\\rab\\n')"
+    with subprocess.Popen([sys.executable, "-X", "utf8", "-c", program], stdout=write):
+        os.close(write)
+        with os.fdopen(read, "rb") as source:
+            *pieces, bar, last = [line.decode() for line in lines(source)]
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 65536
+    assert (bar, last) == ("x", "ab")
+
+
 # -- mistakes -------------------------------------------------------------------------
 
 
@@ -243,6 +283,14 @@ def test_restarted_training_resumes(tmp_path):
         ("--tpu=pod --env 1X=y -- true", "argument --env: '1X=y' is not NAME=VALUE"),
         ("--tpu=pod --max_restarts -1 -- true", "argument --max_restarts: '-1' is not a number"),
         ("--tpu=pod --grace x -- true", "argument --grace: 'x' is not a number of 0 or more"),
+        ("--tpu=pod --grace 99999999999 -- true", "'99999999999' is not a number of 0 or more, up"),
+        (f"--tpu=pod --max_restarts {'9' * 5000} -- true", "is not a number of 0 or more, up to"),
+        ("--tpu= -- true", "argument --tpu: '' is not the name of a TPU VM"),
+        ("--tpu=../pod -- true", "argument --tpu: '../pod' is not the name of a TPU VM"),
+        ("--tpu=pod --workdir= -- true", "argument --workdir: it is empty"),
+        ("--tpu=pod --zone= -- true", "argument --zone: it is empty"),
+        ("--tpu=pod --log_dir= -- true", "argument --log_dir: it is empty"),
+        (f"--tpu=pod -- {'x' * 125_000}", "too long for a command line"),
         ("--tpu=pod --conda-env x -- true", "unrecognized arguments: --conda-env x"),
         ("--tpu=prod -- true", "gcloud cannot describe --tpu prod, check it and --zone: NOT_FOUND"),
         ("--tpu=pod --log_dir /dev/null/logs -- true", "--log_dir /dev/null/logs: Not a directory"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launch.xla_dist import STEP_TIMEOUT_SECONDS
 from tests.cli import ROOT
 from tests.pod_stand_in import REMOTE, StandIn, gcloud_accepts, read_until
 from tests.test_launch_gpu import finish, script
@@ -110,8 +111,13 @@ def test_queued_resource_that_cannot_be_had(fresh_pod):
         (SETUP, "", "setup_pod.sh: error: --tpu=NAME is missing"),
         (SETUP, "--tpu", "setup_pod.sh: error: --tpu needs a value"),
         (SETUP, "--tpu=pod --bogus", "setup_pod.sh: error: unknown argument --bogus"),
+        (SETUP, "--tpu=pod --dir=..", "setup_pod.sh: error: --dir=.. is not the plain name"),
+        (SETUP, "--tpu=pod --zone=", "setup_pod.sh: error: --zone= needs a value"),
         (SETUP, "--tpu=pod --dir=a/b", "setup_pod.sh: error: --dir=a/b is not the plain name"),
         (QUEUED, "--tpu=pod", "queued_resource.sh: error: no command: give it after --"),
+        (QUEUED, "--tpu=pod --type= -- true", "queued_resource.sh: error: --type= needs a value"),
+        (QUEUED, "--tpu=pod --dry_run -- true", "queued_resource.sh: error: --dry_run is not for"),
+        (QUEUED, "--tpu=pod --help -- true", "queued_resource.sh: error: --help is not for this"),
         (QUEUED, "-- true", "queued_resource.sh: error: --tpu=NAME is missing"),
         (QUEUED, "--tpu=pod --bogus -- true", "xla_dist: error: unrecognized arguments: --bogus"),
         (QUEUED, "--tpu=pod -- true", "queued_resource.sh: error: no queued resource pod yet"),
@@ -122,6 +128,15 @@ def test_mistakes_in_the_scripts(pod, path, words, told):
     assert (code, stdout) == (2, "")
     assert stderr.startswith(told)
     assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("poll", [".", "0", "1.", "-1", "1e3"])
+def test_how_often_to_ask(pod, poll):
+    pod.variables["POLL_SECONDS"] = poll
+    code, _, stderr = run_script(pod, QUEUED, "--tpu=pod", "--", "true")
+    assert code == 2
+    assert f"POLL_SECONDS={poll} is not a number of seconds above 0" in stderr
+    assert not (pod.folder / "calls").exists()
 
 
 def test_scripts_are_well_formed():
@@ -158,6 +173,14 @@ def test_gke_file():
     assert args.data_dir.startswith(mounts["datasets"] + "/")
     assert args.ckpt_dir.startswith(mounts["checkpoints"] + "/")
     assert args.resume == "auto"
+    variables = {variable["name"]: variable for variable in container["env"]}
+    assert variables["STEP_TIMEOUT_S"]["value"] == str(STEP_TIMEOUT_SECONDS)
+    assert variables["RUN_JOB_ID"]["value"] == "$(JOBSET_NAME)-$(JOBSET_UID)"
+    labels = {"JOBSET_NAME": "jobset-name", "JOBSET_UID": "jobset-uid",
+              "RUN_ATTEMPT": "restart-attempt"}  # fmt: skip
+    for name, label in labels.items():
+        path = variables[name]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert path == f"metadata.labels['jobset.sigs.k8s.io/{label}']"
     assert args.batch_size % (machines * chips) == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.vit import build_vit, fsdp_units, initialize_module
-from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
+from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
 from tests.test_sharding import assert_same_training
 from training.arguments import model_config, parse_arguments
@@ -132,3 +132,16 @@ def test_checkpoint_moves_between_forms(fsdp2, tmp_path):
     assert again.evaluations[-1]["val_loss"] == pytest.approx(
         moved.evaluations[-1]["val_loss"], rel=1e-6
     )
+
+
+def test_a_mistake_found_before_there_is_a_model(fsdp2, tmp_path):
+    run = shutil.copytree(fsdp2.ckpt_dir, tmp_path / "run")
+    shard = next((run / "step_6").glob("*.distcp"))
+    *rest, last = shard.read_bytes()
+    shard.write_bytes(bytes([*rest, last ^ 1]))
+    flags = ["--backend", "cuda", "--data_dir", str(DIGITS), *TINY_MODEL, *TINY_RUN]
+    resume = ["--ckpt_dir", str(tmp_path / "new"), "--resume", str(run / "step_6")]
+    done = run_program("-m", "tests.megatron_on_cpu", *flags, *resume)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"{run / 'step_6'} is damaged" in line

@@ -126,6 +126,8 @@ def test_weights_depend_on_seed_and_name_alone():
         SMALL,
         replace(SMALL, global_pool="map"),
         replace(SMALL, reg_tokens=3, class_token=True, mlp_ratio=2.5),
+        replace(SMALL, img_size=70, patch_drop_rate=0.3, class_token=True),
+        replace(SMALL, img_size=70, patch_drop_rate=0.95, global_pool="map"),
         replace(PRESETS["vit_10b"], depth=2),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 
 from tests.cli import TINY_MODEL, train_tiny
 from tests.plain_checkpoint import convert, tiny_timm_model
+from training.schedule import WarmupCosine
 
 # Five steps an epoch on digits, of 4 tokens an image to be quick; dropout everywhere, so that
 # random state counts.
@@ -15,6 +16,7 @@ EPOCHS_OF_5 = (
     "--patch_size 8 --batch_size 256 --num_epochs 4 --num_workers 1 --ckpt_epoch_interval 1"
 ).split()
 DROPOUT = "--mlp_dropout 0.1 --att_dropout 0.1 --pos_dropout 0.1 --drop_path_rate 0.2".split()
+RUN_5 = [*EPOCHS_OF_5, *DROPOUT]
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +68,23 @@ def test_dropout_differs_from_step_to_step_and_seed_to_seed(tmp_path):
 def test_resume_epoch_and_keep_checkpoints(uninterrupted, copy_of_stopped):
     flags = ["--resume_epoch", "1", "--keep_checkpoints", "2", "--max_steps", "12"]
     resumed = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, *flags, devices=2)
+    aside = copy_of_stopped / "set_aside_1"
+    assert f"note: this run goes back: step_7 set aside in {aside}" in resumed.stdout
     assert "step_5 at step 5, epoch 2" in resumed.stdout
     assert resumed.column("loss") == uninterrupted.column("loss")
     assert sorted(p.name for p in copy_of_stopped.glob("step_*")) == ["step_10", "step_12"]
+    assert sorted(p.name for p in aside.iterdir()) == ["metrics.jsonl", "step_7"]
 
 
-def test_finished_run_is_evaluated_again(copy_of_stopped, stopped):
-    again = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "7", devices=2)
-    assert len(again.steps) == 7
-    assert again.evaluations[-1] == stopped.evaluations[-1]
+def test_rerun_of_a_finished_run_changes_nothing(copy_of_stopped, stopped):
+    """Nor with a --max_steps below what is reached."""
+    for max_steps in ("7", "5"):
+        again = train_tiny(copy_of_stopped, *RUN_5, "--max_steps", max_steps, devices=2)
+        assert "nothing is left to train: step 7 is reached" in again.stdout
+        assert again.records == stopped.records
+        told = f"val top-1 {stopped.evaluations[-1]['val_top1']:.2f} %, checkpoint {again.ckpt_dir}"
+        assert f"training completed: step 7, {told}/step_7" in again.stdout
+        assert len(list(copy_of_stopped.glob("step_*"))) == 2
 
 
 def test_checkpoint_moves_between_forms_and_device_counts(tmp_path):
@@ -92,19 +102,34 @@ def test_checkpoint_moves_between_forms_and_device_counts(tmp_path):
 
 
 def test_changed_batch_size_keeps_place_in_data_and_schedule(copy_of_stopped):
-    """Step 7 at 5 steps an epoch is 512 images into epoch 2: step 15 at 11 steps an epoch."""
-    flags = [*EPOCHS_OF_5, *DROPOUT, "--batch_size", "128", "--max_steps", "16"]
-    resumed = train_tiny(copy_of_stopped, *flags, devices=2)
-    assert "at step 15, epoch 2 (step 7 at its batch size)" in resumed.stdout
-    assert resumed.steps[16]["epoch"] == 2
+    """Step 7 at 5 steps an epoch is 512 images into epoch 2, where a run of 11 an epoch is after
+    15. Steps are counted on; then the larger batch again, and each time the newest is resumed."""
+    flags = [*EPOCHS_OF_5, *DROPOUT, "--num_workers", "0"]
+    smaller = train_tiny(copy_of_stopped, *flags, "--batch_size", "128", "--max_steps", "8")
+    assert "step_7 at step 7, epoch 2" in smaller.stdout
+    assert "--batch_size was 256 before" in smaller.stdout
+    assert list(smaller.steps) == list(range(1, 9))
+    schedule = WarmupCosine(1e-2, 4, 4 * 11)
+    assert smaller.steps[8]["lr"] == pytest.approx(schedule.lr(15))
+    assert smaller.steps[8]["epoch"] == 2
+    larger = train_tiny(copy_of_stopped, *flags, "--batch_size", "300", "--max_steps", "9")
+    assert "step_8 at step 8, epoch 2" in larger.stdout
+    assert larger.steps[9]["lr"] == pytest.approx(WarmupCosine(1e-2, 4, 4 * 4).lr(4 + 640 // 300))
+    again = train_tiny(copy_of_stopped, *flags, "--batch_size", "300", "--max_steps", "999")
+    assert "step_9 at step 9, epoch 2" in again.stdout
+    steps = 9 + (4 * 4 - (4 + 3))  # what is left of 4 epochs of 4 steps
+    assert list(again.steps) == list(range(1, steps + 1))
+    assert again.steps[steps]["epoch"] == 4
+    assert [e["step"] for e in again.evaluations] == [7, 8, 9, steps]
 
 
 def test_unfinished_checkpoint_is_not_resumed(copy_of_stopped, stopped):
-    """A crash while writing leaves the temporary name; the older, complete one counts."""
-    shutil.copytree(copy_of_stopped / "step_7", copy_of_stopped / "step_9.tmp")
-    broken = copy_of_stopped / "step_8"
-    shutil.copytree(copy_of_stopped / "step_7", broken)
-    (broken / ".metadata").unlink()
+    """A crash while writing leaves one without a manifest; the older, complete one counts."""
+    for step, lacks in ((8, ".metadata"), (9, "manifest.json")):
+        broken = copy_of_stopped / f"step_{step}"
+        shutil.copytree(copy_of_stopped / "step_7", broken)
+        (broken / lacks).unlink()
+    (copy_of_stopped / "step_8" / "manifest.json").unlink()
     again = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "7", devices=2)
     assert "step_7 at step 7" in again.stdout
 

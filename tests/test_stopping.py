@@ -133,10 +133,13 @@ def test_before_the_first_step_is_done(name, code, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("step_*"))
 
 
-def test_signal_in_the_last_step_completes_the_run(tmp_path, monkeypatch):
-    done = stop(monkeypatch, tmp_path, "0 9 SIGTERM", *ALONE)
-    assert done.returncode == 0
+def test_signal_in_the_last_step_stops_the_evaluation_alone(tmp_path, monkeypatch):
+    stopped = stop(monkeypatch, tmp_path, "0 9 SIGTERM", *ALONE)
+    assert stopped.returncode == 143
+    assert f"step 9, checkpoint {tmp_path}/step_9; the same command resumes" in stopped.stdout
+    done = train_tiny_gpu(tmp_path, *RUN, *ALONE)
     assert "training completed: step 9" in done.stdout
+    assert [record["step"] for record in done.evaluations] == [9]
 
 
 def _note_in_a_thread(signals, number):

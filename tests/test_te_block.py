@@ -73,7 +73,6 @@ def test_checkpoint_moves_between_blocks(tmp_path):
     moved = train_tiny_gpu(run, "--no_grad_ckpt")
     for name in ("loss", "grad_norm"):
         assert moved.column(name) == pytest.approx(reference.column(name), rel=2e-3)
-    assert moved.column("loss") != reference.column("loss")  # the other GELU was there
 
 
 @pytest.mark.parametrize("flags", ["--meta_init", "--zero_dp_strategy 1"])

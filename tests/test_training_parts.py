@@ -3,8 +3,6 @@
 import argparse
 import json
 import math
-import os
-import pickle
 import re
 import threading
 from concurrent.futures import Future
@@ -16,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from models.config import VitConfig
 from training.arguments import build_parser, model_config, parse_arguments
-from training.checkpoint import SafeReader, complete_checkpoints, finish, quiet_dcp
+from training.checkpoints.reader import SafeReader, quiet_dcp
 from training.metrics import read_metrics
 from training.plots import plot_curves
 from training.prefetch import prefetch
@@ -77,44 +75,6 @@ def test_checkpoint_is_read_under_another_cutting(before, after, tmp_path):
     assert torch.equal(target, values)
 
 
-# -- checkpoints ----------------------------------------------------------------------
-
-
-def test_metadata_cannot_run_code(tmp_path):
-    class Attack:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path / 'attacked'}",)
-
-    for payload in (Attack(), {"state_dict_metadata": Attack()}):
-        (tmp_path / ".metadata").write_bytes(pickle.dumps(payload))
-        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
-            SafeReader(tmp_path).read_metadata()
-    for module, name in (("torch", "load"), ("torch.serialization", "os.system"),
-                         ("pathlib", "os.system"), ("builtins", "eval")):  # fmt: skip
-        (tmp_path / ".metadata").write_bytes(
-            f"\x80\x04\x8c{chr(len(module))}{module}\x8c{chr(len(name))}{name}\x93.".encode(
-                "latin1"
-            )
-        )
-        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
-            SafeReader(tmp_path).read_metadata()
-    assert not (tmp_path / "attacked").exists()
-
-
-def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path):
-    for step in (2, 10, 9):
-        (tmp_path / f"step_{step}").mkdir()
-        (tmp_path / f"step_{step}" / ".metadata").touch()
-    (tmp_path / "step_11").mkdir()
-    (tmp_path / "step_best").mkdir()
-    assert [p.name for p in complete_checkpoints(tmp_path)] == ["step_2", "step_9", "step_10"]
-    temporary = tmp_path / "step_12.tmp"
-    temporary.mkdir()
-    (temporary / ".metadata").touch()
-    finish(temporary, tmp_path / "step_12", keep=2)
-    assert [p.name for p in complete_checkpoints(tmp_path)] == ["step_10", "step_12"]
-
-
 # -- prefetch -------------------------------------------------------------------------
 
 
@@ -173,9 +133,10 @@ class SilentBackend:
         return {"used": 3 * 2**30}
 
 
-def value(**numbers):
+def value(skipped=0.0, **numbers):
     future: Future = Future()
-    future.set_result({name: [number] for name, number in numbers.items()})
+    counts = {"skipped": [skipped, 0.0, skipped]}
+    future.set_result({name: [number] for name, number in numbers.items()} | counts)
     return future
 
 
@@ -191,7 +152,7 @@ def test_reports_write_every_form(tmp_path, capsys):
     run.log(1, 1, 0.0, None, waiting)
     run.step_done()
     assert read_metrics(tmp_path) == []  # not arrived: nothing waits for it
-    waiting.set_result({"loss": [2.0], "grad_norm": [1.0]})
+    waiting.set_result({"loss": [2.0], "grad_norm": [1.0], "skipped": [0.0, 0.0, 0.0]})
     run.step_done()
     pace = Interval(steps=20)
     pace.started -= 10.0
@@ -208,7 +169,8 @@ def test_reports_write_every_form(tmp_path, capsys):
         "step": 20, "epoch": 1, "val_loss": 0.9, "val_top1": 75.0, "val_images": 50
     }  # fmt: skip
     line = capsys.readouterr().out.splitlines()[1]
-    assert re.search(r"loss: 1\.5000.*MFU: 0\.5%, device memory: 3\.00 GiB", line)
+    assert re.search(r"loss: 1\.0000 \(mean of 2: 1\.5000\), .*sec/iter: 0\.50", line)
+    assert re.search(r"images/s: 20\d\d.*MFU: 0\.5%, device memory: 3\.00 GiB$", line)
     assert curves.read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "tensorboard").iterdir())
 

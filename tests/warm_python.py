@@ -93,7 +93,8 @@ def main(argv: list[str]) -> int:
     if argv[0] != "--serve":
         code = ask(argv)
         if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
+            if -code != signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         return code
     _, path, parent, *modules = argv

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
+from data.preprocessing import INTERPOLATIONS, Preprocessing
 from models.config import PRESETS, VitConfig
 from training.argument_types import (
     Formatter,
     Parser,
     bounded,
+    channels,
     count,
     fraction,
     non_negative,
+    number,
     positive,
     positive_number,
     rate,
+    seconds,
+    seed,
 )
 from training.backend_arguments import add_backend_groups
 
@@ -50,7 +56,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         help="cuda: NVIDIA GPUs, or gloo on the CPU where there are none; auto: TPU if there is "
         "one, else CUDA, else XLA on the CPU",
     )
-    group.add_argument("--seed", type=count, default=0, help="of weights, shuffling, dropout")
+    group.add_argument("--seed", type=seed, default=0, help="of weights, shuffling, dropout")
     group.add_argument("--num_epochs", type=positive, default=300, help="passes over train/")
     group.add_argument(
         "--max_steps",
@@ -73,7 +79,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--num_workers",
-        type=count,
+        type=bounded(int, 0, 1024),
         default=4,
         help="loader processes per training process; 0: load in it, between steps",
     )
@@ -99,7 +105,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--ratio",
-        type=positive_number,
+        type=bounded(float, 0.1, 10),
         nargs=2,
         default=(3 / 4, 4 / 3),
         metavar=("MIN", "MAX"),
@@ -107,6 +113,49 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--hflip", type=fraction, default=0.5, help="probability of a horizontal flip"
+    )
+    group.add_argument(
+        "--max_bad_images",
+        type=count,
+        default=100,
+        metavar="N",
+        help="image files that may be unreadable: in training another image takes the place of "
+        "each, in validation they are left out; --ckpt_dir/bad_images.txt lists them; one more "
+        "ends the program; 0: the first does",
+    )
+    _add_preprocessing(group)
+
+
+def _add_preprocessing(group: argparse._ArgumentGroup) -> None:
+    """Flags that default to None: what the weights were trained with, see training.preprocessing.
+
+    Their names are those of data.preprocessing.Preprocessing.
+    """
+    for name, kind, text in (
+        ("mean", fraction, "what is subtracted from each colour (0 to 1)"),
+        ("std", bounded(float, 1e-3, 1), "what each colour is divided by, then"),
+    ):
+        default = " ".join(map(str, getattr(Preprocessing(), name)))
+        group.add_argument(
+            f"--{name}",
+            type=kind,
+            nargs=3,
+            metavar=("R", "G", "B"),
+            help=f"{text}; grey images: the mean of the three (default: that of the weights; "
+            f"new ones: ImageNet's, {default})",
+        )
+    group.add_argument(
+        "--crop_pct",
+        type=bounded(float, 0.1, 1),
+        metavar="SHARE",
+        help="in validation, side of the centre crop as a share of the resized image's shorter "
+        f"side (default: that of the weights; new ones: {Preprocessing.crop_pct})",
+    )
+    group.add_argument(
+        "--interpolation",
+        choices=INTERPOLATIONS,
+        help="of resized images (default: that of the weights; new ones: "
+        f"{Preprocessing.interpolation})",
     )
 
 
@@ -132,17 +181,22 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 # (timm's name, flags, type, help). The first flag is the one error messages use.
 _MODEL_FLAGS: tuple[tuple[str, tuple[str, ...], Callable, str], ...] = (
-    ("img_size", ("image_size", "img_size"), positive, "image height and width, pixels"),
-    ("patch_size", ("patch_size",), positive, "patch height and width, pixels"),
-    ("in_chans", ("in_chans",), bounded(int, 1, 3), "image channels: 3 (RGB) or 1 (grey)"),
-    ("num_classes", ("num_classes",), positive, "classes"),
-    ("embed_dim", ("embed_dim",), positive, "width"),
-    ("depth", ("num_blocks", "depth"), positive, "transformer blocks"),
+    (
+        "img_size",
+        ("image_size", "img_size"),
+        bounded(int, 1, 16384),
+        "image height and width, pixels",
+    ),
+    ("patch_size", ("patch_size",), positive, "patch side, pixels"),
+    ("in_chans", ("in_chans",), channels, "image channels: 3 (RGB) or 1 (grey)"),
+    ("num_classes", ("num_classes",), bounded(int, 1, 10**7), "classes"),
+    ("embed_dim", ("embed_dim",), bounded(int, 1, 2**20), "width"),
+    ("depth", ("num_blocks", "depth"), bounded(int, 1, 1000), "transformer blocks"),
     ("num_heads", ("num_heads",), positive, "attention heads"),
-    ("mlp_ratio", ("mlp_ratio",), positive_number, "MLP width as a multiple of the width"),
+    ("mlp_ratio", ("mlp_ratio",), bounded(float, 1e-3, 1000), "MLP width / width"),
     ("global_pool", ("global_pool",), str, "pooling: token, avg, avgmax, max or map"),
     ("class_token", ("class_token",), bool, "prepend a class token"),
-    ("reg_tokens", ("reg_tokens",), count, "register tokens"),
+    ("reg_tokens", ("reg_tokens",), bounded(int, 0, 2**20), "register tokens"),
     ("pos_embed", ("pos_embed",), str, "position embedding: learn or none"),
     ("no_embed_class", ("no_embed_class",), bool, "no position embedding for prefix tokens"),
     ("pool_include_prefix", ("pool_include_prefix",), bool, "pool over prefix tokens too"),
@@ -182,7 +236,7 @@ def _add_optimization(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--eps", type=positive_number, default=1e-8, help="AdamW's")
     group.add_argument(
         "--clip_grad_norm",
-        type=float,
+        type=number,
         default=1.0,
         help="largest global gradient norm, over all shards; 0 or less: no clipping",
     )
@@ -220,6 +274,18 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--keep_checkpoints", type=count, default=0, help="newest ones to keep; 0: all"
     )
     group.add_argument(
+        "--max_failed_saves",
+        type=positive,
+        default=2,
+        help="checkpoints in a row that may fail to be written before the run ends, with code 4",
+    )
+    group.add_argument(
+        "--no_verify_checkpoint",
+        action="store_false",
+        dest="verify_checkpoint",
+        help="resume without comparing the files' checksums with the manifest (default: compared)",
+    )
+    group.add_argument(
         "--ckpt_best",
         action="store_true",
         help="also write one after each evaluation with the highest top-1 so far, and keep it",
@@ -240,6 +306,28 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
         "--test_step_interval", type=count, default=0, help="steps; 0: only after epochs"
     )
     group.add_argument(
+        "--eval_batches",
+        type=count,
+        metavar="N",
+        help="batches of an evaluation; 0: all of val/ (default: 0; with --fake_data as many as "
+        "--max_steps)",
+    )
+    group.add_argument(
+        "--max_bad_steps",
+        type=count,
+        default=10,
+        help="steps in a row whose loss or gradient norm is not finite, and which are skipped, "
+        "before the run ends, with code 3; 0: never",
+    )
+    group.add_argument(
+        "--step_timeout_s",
+        type=seconds,
+        default=os.environ.get("STEP_TIMEOUT_S") or "0",
+        help="seconds without the end of a step, a batch evaluated or a checkpoint after which the "
+        "process prints its threads' stacks and ends with code 1; from the first step on; 0: never "
+        "(default: STEP_TIMEOUT_S of the environment, or 0)",
+    )
+    group.add_argument(
         "--wandb",
         metavar="PROJECT",
         help="log to this Weights & Biases project too; needs the package wandb (default: none)",
@@ -254,7 +342,8 @@ def _add_inference(group: argparse._ArgumentGroup) -> None:
         metavar="IMAGE_OR_FOLDER",
         help="print the likeliest classes of these images; --resume names the weights: a "
         "checkpoint, or a file of torch.save or .safetensors; runs plain PyTorch on one GPU, or "
-        "the CPU (default: none)",
+        "the CPU; unreadable images are left out with a line on stderr, and where one was named "
+        "itself the exit code is 2 (default: none)",
     )
     either.add_argument(
         "--eval_only",

@@ -60,10 +60,15 @@ class Backend(Protocol):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Add to the gradients; ``is_last``: they are complete after this micro-batch."""
 
-    def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:
+    def optimizer_step(
+        self, lr: float, max_norm: float, loss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip to the global norm (0 or less: don't), update, drop gradients, end the step.
 
-        Returns the norm before clipping.
+        ``loss`` is the step's, over all replicas. If it or the norm is not finite, weights, moments
+        and AdamW's counter stay as they are, on all replicas alike. Returns the norm before
+        clipping, and the counts of steps skipped so (``training.skipped_steps``) since the start of
+        this process.
         """
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from training.argument_types import count, positive, step_range, zero_strategy
+from training.argument_types import bounded, count, positive, step_range, zero_strategy
 from training.errors import UsageError
 
 BACKEND_GROUPS = {"xla": "XLA", "cuda": "GPU"}
@@ -77,7 +77,7 @@ def _add_sharding(group: argparse._ArgumentGroup) -> None:
 def _add_xla(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cpu_devices",
-        type=positive,
+        type=bounded(int, 1, 1024),
         default=os.environ.get("CPU_NUM_DEVICES") or "1",
         help="virtual devices when XLA runs on the CPU "
         "(default: CPU_NUM_DEVICES of the environment, or 1)",
@@ -146,21 +146,23 @@ def _add_xla(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--compile_cache_dir",
-        help="folder that keeps compiled programs from run to run, on TPU (default: none)",
+        help="folder that keeps compiled programs; torch_xla 2.9 writes but cannot read them, on "
+        "TPU (its issue #9094) as on the CPU, so each run compiles anew, and says so "
+        "(default: none)",
     )
 
     group.add_argument(
         "--compile_only",
         action="store_true",
         help="train nothing: compile the training step for --tpu_topology with the TPU compiler, "
-        "on any machine, and tell whether it fits and how fast it could be (see --json)",
+        "on any machine, and tell whether it fits and how fast it could be (see --json); the exit "
+        "code is 3 if it does not fit",
     )
     group.add_argument(
         "--tpu_topology",
         metavar="KIND:AxB[xC]",
-        help="slice for --compile_only, chips along each side: v4:4x4x4 (64 chips, 2 devices "
-        "each), v5e:16x16 (256 chips), v5p:4x4x8 (128 chips), v6e:8x8 (64 chips), ...; "
-        "default: none",
+        help="slice for --compile_only, chips along each side: v4:4x4x4 (64 chips), v5e:16x16 "
+        "(256 chips), v5p:4x4x8 (128 chips), v6e:8x8 (64 chips), v6e:1x1, ...; default: none",
     )
 
 

@@ -1,4 +1,12 @@
-"""The one kind of error that is the user's to mend."""
+"""The ways in which a run ends early; each has an exit code of its own."""
+
+from __future__ import annotations
+
+import os
+
+NOT_FINITE, NOT_SAVED = 3, 4
+"""Exit codes of ``RunFailed``: too many steps in a row were not finite; no checkpoint could be
+written."""
 
 
 class UsageError(Exception):
@@ -7,6 +15,24 @@ class UsageError(Exception):
     The message says what is wrong and what to change.
     """
 
+    def __init__(self, message: str, *, agreed: bool = False) -> None:
+        """``agreed``: all processes raise this one, so one of them tells it."""
+        super().__init__(message)
+        self.agreed = agreed
+        self.process: str | None = None
+        """Which process raised it, where only that one may have."""
+
+
+class RunFailed(Exception):
+    """Training cannot go on, for no mistake in the arguments: one line, an exit code of its own.
+
+    All processes raise it together.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
 
 class StoppedBySignal(Exception):
     """Training ended early, as asked, with a checkpoint."""
@@ -14,3 +40,14 @@ class StoppedBySignal(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.exit_code = 128 + number  # as a shell tells it of a program that died of the signal
+
+
+def tells(error: UsageError) -> bool:
+    """Whether it is for this process to print the error: once for all, if all have it.
+
+    Before the processes are joined it is the first one of each node (torchrun's LOCAL_RANK) that
+    tells: what goes wrong there depends on the node.
+    """
+    if error.agreed:
+        return os.environ.get("RANK", "0") == "0"
+    return error.process is not None or os.environ.get("LOCAL_RANK", "0") == "0"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +18,9 @@ from data.sampler import PADDING
 from training.backend import Backend
 from training.prefetch import prefetch
 
+_AHEAD = 8
+"""Batches that the host may be ahead of the devices: enough that these never wait."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -23,20 +31,55 @@ class Evaluation:
     images: int
 
 
+@dataclass
+class _Totals:
+    """Sums over batches, added up on the host: exact, and no graph that depends on their number."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    images: float = 0.0
+
+    def add(self, values: Future[dict[str, list[float]]]) -> None:
+        loss, correct, images = values.result()["totals"]
+        self.loss, self.correct, self.images = (
+            self.loss + loss, self.correct + correct, self.images + images
+        )  # fmt: skip
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: BatchLoader, backend: Backend) -> Evaluation:
-    """Run the model over ``loader``; padding (label -1) counts for nothing."""
+def evaluate(
+    model: nn.Module,
+    loader: BatchLoader,
+    backend: Backend,
+    batches: int = 0,
+    batch_done: Callable[[], bool | None] = lambda: None,
+) -> Evaluation | None:
+    """Run the model over ``loader`` (0: all its batches); padding (label -1) counts for nothing.
+
+    Returns None if ``batch_done``, called after each batch, says True: to stop.
+    """
     model.eval()
-    batches = []
-    for images, labels in prefetch(loader.epoch(0), backend.put, loader.prefetch_depth):
-        logits = model(images).float()
-        loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
-        correct = (logits.argmax(dim=-1) == labels).sum()
-        present = (labels != PADDING).sum()
-        batches.append(backend.sum(torch.stack([loss, correct.float(), present.float()])))
-        backend.end_step()
+    totals, pending = _Totals(), deque[Future]()
+    source = itertools.islice(loader.epoch(0), batches or None)
+    stopped = False
+    with contextlib.closing(prefetch(source, backend.put, loader.prefetch_depth)) as ready:
+        for images, labels in ready:
+            logits = model(images).float()
+            loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
+            correct = (logits.argmax(dim=-1) == labels).sum()
+            present = (labels != PADDING).sum()
+            sums = backend.sum(torch.stack([loss, correct.float(), present.float()]))
+            backend.end_step()
+            pending.append(backend.read({"totals": sums}))
+            if len(pending) > _AHEAD:
+                totals.add(pending.popleft())
+            if batch_done():
+                stopped = True
+                break
+    for values in pending:
+        totals.add(values)
     model.train()
-    # Added up on the host: exact counts, and no graph that depends on the number of batches.
-    values = backend.read({str(i): totals for i, totals in enumerate(batches)}).result()
-    loss_sum, correct_sum, count = (sum(column) for column in zip(*values.values(), strict=True))
-    return Evaluation(loss_sum / count, 100 * correct_sum / count, int(count))
+    if stopped:
+        return None
+    count = totals.images or float("nan")  # where no image could be read
+    return Evaluation(totals.loss / count, 100 * totals.correct / count, int(totals.images))

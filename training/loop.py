@@ -7,22 +7,24 @@ import contextlib
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from data.loader import Batch, BatchLoader
-from training import checkpoint
 from training.backend import Backend
-from training.checkpoint import Position
+from training.bad_images import BadImages
+from training.checkpoints.choose import folder_of
+from training.checkpoints.content import Position
+from training.checkpoints.saver import CheckpointSaver
 from training.evaluation import evaluate
 from training.prefetch import prefetch
 from training.profiling import StepProfiler
 from training.reports import Interval, Reports
 from training.schedule import WarmupCosine
-from training.stopping import StopRequest
+from training.stopping import NOT_FINITE, StopRequest
+from training.watchdog import Watchdog
 
 
 def forward_backward(
@@ -55,76 +57,106 @@ class Trainer:
     backend: Backend
     schedule: WarmupCosine
     reports: Reports
+    saver: CheckpointSaver
     last_step: int
     profiler: StepProfiler
     stop: StopRequest
-    classes: list[str] | None
-    """Names by label, for the checkpoints."""
+    bad_images: BadImages
+    watchdog: Watchdog
+    evaluated: set[int]
+    """Steps of which the folder has an evaluation."""
     best: tuple[float, int] = (-1.0, 0)
     """Highest top-1 so far, in percent, and the step of it."""
     interval: Interval = field(default_factory=Interval)
-    evaluated: bool = False
-    saved: Path | None = None
+    evaluations: int = 0
 
-    def train(self, start: Position) -> Path | None:
-        """Train from ``start`` to the last step, or until a signal stops it.
-
-        Returns the newest checkpoint written.
-        """
+    def train(self, start: Position) -> None:
+        """Train from ``start`` to the last step, or until ``stop`` says so, and then why."""
         args, backend, reports = self.args, self.backend, self.reports
-        step = start.step
-        first_batch = start.images_in_epoch // args.batch_size
+        step, first_batch = start.step, start.images_in_epoch // args.batch_size
         self.model.train()
+        if self._owes_evaluation(start) and not self._evaluate(start):
+            return
 
         for epoch in range(start.epoch, args.num_epochs):
             if step >= self.last_step:
                 break
-            batch_index = first_batch
+            batch = first_batch
             self.interval = Interval()
             with contextlib.closing(self._batches(epoch, first_batch)) as batches:
                 for micro_batches in batches:
-                    lr = self.schedule.lr(step)
+                    lr = self.schedule.lr(epoch * len(self.train_loader) + batch)
                     is_first = step == start.step
                     with self._first_run("training step", is_first), self.profiler.around(step + 1):
                         loss = forward_backward(self.model, backend, step, micro_batches)
-                        grad_norm = backend.optimizer_step(lr, args.clip_grad_norm)
-                    step, batch_index = step + 1, batch_index + 1
+                        norm, skipped = backend.optimizer_step(lr, args.clip_grad_norm, loss)
+                    step, batch = step + 1, batch + 1
                     self.interval.steps += 1
+                    self.watchdog.alive()
 
                     if is_first or step % args.log_step_interval == 0 or step == self.last_step:
-                        # The first step's time is the compiler's: it says nothing of the pace.
-                        pace = None if is_first else self.interval
-                        values = backend.read({"loss": loss, "grad_norm": grad_norm})
-                        reports.log(step, epoch + 1, lr, pace, values)
-                        self.interval = Interval()
+                        values = {"loss": loss, "grad_norm": norm, "skipped": skipped}
+                        self._log(step, epoch, lr, is_first, values)
                     reports.step_done()
                     if is_first:
                         self.stop.first_step_done()
 
                     if step >= self.last_step:
                         break
-                    if self.stop.due():
-                        self._save(step, epoch, batch_index)
-                        return self.saved
+                    at = self._position(step, epoch, batch)
+                    if self._must_stop():
+                        self._save_stopped(at)
+                        return
                     if args.ckpt_step_interval and step % args.ckpt_step_interval == 0:
-                        self._save(step, epoch, batch_index)
+                        self._save(at)
                         self.interval = Interval()
                     if args.test_step_interval and step % args.test_step_interval == 0:
-                        self._evaluate(step, epoch, batch_index)
+                        if not self._evaluate(at):
+                            return
                         self.interval = Interval()
 
             first_batch = 0
-            is_last = step >= self.last_step
+            at, is_last = self._position(step, epoch, batch), step >= self.last_step
+            if is_last and self._diverged():
+                return
             if is_last or (epoch + 1) % args.ckpt_epoch_interval == 0:
-                self._save(step, epoch, batch_index)
-            if is_last or (epoch + 1) % args.test_epoch_interval == 0:
-                self._evaluate(step, epoch, batch_index)
-        return self.saved
+                self._save(at, must=is_last)
+            if self._owes_evaluation(at) and not self._evaluate(at):
+                return
 
-    def evaluate_only(self, at: Position) -> None:
-        """Evaluate a run that has nothing left to train."""
-        epoch = at.epoch if at.images_in_epoch else at.epoch - 1
-        self._evaluate(at.step, epoch, batches_done=None)
+    # -- where the run stands -------------------------------------------------------------
+
+    def _position(self, step: int, epoch: int, batches_done: int) -> Position:
+        if batches_done == len(self.train_loader):  # the next epoch's start
+            return Position(step, epoch + 1, 0)
+        return Position(step, epoch, batches_done * self.args.batch_size)
+
+    def _owes_evaluation(self, at: Position) -> bool:
+        """Whether this step is one to be evaluated after, and has not been."""
+        if at.step in self.evaluated:
+            return False
+        if at.step >= self.last_step:
+            return True
+        if at.step and at.images_in_epoch == 0 and at.epoch % self.args.test_epoch_interval == 0:
+            return True
+        interval = self.args.test_step_interval
+        return bool(at.step and interval and at.step % interval == 0)
+
+    def _must_stop(self) -> bool:
+        limit = self.args.max_bad_steps
+        if limit and self.reports.longest_row_skipped >= limit:
+            self.stop.ask(NOT_FINITE)
+        return self.stop.due()
+
+    def _diverged(self) -> bool:
+        """Whether the last steps were too many that were not finite; the same in all processes."""
+        self.reports.flush()
+        limit = self.args.max_bad_steps
+        if limit and self.reports.longest_row_skipped >= limit:
+            self.stop.number = NOT_FINITE
+        return self.stop.number == NOT_FINITE
+
+    # -- batches, logs, checkpoints, evaluations ------------------------------------------
 
     def _put(self, batch: Batch) -> list[Batch]:
         return put_micro_batches(self.backend, batch, self.args.grad_accum_steps)
@@ -148,37 +180,58 @@ class Trainer:
         if not (is_first and self.backend.compiles):
             yield
             return
+        self.watchdog.rest()
         with self.reports.compiling(what):
             yield
             self.backend.wait()
 
-    def _save(self, step: int, epoch: int, batches_done: int) -> None:
-        temporary, final = checkpoint.begin(Path(self.args.ckpt_dir), step)
-        if self.saved == final:  # both intervals end here
-            return
-        if batches_done == len(self.train_loader):  # the position is the next epoch's start
-            position = Position(step, epoch + 1, 0)
-        else:
-            position = Position(step, epoch, batches_done * self.args.batch_size)
-        self.reports.flush()
-        if self.backend.is_main:
-            checkpoint.clear(temporary)
-        self.backend.barrier()
-        entries = checkpoint.training_tensors(position, vars(self.args), self.classes)
-        self.backend.save(temporary, entries)
-        self.backend.barrier()
-        if self.backend.is_main:
-            spared = final.with_name(f"step_{self.best[1]}") if self.args.ckpt_best else None
-            checkpoint.finish(temporary, final, self.args.keep_checkpoints, spared)
-        self.saved = final
-        self.reports.say(f"checkpoint: {final}")
+    def _log(
+        self, step: int, epoch: int, lr: float, is_first: bool, values: dict[str, torch.Tensor]
+    ) -> None:
+        # The first step's time is the compiler's: it says nothing of the pace.
+        pace = None if is_first else self.interval
+        self.reports.log(step, epoch + 1, lr, pace, self.backend.read(values))
+        self.bad_images.collect([self.train_loader])
+        self.interval = Interval()
 
-    def _evaluate(self, step: int, epoch: int, batches_done: int | None) -> None:
-        with self._first_run("evaluation", not self.evaluated):
-            result = evaluate(self.model, self.val_loader, self.backend)
-        self.evaluated = True
-        self.reports.evaluation(step, epoch + 1, result.loss, result.top1, result.images)
+    def _save(self, at: Position, *, must: bool = False) -> None:
+        self.reports.flush()
+        self.watchdog.alive()
+        if self.args.ckpt_best and self.best[1]:
+            self.saver.spared = folder_of(self.saver.ckpt_dir, self.best[1])
+        self.saver.save(at, must=must)
+
+    def _save_stopped(self, at: Position) -> None:
+        if self.stop.number != NOT_FINITE:
+            self._save(at, must=True)
+
+    def _evaluate(self, at: Position) -> bool:
+        """Evaluate; if a signal stops that, save in its place and return False."""
+        args, loader = self.args, self.val_loader
+        batches = min(args.eval_batches or len(loader), len(loader))
+        with (
+            self._first_run("evaluation", self.evaluations == 0),
+            self.reports.evaluating(batches) as bar_moves,
+        ):
+
+            def batch_done() -> bool:
+                bar_moves()
+                if self.evaluations:
+                    self.watchdog.alive()
+                return self.stop.due()
+
+            result = evaluate(self.model, loader, self.backend, batches, batch_done)
+        self.evaluations += 1
+        self.watchdog.alive()
+        if result is None:
+            self._save_stopped(at)
+            return False
+        self.bad_images.collect([loader])
+        epoch = at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
+        self.reports.evaluation(at.step, epoch, result.loss, result.top1, result.images)
+        self.evaluated.add(at.step)
         if result.top1 > self.best[0]:
-            self.best = result.top1, step
-            if self.args.ckpt_best and batches_done is not None:
-                self._save(step, epoch, batches_done)
+            self.best = result.top1, at.step
+            if args.ckpt_best:
+                self._save(at)
+        return True

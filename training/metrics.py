@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,59 @@ def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl; a line cut short by a crash is left out."""
     path = ckpt_dir / METRICS_FILE
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
+            record = json.loads(line)
+            if isinstance(record, dict) and "step" in record:
+                records.append(record)
     return records
 
 
 def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, dict[str, Any]]:
-    """The evaluations up to ``last_step``, by step."""
+    """The evaluations up to ``last_step``, by step; without those whose loss was not finite."""
     return {r["step"]: r for r in read_metrics(ckpt_dir)
-            if "val_top1" in r and r["step"] <= last_step}  # fmt: skip
+            if r.get("val_top1") is not None and r.get("val_loss") is not None
+            and r["step"] <= last_step}  # fmt: skip
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """One line of JSON, which has no name for what is not finite: null."""
+    clean = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    return json.dumps(clean, allow_nan=False)
+
+
+class MetricsFile:
+    """metrics.jsonl while it is written: whole lines, whatever happens to the disk."""
+
+    def __init__(self, ckpt_dir: Path, *, up_to_step: int) -> None:
+        """Keep the records up to a step; what follows is about to be written again.
+
+        Raises OSError.
+        """
+        path = ckpt_dir / METRICS_FILE
+        found = read_metrics(ckpt_dir)
+        kept = "".join(as_json(r) + "\n" for r in found if r["step"] <= up_to_step)
+        if not path.exists() or path.read_text(errors="replace") != kept:
+            temporary = path.with_name(path.name + ".tmp")
+            temporary.write_text(kept)  # a full disk leaves the old file as it is
+            temporary.replace(path)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._size = len(kept.encode())
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record. Raises OSError, and then has not left a part of it."""
+        line = (as_json(record) + "\n").encode()
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):
+                os.write(self._file, line[written:])
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(line)
+
+    def close(self) -> None:
+        os.close(self._file)

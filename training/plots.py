@@ -23,7 +23,7 @@ def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
     for axis, (title, series, unit) in zip(axes.flat, _PANELS, strict=True):
         for key, label in series:
-            points = [(r["step"], r[key]) for r in records if key in r]
+            points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
             if points:
                 steps, values = zip(*points, strict=True)
                 marker = "o" if key.startswith("val_") or len(points) < 3 else None

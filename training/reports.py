@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from training.backend import Backend
-from training.metrics import METRICS_FILE, read_metrics
+from training.metrics import read_metrics
 from training.plots import plot_curves
+from training.sinks import Guarded, open_sinks
+from training.skipped_steps import COUNTS
 
-CURVES_FILE, TENSORBOARD_DIR = "curves.png", "tensorboard"
+CURVES_FILE = "curves.png"
 SMOOTHING_WINDOW = 5
-"""Loss and time per step in log lines are means over this many logs, as in system A."""
-
-
-def _open_wandb(project: str, ckpt_dir: Path, arguments: dict[str, Any] | None) -> Any:
-    """A run of Weights & Biases, the same one when the training is resumed."""
-    import wandb  # optional, and slow to import
-
-    name = ckpt_dir.resolve()
-    return wandb.init(
-        project=project, name=name.name, dir=str(ckpt_dir), config=arguments, resume="allow",
-        id=hashlib.sha256(str(name).encode()).hexdigest()[:16],
-        settings=wandb.Settings(console="off"),
-    )  # fmt: skip
+"""Log lines give means of loss and time per step over this many logs beside the newest values, as
+PyTorch/XLA's ViT-10B example does."""
 
 
 @dataclass
@@ -75,9 +63,11 @@ class Reports:
         total_steps: int,
         batch_size: int,
         flops_per_image: float,
+        keep_records: bool = True,
         wandb_project: str | None = None,
         arguments: dict[str, Any] | None = None,
     ) -> None:
+        """``keep_records``: those of the folder up to ``first_step`` are of the same run."""
         active = backend.is_main
         self._dir, self._backend, self._active = ckpt_dir, backend, active
         self._batch_size, self._flops_per_image = batch_size, flops_per_image
@@ -87,17 +77,18 @@ class Reports:
         self._losses: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._compilations = -1
+        self._skipped = 0.0
+        self.longest_row_skipped = 0
+        """Steps in a row that were not finite, as far as log steps have told."""
         self.last_top1: float | None = None
+        self._sinks: list[Guarded] = []
         if not active:
             return
-        ckpt_dir.mkdir(parents=True, exist_ok=True)
-        kept = [r for r in read_metrics(ckpt_dir) if r["step"] <= first_step] if first_step else []
-        self._metrics = (ckpt_dir / METRICS_FILE).open("w")
-        for record in kept:  # what follows the resumed step is about to be written again
-            self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
-        self._board = SummaryWriter(str(ckpt_dir / TENSORBOARD_DIR), purge_step=first_step + 1)
-        self._wandb = _open_wandb(wandb_project, ckpt_dir, arguments) if wandb_project else None
+        self._sinks = open_sinks(
+            ckpt_dir, self.say, first_step=first_step,
+            kept_up_to=first_step if keep_records and first_step else -1,
+            wandb_project=wandb_project, arguments=arguments or {},
+        )  # fmt: skip
         self._bar = tqdm(
             total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None
         )
@@ -105,8 +96,9 @@ class Reports:
     def say(self, text: str) -> None:
         """A line on stdout, above the bar."""
         if self._active:
-            tqdm.write(text)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # a closed terminal or a full disk ends no training
+                tqdm.write(text)
+                sys.stdout.flush()
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
@@ -130,6 +122,18 @@ class Reports:
                 self._bar.unpause()  # the time to go is not the compiler's
         self.say(f"compiled and ran the first {what} in {time.perf_counter() - start:.1f} s")
 
+    @contextlib.contextmanager
+    def evaluating(self, batches: int) -> Iterator[Callable[[], None]]:
+        """A bar for an evaluation of so many batches; gives what moves it on by one."""
+        hide = None if self._active else True  # None: shown on a terminal
+        with tqdm(
+            total=batches, unit="batch", desc="evaluating", leave=False, dynamic_ncols=True,
+            disable=hide,
+        ) as bar:  # fmt: skip
+            yield bar.update
+        if self._active:
+            self._bar.unpause()
+
     def step_done(self) -> None:
         """Move the bar by one step and write what has arrived."""
         if self._active:
@@ -145,7 +149,7 @@ class Reports:
         pace: Interval | None,
         values: Future[dict[str, list[float]]],
     ) -> None:
-        """Record a log step; ``values`` brings ``loss`` and ``grad_norm``."""
+        """Record a log step; ``values`` brings ``loss``, ``grad_norm`` and ``skipped``."""
         record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
         if pace:
             seconds = pace.seconds()
@@ -162,7 +166,10 @@ class Reports:
 
     def _write_log(self, pending: _Pending) -> None:
         values = pending.values.result()
+        skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
+        self.longest_row_skipped = int(skipped["longest_row"])
         record = {name: value[0] for name, value in values.items()} | pending.record
+        record["skipped_steps"] = int(skipped["total"])
         self._losses.append(record["loss"])
         if "sec_per_iter" in record:
             self._times.append(record["sec_per_iter"])
@@ -170,6 +177,12 @@ class Reports:
             return
         self._write(record)
         self.say(self._log_line(record))
+        if skipped["total"] > self._skipped:
+            self.say(
+                f"note: {skipped['total'] - self._skipped:.0f} step(s) since the last log were "
+                "skipped: loss or gradient norm was not finite"
+            )
+        self._skipped = skipped["total"]
         shown = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.2e}"}
         if "images_per_s" in record:
             shown["images/s"] = f"{record['images_per_s']:.0f}"
@@ -183,18 +196,19 @@ class Reports:
         parts = [
             f"epoch {record['epoch']} step {record['step']}",
             f"lr: {record['lr']:.6g}",
-            f"loss: {sum(self._losses) / len(self._losses):.4f}",
+            f"loss: {record['loss']:.4f}{_mean_of(self._losses)}",
             f"grad norm: {record['grad_norm']:.4f}",
         ]
-        if self._times:
-            parts.append(f"sec/iter: {sum(self._times) / len(self._times):.4f}")
         if "images_per_s" in record:
+            parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{_mean_of(self._times)}")
             parts.append(f"images/s: {record['images_per_s']:.1f}")
             parts.append(f"data wait: {record['data_wait']:.1%}")
         if "mfu" in record:
             parts.append(f"MFU: {record['mfu']:.1%}")
         if "memory_used" in record:
             parts.append(f"device memory: {record['memory_used'] / 2**30:.2f} GiB")
+        if record["skipped_steps"]:
+            parts.append(f"steps skipped: {record['skipped_steps']}")
         return ", ".join(parts)
 
     def evaluation(self, step: int, epoch: int, loss: float, top1: float, images: int) -> None:
@@ -202,8 +216,6 @@ class Reports:
         self.flush()
         self.last_top1 = top1
         self._compilations = -1  # the evaluation compiled its own step
-        if not self._active:
-            return
         self._write({
             "step": step, "epoch": epoch,
             "val_loss": loss, "val_top1": top1, "val_images": images,
@@ -212,17 +224,8 @@ class Reports:
                  f"accuracy on val: {top1:.2f} % of {images:,} images")  # fmt: skip
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
-        values = {}
-        for name, value in record.items():
-            if name not in ("step", "epoch"):
-                group = "val" if name.startswith("val_") else "train"
-                values[f"{group}/{name.removeprefix('val_')}"] = value
-        for name, value in values.items():
-            self._board.add_scalar(name, value, record["step"])
-        if self._wandb:
-            self._wandb.log(values | {"epoch": record["epoch"]}, step=record["step"])
+        for sink in self._sinks:
+            sink.write(record)
 
     def flush(self) -> None:
         """Write every log step recorded so far, waiting for its values."""
@@ -230,14 +233,24 @@ class Reports:
             self._write_log(self._pending.popleft())
 
     def close(self) -> Path | None:
-        """Write what is left and the plot; returns the plot's path."""
-        self.flush()
+        """Write what is left and the plot; returns the plot's path, None if there is none."""
+        with contextlib.suppress(Exception):  # after an error on the devices they give no values
+            self.flush()
         if not self._active:
             return None
         self._bar.close()
-        self._board.close()
-        if self._wandb:
-            self._wandb.finish()
-        self._metrics.close()
-        records = read_metrics(self._dir)
-        return plot_curves(records, self._dir / CURVES_FILE) if records else None
+        for sink in self._sinks:
+            sink.close()
+        return self._plot()
+
+    def _plot(self) -> Path | None:
+        try:
+            records = read_metrics(self._dir)
+            return plot_curves(records, self._dir / CURVES_FILE) if records else None
+        except Exception as error:  # noqa: BLE001 - a picture may not end a run
+            self.say(f"note: {CURVES_FILE} cannot be written ({error})")
+            return None
+
+
+def _mean_of(values: deque[float]) -> str:
+    return f" (mean of {len(values)}: {sum(values) / len(values):.4f})" if len(values) > 1 else ""

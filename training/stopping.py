@@ -95,6 +95,10 @@ def largest_of_all(value: int) -> Callable[[], int]:
     return wait
 
 
+NOT_FINITE, BAD_IMAGES = 1001, 1002
+"""What else than a signal, all of which are smaller numbers, can stop training."""
+
+
 class StopRequest:
     """Whether to stop: asked after each step by every process, with the same answer to all.
 
@@ -106,8 +110,9 @@ class StopRequest:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._found: Callable[[], int] = lambda: 0
+        self._asked = 0
         self.number = 0
-        """The signal that stops training; 0: none."""
+        """The signal that stops training, or NOT_FINITE or BAD_IMAGES; 0: none."""
 
     def __enter__(self) -> StopRequest:
         process_signals.install()
@@ -124,12 +129,17 @@ class StopRequest:
         notice = "\nstopping after this step, with a checkpoint; Ctrl-C (again): at once\n"
         process_signals.listen(notice if self._backend.is_main else "")
 
+    def ask(self, number: int) -> None:
+        """Stop for another reason than a signal; one process that asks is enough."""
+        self._asked = number
+
     def due(self) -> bool:
-        """To be called after each step: is it the last one?"""
+        """Whether to stop now; to be called by all after each step, and each batch evaluated."""
+        mine = max(process_signals.noted, self._asked)
         if self._backend.world_size == 1:
-            self.number = process_signals.noted
-        else:
+            self.number = mine
+        elif not self.number:
             self.number = self._found()
             if not self.number:
-                self._found = self._backend.largest_of_all(process_signals.noted)
+                self._found = self._backend.largest_of_all(mine)
         return self.number > 0

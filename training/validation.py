@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 
+from data.build import DataSource
+from data.errors import DataFolderError, printable
 from models.config import VitConfig
 from training.arguments import MODEL_FLAG, model_config
-from training.checkpoint import SavedRun
+from training.checkpoints.content import SavedRun
 from training.errors import UsageError
 
 
@@ -23,6 +29,8 @@ def check_model(config: VitConfig) -> None:
         raise UsageError(
             f"--embed_dim {config.embed_dim} is not a multiple of --num_heads {config.num_heads}"
         )
+    if config.embed_dim * config.mlp_ratio < 1:
+        raise UsageError(f"--mlp_ratio {config.mlp_ratio} leaves no MLP")
     if config.global_pool == "token" and not config.class_token:
         raise UsageError("--global_pool token needs --class_token")
     if config.patch_drop_rate and int(config.num_patches * (1 - config.patch_drop_rate)) < 1:
@@ -38,8 +46,8 @@ def check_run(args: argparse.Namespace, device_count: int) -> None:
         raise UsageError(
             f"--batch_size {args.batch_size} (global) is no multiple of the {parts}{passes}"
         )
-    if args.wandb and importlib.util.find_spec("wandb") is None:
-        raise UsageError("--wandb needs the package wandb: python3 -m pip install wandb")
+    if args.wandb:
+        _check_wandb()
     for flag, (low, high) in (("--scale", args.scale), ("--ratio", args.ratio)):
         if low > high:
             raise UsageError(f"{flag} {low} {high}: the first must not be above the second")
@@ -47,6 +55,59 @@ def check_run(args: argparse.Namespace, device_count: int) -> None:
         raise UsageError("--scale 0 0 leaves no image to crop")
     if Path(args.ckpt_dir).exists() and not Path(args.ckpt_dir).is_dir():
         raise UsageError(f"--ckpt_dir {args.ckpt_dir} is a file, not a folder")
+
+
+def _check_wandb() -> None:
+    """Raises UsageError without wandb, or a login for it; asks no server."""
+    if importlib.util.find_spec("wandb") is None:
+        raise UsageError("--wandb needs the package wandb: python3 -m pip install wandb")
+    if os.environ.get("RANK", "0") != "0":  # of all that torchrun started, one logs
+        return
+    from wandb.sdk import wandb_setup
+
+    try:
+        from wandb.sdk.lib.wbauth import authenticate_session
+    except ImportError:  # another version: wandb itself will say so, later
+        return
+    try:
+        settings = wandb_setup.singleton().settings
+        logged_in = settings.mode in ("offline", "disabled", "dryrun") or authenticate_session(
+            host=settings.base_url, source="--wandb", prompt=False, update_session=False
+        )
+    except TypeError:  # another version's function
+        return
+    except Exception as error:  # noqa: BLE001 - of a key or variable that cannot be
+        raise UsageError("--wandb: " + ", ".join(str(error).splitlines()[:3])) from None
+    if not logged_in:
+        raise UsageError(
+            "--wandb needs a login on this host: wandb login, or WANDB_API_KEY; WANDB_MODE=offline "
+            "goes without"
+        )
+
+
+@contextlib.contextmanager
+def bad_data_is_the_users() -> Iterator[None]:
+    """Around what reads data: a folder that cannot be used is the user's to mend."""
+    try:
+        yield
+    except DataFolderError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_same_classes(classes: Sequence[str] | None, path: Path, data: DataSource) -> None:
+    """Raises UsageError where ``classes``, by label those that the weights in ``path`` were trained
+    on, are not those of ``data``; None: not known.
+
+    Labels are positions among the folders: one folder less, and all after it are wrong.
+    """
+    if classes is None or data.classes is None:
+        return
+    for label, (there, here) in enumerate(zip_longest(classes, data.classes)):
+        if there != here:
+            raise UsageError(printable(
+                f"{path} was trained on other classes than those of {data.name}/val: "
+                f"number {label} is {there or 'none'} there, {here or 'none'} here"
+            ))  # fmt: skip
 
 
 def check_same_model(saved: SavedRun, config: VitConfig) -> None:

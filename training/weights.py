@@ -18,15 +18,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.config import VitConfig
 from models.vit import build_vit
-from training.checkpoint import (
-    BEST,
-    SafeReader,
-    SavedRun,
-    find_resume,
-    quiet_dcp,
-    readable,
-    saved_run,
-)
+from training.checkpoints.choose import BEST, find_resume, first_readable
+from training.checkpoints.content import SavedRun, saved_run
+from training.checkpoints.manifest import damage
+from training.checkpoints.reader import SafeReader, quiet_dcp, readable
 from training.errors import UsageError
 
 
@@ -39,6 +34,8 @@ class Weights:
     """What the checkpoint says of the run that made it; None for a bare state dict."""
     tensors: Mapping[str, torch.Tensor] | None
     """By timm's names, mapped from the file; None for a folder, which DCP reads."""
+    note: str = ""
+    """What the user is to know of how they are used, in one line."""
 
     def check_fits(self, config: VitConfig) -> None:
         """Raises UsageError naming the first tensor that is not one of the model's."""
@@ -53,6 +50,16 @@ class Weights:
                 )
         for name in found:
             raise UsageError(f"{self.path} has {name}, which the model has not: {_REMEDY}")
+
+    def check_undamaged(self) -> None:
+        """Raises UsageError if a checkpoint's files are not those that were written."""
+        with readable(self.path):
+            problem = None if self.tensors is not None else damage(self.path)
+        if problem:
+            raise UsageError(
+                f"{self.path} is damaged ({problem}): --resume another one, or take it as it is "
+                "with --no_verify_checkpoint"
+            )
 
     def _shapes(self) -> dict[str, torch.Size]:
         if self.tensors is not None:
@@ -107,10 +114,10 @@ def find_weights(ckpt_dir: Path, resume: str, resume_epoch: int) -> Weights:
         if not path.is_file():
             raise UsageError(f"--resume {resume}: there is no such checkpoint, folder or file")
         return _read_file(path)
-    saved = find_resume(ckpt_dir, resume, resume_epoch)
+    saved, candidates = first_readable(find_resume(ckpt_dir, resume, resume_epoch))
     if saved is None:
         raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
-    return Weights(saved.path, saved, None)
+    return Weights(saved.path, saved, None, "; ".join(candidates.passed_over))
 
 
 def _read_file(path: Path) -> Weights:

@@ -17,14 +17,17 @@ import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.distributed.fsdp import checkpoint_module
+from tqdm import tqdm
 
 from training.backend import InitializeModule, pass_seed
-from training.checkpoint import SafeReader, quiet_dcp
+from training.checkpoints.reader import SafeReader, quiet_dcp
+from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stopping import largest_of_all
 from xla_fsdp import chips
 from xla_fsdp.attention.choice import describe_attention
 from xla_fsdp.blocks import compute_in_bf16, cut_every
-from xla_fsdp.optimizer import build_adamw, set_lr
+from xla_fsdp.memory import DeviceMemory
+from xla_fsdp.optimizer import build_adamw, set_lr, step_unless
 
 
 class XlaBackend(abc.ABC):
@@ -38,6 +41,7 @@ class XlaBackend(abc.ABC):
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._device = torch_xla.device()
+        self._memory = DeviceMemory(self._device)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self.is_main = self.rank == 0
         self.device_count = xr.global_runtime_device_count()
@@ -59,7 +63,12 @@ class XlaBackend(abc.ABC):
     def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor: ...
 
     @abc.abstractmethod
-    def _scalar(self, value: float) -> torch.Tensor: ...
+    def _constant(self, values: torch.Tensor) -> torch.Tensor:
+        """A small tensor, whole on every device."""
+
+    @abc.abstractmethod
+    def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
+        """Say of a small result that it lies whole on every device."""
 
     @abc.abstractmethod
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor: ...
@@ -77,6 +86,9 @@ class XlaBackend(abc.ABC):
     @abc.abstractmethod
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         """Put back what ``_to_host`` gave, after new values were read into it."""
+
+    def _scalar(self, value: float) -> torch.Tensor:
+        return self._constant(torch.tensor(value))
 
     # -- model and optimizer ----------------------------------------------------------
 
@@ -107,6 +119,7 @@ class XlaBackend(abc.ABC):
             self._named_parameters().values(), self._zeros_like, self._scalar,
             betas=betas, eps=eps, weight_decay=weight_decay,
         )  # fmt: skip
+        self._skipped = self._constant(no_counts())
         # Views of a tensor that was never written to are stored apart, at a cut of the graph:
         # without this, the first step's graph would differ from all later ones.
         with torch.no_grad():
@@ -128,13 +141,19 @@ class XlaBackend(abc.ABC):
         if not is_last:  # a graph a micro-batch: one for all would hold all activations
             self._cut_graph()
 
-    def optimizer_step(self, lr: float, max_norm: float) -> torch.Tensor:
+    def optimizer_step(
+        self, lr: float, max_norm: float, loss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         set_lr(self._optimizer, lr, self._scalar)
         norm = self._clip_grad_norm(max_norm if max_norm > 0 else float("inf"))
-        self._optimizer.step()
+        skipped = not_finite(loss, norm)
+        step_unless(self._optimizer, skipped > 0)
+        # A new tensor: the last step's may still wait to be read.
+        self._skipped = self._mark_replicated(count_skipped(self._skipped, skipped))
         self._optimizer.zero_grad(set_to_none=True)
+        del skipped  # or it would be a result of the step
         self.end_step()
-        return norm
+        return norm, self._skipped
 
     def end_step(self) -> None:
         # XLA's virtual CPU devices share a few threads: those of one program on the way, held up
@@ -147,6 +166,13 @@ class XlaBackend(abc.ABC):
 
     def wait(self) -> None:
         xm.wait_device_ops()
+        if self._args.compile_cache_dir and self.is_main:
+            counts = self.counters()
+            tqdm.write(
+                f"compile cache: {counts['cache_hits']} program(s) so far came from "
+                f"{self._args.compile_cache_dir}, {counts['compilations']} were compiled, of which "
+                f"it had {counts['cache_unreadable']} that torch_xla cannot read"
+            )
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         tensors = dict(values)
@@ -165,22 +191,23 @@ class XlaBackend(abc.ABC):
     # -- reports ----------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        def samples(metric: str) -> int:
-            data = met.metric_data(metric)
-            return data[0] if data else 0
+        def counter(name: str) -> int:
+            return met.counter_value(name) or 0
 
-        cached, compiled = met.counter_value("CachedCompile"), met.counter_value("UncachedCompile")
-        return {
-            "compilations": compiled or 0,
-            "executions": (cached or 0) + (compiled or 0),  # each execution looks up its graph
-            "device_to_host": samples("TransferFromDeviceTime"),
+        transfers = met.metric_data("TransferFromDeviceTime")
+        cached, compiled = counter("CachedCompile"), counter("UncachedCompile")
+        counts = {
+            "compilations": compiled,
+            "executions": cached + compiled,  # each execution looks up its graph
+            "device_to_host": transfers[0] if transfers else 0,
         }
+        if self._args.compile_cache_dir:
+            counts["cache_hits"] = counter("PersistentCacheHit")
+            counts["cache_unreadable"] = counter("PersistentCacheDeserializeFailure")
+        return counts
 
     def memory(self) -> dict[str, int]:
-        if xr.device_type() == "CPU":
-            return {}
-        info = xm.get_memory_info(self._device)
-        return {"used": info["bytes_used"], "limit": info["bytes_limit"]}
+        return self._memory.read()
 
     def state_bytes(self) -> dict[str, int]:
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
@@ -210,10 +237,10 @@ class XlaBackend(abc.ABC):
         return f"{self.device_count} {xr.device_type()} device(s)"
 
     def _describe_cache(self) -> str:
-        text = f", compiled programs kept in {self._args.compile_cache_dir}"
-        if xr.device_type() == "CPU":
-            text += " (XLA on CPU writes but cannot read them: each run compiles anew)"
-        return text
+        return (
+            f", compiled programs kept in {self._args.compile_cache_dir} (torch_xla 2.9 writes but "
+            "cannot read them: each run compiles anew)"
+        )
 
     # -- checkpoints ------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+import xla_fsdp.autocast  # noqa: F401 - makes autocast reach attention
+
 
 def after_forward(module: nn.Module, apply: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Pass the module's output through ``apply``; the module itself stays as it is."""

@@ -7,11 +7,16 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
 
 from training.backend import Backend
+from training.errors import StoppedBySignal
+from training.parent import end_with
 from training.stopping import ProcessSignals, process_signals
-from xla_fsdp.options import device_type, fsdp_form, tpu_compiler_options
+from xla_fsdp import libtpu_flags
+from xla_fsdp.options import device_type, fsdp_form
+from xla_fsdp.starting import StartWatch, watch
 
 Run = Callable[[argparse.Namespace, Backend], None]
 
@@ -24,33 +29,32 @@ def launch(run: Run, args: argparse.Namespace) -> None:
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * args.cpu_devices)))
     import torch_xla
 
-    if device_type() == "TPU":  # after the import, which adds torch_xla's own
-        given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        os.environ["LIBTPU_INIT_ARGS"] = _compiler_options(given)
+    if device_type() == "TPU":
+        libtpu_flags.set_for_this_tpu()
     if fsdp_form(args) == "spmd":
         _run_spmd(run, args)
     else:
         single = device_type() == "CPU"
         if not single:
             signal.signal(signal.SIGTERM, _tell_children)
-        torch_xla.launch(
-            _run_nested, args=(process_signals, run, args), debug_single_process=single
-        )
+        parent = None if single else os.getpid()
+        given_to_all = (process_signals, watch, run, args, parent)
+        try:
+            torch_xla.launch(_run_nested, args=given_to_all, debug_single_process=single)
+        except BrokenProcessPool:
+            if not _told:
+                raise
+            raise StoppedBySignal(_told[0]) from None  # before there was anything to write
+
+
+_told: list[int] = []
 
 
 def _tell_children(number: int, frame: FrameType | None) -> None:
     """Who is told to end is the parent (of Ctrl-C, all are): it ends with its children."""
+    _told.append(number)
     for child in multiprocessing.active_children():
         child.terminate()
-
-
-def _compiler_options(given: str) -> str:
-    """What the user gives the TPU compiler, and our own where he does not."""
-    from torch_xla._internal import tpu
-
-    ours = [f"--{name}={value}" for name, value in tpu_compiler_options(tpu.version()).items()
-            if name not in given]  # fmt: skip
-    return " ".join([*given.split(), *ours])
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -68,16 +72,30 @@ def _prepare(args: argparse.Namespace) -> None:
 def _run_spmd(run: Run, args: argparse.Namespace) -> None:
     import torch_xla.runtime as xr
 
+    if device_type() == "TPU":
+        watch.begin(os.getpid())
     xr.use_spmd()
     _prepare(args)
+    watch.end()
     from xla_fsdp.spmd import SpmdBackend
 
     run(args, SpmdBackend(args))
 
 
-def _run_nested(index: int, _installed: ProcessSignals, run: Run, args: argparse.Namespace) -> None:
-    """``_installed`` comes along to be unpickled, see there."""
+def _run_nested(
+    index: int,
+    _installed: ProcessSignals,
+    begun: StartWatch,
+    run: Run,
+    args: argparse.Namespace,
+    parent: int | None,
+) -> None:
+    """``_installed`` and ``begun`` come along to be unpickled, see there; ``parent`` is the process
+    that starts the others, None if there are no others."""
+    if parent is not None:
+        end_with(parent)
     _prepare(args)
+    begun.end()
     from xla_fsdp.nested import NestedBackend
 
     run(args, NestedBackend(args))

@@ -106,8 +106,11 @@ class NestedBackend(XlaBackend):
     def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(parameter, requires_grad=False)
 
-    def _scalar(self, value: float) -> torch.Tensor:
-        return torch.tensor(value).to(self._device)
+    def _constant(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._device)
+
+    def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
+        return x  # a process has its own, of equal values
 
     # -- a step -----------------------------------------------------------------------
 

@@ -47,3 +47,18 @@ def set_lr(
     value = scalar(max(lr, _SMALLEST_LR))
     for group in optimizer.param_groups:
         group["lr"] = value
+
+
+@torch.no_grad()
+def step_unless(optimizer: torch.optim.AdamW, skip: torch.Tensor) -> None:
+    """Take the step, but where ``skip``, a boolean device scalar, holds, leave all as it was.
+
+    Both outcomes are one graph: what is kept is chosen as it is written, and nothing else is read.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [t for p in parameters for t in optimizer.state[p].values()]
+    tensors = [*parameters, *state]
+    before = [tensor.detach().clone() for tensor in tensors]  # of the recording: no copy is made
+    optimizer.step()
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(skip, old, tensor))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from models.config import VitConfig
 from training.errors import UsageError
+from xla_fsdp import libtpu_flags
 from xla_fsdp.sharding.mesh import check_mesh
 
 _NESTED_FLAGS = {
@@ -21,26 +22,7 @@ _MESH_FLAGS = {
     "--mesh_tensor": lambda args: args.mesh_tensor > 1,
 }
 
-_TPU_COMPILER_OPTIONS = {
-    # Without it v4 and v5p gather weights by all-reduces of zero-padded whole ones.
-    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
-    # Never a product in as many pieces as devices exchange: each reads its other side from HBM
-    # anew, with --mesh_tensor as much as all the rest of the step.
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
-}
-_ASYNC_ALL_REDUCE = {
-    # Whole gradients are reduced while the next ones are computed, not in between.
-    "xla_enable_async_all_reduce": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
-}
-
 _GOOGLE = "0x1ae0"
-
-
-def tpu_compiler_options(generation: int) -> dict[str, str]:
-    """For every compilation: in training through LIBTPU_INIT_ARGS, and by --compile_only."""
-    # For v4 the compiler takes many times as long with them (libtpu 0.0.21).
-    return _TPU_COMPILER_OPTIONS | ({} if generation == 4 else _ASYNC_ALL_REDUCE)
 
 
 def device_type() -> str:
@@ -129,6 +111,13 @@ def check_devices(args: argparse.Namespace, config: VitConfig, devices: int) -> 
         raise UsageError(
             f"--mesh_tensor {args.mesh_tensor} must divide the {here} devices of a host"
         )
+
+
+def check_libtpu() -> None:
+    """Raises UsageError on a TPU if libtpu would end the run for what LIBTPU_INIT_ARGS says."""
+    if device_type() == "TPU":
+        libtpu_flags.set_for_this_tpu()
+        libtpu_flags.check()
 
 
 def check(args: argparse.Namespace) -> None:

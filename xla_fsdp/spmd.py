@@ -32,6 +32,7 @@ from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.sharding.mesh import BATCH, Axes, Spec, mesh_shape
 from xla_fsdp.sharding.placement import Sharding, device_order, local_devices, partition_spec
 from xla_fsdp.sharding.plain_names import device_part, is_stacked, plain_values
+from xla_fsdp.sharding.root import compute_with_whole
 from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS, Marks, cut_block, is_packed
 
 BETWEEN: tuple[Axes, ...] = (("tensor",), ())
@@ -127,7 +128,7 @@ class SpmdBackend(XlaBackend):
         """A parameter of values that lie on the devices as ``spec`` says."""
         parameter = nn.Parameter(values)
         self._specs[parameter] = spec
-        if self._shape.parts(spec) == 1:
+        if self._shape.parts(spec) < self._shape.smallest_cut:
             self._replicated_bytes += parameter.nbytes
         if self._args.grad_accum_steps > 1 or self._args.mark_step_every_n_blocks:
             parameter.register_post_accumulate_grad_hook(self._cut_gradient)
@@ -148,6 +149,9 @@ class SpmdBackend(XlaBackend):
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model, {})
+        if len(self._shape.live) > 1:
+            compute_with_whole(model, lambda x: MarkBoth.apply(x, self._mark_replicated))
+            after_forward(model, lambda logits: MarkBoth.apply(logits, self._mark_images))
         return model
 
     def _place(self, module: nn.Module, tensor_dims: dict[str, int]) -> None:
@@ -181,20 +185,21 @@ class SpmdBackend(XlaBackend):
         """What lies between blocks, and between the halves of a block: (batch, tokens, width)."""
         return self._mark(x, self._activations(x.dim(), *BETWEEN))
 
+    def _mark_images(self, x: torch.Tensor) -> torch.Tensor:
+        """What is whole for each image: features, logits."""
+        return self._mark(x, self._activations(x.dim()))
+
     def _adapt(self, block: nn.Module) -> None:
         if self._shape.tensor > 1:
             cut_block(block, self._tensor_marks())
 
     def _tensor_marks(self) -> Marks:
-        def whole(x: torch.Tensor) -> torch.Tensor:
-            return self._mark(x, self._activations(x.dim()))
-
         def columns(x: torch.Tensor) -> torch.Tensor:
             return self._mark(x, self._activations(x.dim(), ("tensor",)))
 
         return Marks(
-            gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, whole),
-            scatter=lambda x: Scatter.apply(x, self._mark_tokens, whole),
+            gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_images),
+            scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_images),
             columns=lambda x: MarkBoth.apply(x, columns),
         )
 
@@ -206,12 +211,12 @@ class SpmdBackend(XlaBackend):
     def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         return self._new_state(parameter.shape, self._specs[parameter])
 
-    def _scalar(self, value: float) -> torch.Tensor:
-        return self._constant(torch.tensor(value))
-
     def _constant(self, values: torch.Tensor) -> torch.Tensor:
         # Marked, because results of a step are: an unmarked one would compile anew.
-        return self._mark(values.to(self._device), ((),) * values.dim())
+        return self._mark_replicated(values.to(self._device))
+
+    def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mark(x, ((),) * x.dim())
 
     # -- a step -----------------------------------------------------------------------
 

@@ -65,7 +65,6 @@ def test_trains_like_timms_blocks(form, tmp_path):
     assert "te blocks" in te.run_file["backend"]
     assert te.column("loss") == pytest.approx(timm.column("loss"), rel=0.03)
     assert te.column("grad_norm") == pytest.approx(timm.column("grad_norm"), rel=0.1)
-    assert te.column("loss") != timm.column("loss")
 
 
 def test_meta_init_gives_the_same_weights(tmp_path):

@@ -22,7 +22,7 @@ import numpy as np
 from training.errors import UsageError
 from xla_fsdp.compile_only.graphs import REPLICATED, Graph, local_bytes
 from xla_fsdp.compile_only.topologies import Topology
-from xla_fsdp.options import tpu_compiler_options
+from xla_fsdp.libtpu_flags import raise_if_refused
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,27 @@ def _prepare_jax() -> None:
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU is taken: nothing to lock
 
 
-def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
+def compile_graph(
+    graph: Graph, replicas: int, topology: Topology, by_host: bool, variables: dict[str, str]
+) -> Compiled:
     """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
 
     It is to be known how the arguments lie. ``by_host``: the mesh counts the devices host by host,
-    not by their numbers.
+    not by their numbers. ``variables`` are those of the environment that libtpu is to start with.
     In a process of its own: libtpu ends it where a check of its own fails, and it complains on
     stderr that there is no TPU. Raises UsageError if libtpu refuses the program or ends so.
     """
     with (
         tempfile.NamedTemporaryFile(mode="r") as complaints,
         ProcessPoolExecutor(
-            1, get_context("spawn"), initializer=_send_stderr_to, initargs=(complaints.name,)
+            1, get_context("spawn"), initializer=_begin, initargs=(complaints.name, variables)
         ) as process,
     ):
         try:
             return process.submit(_compile, graph, replicas, topology, by_host).result()
         except BrokenProcessPool:
             text = complaints.read()
+            raise_if_refused(text)
             check = re.search(r"Check failed: .*", text)
             raise UsageError(
                 f"libtpu crashed on this step ({check[0] if check else text[-300:]}): try another "
@@ -86,29 +89,21 @@ def compile_graph(graph: Graph, replicas: int, topology: Topology, by_host: bool
             ) from None
 
 
-def _send_stderr_to(path: str) -> None:
-    os.dup2(os.open(path, os.O_WRONLY), 2)
+def _begin(stderr: str, variables: dict[str, str]) -> None:
+    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    os.environ.update(variables)
 
 
 def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
     module = as_stablehlo(graph)
     _annotate(module, graph)
     from jax._src.lib import xla_client
-    from jax.experimental import topologies
     from jaxlib import _jax
 
-    try:
-        slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
-        devices = topologies.get_topology_desc(topology.name, "tpu", **slices).devices
-    except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
-        raise UsageError(
-            f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
-        ) from None
-    assert len(devices) == topology.devices, (len(devices), topology)
+    devices = _devices(topology)
     partitions = topology.devices // replicas
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = replicas, partitions
-    options.env_option_overrides = list(tpu_compiler_options(int(topology.name[1])).items())
     build = options.executable_build_options
     build.use_spmd_partitioning = partitions > 1
     left = [mark is None for mark in graph.results]
@@ -142,6 +137,26 @@ def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> 
         hlo=executable.hlo_modules()[0].to_string(),
         seconds=seconds,
     )
+
+
+def _devices(topology: Topology) -> list[Any]:
+    from jax.experimental import topologies
+
+    how: dict[str, Any] = {}
+    if topology.slices > 1:
+        how["num_slices"] = topology.slices
+    if topology.slice_chips == 1:  # else it is cut into hosts of 2 x 2 chips
+        how["chips_per_host_bounds"] = (1, 1, 1)
+    if topology.generation == 4:  # a run's libtpu reads the variable itself when it takes the chips
+        how["chip_config_name"] = os.environ["TPU_MEGACORE"]
+    try:
+        devices = topologies.get_topology_desc(topology.name, "tpu", **how).devices
+    except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
+        raise UsageError(
+            f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
+        ) from None
+    assert len(devices) == topology.devices, (len(devices), topology)
+    return devices
 
 
 def _device_ids(devices: list[Any], by_host: bool) -> list[int]:

@@ -128,22 +128,22 @@ def as_table(report: Report) -> str:
     def gib(count: float | None) -> str:
         return "" if count is None else f"{count / _GIB:.2f} GiB"
 
-    difference = abs(report.hbm_capacity_bytes - report.peak_hbm_bytes) / 1e9
-    verdict = (
-        f"fits, {difference:.1f} GB to spare" if report.fits
-        else f"does not fit by {difference:.1f} GB or more"
-    )  # fmt: skip
-    each = "a device" if report.devices != report.chips else "a chip"
+    to_spare = (report.hbm_capacity_bytes - report.peak_hbm_bytes) / 1e9
+    if report.fits:
+        verdict = f"fits, {to_spare:.1f} GB to spare"
+    elif to_spare > 0:  # the user has set a limit
+        verdict = "does not fit in what LIBTPU_INIT_ARGS leaves"
+    else:
+        verdict = f"does not fit by {-to_spare:.1f} GB or more"
     rows = [
         ("slice" if report.slices == 1 else f"{report.slices} slices",
-         f"{report.topology}, {report.chips} chips"
-         + (f" ({report.devices} devices)" if report.devices != report.chips else "")),
+         f"{report.topology}, {report.chips} chip" + ("s" if report.chips > 1 else "")),
         ("model", f"{report.parameters:,} parameters, global batch {report.batch_size}"),
         ("sharding", report.sharding),
         *([("graphs a step", f"{report.graphs}, {report.distinct_graphs} different; below, memory "
             "of the largest, all else of the step")] if report.graphs > 1 else []),
         ("verdict", verdict),
-        (f"HBM {each}, peak", f"{gib(report.peak_hbm_bytes)} of {gib(report.hbm_capacity_bytes)}"),
+        ("HBM a chip, peak", f"{gib(report.peak_hbm_bytes)} of {gib(report.hbm_capacity_bytes)}"),
         ("  arguments", gib(report.argument_bytes)),
         ("  of these, state", gib(report.state_bytes)),
         ("  outputs", gib(report.output_bytes)),
@@ -157,10 +157,10 @@ def as_table(report: Report) -> str:
         assert report.roofline_mfu is not None
         rows += [
             (
-                f"HBM traffic {each}",
+                "HBM traffic a chip",
                 f"{gib(report.hbm_bytes)}, at peak {report.hbm_s * 1e3:.1f} ms",
             ),
-            (f"collectives {each}", f"at peak {report.collective_s * 1e3:.1f} ms"),
+            ("collectives a chip", f"at peak {report.collective_s * 1e3:.1f} ms"),
             *_collective_rows(report),
             *_dcn_rows(report),
             ("shortest step", f"{report.roofline_step_s * 1e3:.1f} ms (roofline)"),

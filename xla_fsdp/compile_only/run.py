@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 
+from models.config import VitConfig
 from models.vit import build_vit, train_flops_per_image
 from training.arguments import model_config
 from training.errors import UsageError
 from training.validation import check_model, check_run
-from xla_fsdp import options
+from xla_fsdp import libtpu_flags, options
 from xla_fsdp.attention.choice import check_attention
 from xla_fsdp.compile_only.compiler import Compiled, as_stablehlo, check_installed, compile_graph
 from xla_fsdp.compile_only.flops import count_flops
-from xla_fsdp.compile_only.graphs import Result, Step, local_bytes
+from xla_fsdp.compile_only.graphs import Graph, Result, Step, local_bytes
 from xla_fsdp.compile_only.hlo import measure
 from xla_fsdp.compile_only.report import CompiledGraph, Report, as_json, as_table, make_report
 from xla_fsdp.compile_only.topologies import KNOWN, Topology, parse_topology
 from xla_fsdp.compile_only.trace import start_xla, trace_step
 from xla_fsdp.sharding.mesh import check_mesh, counts_by_host, mesh_shape
 
+DOES_NOT_FIT = 3
+"""The exit code, for scripts that look for the smallest slice."""
 
-def compile_only(args: argparse.Namespace) -> None:
-    """Print the table, or with ``--json`` the figures. Raises UsageError."""
+
+def compile_only(args: argparse.Namespace) -> int:
+    """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
+
+    Raises UsageError.
+    """
+    libtpu_args = os.environ.get(libtpu_flags.VARIABLE, "")  # before torch_xla adds to them
     if not args.tpu_topology:
         raise UsageError(f"--compile_only needs --tpu_topology. Known, for example: {KNOWN}")
     check_installed()
@@ -37,8 +48,9 @@ def compile_only(args: argparse.Namespace) -> None:
     check_attention(args)
     check_run(args, topology.devices)
     _check_cuts(args)
-    report = _compile(args, topology, config)
+    report = _compile(args, topology, config, libtpu_args)
     print(json.dumps(as_json(report)) if args.json else as_table(report))
+    return 0 if report.fits else DOES_NOT_FIT
 
 
 def _check_cuts(args: argparse.Namespace) -> None:
@@ -49,7 +61,9 @@ def _check_cuts(args: argparse.Namespace) -> None:
         )
 
 
-def _compile(args: argparse.Namespace, topology, config) -> Report:
+def _compile(
+    args: argparse.Namespace, topology: Topology, config: VitConfig, libtpu_args: str
+) -> Report:
     form = options.fsdp_form(args)
     start_xla(topology.devices, form)
     model = build_vit(config)
@@ -58,7 +72,14 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     start = time.perf_counter()
     step = trace_step(args, model, config, form)
     trace_s = time.perf_counter() - start
-    graphs = _compile_graphs(step, topology, counts_by_host(mesh_shape(args, topology.devices)))
+    compile_for = functools.partial(
+        compile_graph,
+        replicas=step.replicas,
+        topology=topology,
+        by_host=counts_by_host(mesh_shape(args, topology.devices)),
+        variables=libtpu_flags.as_on_a_tpu(topology.generation, libtpu_args),
+    )
+    graphs = _compile_graphs(step, topology, compile_for)
     return make_report(
         topology=topology,
         graphs=graphs,
@@ -72,7 +93,9 @@ def _compile(args: argparse.Namespace, topology, config) -> Report:
     )
 
 
-def _compile_graphs(step: Step, topology: Topology, by_host: bool) -> list[CompiledGraph]:
+def _compile_graphs(
+    step: Step, topology: Topology, compile_for: Callable[[Graph], Compiled]
+) -> list[CompiledGraph]:
     """Each different graph once, in the order in which they first run."""
     done: dict[bytes, Compiled] = {}
 
@@ -89,8 +112,7 @@ def _compile_graphs(step: Step, topology: Topology, by_host: bool) -> list[Compi
             continue  # it is not known how what this one is given lies
         which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
         _say(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
-        given = graph.given(shardings)
-        done[graph.hlo] = compile_graph(given, step.replicas, topology, by_host)
+        done[graph.hlo] = compile_for(graph.given(shardings))
     graphs = []
     for same in distinct:
         compiled = done.get(same[0].hlo)

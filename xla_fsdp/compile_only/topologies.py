@@ -4,7 +4,7 @@ Sources: Google Cloud's page of each generation (bf16 FLOP/s: ``xla_fsdp.chips``
 interconnect bandwidth a chip, of which the figure here is one direction; data center network, DCN,
 a chip: v5p 50 Gbit/s, v5e and v6e by pod, 6.4 and 25.6 Tbit/s for 256 chips; v4's page gives none,
 v5p's is taken). ``hbm_bytes`` is what
-the compiler itself says it can use of a device (libtpu 0.0.21), less than the chip's.
+the compiler itself says it can use (libtpu 0.0.21), less than the chip has.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from xla_fsdp.chips import peak_of
 
 @dataclass(frozen=True)
 class Chip:
-    """One generation. Bandwidths in bytes/s; all figures are a device's, not a chip's."""
+    """One generation. Bandwidths in bytes/s."""
 
     kind: str
     """In ``xla_fsdp.chips``."""
     dimensions: int
-    devices_per_chip: int
     hbm_bytes: int
     hbm_bandwidth: float
     ici_bandwidth: float
@@ -34,23 +33,22 @@ class Chip:
     def peak_flops(self) -> float:
         peak = peak_of(self.kind)
         assert peak is not None
-        return peak / (self.devices_per_chip if self.kind == "v4" else 1)
+        return peak
 
 
 _GIB = 2**30
 CHIPS = {
-    # libtpu lists both cores of a v4 chip; a real run joins them ("megacore").
-    "v4": Chip("v4", 3, 2, int(15.25 * _GIB), 1228e9 / 2, 300e9 / 2, 6.25e9 / 2),
-    "v5e": Chip("v5litepod", 2, 1, int(15.75 * _GIB), 819e9, 200e9, 3.125e9),
-    "v5p": Chip("v5p", 3, 1, int(95.74 * _GIB), 2765e9, 600e9, 6.25e9),
-    "v6e": Chip("v6e", 2, 1, int(31.25 * _GIB), 1640e9, 400e9, 12.5e9),
+    "v4": Chip("v4", 3, int(31.75 * _GIB), 1228e9, 300e9, 6.25e9),
+    "v5e": Chip("v5litepod", 2, int(15.75 * _GIB), 819e9, 200e9, 3.125e9),
+    "v5p": Chip("v5p", 3, int(95.74 * _GIB), 2765e9, 600e9, 6.25e9),
+    "v6e": Chip("v6e", 2, int(31.25 * _GIB), 1640e9, 400e9, 12.5e9),
 }
 
 _EXAMPLES = {
     "v4": "2x2x1 (4 chips), 2x2x4 (16), 4x4x4 (64), 4x4x8 (128), 4x8x8 (256)",
-    "v5e": "2x2 (4 chips), 2x4 (8), 4x4 (16), 8x8 (64), 8x16 (128), 16x16 (256)",
+    "v5e": "1x1 (1 chip), 2x2 (4), 2x4 (8), 4x4 (16), 8x8 (64), 8x16 (128), 16x16 (256)",
     "v5p": "2x2x1 (4 chips), 2x2x4 (16), 4x4x4 (64), 4x4x8 (128), 8x8x8 (512)",
-    "v6e": "2x2 (4 chips), 2x4 (8), 4x4 (16), 8x8 (64), 8x16 (128), 16x16 (256)",
+    "v6e": "1x1 (1 chip), 2x2 (4), 2x4 (8), 4x4 (16), 8x8 (64), 8x16 (128), 16x16 (256)",
 }
 KNOWN = "; ".join(f"{name}: {shapes}" for name, shapes in _EXAMPLES.items())
 
@@ -69,7 +67,13 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        return self.chips * self.chip.devices_per_chip
+        """A chip each: of v4, torch_xla has libtpu join the two cores."""
+        return self.chips
+
+    @property
+    def generation(self) -> int:
+        """As torch_xla counts: 5 for v5e and v5p."""
+        return int(self.name[1])
 
 
 def parse_topology(name: str, slices: int = 1) -> Topology:

@@ -50,8 +50,8 @@ def trace_step(args: argparse.Namespace, model: nn.Module, config, form: str) ->
     micro_batches = put_micro_batches(backend, batch, args.grad_accum_steps)
     with backend.recorder.seeing_saved_tensors():
         loss = forward_backward(sharded, backend, 0, micro_batches)
-    norm = backend.optimizer_step(args.lr, args.clip_grad_norm)
-    del loss, norm  # until here they live, and so are results
+    outcome = backend.optimizer_step(args.lr, args.clip_grad_norm, loss)
+    del loss, outcome  # until here they live, and so are results
     return Step(
         graphs=backend.recorder.graphs,
         replicas=backend.world_size,

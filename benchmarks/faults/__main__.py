@@ -1,0 +1,177 @@
+"""Do to real runs what spoils runs, and write the table of docs/reliability.md.
+
+    python -m benchmarks.faults        # or make faults, some hours on 2 cores
+
+A try starts the program on digits, does something to it at a moment that the seed chooses, starts
+the same command again until it completes, and compares metrics.jsonl with that of an uninterrupted
+run, bit by bit. Results are kept in runs/faults/COMMIT: started again, it goes on where it was.
+What a try that is not survived has left is kept there, too; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.common import ROOT, commit
+from benchmarks.faults import damage, kills, others, table
+from benchmarks.faults.damage import damaged
+from benchmarks.faults.program import SETUPS
+from benchmarks.faults.tries import Fault, NotSurvived, Reference, Skipped, Try, reference_run
+
+FAULTS = {
+    "sigkill": Fault("SIGKILL at a random moment", kills.sigkill, tries=30),
+    "sigterm": Fault("SIGTERM at a random moment", kills.sigterm, tries=10),
+    "flipped_byte": Fault("a byte of the newest checkpoint flipped", damaged(damage.flip_byte)),
+    "truncated": Fault("a file of the newest checkpoint cut short", damaged(damage.truncate)),
+    "lost_file": Fault("a file of the newest checkpoint lost", damaged(damage.lose_file)),
+    "lost_manifest": Fault("its manifest lost", damaged(damage.lose_manifest)),
+    "disk_full": Fault("disk full while saving", damage.disk_full),
+    "second_job": Fault("a second job in the same folder", others.second_job, starts=3),
+    "early_restart": Fault(
+        "started again while the first start still ends", others.restart_while_ending
+    ),
+    "nan": Fault("a step whose loss is NaN", others.not_finite, starts=1),
+    "broken_images": Fault("images that cannot be read", damage.broken_images, starts=3),
+    "hang": Fault("a step that hangs", others.hang, starts=3),
+    "torchrun": Fault("torchrun killed with SIGKILL", kills.torchrun_killed, several=True),
+    "flags": Fault(
+        "processes with different flags", others.differing_flags, 1, 1, several=True, refused=True
+    ),
+    "folders": Fault(
+        "a folder that the nodes do not share", others.folder_not_shared, 1, 1, several=True,
+        refused=True,
+    ),
+    "owed_evaluation": Fault(
+        "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
+    ),
+}  # fmt: skip
+# What the results depend on.
+CODE = (
+    "run_vit_training.py training models data xla_fsdp gpu_fsdp launch benchmarks/faults "
+    "tests/cli.py tests/fault_at_step.py tests/megatron_on_cpu.py"
+).split()
+Job = tuple[str, str, int]
+"""Fault, backend, number of the try."""
+
+
+def main() -> int:
+    args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what has been started
+    kept = args.results / commit(*CODE)
+    kept.mkdir(parents=True, exist_ok=True)
+    results = table.Results(kept / "results.jsonl")
+    jobs = [job for job in _jobs(args) if (*job, args.seed) not in results]
+    references = _references(jobs, kept)
+    seconds = sum(FAULTS[fault].starts * references[backend].total_s for fault, backend, _ in jobs)
+    print(f"{len(jobs)} tries, about {seconds / 60:.0f} minutes", flush=True)
+    lost = 0
+    with tqdm(jobs, unit="try", smoothing=0.05, dynamic_ncols=True) as bar:
+        for job in bar:
+            bar.set_description(f"{job[0]}, {job[1]}")
+            result = attempt(job, args.seed, kept, references[job[1]])
+            results.add(result)
+            if result.survived is False:
+                lost += 1
+                bar.set_postfix({"not survived": lost})
+                where = kept / _name(job, args.seed)
+                tqdm.write(f"NOT SURVIVED: {job[0]} on {job[1]}, try {job[2]}, seed {args.seed}: "
+                           f"{result.moment}: {result.problem}\n  see {where}")  # fmt: skip
+    return report(args, results)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    backends = [name for name in SETUPS if name != "alone"]
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=[*FAULTS], metavar="FAULT",
+                        help=f"of {', '.join(FAULTS)}; default: all")  # fmt: skip
+    parser.add_argument("--backends", nargs="+", choices=SETUPS, default=backends,
+                        metavar="BACKEND",
+                        help=f"of {', '.join(SETUPS)}; default: {' '.join(backends)}")  # fmt: skip
+    parser.add_argument("--tries", type=int, metavar="N",
+                        help="of each fault on each backend; default: 30 of sigkill, 10 of "
+                        "sigterm, 3 or 1 of the others")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of all that is random; default: 0")
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "faults",
+                        help="for results and logs; default: runs/faults")  # fmt: skip
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "reliability.md",
+                        help="file with the markers; default: docs/reliability.md")  # fmt: skip
+    return parser.parse_args()
+
+
+def _jobs(args: argparse.Namespace) -> list[Job]:
+    return [
+        (name, backend, number)
+        for name in FAULTS
+        if name in args.faults
+        for backend in args.backends
+        if SETUPS[backend].processes > 1 or not FAULTS[name].several
+        for number in range(args.tries or FAULTS[name].tries)
+    ]
+
+
+def _references(jobs: list[Job], kept: Path) -> dict[str, Reference]:
+    found = {}
+    for backend in dict.fromkeys(backend for _, backend, _ in jobs):
+        print(f"the uninterrupted run on {SETUPS[backend].title} ...", flush=True)
+        found[backend] = reference_run(SETUPS[backend], kept / f"reference-{backend}")
+    return found
+
+
+def _name(job: Job, seed: int) -> str:
+    return "-".join([job[1], job[0], str(seed), str(job[2])])
+
+
+def attempt(job: Job, seed: int, kept: Path, reference: Reference) -> table.Result:
+    """One try, whatever comes of it."""
+    fault, backend, number = job
+    folder = kept / _name(job, seed)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    one = Try(SETUPS[backend], number, random.Random(_name(job, seed)), folder, reference)
+    about, began = (fault, backend, number, seed), time.monotonic()
+    try:
+        outcome = FAULTS[fault].attempt(one)
+    except Skipped as skipped:
+        result = table.Result(*about, None, str(skipped))
+    except NotSurvived as problem:
+        return table.Result(*about, False, one.moment, problem=str(problem),
+                            seconds=time.monotonic() - began)  # fmt: skip
+    else:
+        result = table.Result(
+            *about, True, outcome.moment, outcome.steps_lost, outcome.step, outcome.while_saving,
+            outcome.starts, seconds=time.monotonic() - began,
+        )  # fmt: skip
+    shutil.rmtree(folder)
+    return result
+
+
+def report(args: argparse.Namespace, results: table.Results) -> int:
+    """Write the table and the picture; the exit code is 1 if a try was not survived."""
+    rows = results.rows(args.seed)
+    lines = table.table(rows, FAULTS)
+    words = " ".join(sys.argv[1:])
+    command = f'make faults ARGS="{words}"' if words else "make faults"
+    table.write(args.document, lines, commit(*CODE), command)
+    if any(fault in ("sigkill", "sigterm") for fault, _ in rows):
+        table.plot(rows, args.document.with_suffix(".png"))
+    print("\n".join(lines))
+    lost = [result for found in rows.values() for result in found if result.survived is False]
+    for result in lost:
+        print(f"not survived: {result.fault} on {result.backend}, try {result.number}: "
+              f"{result.moment}: {result.problem}", file=sys.stderr)  # fmt: skip
+    return int(bool(lost))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

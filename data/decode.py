@@ -1,0 +1,85 @@
+"""One image file to RGB, the same way for training, validation and ``--predict``."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
+
+from data.errors import BrokenImageError, printable
+
+# Of sizes between Pillow's two limits, palettes, EXIF: nothing that changes what is trained on.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+_NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
+"""Pillow runs Ghostscript, an interpreter, for the first, and only recognises the others."""
+
+_SIXTEEN_BITS = {"I;16", "I;16B", "I;16L", "I;16N"}
+_SIXTEEN_BITS_AS_I = {"PNG", "PPM"}
+"""Formats whose grey images of more than 8 bits Pillow scales to 0..65535 in mode I."""
+
+_LONGEST = 1000  # times the shorter side, which is resized to a few hundred pixels
+
+_TIFF_BITS, _TIFF_PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
+
+
+def read_image(path: str) -> Image.Image:
+    """The image in ``path``, decoded whole, in RGB with 8 bits a channel.
+
+    Raises BrokenImageError, whatever Pillow raises.
+    """
+    try:
+        with Image.open(path, formats=_formats()) as image:
+            if max(image.size) > _LONGEST * min(image.size):
+                raise BrokenImageError(f"its {image.width} x {image.height} pixels are a line")
+            image.load()
+            return _to_8_bits(image).convert("RGB")
+    except Exception as error:  # each format raises what it likes
+        raise BrokenImageError(_reason(error)) from error
+
+
+@functools.cache
+def extensions() -> frozenset[str]:
+    """Of the files that ``read_image`` reads, in small letters with the dot."""
+    formats = {*_formats(), "MPO"}  # MPO: several JPEGs in one file, read as the first
+    known = Image.registered_extensions()
+    return frozenset(suffix for suffix, name in known.items() if name in formats)
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    Image.preinit()  # the common ones are tried first
+    Image.init()
+    return tuple(name for name in Image.ID if name not in _NOT_READ)
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Grey of more than 8 bits scaled to 0..255, where Pillow's ``convert`` would clip it."""
+    wide = image.mode in _SIXTEEN_BITS
+    if wide or (image.mode == "I" and image.format in _SIXTEEN_BITS_AS_I):
+        values, white = np.asarray(image).astype(np.float32), 65535
+        if isinstance(image, TiffImageFile):
+            white = 2 ** image.tag_v2.get(_TIFF_BITS, (16,))[0] - 1
+            if image.tag_v2.get(_TIFF_PHOTOMETRIC) == _WHITE_IS_ZERO:
+                values = white - values
+        return Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
+        if not (low >= 0 and high <= 255):
+            raise BrokenImageError(
+                f"its values run from {low:g} to {high:g}, and what is white cannot be told: "
+                "convert it to 8 or 16 bits"
+            )
+    return image
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "no image of a known format"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return printable(" ".join(str(error).split()))[:200] or type(error).__name__

@@ -1,0 +1,169 @@
+"""Which files of ``<root>/<split>/<class>/`` are images of which class, from one walk."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from data.errors import DataFolderError
+
+SPLITS = ("train", "val")
+_SHOWN = 5  # names of many
+
+
+@dataclass(frozen=True)
+class FolderIndex:
+    """The images of one split, in the order of torchvision's ``ImageFolder``."""
+
+    classes: list[str]
+    """Names by label."""
+    paths: list[str]
+    labels: list[int]
+    left_out: Counter[str]
+    """How many files are no images, by extension."""
+
+
+def index_split(root: str, split: str) -> FolderIndex:
+    """Find the images of a split, in class folders and any folder below them.
+
+    Links to folders are followed. Raises DataFolderError for a folder that cannot be read, for
+    a class without images, and where a link makes the same images count twice.
+    """
+    top = os.path.join(root, split)
+    real_top = os.path.realpath(top)
+    reached = {real_top: top}
+    index = FolderIndex([], [], [], Counter())
+    entries = _scan(top)
+    folders = [entry for entry in entries if _is_folder(entry)]
+    _refuse_lost_links(entries)
+    if len(entries) > len(folders):
+        index.left_out["in no class folder"] = len(entries) - len(folders)
+    empty = []
+    for label, entry in enumerate(folders):
+        index.classes.append(entry.name)
+        before = len(index.paths)
+        for _, files in sorted(_walk(entry, real_top, reached), key=lambda found: found[0]):
+            for file in files:
+                if _is_image(file):
+                    index.paths.append(file.path)
+                else:
+                    suffix = os.path.splitext(file.name)[1].lower()
+                    index.left_out[suffix or "no extension"] += 1
+        found = len(index.paths) - before
+        index.labels.extend([label] * found)
+        if not found:
+            empty.append(entry.name)
+    if empty:
+        raise DataFolderError(
+            f"{top} has class folders without images: {_some(empty)}; add images "
+            f"({', '.join(IMG_EXTENSIONS)}) or remove them"
+        )
+    return index
+
+
+def class_folders(root: str, split: str) -> list[str]:
+    """Names of the classes of a split by label; empty if there is no such folder."""
+    path = os.path.join(root, split)
+    if not os.path.isdir(path):
+        return []
+    return [entry.name for entry in _scan(path) if _is_folder(entry)]
+
+
+def check_folder(root: str, num_classes: int, splits: Sequence[str] = SPLITS) -> None:
+    """Refuse a folder that cannot be used, in one line, before its images are looked for.
+
+    Raises DataFolderError for a missing or empty split, class folders that differ
+    between the splits, or more classes than ``num_classes``.
+    """
+    if not root:
+        raise DataFolderError("--data_dir is empty: give the folder that holds train/ and val/")
+    classes = {split: class_folders(root, split) for split in splits}
+    for split, names in classes.items():
+        path = os.path.join(root, split)
+        if not os.path.isdir(path):
+            needed = " and ".join(f"{name}/<class>/*" for name in splits)
+            raise DataFolderError(f"{path} is not a folder: --data_dir needs {needed} images")
+        if not names:
+            raise DataFolderError(
+                f"{path} holds no class folders: --data_dir needs {split}/<class>/* images "
+                f"({', '.join(IMG_EXTENSIONS)})"
+            )
+    for split, other in itertools.permutations(splits, 2):
+        names = sorted(set(classes[split]) - set(classes[other]))
+        if names:
+            raise DataFolderError(
+                f"the class folders of train and val differ in {root}: only {split} has "
+                f"{_some(names)}"
+            )
+    found = len(classes[splits[0]])
+    if found > num_classes:
+        raise DataFolderError(f"{root} has {found} classes, --num_classes is {num_classes}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _scan(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataFolderError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads round in a circle, or to where nobody may look
+        return False
+
+
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    """By its name. A pipe is none: reading would wait for ever; a link is looked at when read."""
+    named = entry.name.lower().endswith(IMG_EXTENSIONS)
+    return named and (entry.is_symlink() or entry.is_file())
+
+
+def _refuse_lost_links(entries: list[os.DirEntry[str]]) -> None:
+    """A class whose disk is not mounted would shift the labels of all after it."""
+    for entry in entries:
+        if entry.is_symlink() and not os.path.exists(entry.path):
+            raise DataFolderError(
+                f"{entry.path} is a link to {os.readlink(entry.path)}, which cannot be reached: "
+                "mend or remove it"
+            )
+
+
+def _walk(
+    folder: os.DirEntry[str], real_parent: str, reached: dict[str, str]
+) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """``folder`` and each folder below it: its path and its files, sorted by name.
+
+    ``reached`` has the path by which each real folder was reached so far, and is added to.
+    """
+    linked = folder.is_symlink()
+    real = os.path.realpath(folder.path) if linked else os.path.join(real_parent, folder.name)
+    if linked and os.path.commonpath([real, real_parent]) == real:
+        raise DataFolderError(
+            f"{folder.path} is a link to {real}, a folder that it is in itself: images would "
+            "count twice, remove the link"
+        )
+    if real in reached:
+        raise DataFolderError(
+            f"{folder.path} and {reached[real]} are the same folder, {real}: images would count "
+            "twice, remove one"
+        )
+    reached[real] = folder.path
+    files = []
+    for entry in _scan(folder.path):
+        if _is_folder(entry):
+            yield from _walk(entry, real, reached)
+        else:
+            files.append(entry)
+    yield folder.path, files

@@ -1,0 +1,37 @@
+"""How the images of a model are resized and normalised: timm's names, and the defaults.
+
+Imports nothing heavy, so that ``--help`` and the argument checks stay fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from typing import Any
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """The defaults are ImageNet's; the fields are named as the flags."""
+
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    crop_pct: float = 0.875
+    """Side of the centre crop as a share of the resized image's shorter side."""
+    interpolation: str = "bicubic"
+
+    @classmethod
+    def of_arguments(cls, args: argparse.Namespace) -> Preprocessing:
+        """What the flags ask for; those not given stay the defaults."""
+        given: dict[str, Any] = {}
+        for name in (field.name for field in fields(cls)):
+            value = getattr(args, name, None)
+            if value is not None:
+                given[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**given)
+
+    def __str__(self) -> str:
+        mean, std = (" ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
+        return f"mean {mean}, std {std}, crop {self.crop_pct:g}, {self.interpolation}"

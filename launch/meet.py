@@ -1,0 +1,437 @@
+"""Let the nodes of a run meet, then run torchrun in this process; ``launch/torchrun.sh`` calls it.
+
+torchrun waits for the other nodes in compiled code: it says nothing, and Ctrl-C does not reach it.
+Here they meet first, over plain sockets on the port that torchrun takes afterwards. Every ten
+seconds each node says who is missing; signals and JOIN_TIMEOUT end it at once, until torchrun has
+started its processes and looks after both itself. What is sent are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import re
+import select
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+SAY_SECONDS = 10.0
+GREETING_SECONDS = 10.0
+"""For whoever connects to say who it is."""
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+LONGEST_LINE = 4096
+NAMES_SHOWN = 8
+TORCHRUN_SECONDS = 900
+"""torchrun's own limit for connecting, which is never reached before JOIN_TIMEOUT."""
+FOR_EVER = 10**8
+"""Seconds; what torchrun is told where JOIN_TIMEOUT is 0."""
+
+
+class Refused(Exception):
+    """This node cannot be one of the run's, whoever comes: told in one line, exit code 2."""
+
+
+class Watch:
+    """Says what is waited for, and ends the process on a signal or at the limit.
+
+    A thread does it, as the main one may be in compiled code. Python's handler for signals, in C,
+    writes to a pipe whatever the main thread does; the default action would do nothing in a
+    container, where this is process 1.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self.wait_for("")
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def wait_for(self, what: str) -> None:
+        """From now on; with a limit of its own. ``waiting_for`` may then tell it better."""
+        self._begin = self._said = time.monotonic()
+        self.waiting_for = what
+
+    def _note(self, number: int, frame: object) -> None:
+        """Only what Python's own handler does before this is needed."""
+
+    @property
+    def ended(self) -> bool:
+        """torchrun has put its own handlers in the place of these, with its processes started."""
+        return signal.getsignal(signal.SIGTERM) != self._note
+
+    def _follow(self) -> None:
+        while not self.ended:
+            now = time.monotonic()
+            if self.waiting_for and now - self._said >= SAY_SECONDS:
+                self._said = now
+                say(f"waiting for {self.waiting_for}, {now - self._begin:.0f} s so far")
+            if self.waiting_for and self._limit and now - self._begin >= self._limit:
+                end(1, f"error: {self.waiting_for} did not come within {self._limit:.0f} s "
+                       "(JOIN_TIMEOUT): see why, and start all nodes again")  # fmt: skip
+            if select.select([self._reader], [], [], 0.5)[0]:
+                number = os.read(self._reader, 1)[0]
+                if number in (signal.SIGTERM, signal.SIGINT) and not self.ended:
+                    end(128 + number, f"ended by {signal.Signals(number).name}")
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"torchrun.sh: {text}\n".encode(errors="replace"))
+
+
+def end(code: int, text: str) -> NoReturn:
+    say(text)
+    os._exit(code)
+
+
+# -- what is said over a connection ---------------------------------------------------
+
+
+class Line:
+    """A connection over which each side says objects, one a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in KEEP_ALIVE.items():  # a machine that crashed says no goodbye
+            connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
+        self.began = time.monotonic()
+        self._rest = b""
+        self.name = ""
+        """The node at its other end, once that has said so."""
+
+    def send(self, **message: Any) -> None:
+        """A peer that is gone is noticed when it is read from."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """What has come; None at the end, and for what no node would send."""
+        try:
+            data = self.socket.recv(LONGEST_LINE)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        *complete, self._rest = (self._rest + data).split(b"\n")
+        if not data or len(self._rest) > LONGEST_LINE:
+            return None
+        try:
+            messages = [json.loads(line) for line in complete]
+        except (ValueError, RecursionError):
+            return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def plain(text: object) -> str:
+    """What came over the network and goes to a terminal, or into a variable."""
+    return re.sub(r"[^ -~]", "?", str(text))[:200]
+
+
+# -- the node that the others come to -------------------------------------------------
+
+
+class Host:
+    """Waits until all nodes are connected, then tells them to start, and frees the port."""
+
+    def __init__(self, listener: socket.socket, args: argparse.Namespace, watch: Watch) -> None:
+        self._listener, self._args, self._watch = listener, args, watch
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._lines: set[Line] = set()
+        self._told = ""
+
+    def wait(self) -> str:
+        """Returns the job's name, which all nodes got."""
+        while self._missing_count():
+            self._tell()
+            for key, _ in self._selector.select(timeout=1):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            for line in [line for line in self._lines if not line.name]:
+                if time.monotonic() - line.began > GREETING_SECONDS:
+                    self._drop(line)
+        job = new_job()
+        self._listener.close()
+        for line in self._lines:
+            line.socket.settimeout(5)
+            line.send(go=job)
+        for line in self._lines:
+            # They close first: the side that does keeps the port for a minute.
+            while line.receive():
+                pass
+            line.close()
+        return job
+
+    def _here(self) -> set[str]:
+        return {self._args.name} | {line.name for line in self._lines if line.name}
+
+    def _missing_count(self) -> int:
+        return self._args.nodes - len(self._here())
+
+    def _tell(self) -> None:
+        if self._args.rdzv_id:
+            some = few(sorted(name.partition("/")[0] for name in self._here()))
+            missing = f"{self._missing_count()} of {self._args.nodes} nodes (here: {some})"
+        else:
+            ranks = [str(rank) for rank in range(self._args.nodes) if str(rank) not in self._here()]
+            missing = f"node{'s' * (len(ranks) > 1)} {few(ranks)} of {self._args.nodes}"
+        self._watch.waiting_for = missing
+        if missing != self._told:
+            self._told = missing
+            for line in self._lines:
+                line.send(missing=missing)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            line = Line(connection)
+            self._lines.add(line)
+            self._selector.register(connection, selectors.EVENT_READ, line)
+
+    def _hear(self, line: Line) -> None:
+        messages = line.receive()
+        if messages is None:
+            self._drop(line)
+            return
+        for message in messages:
+            if line.name:
+                continue
+            if refusal := self._refusal(message):
+                line.send(refused=refusal)
+                say(f"{plain(message.get('who'))} was refused: {refusal}")
+                self._drop(line)
+                return
+            line.name = plain(message.get("name"))
+            self._told = ""  # tell this one, too
+
+    def _refusal(self, message: dict[str, Any]) -> str:
+        """Why who says this cannot be one of the nodes; else ""."""
+        mine = greeting(self._args)
+        for key in ("nodes", "rdzv_id"):
+            if message.get(key) != mine[key]:
+                name = {"nodes": "NNODES", "rdzv_id": "RDZV_ID"}[key]
+                return f"{name} is '{plain(message.get(key))}' there and '{mine[key]}' here"
+        if plain(message.get("name")) in self._here():
+            return (f"NODE_RANK={plain(message.get('name'))} is here already; another run on this "
+                    "machine needs another MASTER_PORT")  # fmt: skip
+        ranks = map(str, range(self._args.nodes))
+        if not self._args.rdzv_id and plain(message.get("name")) not in ranks:
+            return f"NODE_RANK={plain(message.get('name'))} is not 0 to {self._args.nodes - 1}"
+        return ""
+
+    def _drop(self, line: Line) -> None:
+        self._selector.unregister(line.socket)
+        self._lines.discard(line)
+        line.close()
+
+
+def few(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    shown = ", ".join(names[:NAMES_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def new_job() -> str:
+    return f"{plain(socket.gethostname())}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+# -- a node that comes to it ----------------------------------------------------------
+
+
+def join(args: argparse.Namespace, watch: Watch) -> str | None:
+    """Returns the job's name; None if torchrun is at work there: this node is to join it."""
+    host = "the node that has" if args.rdzv_id else "node 0 at"
+    watch.waiting_for = f"{host} {args.address}:{args.port}"
+    while True:
+        why = ""
+        try:
+            connection = socket.create_connection((args.address, args.port), timeout=5)
+        except OSError as error:
+            why = error.strerror or str(error)
+        else:
+            connection.settimeout(None)
+            line = Line(connection)
+            try:
+                job = converse(line, args, watch)
+            finally:
+                line.close()
+            if job:
+                return job
+            if args.rdzv_id and not line.name:
+                return None
+            why = "it left" if line.name else "another program answers there"
+        watch.waiting_for = f"{host} {args.address}:{args.port} ({why})"
+        time.sleep(1)
+
+
+def converse(line: Line, args: argparse.Namespace, watch: Watch) -> str | None:
+    """Until the host says to start; None if it leaves. Raises Refused."""
+    line.send(**greeting(args))
+    while True:
+        if not line.name and not select.select([line.socket], [], [], GREETING_SECONDS)[0]:
+            return None  # no host of a meeting keeps silent
+        messages = line.receive()
+        if messages is None:
+            return None
+        for message in messages:
+            line.name = args.address
+            if "refused" in message:
+                raise Refused(plain(message["refused"]))
+            if "missing" in message:
+                watch.waiting_for = plain(message["missing"])
+            if message.get("go"):
+                return plain(message["go"])
+
+
+def greeting(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "name": args.name, "nodes": args.nodes, "rdzv_id": args.rdzv_id,
+        "who": f"{socket.gethostname()} (process {os.getpid()})",
+    }  # fmt: skip
+
+
+# -- one or the other -----------------------------------------------------------------
+
+
+def listen(args: argparse.Namespace) -> socket.socket | None:
+    """The port that the others come to; None if that is another node's. Raises Refused."""
+    if not args.rdzv_id and args.rank > 0:
+        return None
+    own_names = {socket.gethostname(), socket.getfqdn()}
+    address = "" if not args.rdzv_id or args.address in own_names else args.address
+    family = socket.AF_INET
+    try:
+        family, _, _, _, where = socket.getaddrinfo(
+            address or None, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        if not address and socket.has_dualstack_ipv6():
+            return socket.create_server(("", args.port), family=socket.AF_INET6, backlog=1024,
+                                        dualstack_ipv6=True)  # fmt: skip
+        return socket.create_server(where[:2], family=family, backlog=1024)
+    except OSError as error:
+        if args.rdzv_id:  # the address is another node's, or another node of this one has it
+            return None
+        if error.errno == errno.EADDRINUSE:
+            raise Refused(f"port {args.port} is in use on this machine, by another run perhaps: "
+                          "set MASTER_PORT, the same on all nodes") from None  # fmt: skip
+        raise Refused(f"port {args.port}: {error.strerror}: set MASTER_PORT") from None
+
+
+def meet(args: argparse.Namespace, watch: Watch) -> tuple[str, bool]:
+    """The job's name, and whether this node had the port. Raises Refused."""
+    if listener := listen(args):
+        return Host(listener, args, watch).wait(), True
+    given = join(args, watch)
+    if given is None:
+        say(f"torchrun is at work at {args.address}:{args.port}: joining it")
+    return given or args.rdzv_id, False
+
+
+def torchrun_words(args: argparse.Namespace, hosts: bool) -> Iterable[str]:
+    """Its options for what the nodes have found out."""
+    endpoint, limit = f"{args.address}:{args.port}", args.limit or FOR_EVER
+    connecting = max(limit, TORCHRUN_SECONDS)
+    yield from ("--nnodes", str(args.nodes))
+    if args.rdzv_id:
+        yield from ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id")
+        yield from (args.rdzv_id, "--rdzv-conf", f"is_host={int(hosts)},join_timeout={limit}")
+    else:
+        yield from ("--node-rank", str(args.rank), "--master-addr", args.address)
+        yield from ("--master-port", str(args.port), "--rdzv-conf", f"timeout={connecting}")
+
+
+def number_starts(handler: Any) -> None:
+    """Let the processes know which start of which job this is, the same on all nodes.
+
+    torchrun's own count is a node's: where one fails, or is replaced, the others start their
+    processes again and do not count it. And each start gets a store of its own: PyTorch 2.9 keeps
+    the first one's, and tells its address only to the nodes of the first start (#135712).
+    """
+    rendezvous, earlier = handler.next_rendezvous, int(os.environ["RUN_ATTEMPT"])
+    mine = 0
+
+    def next_rendezvous(self: Any) -> Any:
+        nonlocal mine
+        self._bootstrap_store_info = None
+        found = rendezvous(self)
+        found.store.set(f"start/{found.rank}", f"{mine} {os.environ['RUN_JOB_ID']}")
+        told = [found.store.get(f"start/{rank}").decode() for rank in range(found.world_size)]
+        # A node that took the place of another one knows of no start before.
+        start, job = max((int(start), job) for start, job in (line.split(" ", 1) for line in told))
+        os.environ["RENDEZVOUS_ROUND"], os.environ["RUN_JOB_ID"] = str(start), job
+        os.environ["RUN_ATTEMPT"] = str(earlier + start)
+        mine = start + 1
+        return found
+
+    handler.next_rendezvous = next_rendezvous
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--rank", type=int, help="this node's; not with --rdzv_id")
+    parser.add_argument("--rdzv_id", default="", help="for nodes that number themselves")
+    parser.add_argument("--address", required=True, help="the first node's")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--limit", type=int, required=True, help="seconds; 0: none")
+    parser.add_argument("torchrun", nargs="+", help="after --: for torchrun")
+    args = parser.parse_args(argv)
+    # Two containers of one machine may agree in the name and in the process id.
+    unique = f"{plain(socket.gethostname())}/{os.urandom(4).hex()}"
+    args.name = unique if args.rdzv_id else str(args.rank)
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    watch = Watch(args.limit)
+    try:
+        # Before the meeting: a node without it, or with a wrong option, is not to come.
+        from torch.distributed import DistError, run
+        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+            DynamicRendezvousHandler,
+        )
+    except ImportError as error:
+        say(f"error: {sys.executable} cannot import PyTorch ({error}): set PYTHON")
+        return 2
+    run.parse_args(args.torchrun)
+    watch.wait_for("the other nodes")
+    try:
+        job, hosts = meet(args, watch)
+    except Refused as refusal:
+        say(f"error: {refusal}")
+        return 2
+    os.environ.setdefault("RUN_JOB_ID", job)
+    watch.wait_for("torchrun of the other nodes")
+    number_starts(DynamicRendezvousHandler)
+    try:
+        run.main([*torchrun_words(args, hosts), *args.torchrun])
+    except (RendezvousError, DistError) as error:
+        say(f"error: the nodes do not find each other: {plain(error)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

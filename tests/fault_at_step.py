@@ -1,0 +1,48 @@
+"""run_vit_training.py, with a fault in the middle, as FAULT_AT says.
+
+``FAULT_AT="KIND FIRST LAST"``: in the steps FIRST to LAST, counted from 1. ``loss``: the loss is
+not a number. ``hang``: the step waits for ever, in compiled code. ``evaluation``: SIGTERM comes as
+the FIRST-th batch of an evaluation is computed.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+import run_vit_training
+from training import evaluation, loop
+
+
+def main(argv: list[str]) -> int:
+    kind, *numbers = os.environ["FAULT_AT"].split()
+    first, last = map(int, numbers)
+    forward_backward = loop.forward_backward
+
+    def faulty(model, backend, done, micro_batches):
+        loss = forward_backward(model, backend, done, micro_batches)
+        if not first <= done + 1 <= last:
+            return loss * 1.0  # the same graph on XLA
+        if kind == "hang":
+            ctypes.CDLL(None).pause()
+        return loss * float("nan" if kind == "loss" else 1.0)
+
+    cross_entropy, batches = evaluation.F.cross_entropy, 0
+
+    def interrupted(*args, **kwargs):
+        nonlocal batches
+        if kwargs.get("reduction") == "sum":  # as an evaluation calls it
+            batches += 1
+            if batches == first:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return cross_entropy(*args, **kwargs)
+
+    if kind == "evaluation":
+        evaluation.F.cross_entropy = interrupted
+    else:
+        loop.forward_backward = faulty
+    return run_vit_training.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

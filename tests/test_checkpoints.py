@@ -1,0 +1,336 @@
+"""Checkpoint folders: what counts as one, what is refused, what is kept, who may write."""
+
+import errno
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.cli import ROOT
+from training.checkpoints.choose import complete_checkpoints, find_resume
+from training.checkpoints.content import Position, training_tensors
+from training.checkpoints.keep import later_ones, prune, set_aside
+from training.checkpoints.lock import FolderLock, check_same_folder
+from training.checkpoints.manifest import (
+    checksum,
+    damage,
+    entries,
+    quick_problem,
+    read_manifest,
+    write_manifest,
+)
+from training.checkpoints.reader import SafeReader, quiet_dcp, read_saved_run
+from training.errors import UsageError
+
+
+def write_checkpoint(ckpt_dir, step, *, with_manifest=True, **extra):
+    """A small checkpoint as the program writes it, without a model."""
+    folder = ckpt_dir / f"step_{step}"
+    training = training_tensors(Position(step, step // 5, step % 5), {"batch_size": 1}, ["a", "b"])
+    state = {"model": {"w": torch.arange(1000.0) + step}, "training": training, **extra}
+    with quiet_dcp():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    if with_manifest:
+        names = [path.name for path in folder.iterdir()]
+        write_manifest(folder, entries(folder, names))
+    return folder
+
+
+def of_an_earlier_version(ckpt_dir, step):
+    folder = ckpt_dir / f"step_{step}"
+    training = training_tensors(Position(step, 0, 0), {"batch_size": 1}, None)
+    del training["format"]
+    with quiet_dcp():
+        state = {"model": {"w": torch.ones(3)}, "training": training}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+# -- nothing is run by loading --------------------------------------------------------
+
+
+def test_metadata_cannot_run_code(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'attacked'}",)
+
+    for payload in (Attack(), {"state_dict_metadata": Attack()}):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(payload))
+        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
+            SafeReader(tmp_path).read_metadata()
+    for module, name in (("torch", "load"), ("torch.serialization", "os.system"),
+                         ("pathlib", "os.system"), ("builtins", "eval")):  # fmt: skip
+        (tmp_path / ".metadata").write_bytes(
+            f"\x80\x04\x8c{chr(len(module))}{module}\x8c{chr(len(name))}{name}\x93.".encode(
+                "latin1"
+            )
+        )
+        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
+            SafeReader(tmp_path).read_metadata()
+    assert not (tmp_path / "attacked").exists()
+
+
+class Attack:
+    """What DCP saves as bytes, and unpickles as it reads them."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.target}",)
+
+
+@pytest.mark.parametrize("name", ["rng", "arguments", "extra"])
+def test_an_entry_that_is_no_tensor_is_refused_before_anything_is_read(name, tmp_path):
+    folder = tmp_path / "step_1"
+    training = training_tensors(Position(1, 0, 1), {}, None) | {name: Attack(tmp_path / "attacked")}
+    with quiet_dcp():
+        dcp.save({"training": training}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    with pytest.raises(UsageError, match="BytesStorageMetadata does not belong into a checkpoint"):
+        read_saved_run(folder)
+    target = {"training": {name: torch.zeros(1)}}
+    with quiet_dcp(), pytest.raises(dcp.CheckpointException):
+        dcp.load(target, storage_reader=SafeReader(folder), no_dist=True)
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_a_tensor_outside_of_the_folder_is_refused(tmp_path):
+    folder = write_checkpoint(tmp_path, 1)
+    metadata = SafeReader(folder).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = "../elsewhere"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UsageError, match=r"elsewhere is not a file of the checkpoint"):
+        read_saved_run(folder)
+
+
+# -- complete, damaged ----------------------------------------------------------------
+
+
+def test_complete_is_what_has_its_manifest(tmp_path):
+    """Also where a folder's files appear in any order; versions before manifests had none."""
+    write_checkpoint(tmp_path, 2)
+    write_checkpoint(tmp_path, 10)
+    of_an_earlier_version(tmp_path, 9)
+    write_checkpoint(tmp_path, 11, with_manifest=False)
+    (tmp_path / "step_12").mkdir()
+    (tmp_path / "step_best").mkdir()
+    assert [p.name for p in complete_checkpoints(tmp_path)] == ["step_2", "step_9", "step_10"]
+    assert find_resume(tmp_path, "auto", 0).paths[0].name == "step_10"
+    assert complete_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_manifest_names_every_file_with_size_and_checksum(tmp_path):
+    folder = write_checkpoint(tmp_path, 1)
+    files = read_manifest(folder)
+    assert set(files) == {".metadata", "__0_0.distcp"}
+    for name, (size, digest) in files.items():
+        assert size == (folder / name).stat().st_size
+        tool = subprocess.run(
+            [sys.executable, "-c", "import sys, xxhash; print(xxhash.xxh3_128(open(sys.argv[1], "
+             "'rb').read()).hexdigest())", folder / name],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert digest == tool.stdout.strip() == checksum(folder / name)
+    assert quick_problem(folder) is None
+    assert damage(folder) is None
+
+
+def test_a_part_that_another_disk_has_makes_no_complete_checkpoint(tmp_path):
+    folder = write_checkpoint(tmp_path, 1, with_manifest=False)
+    with pytest.raises(FileNotFoundError, match=r"__0_0\.distcp is not in the folder"):
+        write_manifest(folder, entries(folder, [".metadata"]))
+    parts = entries(folder, [".metadata", "__0_0.distcp"])
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(FileNotFoundError, match="do all processes see the same one"):
+        write_manifest(folder, parts)
+    assert complete_checkpoints(tmp_path) == []
+
+
+def flip(folder):
+    with (folder / "__0_0.distcp").open("r+b") as file:
+        file.seek(2000)
+        byte = file.read(1)
+        file.seek(2000)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def truncate(folder):
+    os.truncate(folder / "__0_0.distcp", 100)
+
+
+def lose(folder):
+    (folder / "__0_0.distcp").unlink()
+
+
+def garble_manifest(folder):
+    (folder / "manifest.json").write_text('{"files": [')
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [(truncate, "has 100 bytes, not "), (lose, "__0_0.distcp is missing"),
+     (garble_manifest, "manifest.json is damaged")],
+)  # fmt: skip
+def test_damage_that_sizes_show_is_passed_over_and_named(harm, told, tmp_path):
+    write_checkpoint(tmp_path, 5)
+    harm(write_checkpoint(tmp_path, 10))
+    found = find_resume(tmp_path, "auto", 0)
+    assert [path.name for path in found.paths] == ["step_5"]
+    (line,) = found.passed_over
+    assert "step_10 is damaged" in line
+    assert told in line
+    with pytest.raises(UsageError, match="cannot read the checkpoint"):
+        find_resume(tmp_path, str(tmp_path / "step_10"), 0)
+
+
+def test_damage_that_sizes_hide_is_found_by_checksum(tmp_path):
+    folder = write_checkpoint(tmp_path, 5)
+    flip(folder)
+    assert quick_problem(folder) is None
+    assert "__0_0.distcp has changed since it was written" in damage(folder)
+    shares = [damage(folder, part, 3) for part in range(3)]
+    assert sum(share is not None for share in shares) == 1
+
+
+def test_nothing_whole_is_left(tmp_path):
+    truncate(write_checkpoint(tmp_path, 5))
+    with pytest.raises(UsageError, match="no other checkpoint is whole"):
+        find_resume(tmp_path, "auto", 0)
+
+
+# -- kept, removed, set aside ---------------------------------------------------------
+
+
+def left(ckpt_dir):
+    return sorted(int(path.name[5:]) for path in ckpt_dir.glob("step_*"))
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [(0, [1, 2, 3, 4, 9]), (1, [4, 9]), (2, [3, 4, 9]), (3, [2, 3, 4, 9]), (4, [1, 2, 3, 4, 9]),
+     (5, [1, 2, 3, 4, 9]), (10**9, [1, 2, 3, 4, 9])],
+)  # fmt: skip
+def test_keep_the_newest(keep, kept, tmp_path):
+    for step in (1, 2, 3, 4):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "step_9").mkdir()  # one that is being written
+    prune(tmp_path, keep, [])
+    assert left(tmp_path) == kept
+
+
+def test_what_an_interrupted_save_left_goes_with_the_old_ones(tmp_path):
+    for step in (2, 4):
+        write_checkpoint(tmp_path, step)
+    write_checkpoint(tmp_path, 3, with_manifest=False)
+    prune(tmp_path, 1, [tmp_path / "step_2"])
+    assert left(tmp_path) == [2, 4]
+
+
+def test_going_back_sets_the_later_ones_aside(tmp_path):
+    for step in (5, 10, 15):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 12}\n')
+    later = later_ones(tmp_path, tmp_path / "step_5")
+    assert [path.name for path in later] == ["step_10", "step_15"]
+    aside = set_aside(tmp_path, later)
+    assert aside == tmp_path / "set_aside_1"
+    assert (aside / "metrics.jsonl").read_text() == '{"step": 12}\n'
+    assert left(tmp_path) == [5]
+    assert find_resume(tmp_path, str(aside), 0).paths[0] == aside / "step_15"
+    write_checkpoint(tmp_path, 6)
+    assert set_aside(tmp_path, [tmp_path / "step_6"]) == tmp_path / "set_aside_2"
+    assert later_ones(tmp_path, tmp_path / "step_5") == []
+    assert [p.name for p in later_ones(tmp_path, aside / "step_10")] == ["step_5"]  # another run's
+
+
+def test_a_restart_of_the_same_job_goes_on(tmp_path, monkeypatch):
+    """Whatever the command says: launchers start the very same one again."""
+    for step in (5, 10):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "run.json").write_text(json.dumps({"job": "vit-1"}))
+    elsewhere = write_checkpoint(tmp_path / "elsewhere", 3)
+    cases = [("none", 0), (str(elsewhere), 0), ("auto", 1)]
+    for resume, epoch in cases:
+        monkeypatch.setenv("RUN_JOB_ID", "vit-1")
+        assert find_resume(tmp_path, resume, epoch).paths[0].name == "step_10"
+        monkeypatch.setenv("RUN_JOB_ID", "vit-2")
+        if resume == "none":
+            with pytest.raises(UsageError, match="holds step_10 of an earlier run"):
+                find_resume(tmp_path, resume, epoch)
+        else:
+            assert find_resume(tmp_path, resume, epoch).paths[0].name != "step_10"
+
+
+# -- one job a folder -----------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from training.checkpoints.lock import FolderLock
+FolderLock(Path(sys.argv[1])).acquire(is_restart=False)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that has the lock."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(holder, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.checkpoints.lock._PATIENCE_S", 0.5)
+    lock = FolderLock(tmp_path)
+    with pytest.raises(UsageError, match=f"is in use by process {holder.pid} on .*: end that run"):
+        lock.acquire(is_restart=False)
+    holder.kill()
+    token = FolderLock(tmp_path).acquire(is_restart=False)
+    check_same_folder(tmp_path, token)
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_child_does_not_inherit_the_lock(tmp_path):
+    """Else loader processes that outlive a killed run for a moment would keep it."""
+    lock = FolderLock(tmp_path)
+    lock.acquire(is_restart=False)
+    if (child := os.fork()) == 0:
+        try:
+            FolderLock(tmp_path)._file = None
+            held = FolderLock(tmp_path)
+            held._file = os.open(tmp_path / ".lock", os.O_RDWR)
+            os._exit(int(held._try()))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lock.release()
+
+
+def test_a_file_system_without_locks_refuses_nothing(tmp_path, monkeypatch):
+    def lockf(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    FolderLock(tmp_path).acquire(is_restart=False)
+
+
+def test_another_folder_under_the_same_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.checkpoints.lock._VISIBLE_WITHIN_S", 0.0)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    token = FolderLock(tmp_path / "a").acquire(is_restart=False)
+    FolderLock(tmp_path / "b").acquire(is_restart=False)
+    for folder in (tmp_path / "b", tmp_path / "missing"):
+        with pytest.raises(UsageError, match="is not the folder that the first process sees"):
+            check_same_folder(folder, token)

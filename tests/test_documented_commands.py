@@ -1,0 +1,295 @@
+"""Every command of README.md, docs/ and ``make help``, typed word for word on a new machine.
+
+COMMANDS says for each whether it is run, and what it must show, or why that takes more than a CPU.
+Those are typed, too, with a stand-in at the end that notes what it is called with.
+"""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.cli import DIGITS, ROOT, train_tiny_gpu
+from tests.documented_commands import (
+    Command,
+    broken_anchors,
+    documented_commands,
+    flags_and_paths,
+    one_line,
+)
+from tests.new_machine import Machine, own_mounts
+from tests.test_stopping import ALONE, stop
+from tests.typed_with_stand_ins import (
+    benchmark_takes,
+    docker_builds,
+    docker_runs,
+    gcloud_sets_it,
+    gcloud_takes,
+    make_knows,
+    names_packages,
+    on_a_pod,
+    only_gclouds_words,
+    trains,
+)
+from training.arguments import build_parser
+
+
+@dataclass
+class Run:
+    """Ends with 0. ``shows``: patterns of its output; ``leaves``: files, below home or project."""
+
+    shows: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+    removes: tuple[str, ...] = ()
+    trained: bool = False
+    """Needs trained models at ~/vit_10b/step_1000 and ~/vit_large/step_1250, and images."""
+    private: bool = False
+    """Names absolute paths."""
+    long: bool = False
+
+
+@dataclass
+class Elsewhere:
+    """Not run as it is, for this reason; but valid, as ``check`` tells."""
+
+    reason: str
+    check: Callable[[Machine, Command, Path], None]
+
+
+class Printed:
+    """No command, but what one prints."""
+
+
+# -- every command, by its beginning --------------------------------------------------
+
+ROW = r"^\| %s \| %s \| [\d.| ]+ \| 1 \| 0 \|$"  # one execution a step, no compilation
+
+COMMANDS: dict[str, Run | Elsewhere | Printed] = {
+    # README.md
+    "make train": Run(
+        (
+            r"^training completed: step 660, val top-1 (9[7-9]|100)\.\d+ %, checkpoint "
+            r"runs/digits-\S+/step_660, log \S+/metrics\.jsonl, plot \S+/curves\.png\n\Z",
+        ),
+        leaves=(
+            "datasets/digits/train/9", "runs/digits-*/step_660", "runs/digits-*/metrics.jsonl",
+            "runs/digits-*/curves.png", "runs/digits-*/tensorboard", "runs/digits-*/run.json",
+        ),
+        long=True,
+    ),
+    "make test": Elsewhere("it runs this test", make_knows),
+    "source .venv/bin/activate": Run(),
+    "python3 -m pip install -r requirements-tpu.txt": Run(
+        (r"^Requirement already satisfied: torch_xla==",)
+    ),
+    "python3 run_vit_training.py --help": Run((r"^  --fake_data ",)),
+    "python3 run_vit_training.py --fake_data": Run(
+        (
+            r"^data: fake data \(zeros\)", r"^epoch 1 step 10, lr: ",
+            r"^epoch 1 step 10, val loss: [\d.]+, accuracy on val: .* of 80 images$",
+            r"^training completed: step 10, .*, checkpoint /tmp/vit_fsdp/step_10, log ",
+        ),
+        private=True,
+    ),
+    "python3 run_vit_training.py --data_dir /datasets/imagenet-1k --model vit_large": Elsewhere(
+        "300 epochs of ImageNet", trains
+    ),
+    "python3 run_vit_training.py --data_dir /datasets/imagenet-1k --ckpt_dir": Elsewhere(
+        "10 billion parameters", trains
+    ),
+    "python3 -m pip install -r requirements-gpu.txt": Elsewhere(
+        "gigabytes of CUDA, which make did not install", names_packages
+    ),
+    "launch/torchrun.sh --data_dir": Elsewhere("needs GPUs", trains),
+    "NNODES=2 NODE_RANK=0": Elsewhere("needs 16 GPUs", trains),
+    "sbatch launch/slurm.sbatch": Elsewhere("needs Slurm and 16 GPUs", trains),
+    "launch/torchrun.sh --block te": Elsewhere("needs GPUs", trains),
+    "launch/torchrun.sh --fsdp fsdp2": Elsewhere("needs GPUs", trains),
+    "docker build": Elsewhere("needs Docker's daemon and NVIDIA's image", docker_builds),
+    "docker run": Elsewhere("needs Docker's daemon and GPUs", docker_runs),
+    "python3 -m torch.distributed.checkpoint.format_utils": Run(
+        leaves=("vit_10b.pt",), trained=True
+    ),
+    "python3 run_vit_training.py --predict": Run(
+        (
+            r"^cat\.jpg\n( +\d+\.\d+%  \d\n){5}",
+            r"^holiday/beach/1\.png\n( +\d+\.\d+%  \d\n){5}",
+        ),
+        trained=True,
+    ),
+    "python3 run_vit_training.py --eval_only": Run(
+        (r"^val loss: [\d.]+, accuracy on val: [\d.]+ % of 359 images$",),
+        trained=True, private=True,
+    ),
+    "make test-long": Elsewhere("it runs this test", make_knows),
+    # docs/benchmarks.md
+    "python benchmarks/xla_step.py --devices 1 2 4": Run(
+        (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)), long=True
+    ),
+    "python benchmarks/xla_step.py --devices 1 2 --": Run(
+        (ROW % ("spmd", 2), ROW % ("unrolled", 2)), long=True
+    ),
+    "python benchmarks/gpu_step.py --json": Elsewhere("needs a GPU", benchmark_takes),
+    "python benchmarks/gpu_step.py --models": Run(
+        (
+            *(rf"^\| vit_tiny_patch16_224 \| {variant} \| 4 \| \d+\.\d+ \| [\d.]+ \| [\d.]+ \|"
+              for variant in ("timm", "fsdp2", r"fsdp2\+compile")),
+            r"\| megatron \| 4 \| --fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2 \|",
+            r"\| te \| 4 \| --block te: TransformerEngine is not installed",
+            r"\| te\+fp8 \| 4 \| --block te: TransformerEngine is not installed",
+        ),
+        leaves=("cpu.json", "cpu.png"),
+        long=True,
+    ),
+    # docs/tpu.md
+    "gcloud auth login": Elsewhere("a browser, and a person with an account", only_gclouds_words),
+    "gcloud config set project": Elsewhere("needs gcloud", gcloud_sets_it),
+    "gcloud config set compute/zone": Elsewhere("needs an account", gcloud_takes),
+    "launch/queued_resource.sh": Elsewhere("needs TPUs", on_a_pod),
+    "gcloud compute tpus queued-resources create": Elsewhere("needs an account", gcloud_takes),
+    "gcloud compute tpus queued-resources describe": Elsewhere("needs an account", gcloud_takes),
+    "gcloud compute tpus accelerator-types list": Elsewhere("needs an account", gcloud_takes),
+    "launch/setup_pod.sh": Elsewhere("needs TPUs", on_a_pod),
+    "python3 -m launch.xla_dist --tpu=$NAME": Elsewhere("needs TPUs", on_a_pod),
+    "python3 -m launch.xla_dist --help": Run((r"^  --restart-tpuvm-pod-server",)),
+    "training stopped by SIGINT": Printed(),
+    "python3 run_vit_training.py --compile_only": Run(
+        (
+            r"^slice +v5p:4x4x8, 128 chips$",
+            r"^model +10,077,917,160 parameters, global batch 1024$",
+            r"^verdict +fits, ", r"^HBM a chip, peak +3\.\d\d GiB of 95\.74 GiB$",
+            r"^highest MFU +8\d\.\d %$",
+        ),
+        long=True,
+    ),
+    "make tpu-table": Elsewhere("an hour, and it writes docs/tpu.md", make_knows),
+    # docs/reliability.md
+    "make faults": Elsewhere("hours, and it writes docs/reliability.md", make_knows),
+    'make faults ARGS="--tries 2 --backends fsdp2 --faults sigkill hang --seed 1"': Elsewhere(
+        "it writes docs/reliability.md", make_knows
+    ),
+    # make help
+    "make lint": Elsewhere("CI runs it before the tests", make_knows),
+    "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
+    "make bench": Run((ROW % ("spmd", 1), ROW % ("nested", 1)), long=True),
+    "make bench-gpu": Elsewhere("needs a GPU", make_knows),
+    "make clean": Run(removes=(".venv", "datasets", "runs")),
+}  # fmt: skip
+
+DOCUMENTED = documented_commands()
+
+
+def beginning(command: Command) -> str | None:
+    """The entry that it has in COMMANDS: the longest that it begins with, word for word."""
+    fitting = [start for start in COMMANDS if f"{command.text} ".startswith(start)
+               and (start == command.text or not start.startswith("make "))]  # fmt: skip
+    return max(fitting, key=len, default=None)
+
+
+def all_that_are(kind: type) -> list:
+    found = [(command, COMMANDS.get(beginning(command) or "")) for command in DOCUMENTED]
+    return [
+        pytest.param(command, entry, id=beginning(command),
+                     marks=[pytest.mark.long] if getattr(entry, "long", False) else [])
+        for command, entry in found if isinstance(entry, kind)
+    ]  # fmt: skip
+
+
+def test_every_command_is_here_once():
+    """So whoever writes one into a document has to type it, here."""
+    entries = [beginning(command) for command in DOCUMENTED]
+    strangers = [c.text for c, entry in zip(DOCUMENTED, entries, strict=True) if not entry]
+    assert not strangers, "documented, but not in COMMANDS"
+    assert not set(COMMANDS) - set(entries), "in COMMANDS, but not documented"
+    twice = {entry for entry in entries if entries.count(entry) > 1}
+    assert not twice, "an entry of COMMANDS for more than one command"
+
+
+# -- typed ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(tmp_path):
+    (tmp_path / "machine").mkdir()
+    return Machine(tmp_path / "machine")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train_tiny_gpu(tmp_path_factory.mktemp("trained")).ckpt_dir
+
+
+def put_trained(machine: Machine, ckpt_dir: Path) -> None:
+    (checkpoint,) = ckpt_dir.glob("step_*")
+    for name in ("vit_10b/step_1000", "vit_large/step_1250"):
+        shutil.copytree(checkpoint, machine.home / name)
+    shutil.copytree(DIGITS, machine.datasets / "imagenet-1k")
+    image = next((DIGITS / "val" / "7").glob("*.png"))
+    (machine.project / "holiday" / "beach").mkdir(parents=True)
+    shutil.copy(image, machine.project / "holiday" / "beach" / "1.png")
+    Image.open(image).convert("RGB").save(machine.project / "cat.jpg")
+
+
+@pytest.mark.parametrize(("command", "how"), all_that_are(Run))
+def test_command(command, how, machine, request):
+    if how.private and (problem := own_mounts()[1]):
+        pytest.skip(problem)
+    if how.trained:
+        put_trained(machine, request.getfixturevalue("trained"))
+    done = machine.run(command, private=how.private, timeout=3 * 3600 if how.long else 900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for pattern in how.shows:
+        assert re.search(pattern, done.stdout, re.MULTILINE), done.stdout
+    for path in how.leaves:
+        assert list(machine.project.glob(path)), path
+    for path in how.removes:
+        assert not (machine.project / path).exists(), path
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("command", "why"), all_that_are(Elsewhere))
+def test_command_that_takes_more(command, why, machine, tmp_path):
+    why.check(machine, command, tmp_path)
+
+
+@pytest.mark.parametrize(("printed", "_"), all_that_are(Printed))
+def test_message_of_a_stop(printed, _, tmp_path, monkeypatch):
+    done = stop(monkeypatch, tmp_path / "run", "0 2 SIGINT", *ALONE)
+    promised = printed.text.replace("/mnt/runs/vit_10b", str(tmp_path / "run"))
+    assert promised.replace("1207", "2") in done.stdout.splitlines()
+
+
+def test_help_lists_every_flag(machine):
+    (command,) = [c for c in DOCUMENTED if c.text == "python3 run_vit_training.py --help"]
+    shown = machine.run(command).stdout
+    for action in build_parser()._actions:
+        for flag in action.option_strings:
+            assert re.search(rf"(?m)^  (.*, )?{flag}\b", shown), flag
+        assert action.help
+
+
+# -- what is named --------------------------------------------------------------------
+
+
+def test_flags_and_files_that_documents_name_are_there():
+    flags, paths = flags_and_paths()
+    known = {flag for action in build_parser()._actions for flag in action.option_strings}
+    for path in [*(ROOT / "launch").iterdir(), *(ROOT / "benchmarks").rglob("*.py")]:
+        if path.is_file():
+            known |= set(re.findall(r"--\w[\w-]+", path.read_text()))
+    assert not flags - known
+    packages = [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())]
+    missing = {path for path in paths if not any((at / path).exists() for at in packages)}
+    assert {path for path in missing if not path.startswith("runs/")} == set()
+    assert broken_anchors() == []
+
+
+def test_commands_are_found():
+    """As this file rests on it: continued lines, comments, quotes."""
+    typed = "A=1 run 'a  # b' \\\n    --flag \"x # y\"   # not this\n# nor this"
+    assert one_line(typed) == "A=1 run 'a  # b' --flag \"x # y\""
+    assert len({command.document for command in DOCUMENTED}) >= 4

@@ -1,0 +1,154 @@
+"""Mean, deviation, crop and interpolation: those of the weights, against timm's own transforms."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data import create_transform, resolve_data_config
+
+import run_vit_training
+from data.preprocessing import INTERPOLATIONS, Preprocessing
+from data.transforms import val_transform
+from tests.cli import TINY_MODEL, train_tiny
+from tests.usage_error import told_in_one_line
+from training.arguments import parse_arguments
+from training.checkpoints.reader import read_saved_run
+from training.preprocessing import take_preprocessing
+
+NAME = "vit_tiny_patch16_224"
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory):
+    """A picture with edges and gradients, no square."""
+    path = tmp_path_factory.mktemp("picture") / "picture.png"
+    y, x = np.mgrid[:300, :400]
+    colours = [np.sin(x / 9) * 90 + 120, (x * y / 500) % 255, (x // 40 + y // 30) % 2 * 200]
+    Image.fromarray(np.stack(colours, axis=-1).astype(np.uint8)).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def timms(tmp_path_factory):
+    """timm's model with weights as timm fills them, and a file of these."""
+    torch.manual_seed(0)
+    model = timm.create_model(NAME).eval()
+    with torch.no_grad():
+        model.head.weight.normal_(std=0.3)  # so that classes differ
+    path = tmp_path_factory.mktemp("timm") / "weights.safetensors"
+    save_file(model.state_dict(), path)
+    return model, path
+
+
+def timms_top5(model, picture, **changes):
+    config = resolve_data_config({}, model=model) | changes
+    image = create_transform(**config)(Image.open(picture))
+    with torch.no_grad():
+        values, labels = model(image[None]).softmax(-1).topk(5)
+    return dict(zip(labels[0].tolist(), values[0].tolist(), strict=True))
+
+
+def predicted(capsys, picture, weights, *flags):
+    """The likeliest classes with their probabilities, and what was said on stderr."""
+    command = ["--predict", picture, "--json", "--model", NAME, "--resume", weights, *flags]
+    assert run_vit_training.main(list(map(str, command))) == 0
+    out, err = capsys.readouterr()
+    return {entry["index"]: entry["probability"] for entry in json.loads(out)[0]["top5"]}, err
+
+
+@pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0])
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_validation_images_are_timms(crop_pct, interpolation, picture):
+    how = Preprocessing((0.5, 0.4, 0.3), (0.2, 0.3, 0.4), crop_pct, interpolation)
+    theirs = create_transform(
+        (3, 64, 64), mean=how.mean, std=how.std, crop_pct=crop_pct, interpolation=interpolation
+    )
+    image = Image.open(picture)
+    torch.testing.assert_close(val_transform(how, 64, 3)(image), theirs(image))
+
+
+def test_weights_of_timm(timms, picture, capsys):
+    model, path = timms
+    found, said = predicted(capsys, picture, path)
+    assert found == pytest.approx(timms_top5(model, picture), rel=1e-4)
+    assert said == (
+        "preprocessing: mean 0.5 0.5 0.5, std 0.5 0.5 0.5, crop 0.9, bicubic (as timm's "
+        "vit_tiny_patch16_224 has it)\n"
+    )
+
+
+def test_a_flag_is_above_timms(timms, picture, capsys):
+    model, path = timms
+    flags = "--crop_pct 1 --interpolation bilinear --std 0.2 0.3 0.4".split()
+    found, _ = predicted(capsys, picture, path, *flags)
+    changes = {"crop_pct": 1.0, "interpolation": "bilinear", "std": (0.2, 0.3, 0.4)}
+    assert found == pytest.approx(timms_top5(model, picture, **changes), rel=1e-4)
+
+
+@pytest.mark.parametrize("place", ["metadata", "config.json"])
+def test_what_the_file_says_itself(place, timms, picture, capsys, tmp_path):
+    model, _ = timms
+    changes = {"mean": [0.48, 0.45, 0.4], "std": [0.26, 0.26, 0.27], "crop_pct": 1.0}
+    told = changes | {"interpolation": "bicubic", "crop_mode": "squash"}
+    metadata = {"pretrained_cfg": json.dumps(told)} if place == "metadata" else None
+    save_file(model.state_dict(), tmp_path / "model.safetensors", metadata)
+    if place == "config.json":
+        (tmp_path / place).write_text(json.dumps({"architecture": NAME, "pretrained_cfg": told}))
+    found, said = predicted(capsys, picture, tmp_path / "model.safetensors")
+    assert found == pytest.approx(timms_top5(model, picture, **changes), rel=1e-4)
+    assert "its crop_mode squash is not known here: center" in said
+
+
+def test_another_architecture_than_the_presets_has_new_weights_preprocessing():
+    args = parse_arguments(["--model", NAME, "--num_blocks", "3"])
+    take_preprocessing(args, None)
+    assert Preprocessing.of_arguments(args) == Preprocessing()
+    assert (args.mean, args.crop_pct) == ([0.485, 0.456, 0.406], 0.875)
+
+
+def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
+    """In the checkpoint: training on it, --predict and --eval_only from it use the same."""
+    flags = "--mean 0.1 0.2 0.3 --crop_pct 0.7 --interpolation nearest".split()
+    run = train_tiny(tmp_path, "--max_steps", "1", *flags)
+    saved = read_saved_run(tmp_path / "step_1")
+    args = parse_arguments(TINY_MODEL)
+    take_preprocessing(args, saved)
+    expected = Preprocessing((0.1, 0.2, 0.3), crop_pct=0.7, interpolation="nearest")
+    assert Preprocessing.of_arguments(args) == expected
+    evaluated = ["--eval_only", "--json", "--ckpt_dir", tmp_path, "--batch_size", 359]
+    evaluated += ["--data_dir", run.run_file["arguments"]["data_dir"], "--backend", "cuda"]
+    assert run_vit_training.main(list(map(str, evaluated))) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["val_loss"] == pytest.approx(run.evaluations[-1]["val_loss"], rel=1e-5)
+    images = ["--predict", picture, "--json", "--resume", tmp_path]
+    assert run_vit_training.main(list(map(str, images))) == 0
+    likely = capsys.readouterr().out
+    given = [*images, "--mean", 0.1, 0.2, 0.3, "--crop_pct", 0.7, "--interpolation", "nearest"]
+    assert run_vit_training.main(list(map(str, given))) == 0
+    assert capsys.readouterr().out == likely
+    assert run_vit_training.main(list(map(str, [*images, "--mean", 0.9, 0.9, 0.9]))) == 0
+    assert capsys.readouterr().out != likely
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"mean": [120, 110, 100]}, "has mean [120, 110, 100], which is not known here: give --m"),
+        ({"interpolation": "random"}, "has interpolation 'random', which is not known here: give"),
+        ({"crop_pct": 0}, "has crop_pct 0, which is not known here: give --crop_pct"),
+    ],
+)
+def test_what_cannot_be(content, told, timms, picture, capsys, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.symlink_to(timms[1])
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert told in told_in_one_line(capsys, "--predict", picture, "--model", NAME, "--resume", path)

@@ -1,0 +1,460 @@
+"""What must not spoil a run, by the real command line: damage, a full disk, two jobs, NaN, hangs.
+
+In one process of the GPU backend where it does not matter which: it starts at once.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli import (
+    DIGITS,
+    ROOT,
+    TINY_MODEL,
+    TINY_RUN,
+    WARM_PYTHON,
+    Result,
+    environment,
+    run_program,
+    train_tiny_gpu,
+    warm_python,
+)
+from tests.test_checkpoints import HOLD, flip, left, truncate
+from tests.test_launch_gpu import free_port
+
+# Eleven steps an epoch, of 4 tokens an image; an evaluation has 3 batches.
+QUICK = "--patch_size 8 --batch_size 128 --num_epochs 3 --ckpt_epoch_interval 1".split()
+
+
+def program(ckpt_dir, *flags, module="", **how):
+    """The program on digits, which may fail: the finished process."""
+    start = ["-m", module] if module else ["run_vit_training.py"]
+    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
+    flags = (*source, *TINY_MODEL, *TINY_RUN, *QUICK, "--backend", "cuda", *map(str, flags))
+    return run_program(*start, *flags, **how)
+
+
+def mistake(done):
+    """The one line of a mistake."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("run_vit_training.py")]
+    assert "Traceback" not in done.stderr
+    return line.removeprefix("run_vit_training.py: error: ")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Steps 5 and 10 of 10."""
+    folder = tmp_path_factory.mktemp("trained")
+    return train_tiny_gpu(folder, *QUICK, "--max_steps", "10", "--ckpt_step_interval", "5")
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained.ckpt_dir, tmp_path / "run")
+
+
+# -- checkpoints ----------------------------------------------------------------------
+
+
+def test_keep_three(tmp_path):
+    done = train_tiny_gpu(
+        tmp_path, *QUICK, *"--max_steps 6 --ckpt_step_interval 1 --keep_checkpoints 3".split()
+    )
+    assert left(done.ckpt_dir) == [4, 5, 6]
+
+
+def test_going_back_with_another_batch_size_loses_nothing(tmp_path):
+    """The newest is what was written last, also where its step is a smaller number."""
+    flags = "--patch_size 8 --batch_size 287 --num_epochs 3 --ckpt_epoch_interval 1".split()
+    train_tiny_gpu(tmp_path, *flags, "--max_steps", "10")
+    assert left(tmp_path) == [5, 10]
+    back = [*flags, *"--resume_epoch 1 --max_steps 6 --keep_checkpoints 1".split()]
+    done = train_tiny_gpu(tmp_path, *back)
+    assert f"checkpoint {tmp_path}/step_6, " in done.stdout
+    assert left(tmp_path) == [6]
+    assert left(tmp_path / "set_aside_1") == [10]
+    assert list(done.steps) == [1, 2, 3, 4, 5, 6]
+    again = train_tiny_gpu(tmp_path, *flags, "--max_steps", "7")
+    assert "step_6 at step 6, epoch 2" in again.stdout
+
+
+def test_stop_of_a_run_that_went_back_tells_how_to_go_on(run, monkeypatch):
+    monkeypatch.setenv("SIGNAL_AT", "0 7 SIGTERM")
+    flags = ["--resume", run / "step_5", "--max_steps", "9"]
+    stopped = program(run, *flags, module="tests.signal_at_step")
+    assert stopped.returncode == 143
+    told = f"step 7, checkpoint {run}/step_7; the same command with --resume auto resumes there"
+    assert told in stopped.stdout
+    resumed = program(run, "--max_steps", "9", "--resume", "auto")
+    assert f"resuming {run}/step_7 at step 7" in resumed.stdout
+
+
+@pytest.mark.parametrize("harm", [flip, truncate])
+def test_damaged_newest_checkpoint_is_named_and_passed_over(harm, run, trained):
+    harm(run / "step_10")
+    resumed = train_tiny_gpu(run, *QUICK, "--max_steps", "10")
+    assert f"note: {run}/step_10 is damaged (" in resumed.stdout
+    assert ", so step_5 is resumed" in resumed.stdout
+    assert resumed.column("loss") == trained.column("loss")
+    assert left(run) == [5, 10]
+    assert left(run / "set_aside_1") == [10]
+
+
+def test_damaged_checkpoint_that_was_asked_for(run):
+    flip(run / "step_10")
+    before = sorted(path for path in run.rglob("*"))
+    said = mistake(program(run, "--resume", run / "step_10"))
+    assert "step_10 is damaged (__0_0.distcp has changed since it was written" in said
+    assert sorted(path for path in run.rglob("*") if path.name != ".lock") == [
+        path for path in before if path.name != ".lock"
+    ]
+    taken = program(run, "--resume", run / "step_10", "--no_verify_checkpoint", "--max_steps", "11")
+    assert taken.returncode == 0, taken.stderr
+
+
+def test_second_job_in_a_folder(run, monkeypatch):
+    monkeypatch.setenv("WARM_PYTHON", warm_python(xla=False))
+    endless = [*QUICK, *"--num_epochs 99999 --max_steps 99999 --test_epoch_interval 9999".split()]
+    first = subprocess.Popen(
+        [sys.executable, WARM_PYTHON, "run_vit_training.py", "--data_dir", DIGITS,
+         "--ckpt_dir", run, *TINY_MODEL, *TINY_RUN, *endless, "--backend", "cuda"],
+        cwd=ROOT, env=environment() | {"WARM_PYTHON": warm_python(xla=False)},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        while "epoch 2 step" not in first.stdout.readline():
+            assert first.poll() is None
+        said = mistake(program(run, "--max_steps", "30"))
+        assert f"--ckpt_dir {run} is in use by process " in said
+        assert first.poll() is None
+    finally:
+        first.terminate()
+        first.communicate(timeout=60)
+
+
+def has_open(pid, path):
+    """Whether a process has a file open; a file closed while we look is not."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if link.readlink() == path.resolve():
+                return True
+    return False
+
+
+def test_restart_resumes_what_the_first_start_still_writes(run, trained, monkeypatch):
+    """The new start looks for a checkpoint, then waits for the lock of the one that is ending."""
+    (run / "step_10").rename(run / "aside")
+    described = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(described | {"job": "vit"}))
+    monkeypatch.setenv("RUN_JOB_ID", "vit")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, run], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        command = [sys.executable, "run_vit_training.py", "--data_dir", DIGITS, "--ckpt_dir", run,
+                   "--hflip", "0", *TINY_MODEL, *TINY_RUN, *QUICK, "--backend", "cuda",
+                   "--max_steps", "11"]  # fmt: skip
+        second = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+        )
+        while not has_open(second.pid, run / ".lock"):
+            assert second.poll() is None
+            time.sleep(0.05)
+        (run / "aside").rename(run / "step_10")
+    finally:
+        holder.kill()
+        holder.wait()
+    stdout, _ = second.communicate(timeout=120)
+    assert f"resuming {run}/step_10 at step 10" in stdout
+    assert not list(run.glob("set_aside_*"))
+    assert Result(run).column("loss")[:10] == trained.column("loss")
+
+
+# -- disks ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB; a checkpoint takes 0.6."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder, free):
+    """Leave about ``free`` bytes."""
+    stat = os.statvfs(folder)
+    with (folder / "filler").open("wb") as file:
+        file.write(bytes(max(0, stat.f_bavail * stat.f_frsize - free)))
+
+
+def test_disk_full(small_disk):
+    """It fills up at step 4: two saves in a row fail; what is there already stays whole."""
+    run = small_disk / "run"
+    flags = "--ckpt_step_interval 2 --max_steps".split()
+    first = program(run, *flags, 4)
+    assert first.returncode == 0, first.stderr
+    fill(small_disk, 30_000)
+    full = program(run, *flags, 20, "--max_failed_saves", 3)
+    assert full.returncode == 4, full.stdout + full.stderr
+    assert "Traceback" not in full.stderr
+    assert full.stdout.count("training goes on, ") == 2
+    assert "step_6 could not be written" in full.stdout
+    assert "; 0.0 MB are free there)" in full.stdout
+    (line,) = [each for each in full.stderr.splitlines() if each.startswith("run_vit_training.py")]
+    assert f"3 have failed in a row: the newest checkpoint is {run}/step_4" in line
+    assert left(run) == [2, 4]
+    records = Result(run).records  # whole lines
+    assert [r["step"] for r in records if "loss" in r][:4] == [1, 2, 3, 4]
+    (small_disk / "filler").unlink()
+    again = program(run, *flags, 8)
+    assert again.returncode == 0, again.stderr
+    assert f"resuming {run}/step_4" in again.stdout
+    assert left(run) == [2, 4, 6, 8]
+
+
+def test_logs_on_a_full_disk_end_nothing(run, small_disk):
+    shutil.rmtree(run / "tensorboard")
+    (small_disk / "tensorboard").mkdir()
+    (run / "tensorboard").symlink_to(small_disk / "tensorboard")
+    (run / "curves.png").unlink()
+    (run / "curves.png").symlink_to(small_disk / "curves.png")
+    fill(small_disk, 0)
+    done = program(run, "--max_steps", "12")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "training completed: step 12" in done.stdout
+    assert "note: TensorBoard's file cannot be written" in done.stdout
+    assert "note: curves.png cannot be written" in done.stdout
+    assert left(run) == [5, 10, 11, 12]
+
+
+@pytest.mark.parametrize("folder", ["/proc/vit", "/sys/vit/run", "/dev/null/run"])
+def test_folder_that_cannot_be_written(folder):
+    said = mistake(program(folder))
+    assert f"cannot write to --ckpt_dir {folder}" in said or "is a file" in said
+
+
+# -- steps ----------------------------------------------------------------------------
+
+
+def test_not_finite_steps_are_skipped_counted_and_end_the_run(run, monkeypatch):
+    monkeypatch.setenv("FAULT_AT", "loss 12 12")
+    flags = ["--max_bad_steps", "3", "--max_steps"]
+    once = program(run, *flags, "13", module="tests.fault_at_step")
+    assert once.returncode == 0, once.stderr
+    assert "note: 1 step(s) since the last log were skipped" in once.stdout
+    text = (run / "metrics.jsonl").read_text()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    steps = {r["step"]: r for r in records if "loss" in r}
+    assert steps[12]["loss"] is None
+    assert steps[12]["skipped_steps"] == steps[13]["skipped_steps"] == 1
+    assert steps[13]["loss"] is not None
+    monkeypatch.setenv("FAULT_AT", "loss 15 99")
+    ended = program(run, *flags, "30", module="tests.fault_at_step")
+    assert ended.returncode == 3, ended.stderr
+    (line,) = [each for each in ended.stderr.splitlines() if each.startswith("run_vit_training.py")]
+    assert "3 steps in a row had a loss or gradient norm that is not finite" in line
+    assert f"the last good checkpoint is {run}/step_13" in line
+    assert left(run) == [5, 10, 11, 13]
+    for steps_allowed in ("0", "99"):
+        never = ["--max_bad_steps", steps_allowed, "--max_steps", "19"]
+        assert program(run, *never, module="tests.fault_at_step").returncode == 0
+
+
+def test_a_step_that_hangs(run, monkeypatch):
+    monkeypatch.setenv("FAULT_AT", "hang 12 12")
+    hung = program(run, "--step_timeout_s", "2", "--max_steps", "20", module="tests.fault_at_step")
+    assert hung.returncode == 1
+    assert "Timeout (0:00:02)!" in hung.stderr
+    assert "tests/fault_at_step.py" in hung.stderr
+    assert left(run) == [5, 10, 11]
+
+
+# -- evaluations ----------------------------------------------------------------------
+
+EVALUATED = "--test_epoch_interval 1 --max_steps".split()
+
+
+def test_signal_in_an_evaluation_and_the_evaluation_that_is_owed(trained, tmp_path, monkeypatch):
+    """Of 3 batches; at the end of epoch 1, and of the run."""
+    whole = train_tiny_gpu(tmp_path / "whole", *QUICK, *EVALUATED, "13")
+    assert [e["step"] for e in whole.evaluations] == [11, 13]
+    for last, step in (("13", 11), ("11", 11)):
+        run = tmp_path / last
+        monkeypatch.setenv("FAULT_AT", "evaluation 2 2")
+        stopped = program(run, *EVALUATED, last, module="tests.fault_at_step")
+        assert stopped.returncode == 143, stopped.stderr
+        assert f"training stopped by SIGTERM: step {step}, checkpoint {run}/step_" in stopped.stdout
+        assert Result(run).evaluations == []
+        resumed = train_tiny_gpu(run, *QUICK, *EVALUATED, last)
+        assert resumed.evaluations == whole.evaluations[: len(resumed.evaluations)]
+        assert [e["step"] for e in resumed.evaluations] == [11, 13][: 1 + (last == "13")]
+        expected = whole.column("loss")[: int(last)]
+        assert resumed.column("loss") == expected
+
+
+def test_crash_between_saving_and_evaluating(trained, run):
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text("".join(text.splitlines(keepends=True)[:-1]))
+    again = train_tiny_gpu(run, *QUICK, "--max_steps", "10")
+    assert again.records == trained.records
+
+
+@pytest.mark.parametrize(
+    ("flags", "images"),
+    [("", 359), ("--eval_batches 0", 359), ("--eval_batches 1", 128), ("--eval_batches 2", 256),
+     ("--eval_batches 3", 359), ("--eval_batches 999", 359),
+     ("--fake_data", 128), ("--fake_data --eval_batches 2", 256)],
+)  # fmt: skip
+def test_eval_batches(flags, images, tmp_path):
+    done = train_tiny_gpu(tmp_path, *QUICK, *flags.split(), "--max_steps", "1")
+    assert [e["val_images"] for e in done.evaluations] == [images]
+
+
+# -- several processes ----------------------------------------------------------------
+
+
+def processes(*each, timeout=120, prefix=()):
+    """Processes of one run, each with flags and a folder of its own: (flags, folder).
+
+    As torchrun does, ends the others soon after one has failed. ``prefix`` are words of a command
+    that starts the last one.
+    """
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(len(each)),
+              "WARM_PYTHON": warm_python(xla=False), "LOCAL_RANK": "0"}  # fmt: skip
+    plain = (sys.executable, ROOT / WARM_PYTHON)
+    started = [
+        subprocess.Popen(
+            [*(prefix if prefix and rank + 1 == len(each) else plain),
+             ROOT / "run_vit_training.py", "--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, *QUICK,
+             "--backend", "cuda", *flags],
+            cwd=folder, env=environment() | common | {"RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank, (flags, folder) in enumerate(each)
+    ]  # fmt: skip
+    deadline = time.monotonic() + timeout
+    while any(p.poll() is None for p in started) and time.monotonic() < deadline:
+        if any(p.poll() for p in started):
+            deadline = min(deadline, time.monotonic() + 20)
+        time.sleep(0.1)
+    done = []
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        stdout, stderr = process.communicate()
+        done.append(subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr))
+    return done
+
+
+def lines_of(done):
+    return [
+        line.removeprefix("run_vit_training.py: error: ")
+        for each in done
+        for line in each.stderr.splitlines()
+        if line.startswith("run_vit_training.py: error: ")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--lr 2e-2", "differ in --lr: 0.01 for process 0 on "),
+        ("--seed 7", "differ in --seed: 0 for process 0 on "),
+        ("--data_dir {less}", "differ in the number of training images: "),
+        ("--data_dir {renamed}", "differ in the class folders: "),
+        ("--data_dir {swapped}", "differ in the names or order of the files in train/: "),
+    ],
+)
+def test_processes_that_differ_all_end(flags, told, tmp_path):
+    less, renamed, swapped = (tmp_path / n / "digits" for n in ("less", "renamed", "swapped"))
+    for folder in (less, renamed, swapped):
+        shutil.copytree(DIGITS, folder)
+    next((less / "train" / "3").iterdir()).unlink()
+    for split in ("train", "val"):
+        (renamed / split / "9").rename(renamed / split / "nine")
+    image = next((swapped / "train" / "3").iterdir())
+    image.rename(image.with_name("zzz.png"))
+    other = flags.format(less=less, renamed=renamed, swapped=swapped).split()
+    # The same name for the data in all processes: what is in it differs.
+    if "--data_dir" in other:
+        (tmp_path / "first").mkdir()
+        (tmp_path / "first" / "digits").symlink_to(DIGITS)
+        other, where = ["--data_dir", "digits"], os.path.dirname(other[1])
+        each = ((other, tmp_path / "first"), (other, where))
+    else:
+        each = (([], tmp_path), (other, tmp_path))
+    ckpt_dir = ["--ckpt_dir", str(tmp_path / "run"), "--max_steps", "2"]
+    done = processes(*(([*flags, *ckpt_dir], folder) for flags, folder in each))
+    assert [each.returncode for each in done] == [2, 2]
+    (line,) = lines_of(done)
+    assert told in line
+    assert "process 1 on " in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_that_nodes_do_not_share(tmp_path, monkeypatch):
+    """The same relative name in two folders, as on disks of two nodes."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    flags = ["--ckpt_dir", "run", "--max_steps", "2"]
+    done = processes((flags, tmp_path / "a"), (flags, tmp_path / "b"))
+    assert [each.returncode for each in done] == [2, 2]
+    (line,) = lines_of(done)
+    assert line.startswith("process 1 on ")
+    assert (
+        "is not the folder that the first process sees under this name: give one that all" in line
+    )
+    assert not list(tmp_path.rglob("step_*"))
+
+
+def test_a_node_that_sees_other_checkpoints(run):
+    """One folder, but for the newest checkpoint: on the second node another disk lies over it."""
+    hide = 'mount -t tmpfs none "$1" && shift && exec "$@"'
+    if subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("no right to mount anything")
+    prefix = ["unshare", "-m", "sh", "-c", hide, "sh", str(run / "step_10"), sys.executable]
+    flags = ["--ckpt_dir", str(run), "--max_steps", "12"]
+    done = processes((flags, run), (flags, run), prefix=prefix)
+    assert [each.returncode for each in done] == [2, 2]
+    (line,) = lines_of(done)
+    assert f"does not see the checkpoint {run}/step_10 that the first process is about" in line
+    assert left(run) == [5, 10]
+
+
+def test_a_mistake_on_one_process_alone_is_told(tmp_path):
+    done = processes(([], tmp_path), (["--data_dir", "/does/not/exist"], tmp_path), timeout=60)
+    assert done[1].returncode == 2
+    assert "/does/not/exist/train is not a folder" in done[1].stderr
+
+
+def test_sigkill_of_one_job_leaves_the_folder_free(run):
+    """The lock goes with the process, and the next start goes on at once."""
+    first = subprocess.Popen(
+        [sys.executable, "run_vit_training.py", "--data_dir", DIGITS, "--ckpt_dir", run,
+         *TINY_MODEL, *TINY_RUN, *QUICK, "--backend", "cuda", "--max_steps", "9999",
+         "--num_epochs", "9999", "--num_workers", "2", "--test_epoch_interval", "9999"],
+        cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    metrics, before = run / "metrics.jsonl", len((run / "metrics.jsonl").read_text())
+    while len(metrics.read_text()) <= before:
+        assert first.poll() is None
+        time.sleep(0.1)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert program(run, "--max_steps", "12").returncode == 0

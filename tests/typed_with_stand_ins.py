@@ -1,0 +1,141 @@
+"""What a command that takes more than a CPU is called with in the end, and whether that is valid.
+
+The command is typed all the same, with a stand-in for what is not here; see
+tests/test_documented_commands.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from torch.distributed.run import get_args_parser
+
+from benchmarks import gpu_step
+from tests.cli import ROOT
+from tests.documented_commands import Command
+from tests.new_machine import Machine
+from tests.pod_stand_in import gcloud_accepts
+from tests.test_launch_gpu import script
+from training.arguments import build_parser, model_config
+from training.backend_arguments import check_foreign_flags
+from training.validation import check_model, check_run
+
+
+def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """run_vit_training.py, by itself or under torchrun, would take these flags."""
+    slurm_stand_ins(machine)
+    words = machine.noted(command, "python3")
+    if words[:2] == ["-m", "torch.distributed.run"]:
+        get_args_parser().parse_args(words[2:])
+    at = next(i for i, word in enumerate(words) if word.endswith("run_vit_training.py"))
+    assert (machine.project / words[at]).is_file()
+    program_takes(words[at + 1 :], "cuda" if at else "xla")
+
+
+def program_takes(flags: list[str], backend: str) -> None:
+    parser = build_parser()
+    args = parser.parse_args(flags)
+    check_foreign_flags(parser, args, backend)
+    check_model(model_config(args))
+    check_run(args, 64)
+
+
+def slurm_stand_ins(machine: Machine) -> None:
+    """The batch script on the first of its nodes."""
+    variables = "SLURM_JOB_ID=1 SLURM_NNODES=2 SLURM_JOB_NODELIST=node[1-2] SLURM_NODEID=0"
+    machine.stand_in("sbatch", f'SLURM_SUBMIT_DIR=$PWD {variables} exec bash "$@"')
+    machine.stand_in("scontrol", 'printf "node1\\nnode2\\n"')
+    machine.stand_in("srun", "while [[ $1 == --* ]]; do shift; done", 'exec "$@"')
+
+
+def docker_builds(machine: Machine, command: Command, tmp_path: Path) -> None:
+    words = machine.noted(command, "docker")
+    assert (words[0], words[-1]) == ("build", ".")
+    lines = (machine.project / words[words.index("-f") + 1]).read_text().splitlines()
+    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
+    assert copied
+    assert all((machine.project / path).exists() for paths in copied for path in paths)
+
+
+def docker_runs(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """The image's entry point is launch/torchrun.sh."""
+    words = machine.noted(command, "docker")
+    assert words[0] == "run"
+    program_takes(words[words.index("vit-fsdp") + 1 :], "cuda")
+
+
+def names_packages(machine: Machine, command: Command, tmp_path: Path) -> None:
+    words = machine.noted(command, "python3")
+    assert words[:-1] == "-m pip install -r".split()
+    text = (machine.project / words[-1]).read_text()
+    lines = [line.split("#")[0] for line in text.splitlines()]
+    assert all(Requirement(line).specifier for line in lines if line.strip())
+
+
+def benchmark_takes(machine: Machine, command: Command, tmp_path: Path) -> None:
+    script_path, *flags = machine.noted(command, "python")
+    assert (machine.project / script_path).samefile(machine.project / "benchmarks/gpu_step.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script_path, *flags])
+        gpu_step.parse()
+
+
+def make_knows(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """All programs in what it would run are there."""
+    typed = command.typed.replace("make", "make --dry-run", 1)
+    done = machine.run(Command(typed, typed, command.document))
+    assert done.returncode == 0, done.stderr
+    started = re.findall(r"^\.venv/bin/\S+", done.stdout, re.MULTILINE)
+    assert started
+    assert all((machine.project / path).exists() for path in started)
+
+
+def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """Two workers of this machine behind tests/gcloud_stand_in.py; their Python notes its words."""
+    pod = tmp_path / "pod"
+    for index in range(2):
+        bin_dir = pod / f"worker_{index}" / "vit-fsdp" / ".venv" / "bin"
+        bin_dir.mkdir(parents=True)
+        script(bin_dir / "python", 'echo "$*" >> "$HOME/asked"')
+    (pod / "workers").write_text("2")
+    (pod / "states_to_come").write_text("ACTIVE")
+    # The stand-in's only slice is called pod.
+    machine.stand_in(
+        "gcloud", 'for word; do [[ $word != "$NAME" ]] || word=pod; words+=("$word"); done',
+        f'exec {sys.executable} {ROOT}/tests/gcloud_stand_in.py "${{words[@]}}"',
+    )  # fmt: skip
+    machine.variables["STAND_IN"] = str(pod)
+    done = machine.run(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for index in range(2):
+        *_, asked = (pod / f"worker_{index}" / "asked").read_text().splitlines()
+        if "run_vit_training.py" in command.text:
+            unbuffered, program, *flags = asked.split()
+            assert (unbuffered, program) == ("-u", "run_vit_training.py")
+            program_takes(flags, "xla")
+        else:
+            assert asked == "-m pip install --quiet -r requirements-tpu.txt"
+
+
+def gcloud_takes(machine: Machine, command: Command, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLOUDSDK_COMPUTE_ZONE", "us-central1-a")
+        gcloud_accepts(["bash", "-c", command.script], tmp_path / "config")
+
+
+def gcloud_sets_it(machine: Machine, command: Command, tmp_path: Path) -> None:
+    if not shutil.which("gcloud", path=machine.variables["PATH"]):
+        pytest.skip("no gcloud is installed here")
+    done = machine.run(command)
+    assert done.returncode == 0, done.stderr
+    assert "Updated property" in done.stderr
+
+
+def only_gclouds_words(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """Nothing of the user's or of this project's is in it, to be wrong."""
+    assert command.text.split() == "gcloud auth login".split()

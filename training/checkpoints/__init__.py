@@ -1,0 +1,1 @@
+"""Checkpoint folders: what is in them, reading them safely, which to resume, which to keep."""

@@ -1,0 +1,153 @@
+"""Which checkpoint to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from training.checkpoints.content import SavedRun
+from training.checkpoints.manifest import is_complete, quick_problem
+from training.checkpoints.reader import read_saved_run
+from training.errors import UsageError
+from training.metrics import evaluations
+
+_NAME = re.compile(r"step_(\d+)")
+RUN_FILE = "run.json"
+BEST = {"best": ("val_top1", 1), "lowest_loss": ("val_loss", -1)}
+"""What ``--resume`` can choose by: a value of the evaluations, and whether high is good."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The checkpoints that may be resumed, the one to be tried first in front."""
+
+    paths: list[Path]
+    passed_over: tuple[str, ...] = ()
+    """Of newer ones that were not taken, a line each."""
+    explicit: bool = True
+    """It was asked for by name, so that no other will do."""
+
+
+def step_of(path: Path) -> int:
+    """5 of ``step_5``."""
+    return int(path.name.removeprefix("step_"))
+
+
+def folder_of(ckpt_dir: Path, step: int) -> Path:
+    return ckpt_dir / f"step_{step}"
+
+
+def step_folders(ckpt_dir: Path) -> list[Path]:
+    """Everything in a run's folder that is called as a checkpoint is, by its step."""
+    if not ckpt_dir.is_dir():
+        return []
+    return sorted((path for path in ckpt_dir.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
+    """The checkpoints in a folder that were written to their end, oldest first."""
+    return [path for path in step_folders(ckpt_dir) if is_complete(path)]
+
+
+def is_restart(ckpt_dir: Path) -> bool:
+    """Whether this is a job that has begun in this folder before and was started again.
+
+    The launchers give a job's name, the same over its restarts; ``run.json`` keeps it.
+    """
+    job = os.environ.get("RUN_JOB_ID")
+    try:
+        return bool(job) and json.loads((ckpt_dir / RUN_FILE).read_text()).get("job") == job
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
+    """The checkpoints that ``--resume`` and ``--resume_epoch`` name, none to start anew.
+
+    Looks at names and sizes; the content is for whoever reads it. Raises UsageError.
+    """
+    if resume_epoch and resume != "auto":
+        raise UsageError("--resume_epoch and --resume name two checkpoints: give one")
+    existing = complete_checkpoints(ckpt_dir)
+    if existing and is_restart(ckpt_dir):
+        resume, resume_epoch = "auto", 0  # what the job has done since is not to be lost
+    if resume_epoch:
+        return Candidates([_of_epoch(ckpt_dir, existing, resume_epoch)])
+    if resume == "none":
+        if existing:
+            raise UsageError(
+                f"--resume none, but {ckpt_dir} holds {existing[-1].name} of an earlier run: "
+                "choose another --ckpt_dir, or remove its step_* folders"
+            )
+        return Candidates([])
+    if resume == "auto":
+        return _newest(existing)
+    if resume in BEST:
+        return Candidates([_undamaged(_best(ckpt_dir, existing, resume))])
+    path = Path(resume)
+    if not path.is_dir():
+        raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
+    inside = complete_checkpoints(path)  # the --ckpt_dir of another run: its newest
+    return _newest(inside) if inside else Candidates([_undamaged(path)])
+
+
+def _newest(existing: list[Path]) -> Candidates:
+    problems = {path: quick_problem(path) for path in reversed(existing)}
+    good = [path for path, problem in problems.items() if problem is None]
+    told = tuple(
+        f"{path} is damaged ({problem})"
+        for path, problem in problems.items()
+        if problem and not (good and step_of(path) < step_of(good[0]))
+    )
+    if existing and not good:
+        raise UsageError(
+            f"{told[0]}, and no other checkpoint is whole: --resume another, or choose another "
+            "--ckpt_dir to start anew"
+        )
+    return Candidates(good, told, explicit=False)
+
+
+def _undamaged(path: Path) -> Path:
+    if not is_complete(path):
+        raise UsageError(f"{path} is no complete checkpoint: it was not written to its end")
+    if problem := quick_problem(path):
+        raise UsageError(f"cannot read the checkpoint {path}: {problem}")
+    return path
+
+
+def _of_epoch(ckpt_dir: Path, existing: list[Path], epoch: int) -> Path:
+    for path in reversed(existing):
+        if quick_problem(path) is None:
+            position = read_saved_run(path).position
+            if (position.epoch, position.images_in_epoch) == (epoch, 0):
+                return path
+    raise UsageError(f"--resume_epoch {epoch}: {ckpt_dir} has no checkpoint of that epoch's end")
+
+
+def _best(ckpt_dir: Path, existing: list[Path], resume: str) -> Path:
+    by_step = evaluations(ckpt_dir)
+    evaluated = [path for path in existing if step_of(path) in by_step]
+    if not evaluated:
+        raise UsageError(f"--resume {resume}: {ckpt_dir} has no checkpoint that was evaluated")
+    value, order = BEST[resume]
+    return max(evaluated, key=lambda path: order * by_step[step_of(path)][value])
+
+
+def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]:
+    """The first of the candidates whose description can be read, and what is left of them.
+
+    Raises UsageError if there are candidates and none can be read.
+    """
+    told = list(candidates.passed_over)
+    for number, path in enumerate(candidates.paths):
+        try:
+            left = replace(candidates, paths=candidates.paths[number:], passed_over=tuple(told))
+            return read_saved_run(path), left
+        except UsageError as error:
+            told.append(str(error))
+    if candidates.paths:
+        raise UsageError(told[-1])
+    return None, candidates

@@ -1,0 +1,78 @@
+"""What a checkpoint holds, and what it says of the run that wrote it.
+
+A checkpoint is a folder ``step_<n>`` in PyTorch's distributed checkpoint format, n the number of
+optimizer steps of the run so far, with a manifest that is written last (``manifest.py``):
+
+    model.<name>                                    weights
+    optimizer.state.<name>.{step,exp_avg,exp_avg_sq}  AdamW
+    training.{step,epoch,images_in_epoch}           position; the schedule follows from it
+    training.rng                                    state of PyTorch's CPU generator
+    training.arguments                              the flags, as UTF-8 JSON
+    training.classes                                class names likewise, of an image folder
+    training.format                                 version of all this; 2 has a manifest
+
+All entries are tensors: nothing in it is run by loading it. What is random on the
+device is drawn anew each step from the seed and the step number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 2
+POSITION = ("step", "epoch", "images_in_epoch")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: updates done, full epochs done, images into the current epoch."""
+
+    step: int = 0
+    epoch: int = 0
+    images_in_epoch: int = 0
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a checkpoint says of itself, read without any device."""
+
+    path: Path
+    position: Position
+    arguments: dict[str, Any]
+    classes: list[str] | None = None
+    """Names by label; None where the data had none, or an earlier version wrote it."""
+
+
+def training_tensors(
+    position: Position, arguments: dict[str, Any], classes: list[str] | None
+) -> dict[str, torch.Tensor]:
+    """The ``training.*`` entries of a checkpoint, except the random state."""
+    tensors = {
+        "step": torch.tensor(position.step),
+        "epoch": torch.tensor(position.epoch),
+        "images_in_epoch": torch.tensor(position.images_in_epoch),
+        "arguments": _json_tensor(arguments),
+        "format": torch.tensor(FORMAT),
+    }
+    return tensors if classes is None else tensors | {"classes": _json_tensor(classes)}
+
+
+def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
+    """What ``training_tensors`` were made of. Raises anything if they are not such tensors."""
+    position = Position(*(int(training[name]) for name in POSITION))
+    classes = _from_json(training["classes"]) if "classes" in training else None
+    return SavedRun(path, position, _from_json(training["arguments"]), classes)
+
+
+def _json_tensor(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_json(tensor: torch.Tensor) -> Any:
+    return json.loads(bytes(tensor.tolist()))

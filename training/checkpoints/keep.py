@@ -1,0 +1,78 @@
+"""Which checkpoints a run's folder keeps: making room, removing old ones, setting others aside."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from training.checkpoints.choose import complete_checkpoints, step_folders, step_of
+from training.checkpoints.manifest import MANIFEST, is_complete, sync_folder
+from training.errors import UsageError
+from training.metrics import METRICS_FILE
+
+_ASIDE = "set_aside_"
+
+
+def clear(folder: Path) -> None:
+    """Make an empty folder for a checkpoint, over what an interrupted one left. Raises OSError."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, or what there is of one; it is none from the first moment on."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
+    """Remove the oldest checkpoints beyond the ``keep`` newest (0: none), but for the spared.
+
+    What an interrupted save has left goes with them, where a newer one is complete.
+    """
+    if not keep:
+        return
+    complete = complete_checkpoints(ckpt_dir)
+    kept = set(complete[-keep:]) | set(spared)
+    newest = step_of(complete[-1]) if complete else -1
+    for path in step_folders(ckpt_dir):
+        if path not in kept and step_of(path) <= newest:
+            remove(path)
+
+
+def later_ones(ckpt_dir: Path, start: Path | None) -> list[Path]:
+    """The complete checkpoints of a folder that a run that begins at ``start`` does not continue.
+
+    From another folder, or from nothing, these are all of them.
+    """
+    complete = [path for path in step_folders(ckpt_dir) if is_complete(path)]
+    if start is None or start.parent.resolve() != ckpt_dir.resolve():
+        return complete
+    return [path for path in complete if step_of(path) > step_of(start)]
+
+
+def set_aside(ckpt_dir: Path, paths: Collection[Path]) -> Path:
+    """Move checkpoints into a new folder beside, with a copy of the metrics; returns the folder.
+
+    It can be resumed as any run's folder. Raises UsageError if that is not possible.
+    """
+    number = 1
+    while (ckpt_dir / f"{_ASIDE}{number}").exists():
+        number += 1
+    folder = ckpt_dir / f"{_ASIDE}{number}"
+    try:
+        folder.mkdir()
+        if (ckpt_dir / METRICS_FILE).exists():
+            shutil.copy2(ckpt_dir / METRICS_FILE, folder / METRICS_FILE)
+        for path in paths:
+            path.rename(folder / path.name)
+    except OSError as error:
+        raise UsageError(
+            f"cannot set the later checkpoints of {ckpt_dir} aside ({error.strerror}): move them "
+            "away, or choose another --ckpt_dir"
+        ) from None
+    sync_folder(folder)
+    sync_folder(ckpt_dir)
+    return folder

@@ -1,0 +1,103 @@
+"""One job a folder: a lock that the system lets go of when its process ends, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from training.errors import UsageError
+
+LOCK_FILE = ".lock"
+_HELD = {errno.EACCES, errno.EAGAIN}
+_PATIENCE_S, _RESTART_PATIENCE_S = 3.0, 120.0
+"""For a job that is just ending. Of a node that has crashed, an NFS server may keep
+the lock for a lease (90 s by default)."""
+_VISIBLE_WITHIN_S = 30.0
+"""After this long, a network file system shows a new file on all hosts."""
+
+
+class FolderLock:
+    """Held by the first process of a job for as long as it lives.
+
+    POSIX record locks: children do not inherit them, and NFS passes them on to its server. They go
+    when the process closes the file, however it had opened it, so nothing else in it may open it.
+    The file itself stays; it says who had the lock last.
+    """
+
+    def __init__(self, ckpt_dir: Path) -> None:
+        self._folder = ckpt_dir
+        self._file: int | None = None
+
+    def acquire(self, *, is_restart: bool) -> str:
+        """Take the lock; returns a token that is in the file. Raises UsageError if it is held."""
+        path = self._folder / LOCK_FILE
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to --ckpt_dir {self._folder}: {error.strerror}"
+            ) from None
+        deadline = time.monotonic() + (_RESTART_PATIENCE_S if is_restart else _PATIENCE_S)
+        while not self._try():
+            if time.monotonic() > deadline:
+                holder = os.pread(self._file, 4096, 0)
+                self.release()
+                raise UsageError(
+                    f"--ckpt_dir {self._folder} is in use by {_describe(holder)}: end that run "
+                    "first, or choose another folder"
+                )
+            time.sleep(0.2)
+        token = secrets.token_hex(8)
+        content = {"host": socket.gethostname(), "pid": os.getpid(), "token": token,
+                   "since": time.strftime("%Y-%m-%d %H:%M:%S")}  # fmt: skip
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(content).encode(), 0)
+        os.fsync(self._file)
+        return token
+
+    def _try(self) -> bool:
+        assert self._file is not None
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Any other error: a file system without locks, where nothing can be told.
+            return error.errno not in _HELD
+        return True
+
+    def release(self) -> None:
+        """Let go of the lock, if it is held."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _describe(holder: bytes) -> str:
+    try:
+        content = json.loads(holder)
+        return f"process {content['pid']} on {content['host']}, since {content['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "another job"
+
+
+def check_same_folder(ckpt_dir: Path, token: str) -> None:
+    """Raises UsageError if this process does not see the file that the first one has locked."""
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while True:
+        try:
+            if json.loads((ckpt_dir / LOCK_FILE).read_text())["token"] == token:
+                return
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"--ckpt_dir {ckpt_dir} is not the folder that the first process sees under this "
+                "name: give one that all nodes share"
+            )
+        time.sleep(0.2)

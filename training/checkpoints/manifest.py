@@ -1,0 +1,144 @@
+"""The manifest of a checkpoint: each file's size and checksum. It is written last.
+
+So a checkpoint is complete when it has one, also on storage where a folder cannot be renamed at
+once (buckets). A size is compared whenever a checkpoint is looked for, a checksum (XXH3, 128 bits:
+faster than any disk) before it is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+from training.checkpoints.content import FORMAT
+from training.checkpoints.reader import METADATA, named_files, read_metadata
+
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 24
+
+Entry = tuple[int, str]
+"""Size in bytes, checksum."""
+
+
+def checksum(path: Path) -> str:
+    """XXH3 of a file's content, 128 bits in hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+    """What a manifest says of these files of a folder."""
+    return {name: ((folder / name).stat().st_size, checksum(folder / name)) for name in names}
+
+
+def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
+    """Make a written checkpoint a complete one, on the disk for good.
+
+    Raises OSError if it cannot be written, or if a file that the metadata names is in no process's
+    part: then it was written to another disk.
+    """
+    missing = named_files(folder) - files.keys()
+    missing |= {name for name in files if not (folder / name).is_file()}
+    if missing:
+        raise FileNotFoundError(
+            f"{sorted(missing)[0]} is not in the folder: do all processes see the same one?"
+        )
+    content = {"format": FORMAT, "files": {name: list(files[name]) for name in sorted(files)}}
+    replace_file(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    sync_folder(folder.parent)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a small file so that it is there whole, or as it was before. Raises OSError."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk, where the file system can do that."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:  # network file systems and buckets may not know it for folders
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(folder: Path) -> dict[str, Entry] | None:
+    """Sizes and checksums by file; None if there is no manifest, which alone says a lot.
+
+    Raises ValueError for a damaged one.
+    """
+    try:
+        content = json.loads((folder / MANIFEST).read_text())
+        return {
+            str(name): (int(size), str(sum_)) for name, (size, sum_) in content["files"].items()
+        }
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint was written to its end; it may have been damaged since.
+
+    Versions of this program before manifests wrote DCP's metadata last.
+    """
+    if (folder / MANIFEST).exists():
+        return True
+    if not (folder / METADATA).is_file():
+        return False
+    try:
+        return "training.format" not in read_metadata(folder).state_dict_metadata
+    except Exception:  # noqa: BLE001 - a damaged file can fail in any way
+        return True  # of an earlier version, most likely: reading it will tell
+
+
+def quick_problem(folder: Path) -> str | None:
+    """What is wrong with a complete checkpoint by its files' names and sizes alone."""
+    try:
+        files = read_manifest(folder)
+        if files is None:  # of an earlier version
+            files = dict.fromkeys(named_files(folder), (-1, ""))
+    except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    for name, (size, _) in files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size not in (found, -1):
+            return f"{name} has {found:,} bytes, not {size:,}"
+    return None
+
+
+def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with the content of every ``parts``-th file, from number ``part`` on.
+
+    None if nothing is, or if an earlier version wrote the checkpoint, without checksums.
+    """
+    for name, (_, expected) in sorted((read_manifest(folder) or {}).items())[part::parts]:
+        try:
+            found = checksum(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found != expected:
+            return f"{name} has changed since it was written (its checksum differs)"
+    return None

@@ -1,0 +1,128 @@
+"""Reading a checkpoint without running anything that is in it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from training.checkpoints.content import POSITION, SavedRun, saved_run
+from training.errors import UsageError
+
+METADATA = ".metadata"
+"""The file that DCP writes when all parts of a checkpoint are there: names, shapes, places."""
+_METADATA_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "ChunkStorageMetadata",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items()
+                         if isinstance(value, torch.dtype)},
+    "pathlib": {"PosixPath"},
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds DCP's own metadata classes and nothing else.
+
+    ``BytesStorageMetadata`` is not among them: what it describes is unpickled by DCP as it is read.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA_NAMES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The metadata of a checkpoint folder, of which every entry is a tensor in a file of its own.
+
+    Raises anything if it is damaged, or not such metadata.
+    """
+    metadata = _MetadataUnpickler(io.BytesIO((path / METADATA).read_bytes())).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError("not the metadata of a checkpoint")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"{name} is not a tensor")
+    for info in metadata.storage_data.values():
+        if Path(info.relative_path).name != info.relative_path:
+            raise pickle.UnpicklingError(f"{info.relative_path} is not a file of the checkpoint")
+    return metadata
+
+
+def named_files(path: Path) -> set[str]:
+    """The files that a checkpoint's metadata says its tensors are in. Raises as read_metadata."""
+    return {info.relative_path for info in read_metadata(path).storage_data.values()}
+
+
+class SafeReader(dcp.FileSystemReader):
+    """DCP's file reader with metadata that cannot run code (PyTorch 2.9 unpickles any)."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = read_metadata(Path(self.path))
+        storage = getattr(metadata, "storage_meta", None) or StorageMeta()
+        storage.load_id = self.load_id
+        metadata.storage_meta = storage
+        return metadata
+
+
+@contextlib.contextmanager
+def quiet_dcp() -> Iterator[None]:
+    """Without DCP's warnings of what ``no_dist=True`` asks for, and of its own old calls."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        yield
+
+
+def read_saved_run(path: Path) -> SavedRun:
+    """Read position and arguments of a checkpoint. Raises UsageError if it cannot be read."""
+    if not (path / METADATA).is_file():
+        raise UsageError(f"{path} is no complete checkpoint: it has no {METADATA} file")
+    with readable(path):
+        reader = SafeReader(path)
+        entries = reader.read_metadata().state_dict_metadata
+        wanted: dict[str, Any] = {}
+        for name in (*POSITION, "arguments", "classes"):
+            if name == "classes" and "training.classes" not in entries:
+                continue
+            entry = entries[f"training.{name}"]
+            assert isinstance(entry, TensorStorageMetadata)
+            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        state = {"training": wanted}
+        with quiet_dcp():
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        return saved_run(path, state["training"])
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Around reading a checkpoint: raises UsageError whatever goes wrong in it."""
+    try:
+        yield
+    except UsageError:
+        raise
+    # A damaged file can fail in any way.
+    except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
+        raise UsageError(f"cannot read the checkpoint {path}: {reason_of(error)}") from None
+
+
+def reason_of(error: BaseException) -> str:
+    """One line of what went wrong in DCP, which wraps some errors, by rank, in its own."""
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

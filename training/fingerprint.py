@@ -1,0 +1,79 @@
+"""What all processes of a run must have in common, and which of it they do not."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from data.build import DataSource
+from training import processes
+from training.errors import UsageError
+
+_PACKAGES = (
+    "torch", "torch_xla", "megatron-fsdp", "transformer-engine", "timm", "torchvision", "numpy"
+)  # fmt: skip
+_FREE_FLAGS = {"num_workers", "step_timeout_s"}
+"""Flags that may differ from host to host: they change no result."""
+_CODE = ("run_vit_training.py", "training", "models", "data", "xla_fsdp", "gpu_fsdp")
+
+
+def versions() -> dict[str, str | None]:
+    """Of the packages that compute; None for one that is not installed."""
+    return {name: _version(name) for name in _PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def code_digest() -> str:
+    """A checksum of the program's own files."""
+    root = Path(__file__).resolve().parent.parent
+    digest = xxhash.xxh3_64()
+    for name in _CODE:
+        path = root / name
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            digest.update(str(file.relative_to(root)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def check_alike(args: argparse.Namespace, data: DataSource) -> None:
+    """Raises UsageError in all processes if two are about to train differently."""
+    mine: dict[str, Any] = {f"--{flag}": value for flag, value in vars(args).items()
+                            if flag not in _FREE_FLAGS}  # fmt: skip
+    mine |= {f"the version of {name}": value for name, value in versions().items()}
+    mine["the version of Python"] = platform.python_version()
+    mine["the program's code, by checksum"] = code_digest()
+    mine |= data.fingerprint()
+    found = processes.gather([socket.gethostname(), mine])
+    (first_host, first), *others = found
+    for number, (host, other) in enumerate(others, 1):
+        for what in [*first, *(other.keys() - first.keys())]:
+            if first.get(what) != other.get(what):
+                there, here = _short(first.get(what), other.get(what))
+                raise UsageError(
+                    f"the processes of this run differ in {what}: {there} for "
+                    f"{processes.name(0, first_host)}, {here} for {processes.name(number, host)}: "
+                    "start all with the same command, code, packages and data",
+                    agreed=True,
+                )
+
+
+def _short(first: Any, other: Any) -> tuple[str, str]:
+    """Two values that differ, of long lists the first elements that do."""
+    if isinstance(first, list) and isinstance(other, list) and max(len(first), len(other)) > 4:
+        length = max(len(first), len(other))
+        padded = [each + [None] * (length - len(each)) for each in (first, other)]
+        at = next(i for i in range(length) if padded[0][i] != padded[1][i])
+        return tuple(f"number {at} is {each[at]!r}" for each in padded)  # type: ignore[return-value]
+    return repr(first), repr(other)

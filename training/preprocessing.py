@@ -1,0 +1,116 @@
+"""Which preprocessing goes with the weights; checkpoints keep it among the arguments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from data.preprocessing import INTERPOLATIONS, Preprocessing
+from models.config import PRESETS
+from training.arguments import model_config
+from training.checkpoints.content import SavedRun
+from training.errors import UsageError
+
+_NAMES = tuple(field.name for field in fields(Preprocessing))
+_CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
+
+
+def take_preprocessing(args: argparse.Namespace, saved: SavedRun | None) -> None:
+    """Give the flags that were not given the values of ``saved``, or of new weights.
+
+    Raises UsageError if ``saved`` has values that cannot be.
+    """
+    base = _checked(saved.arguments, saved.path) if saved else Preprocessing()
+    _settle(args, base)
+
+
+def take_preprocessing_of_file(args: argparse.Namespace, path: Path) -> str:
+    """The same for a file of weights alone: what it says, or timm's for the model's name.
+
+    Returns a line that tells what was taken from where; "" for the values of new weights. Raises
+    UsageError for values that cannot be.
+    """
+    found, source = _told_by_file(path), f"{path} and its {_CONFIG_FILE}"
+    if found is None and _is_timms_model(args):
+        found, source = _timms(args.model), f"timm's {args.model}"
+    base = Preprocessing() if found is None else _checked(found, path)
+    _settle(args, base)
+    if found is None:
+        return ""
+    line = f"preprocessing: {Preprocessing.of_arguments(args)} (as {source} has it)"
+    if found.get("crop_mode") not in (None, "", "center"):
+        line += f"; its crop_mode {found['crop_mode']} is not known here: center"
+    return line
+
+
+def _settle(args: argparse.Namespace, base: Preprocessing) -> None:
+    for name, value in asdict(base).items():
+        if getattr(args, name) is None:
+            setattr(args, name, list(value) if isinstance(value, tuple) else value)
+
+
+def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
+    """The defaults with those of ``values`` over them."""
+    given: dict[str, Any] = {n: values[n] for n in _NAMES if values.get(n) is not None}
+    for name, value in given.items():
+        if not _can_be(name, value):
+            raise UsageError(f"{path} has {name} {value!r}, which is not known here: give --{name}")
+    given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
+    return Preprocessing(**given)
+
+
+def _can_be(name: str, value: Any) -> bool:
+    if name == "interpolation":
+        return value in INTERPOLATIONS
+    if name == "crop_pct":
+        return isinstance(value, (int, float)) and 0 < value <= 1
+    low = 0 if name == "mean" else 1e-6
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 3
+        and all(isinstance(colour, (int, float)) and low <= colour <= 1 for colour in value)
+    )
+
+
+def _told_by_file(path: Path) -> Mapping[str, Any] | None:
+    """timm's ``pretrained_cfg``: in the metadata of a .safetensors file, or beside the file."""
+    texts = []
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            texts.append((file.metadata() or {}).get("pretrained_cfg", ""))
+    config = path.with_name(_CONFIG_FILE)
+    if config.is_file():
+        texts.append(config.read_text(errors="replace"))
+    for text in texts:
+        try:
+            content = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(content, Mapping):
+            content = content.get("pretrained_cfg", content)
+        if isinstance(content, Mapping) and any(name in content for name in _NAMES):
+            return content
+    return None
+
+
+def _is_timms_model(args: argparse.Namespace) -> bool:
+    """Whether the model is that of its preset, but for what fine-tuning and dropout change."""
+    config, preset = model_config(args), PRESETS[args.model]
+    free = {name: getattr(config, name) for name in asdict(config)
+            if name in ("img_size", "in_chans", "num_classes", "weight_init")
+            or name.endswith("_rate")}  # fmt: skip
+    return config == replace(preset, **free)
+
+
+def _timms(name: str) -> Mapping[str, Any] | None:
+    """What timm has for its own weights of this name; None for a model it does not have."""
+    from timm import get_pretrained_cfg  # with the models, which registers them
+
+    config = get_pretrained_cfg(name)
+    return None if config is None else vars(config)

@@ -1,0 +1,134 @@
+"""How the processes of a run begin: alike, in one folder that is theirs, at the same checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from training import processes
+from training.checkpoints.choose import Candidates, is_restart
+from training.checkpoints.content import SavedRun
+from training.checkpoints.keep import later_ones, set_aside
+from training.checkpoints.lock import FolderLock, check_same_folder
+from training.checkpoints.manifest import MANIFEST, checksum, damage
+from training.checkpoints.reader import METADATA, read_saved_run
+from training.errors import UsageError
+
+
+@dataclass
+class Start:
+    """What the processes have agreed on."""
+
+    resume: SavedRun | None
+    notes: list[str]
+    """Lines for the log."""
+
+
+def enter_folder(ckpt_dir: Path, lock: FolderLock, *, is_main: bool) -> None:
+    """Make the folder this job's alone. Raises UsageError in all processes if it cannot be."""
+    token = ""
+    with processes.failing_together():
+        if is_main:
+            token = lock.acquire(is_restart=is_restart(ckpt_dir))
+    token = processes.gather(token)[0]
+    with processes.failing_together():
+        if not is_main:  # whose lock would go with the file's being closed again
+            check_same_folder(ckpt_dir, token)
+
+
+def choose_checkpoint(
+    candidates: Candidates, check: Callable[[SavedRun], None], *, verify: bool
+) -> Start:
+    """Resume the first candidate of the first process that is whole, in all processes.
+
+    ``check`` raises UsageError for one that does not go with the arguments. Raises UsageError in
+    all processes if there are candidates and none is whole.
+    """
+    mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
+    named, told, explicit = processes.gather(mine)[0]
+    paths, notes = [Path(path) for path in named], list(told)
+    for path in paths:
+        _check_same_checkpoint(path)
+        problem = _damage_of(path) if verify else None
+        saved: list[SavedRun] = []
+        if problem is None:
+            with processes.failing_together():
+                saved.append(read_saved_run(path))
+                check(saved[0])
+            if notes:
+                notes = [f"note: {note}, so {path.name} is resumed" for note in notes]
+            return Start(saved[0], notes)
+        if explicit or path == paths[-1]:
+            raise UsageError(
+                f"{path} is damaged ({problem}): --resume another one, or take it as it is with "
+                "--no_verify_checkpoint",
+                agreed=True,
+            )
+        notes.append(f"{path} is damaged ({problem})")
+    return Start(None, notes)
+
+
+def _check_same_checkpoint(path: Path) -> None:
+    """Raises UsageError in all processes if one sees another checkpoint there than the first."""
+    file = path / (MANIFEST if (path / MANIFEST).exists() else METADATA)
+    seen = checksum(file) if file.exists() else None
+    found = processes.gather([seen, socket.gethostname()])
+    for number, (other, host) in enumerate(found):
+        if other != found[0][0]:
+            raise UsageError(
+                f"{processes.name(number, host)} does not see the checkpoint {path} that the "
+                "first process is about to resume: give a folder that all nodes share",
+                agreed=True,
+            )
+
+
+def _damage_of(path: Path) -> str | None:
+    """What is wrong with the checkpoint, each process looking at its share of the files."""
+    try:
+        problem = damage(path, processes.rank(), processes.count())
+    except ValueError as error:
+        problem = str(error)
+    return next((p for p in processes.gather(problem) if p is not None), None)
+
+
+def leave_later_ones(ckpt_dir: Path, resume: SavedRun | None, *, is_main: bool) -> list[str]:
+    """Set aside what the folder holds beyond the resumed checkpoint; returns lines for the log.
+
+    Raises UsageError in all processes if that is not possible.
+    """
+    notes: list[str] = []
+    with processes.failing_together():
+        if is_main and (later := later_ones(ckpt_dir, resume.path if resume else None)):
+            aside = set_aside(ckpt_dir, later)
+            names = ", ".join(path.name for path in later)
+            notes.append(
+                f"note: this run goes back: {names} set aside in {aside}, where --resume {aside} "
+                "finds them"
+            )
+    return processes.gather(notes)[0]
+
+
+def check_folder_writable(args: argparse.Namespace) -> None:
+    """Raises UsageError if nothing can be written to ``--ckpt_dir``; leaves nothing there."""
+    import tempfile
+
+    folder = Path(args.ckpt_dir)
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(0, "Not a directory", str(existing))
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+        for path in sorted(folder.glob("*.json*")) + sorted(folder.glob(".lock")):
+            with path.open("a"):
+                pass
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to --ckpt_dir {folder}: {error.strerror}"
+            + (f": {error.filename}" if error.filename else "")
+        ) from None

@@ -1,0 +1,106 @@
+"""``LIBTPU_INIT_ARGS``, which libtpu reads when it starts: the user's, torch_xla's, and our own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from training.errors import UsageError
+
+VARIABLE = "LIBTPU_INIT_ARGS"
+
+_OURS = {
+    # Without it v4 and v5p gather weights by all-reduces of zero-padded whole ones. (torch_xla 2.9
+    # sets it, too.)
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    # Never a product in as many pieces as devices exchange: each reads its other side from HBM
+    # anew, with --mesh_tensor as much as all the rest of the step.
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+}
+_ASYNC_ALL_REDUCE = {
+    # Whole gradients are reduced while the next ones are computed, not in between.
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+}
+_START = Path(__file__).with_name("libtpu_start.py")
+_START_SECONDS = 60
+
+
+def with_ours(given: str, generation: int) -> str:
+    """What the user and torch_xla give libtpu, and our own where they do not."""
+    # For v4 the compiler takes many times as long with them (libtpu 0.0.21).
+    ours = _OURS | ({} if generation == 4 else _ASYNC_ALL_REDUCE)
+    named = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
+    return " ".join(
+        [
+            *given.split(),
+            *(f"--{name}={value}" for name, value in ours.items() if name not in named),
+        ]
+    )
+
+
+def set_for_this_tpu() -> None:
+    """Call it after torch_xla was imported, which adds its own, and before libtpu starts."""
+    from torch_xla._internal import tpu
+
+    os.environ[VARIABLE] = with_ours(os.environ.get(VARIABLE, ""), tpu.version())
+
+
+def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:
+    """The variables of the environment that a run on such a TPU sets for libtpu: torch_xla's own
+    function, made to believe that there is one, then ours. ``given`` is the user's variable."""
+    import torch_xla
+    from torch_xla._internal import tpu
+
+    with _put_back(tpu):
+        before = dict(os.environ)
+        os.environ[VARIABLE] = given
+        tpu.num_available_chips = lambda: 1
+        tpu.version = lambda: generation
+        torch_xla._setup_default_env()
+        set_for_this_tpu()
+        return {key: value for key, value in os.environ.items() if before.get(key) != value}
+
+
+@contextmanager
+def _put_back(tpu) -> Iterator[None]:
+    variables, functions = dict(os.environ), (tpu.num_available_chips, tpu.version)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        tpu.num_available_chips, tpu.version = functions
+
+
+def check() -> None:
+    """Raises UsageError for what libtpu would not take: it ends the process that it starts in.
+
+    So it is started in another one first, which takes no chip.
+    """
+    skip = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", str(_START)],
+            env={**os.environ, **skip}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=_START_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return  # the run itself will show what is wrong
+    if done.returncode:
+        raise_if_refused(done.stderr)
+
+
+def raise_if_refused(complaints: str) -> None:
+    """Raises UsageError if it was the variable that libtpu ended a process for."""
+    refused = re.findall(
+        r"^ERROR: ((?:Unknown command line flag|Illegal value|Missing value).*)", complaints, re.M
+    )
+    if refused:
+        reasons = "; ".join(line.strip().rstrip(".;") for line in refused)
+        raise UsageError(f"libtpu refuses {VARIABLE} ({reasons}): correct or unset it")

@@ -1,0 +1,101 @@
+"""Device memory in use, as far as it can be told. Asking never ends a run, nor holds one up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+_METRICS = Path(__file__).with_name("libtpu_metrics.py")
+
+
+class DeviceMemory:
+    """Asks torch_xla, and where it has no answer, libtpu; where neither has, nothing is told.
+
+    torch_xla 2.9 has none under SPMD: ``xm.get_memory_info`` (torch_xla/core/xla_model.py, line
+    1508) raises "MemoryInfo not supported for SPMD virtual device" (pytorch/xla issue #9022).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tells = xr.device_type() != "CPU"
+        self._libtpu: _Libtpu | None = None
+
+    def read(self) -> dict[str, int]:
+        """Bytes, as ``training.backend.Backend.memory``."""
+        if not self._tells:
+            return {}
+        if self._libtpu is None:
+            try:
+                return _of_torch_xla(xm.get_memory_info(self._device))
+            except Exception:  # noqa: BLE001 - torch_xla does not say what it raises
+                self._libtpu = _Libtpu()
+        return self._libtpu.newest()
+
+
+def _of_torch_xla(info: dict[str, int]) -> dict[str, int]:
+    names = {"used": "bytes_used", "peak": "peak_bytes_used", "limit": "bytes_limit"}
+    return {name: info[key] for name, key in names.items() if key in info}
+
+
+class _Libtpu:
+    """libtpu's metrics, through a process of its own: libtpu ends the one that it is loaded into
+    where a check of its own fails. An answer comes after its log step, and is told at the next."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, int] = {}
+        self._waits = False
+        self._process: subprocess.Popen[str] | None = None
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_METRICS)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                text=True, start_new_session=True,  # signals to the run's group are not for it
+            )  # fmt: skip
+        except OSError:
+            return
+        threading.Thread(
+            target=self._listen, args=(self._process,), name="libtpu metrics", daemon=True
+        ).start()
+
+    def newest(self) -> dict[str, int]:
+        """The last answer, none if it is overdue; asks for the next one."""
+        if self._waits:
+            return {}
+        newest = self._newest
+        self._ask()
+        return newest
+
+    def _ask(self) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._waits = True  # for ever, if the process has ended
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError):
+            self._process = None
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                self._newest = fullest(*json.loads(line))
+            except (TypeError, ValueError):
+                self._newest = {}
+            self._waits = False
+        process.wait()
+
+
+def fullest(used: list[str], total: list[str]) -> dict[str, int]:
+    """Of the host's devices the one that has most in use; libtpu gives one text a device."""
+    devices = [(int(float(u)), int(float(t))) for u, t in zip(used, total, strict=True)]
+    most = max(devices, default=(0, 0))
+    return {"used": most[0], "limit": most[1]} if most[1] else {}

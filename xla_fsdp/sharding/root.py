@@ -1,0 +1,37 @@
+"""What surrounds the blocks, on a mesh of several axes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from xla_fsdp.sharding.marks import Mark
+
+
+class _Forward(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self._forward = model, model.forward
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self._forward(*args)
+
+
+def compute_with_whole(model: nn.Module, whole: Mark) -> None:
+    """Let the model compute with embeddings, and vectors outside of blocks, as ``whole`` has them.
+
+    They are kept cut along some axes of the mesh. Left to itself, the partitioner may cut the
+    features of activations likewise, whose batch is cut along others too, by way of the whole
+    ("Involuntary full rematerialization").
+    """
+    run = _Forward(model)
+
+    def forward(*args: torch.Tensor) -> torch.Tensor:
+        small = {
+            f"model.{name}": whole(parameter)
+            for name, parameter in model.named_parameters()
+            if not name.startswith("blocks.") and (parameter.dim() == 1 or "." not in name)
+        }
+        return torch.func.functional_call(run, small, args)
+
+    model.forward = forward

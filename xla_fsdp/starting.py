@@ -1,0 +1,110 @@
+"""While the TPU runtime starts, which takes until all hosts of the slice have come.
+
+It waits in compiled code that holds Python's lock: no thread of this process can say anything
+then, and no handler of signals runs. So another process says what is waited for (this file, run as
+a program), and signals have their default action meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+FIRST_SECONDS, EVERY_SECONDS = 30.0, 60.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGACTION_BYTES = 256  # more than the C library's struct has
+
+
+class StartWatch:
+    """Between ``begin`` and ``end``, what is waited for is told, and signals end the process."""
+
+    def __init__(self) -> None:
+        self._teller: subprocess.Popen[bytes] | None = None
+        self._before: dict[int, ctypes.Array[ctypes.c_char]] = {}
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        """In another process, where this is unpickled, that one's own, begun there.
+
+        torch_xla starts the runtime of a nested run in processes of its own, after it has
+        unpickled there what the function is given.
+        """
+        return _begin_here, ()
+
+    def begin(self, group: int) -> None:
+        """Of the processes of a host with one ``group``, one tells."""
+        words = [str(group), _what_is_waited_for(), str(FIRST_SECONDS), str(EVERY_SECONDS)]
+        self._teller = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, *words], stdin=subprocess.PIPE
+        )
+        libc = ctypes.CDLL(None)
+        for number in _SIGNALS:  # not by Python, which lets only the main thread do it
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before = self._before[number] = ctypes.create_string_buffer(_SIGACTION_BYTES)
+                libc.sigaction(number, None, before)
+                default = ctypes.create_string_buffer(_SIGACTION_BYTES)  # zeros: SIG_DFL
+                libc.sigaction(number, default, None)
+
+    def end(self) -> None:
+        """Does nothing where nothing was begun."""
+        libc = ctypes.CDLL(None)
+        while self._before:
+            number, before = self._before.popitem()
+            libc.sigaction(number, before, None)
+        if self._teller:
+            assert self._teller.stdin
+            self._teller.stdin.close()
+            self._teller.wait()
+            self._teller = None
+
+
+watch = StartWatch()
+
+
+def _begin_here() -> StartWatch:
+    watch.begin(os.getppid())
+    return watch
+
+
+def _what_is_waited_for() -> str:
+    from torch_xla._internal import tpu
+
+    try:
+        hosts, this = tpu.get_worker_ips(), tpu.worker_id()
+    except Exception:  # noqa: BLE001 - whatever the metadata server says: the run can do without
+        return "it starts when this program runs on all hosts of the slice"
+    if len(hosts) == 1:
+        return "another program may hold the chips"
+    return (
+        f"it starts when this program runs on all {len(hosts)} hosts of the slice, of which this "
+        f"is {this} (0: {hosts[0]}, ... {len(hosts) - 1}: {hosts[-1]}); the log of one that is "
+        "missing says why"
+    )
+
+
+def tell(group: str, waited_for: str, first: str, every: str) -> None:
+    """Until stdin ends, which is open while the process that waits lives and waits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    begin, pause = time.monotonic(), float(first)
+    with socket.socket(socket.AF_UNIX) as one_of_the_group:
+        try:
+            one_of_the_group.bind(f"\0vit-fsdp-starting-{group}")
+        except OSError:
+            return
+        while not select.select([0], [], [], pause)[0]:
+            seconds = time.monotonic() - begin
+            print(
+                f"waiting for the TPU runtime, {seconds:.0f} s so far: {waited_for}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            pause = float(every)
+
+
+if __name__ == "__main__":
+    tell(*sys.argv[1:])
