@@ -69,7 +69,7 @@ def ssh(flags: dict[str, str]) -> int:
     (home / "client").write_text(str(os.getpid()))
     variables = os.environ | {
         "HOME": str(home), "TMPDIR": str(home), "RANK": flags["worker"],
-        "WORLD_SIZE": (FOLDER / "workers").read_text(),
+        "WORLD_SIZE": (FOLDER / "workers").read_text(), "REHEARSAL_WORKER": flags["worker"],
     }  # fmt: skip
     pipe = subprocess.PIPE
     remote = subprocess.Popen(

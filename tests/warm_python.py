@@ -80,6 +80,9 @@ def run(job: dict, files: list[int], set_by_imports: dict[str, str]) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"] | set_by_imports)
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # as Python's start does
+        if folder and os.path.exists(f"{folder}/sitecustomize.py"):
+            runpy.run_path(f"{folder}/sitecustomize.py")
     first, *rest = job["argv"]
     if first == "-m":
         sys.argv, sys.path[0] = rest, job["cwd"]

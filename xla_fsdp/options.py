@@ -38,6 +38,8 @@ def tpu_is_attached() -> bool:
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     if all(vendor.read_text().strip() != _GOOGLE for vendor in vendors):
         return False  # without the seconds that importing torch_xla takes
+    # Imported, torch_xla would choose the device by itself, and warn of it.
+    os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")
     from torch_xla._internal import tpu
 
     return tpu.num_available_chips() > 0

@@ -1,0 +1,101 @@
+"""Start the real command line on the hosts of a TPU slice that tests/rehearsal stands in for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.cli import (
+    DIGITS,
+    ROOT,
+    TINY_MODEL,
+    TINY_RUN,
+    WARM_PYTHON,
+    Result,
+    environment,
+    warm_python,
+)
+from tests.rehearsal.slice_ import MetadataServer, Slice, describe
+from tests.test_launch_gpu import free_port
+
+LIMIT = 240
+_starts = itertools.count()
+
+
+class Rehearsal:
+    """A slice, its metadata servers, and what its hosts exchange."""
+
+    def __init__(self, what: Slice, folder: Path) -> None:
+        self.slice = what
+        self._servers = [MetadataServer(what.metadata(worker)) for worker in range(what.hosts)]
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ports = [server.port for server in self._servers]
+        self.description = describe(what, folder, ports, self._store.port)
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+
+    def variables(self) -> dict[str, str]:
+        """The same for all hosts of one start, beside what the shell of a TPU VM has."""
+        variables = environment()
+        del variables["PJRT_DEVICE"]  # the program finds the chips
+        self.started = f"{next(_starts)}"
+        return variables | {
+            "PYTHONPATH": str(ROOT / "tests" / "rehearsal"),
+            "REHEARSAL": str(self.description),
+            "REHEARSAL_START": self.started,
+            "MASTER_PORT": str(free_port()),
+        }
+
+    def programs(self) -> list[dict[str, int]]:
+        """How many programs each host of the last start has run, and compiled."""
+        notes = self.description.parent / f"programs_{self.started}"
+        return [json.loads(line) for line in notes.read_text().splitlines()]
+
+    def start(
+        self, *words: object, program: tuple[str, ...] = ("run_vit_training.py",),
+        warm: bool = True, **more: str,
+    ) -> list[subprocess.Popen[str]]:  # fmt: skip
+        """The program with these words on every host, by worker number."""
+        variables, python = self.variables() | more, []
+        if warm:
+            python, variables["WARM_PYTHON"] = [WARM_PYTHON], warm_python(xla=False)
+        return [
+            subprocess.Popen(
+                [sys.executable, *python, *program, *map(str, words)], cwd=ROOT,
+                env=variables | {"REHEARSAL_WORKER": str(worker)}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            for worker in range(self.slice.hosts)
+        ]  # fmt: skip
+
+    def train(self, ckpt_dir: Path, *flags: str, warm: bool = True) -> Result:
+        """As ``tests.cli.train_tiny``, on all hosts; must succeed. The output is process 0's."""
+        said = all_ended(self.start(*tiny(ckpt_dir), *flags, warm=warm))
+        programs = self.programs()
+        assert len(programs) == self.slice.hosts
+        assert all(each == programs[0] for each in programs)
+        return Result(ckpt_dir, *said[0])
+
+
+def tiny(ckpt_dir: Path) -> list[str]:
+    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
+    return [*source, *TINY_MODEL, *TINY_RUN]
+
+
+def all_ended(hosts: list[subprocess.Popen[str]], code: int = 0) -> list[tuple[str, str]]:
+    """What they printed, process 0's first; each must have ended with the code."""
+    try:
+        said = [host.communicate(timeout=LIMIT) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    told = "\n".join(f"worker {n}:\n{out}\n{err}" for n, (out, err) in enumerate(said))
+    assert [host.returncode for host in hosts] == [code] * len(hosts), told
+    return said[::-1]

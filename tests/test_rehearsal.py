@@ -1,0 +1,102 @@
+"""The unchanged program on one TPU host and on several, as tests/rehearsal stands in for them.
+
+The reference is the program on as many virtual CPU devices of one process.
+"""
+
+import pytest
+
+from tests.cli import train_tiny
+from tests.rehearsal.slice_ import Slice
+from tests.rehearsed import Rehearsal, all_ended, tiny
+from tests.test_sharding import assert_same_training
+
+HOST = Slice("v5p-8", (2, 2, 1))
+TWO_HOSTS = Slice("v5p-16", (2, 2, 2))
+FOUR_HOSTS = Slice("v5litepod-16", (4, 4, 1))
+ONE_CHIP = Slice("v6e-1", (1, 1, 1), (1, 1, 1))
+
+
+@pytest.fixture
+def slice_of(tmp_path):
+    """Makes slices; their servers end with the test."""
+    made = []
+
+    def make(what):
+        folder = tmp_path / f"slice_{len(made)}"
+        folder.mkdir()
+        made.append(Rehearsal(what, folder))
+        return made[-1]
+
+    yield make
+    for rehearsal in made:
+        rehearsal.close()
+
+
+@pytest.fixture(scope="module")
+def eight_devices(tmp_path_factory):
+    return train_tiny(tmp_path_factory.mktemp("eight"), "--max_steps", "8", devices=8)
+
+
+def test_one_host(slice_of, tmp_path):
+    """Trains, evaluates, saves and resumes, with all that only a TPU is asked."""
+    host, run = slice_of(HOST), tmp_path / "run"
+    cache = ["--compile_cache_dir", str(tmp_path / "cache")]
+    first = host.train(run, "--max_steps", "3", *cache, warm=False)
+    assert "XLA: 4 TPU device(s)" in first.stdout
+    assert "MFU: 0.0%" in first.stdout  # the peak of a v5p is known
+    assert "compile cache: 0 program(s) so far came from" in first.stdout
+    assert "WARNING" not in first.stderr
+    second = host.train(run)
+    assert f"resuming {run}/step_3 at step 3" in second.stdout
+    reference = train_tiny(tmp_path / "cpu", devices=4)
+    for name in ("loss", "grad_norm"):
+        assert second.column(name) == pytest.approx(reference.column(name), rel=1e-6)
+    assert second.evaluations[-1]["val_loss"] == pytest.approx(
+        reference.evaluations[-1]["val_loss"], rel=1e-6
+    )
+
+
+def test_one_chip_nested(slice_of, tmp_path):
+    """A process a chip, started by torch_xla itself."""
+    chip = slice_of(ONE_CHIP)
+    result = chip.train(tmp_path / "run", "--xla_fsdp", "nested")
+    assert "XLA: 1 TPU device(s)" in result.stdout
+    assert_same_training(result, train_tiny(tmp_path / "cpu"))
+
+
+def test_hosts_train_as_one_and_hand_over(slice_of, tmp_path, eight_devices):
+    """Two hosts, then one with another mesh, then four: the losses are those of one process."""
+    run = tmp_path / "run"
+    two = slice_of(TWO_HOSTS).train(run, "--max_steps", "3")
+    assert "XLA: 8 TPU device(s)" in two.stdout
+    assert two.column("loss") == pytest.approx(eight_devices.column("loss")[:3], rel=1e-6)
+    assert_parts_of_all_hosts(run / "step_3", 2)
+    one = slice_of(HOST).train(run, "--max_steps", "5", "--mesh_tensor", "2")
+    assert f"resuming {run}/step_3 at step 3" in one.stdout
+    meshes = ["--mesh_dcn", "2", "--mesh_tensor", "2"]
+    four = slice_of(FOUR_HOSTS).train(run, "--max_steps", "7", *meshes)
+    assert "mesh dcn 2 x fsdp 4 x tensor 2" in four.stdout
+    assert f"resuming {run}/step_5 at step 5" in four.stdout
+    last = train_tiny(run, "--max_steps", "8", devices=8)
+    for name in ("loss", "grad_norm"):
+        assert last.column(name) == pytest.approx(eight_devices.column(name), rel=1e-5)
+    assert last.evaluations[-1]["val_images"] == 359
+
+
+def assert_parts_of_all_hosts(checkpoint, hosts):
+    """Each has written what its devices have, and no more."""
+    sizes = [sum(f.stat().st_size for f in checkpoint.glob(f"__{n}_*")) for n in range(hosts)]
+    assert min(sizes) > 0.3 * sum(sizes)
+
+
+def test_sigterm_to_one_host(slice_of, tmp_path, eight_devices):
+    """All stop after the same step with a checkpoint, and go on from there."""
+    hosts, run = slice_of(TWO_HOSTS), tmp_path / "run"
+    program = ("-m", "tests.signal_at_step")
+    started = hosts.start(*tiny(run), program=program, SIGNAL_AT="1 3 SIGTERM")
+    all_ended(started, 143)
+    (saved,) = run.glob("step_*")
+    assert saved.name in ("step_3", "step_4", "step_5")
+    done = hosts.train(run, "--max_steps", "8")
+    assert f"resuming {saved} at step" in done.stdout
+    assert done.column("loss") == pytest.approx(eight_devices.column("loss"), rel=1e-6)
