@@ -6,12 +6,13 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train test test-long lint format bench bench-gpu tpu-table faults clean
+.PHONY: help install data train test test-long rehearse lint format bench bench-gpu tpu-table faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
 	@echo "make test    set up, then run the tests"
 	@echo "make test-long  the tests that compile for TPUs for minutes"
+	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
@@ -48,6 +49,9 @@ test: $(INSTALLED) datasets/digits
 
 test-long: $(INSTALLED) datasets/digits
 	$(BIN)/python -m pytest -m long tests
+
+rehearse: $(INSTALLED) datasets/digits
+	$(BIN)/python -m pytest -m rehearse tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -54,15 +54,7 @@ class StandIn:
 
     def left_running(self) -> list[str]:
         """Commands of the processes that came from a worker's login, wherever they are now."""
-        homes = [f"HOME={self.folder}/worker_{i}".encode() for i in range(4)]
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if any(home in (path / "environ").read_bytes().split(b"\0") for home in homes):
-                    found.append((path / "cmdline").read_bytes().decode(errors="replace"))
-            except OSError:
-                continue
-        return found
+        return running_with("HOME", *(f"{self.folder}/worker_{i}" for i in range(4)))
 
     def received(self) -> dict[int, str]:
         """By worker, the signals that remote_program.py noted."""
@@ -71,6 +63,20 @@ class StandIn:
 
     def wait_until_gone(self) -> None:
         wait_until(lambda: not self.left_running())
+
+
+def running_with(name: str, *values: str) -> list[str]:
+    """Commands of all processes that were started with such an environment variable."""
+    looked_for = [f"{name}={value}".encode() for value in values]
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (path / "environ").read_bytes().split(b"\0")
+            if any(each in variables for each in looked_for):
+                found.append((path / "cmdline").read_bytes().decode(errors="replace"))
+        except OSError:
+            continue
+    return found
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -20,6 +20,7 @@ from tests.cli import (
     environment,
     warm_python,
 )
+from tests.pod_stand_in import running_with, wait_until
 from tests.rehearsal.slice_ import MetadataServer, Slice, describe
 from tests.test_launch_gpu import free_port
 
@@ -42,11 +43,9 @@ class Rehearsal:
             server.close()
 
     def variables(self) -> dict[str, str]:
-        """The same for all hosts of one start, beside what the shell of a TPU VM has."""
-        variables = environment()
-        del variables["PJRT_DEVICE"]  # the program finds the chips
+        """The same for all hosts of one start."""
         self.started = f"{next(_starts)}"
-        return variables | {
+        return {
             "PYTHONPATH": str(ROOT / "tests" / "rehearsal"),
             "REHEARSAL": str(self.description),
             "REHEARSAL_START": self.started,
@@ -58,18 +57,24 @@ class Rehearsal:
         notes = self.description.parent / f"programs_{self.started}"
         return [json.loads(line) for line in notes.read_text().splitlines()]
 
+    def left_running(self) -> list[str]:
+        """Commands of processes that came from this slice's hosts, wherever they are now."""
+        return running_with("REHEARSAL", str(self.description))
+
     def start(
         self, *words: object, program: tuple[str, ...] = ("run_vit_training.py",),
-        warm: bool = True, **more: str,
+        warm: bool = True, own: dict[int, list[str]] | None = None, **more: str,
     ) -> list[subprocess.Popen[str]]:  # fmt: skip
-        """The program with these words on every host, by worker number."""
-        variables, python = self.variables() | more, []
+        """The program with these words on every host, by worker number; ``own``: further ones of a
+        worker."""
+        variables, python = environment() | self.variables() | more, []
+        del variables["PJRT_DEVICE"]  # the program finds the chips
         if warm:
             python, variables["WARM_PYTHON"] = [WARM_PYTHON], warm_python(xla=False)
         return [
             subprocess.Popen(
-                [sys.executable, *python, *program, *map(str, words)], cwd=ROOT,
-                env=variables | {"REHEARSAL_WORKER": str(worker)}, text=True,
+                [sys.executable, *python, *program, *map(str, words), *(own or {}).get(worker, [])],
+                cwd=ROOT, env=variables | {"REHEARSAL_WORKER": str(worker)}, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
             for worker in range(self.slice.hosts)
@@ -78,6 +83,7 @@ class Rehearsal:
     def train(self, ckpt_dir: Path, *flags: str, warm: bool = True) -> Result:
         """As ``tests.cli.train_tiny``, on all hosts; must succeed. The output is process 0's."""
         said = all_ended(self.start(*tiny(ckpt_dir), *flags, warm=warm))
+        wait_until(lambda: not self.left_running())
         programs = self.programs()
         assert len(programs) == self.slice.hosts
         assert all(each == programs[0] for each in programs)

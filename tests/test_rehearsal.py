@@ -3,9 +3,11 @@
 The reference is the program on as many virtual CPU devices of one process.
 """
 
+import subprocess
+
 import pytest
 
-from tests.cli import train_tiny
+from tests.cli import Result, train_tiny
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import Rehearsal, all_ended, tiny
 from tests.test_sharding import assert_same_training
@@ -100,3 +102,91 @@ def test_sigterm_to_one_host(slice_of, tmp_path, eight_devices):
     done = hosts.train(run, "--max_steps", "8")
     assert f"resuming {saved} at step" in done.stdout
     assert done.column("loss") == pytest.approx(eight_devices.column("loss"), rel=1e-6)
+
+
+# -- what only several hosts show ------------------------------------------------------
+
+
+FLAGS = [
+    (TWO_HOSTS, "--mesh_dcn 2 --mesh_fsdp 4"),
+    (TWO_HOSTS, "--mesh_tensor 4 --no-scan_blocks"),
+    (TWO_HOSTS, "--run_without_fsdp --precision bf16 --qk_norm"),
+    (TWO_HOSTS, "--grad_accum_steps 2 --no_grad_ckpt --eval_batches 3"),
+    (TWO_HOSTS, "--mark_step_every_n_blocks 1 --mark_step_after_forward"),
+    (TWO_HOSTS, "--num_workers 2 --att_dropout 0.1 --drop_path_rate 0.1"),
+    (Slice("v5p-16", (2, 2, 2), slices=2), "--mesh_dcn 2"),
+    (Slice("v5p-8", (2, 2, 1), slices=4), "--mesh_dcn 4 --mesh_tensor 2"),
+    (Slice("v4-16", (2, 2, 2)), "--fake_data --eval_batches 1"),
+    (Slice("v6e-16", (4, 4, 1)), "--mesh_tensor 2 --mesh_fsdp 8 --precision bf16"),
+]
+
+
+@pytest.mark.rehearse
+@pytest.mark.parametrize(("what", "flags"), FLAGS, ids=[flags for _, flags in FLAGS])
+def test_flags_on_hosts(what, flags, slice_of, tmp_path):
+    """As one process on as many devices; stopped and gone on with, too."""
+    words = flags.split()
+    run = slice_of(what)
+    run.train(tmp_path / "hosts", *words, "--max_steps", "4")
+    result = run.train(tmp_path / "hosts", *words)
+    reference = train_tiny(tmp_path / "process", *words, devices=what.devices)
+    for name in ("loss", "grad_norm"):
+        assert result.column(name) == pytest.approx(reference.column(name), rel=1e-6)
+    (*_, found), (expected,) = result.evaluations, reference.evaluations
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
+    assert found["val_images"] == expected["val_images"]
+
+
+@pytest.mark.rehearse
+def test_hosts_that_differ(slice_of, tmp_path):
+    """One line, exit code 2, and nothing written: a flag, a folder of its own."""
+    hosts = slice_of(TWO_HOSTS)
+    for own, told in (
+        (["--lr", "1"], "--lr"),
+        (["--ckpt_dir", str(tmp_path / "own")], "--ckpt_dir"),
+        (["--max_steps", "0"], "--max_steps"),
+    ):
+        run = tmp_path / "run"
+        started = hosts.start(*tiny(run), own={1: own})
+        said = all_ended(started, 2) if own[0] != "--max_steps" else [started[1].communicate()]
+        if own[0] == "--max_steps":  # the other one waits for it, as for a host that never comes
+            started[0].terminate()
+            assert started[0].wait(60) == 143
+        assert any(told in err for _, err in said), said
+        assert not run.exists()
+        assert not (tmp_path / "own").exists()
+
+
+PUT_BACK = {
+    "memory_asked_of_torch_xla": (HOST, ""),
+    "share_taken_for_the_batch": (TWO_HOSTS, ""),
+    "devices_in_the_order_of_their_numbers": (FOUR_HOSTS, "--mesh_dcn 2 --mesh_tensor 2"),
+    "process_and_worker_numbers_mixed_up": (TWO_HOSTS, ""),
+    "one_host_computes_more": (TWO_HOSTS, ""),
+}
+
+
+@pytest.mark.rehearse
+@pytest.mark.parametrize("fault", PUT_BACK)
+def test_fault_put_back(fault, slice_of, tmp_path):
+    """Each fails: by its exit code, its losses, or the programs that the hosts have run."""
+    what, flags = PUT_BACK[fault]
+    words = [*flags.split(), "--max_steps", "3"]
+    hosts, run = slice_of(what), tmp_path / "run"
+    started = hosts.start(*tiny(run), *words, program=("tests/put_back.py", fault))
+    codes = [ended(host) for host in started]
+    if not any(codes):
+        programs = hosts.programs()
+        reference = train_tiny(tmp_path / "cpu", *words, devices=what.devices)
+        alike = Result(run).column("loss") == pytest.approx(reference.column("loss"), rel=1e-6)
+        assert not alike or programs[0] != programs[1]
+
+
+def ended(host):
+    """Its exit code; one that waits for another for long is ended."""
+    try:
+        host.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        host.kill()
+        host.communicate()
+    return host.returncode

@@ -1,9 +1,17 @@
-"""A program of its own: for each line that it is given, what libtpu tells of its host's memory."""
+"""``libtpu_metrics.py PARENT``, a program of its own: for each line that it is given, what libtpu
+tells of its host's memory. It ends with its parent, also while libtpu waits for an answer."""
 
 import json
 import sys
+from pathlib import Path
 
-from libtpu.sdk import tpumonitoring
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from training.parent import end_with
+
+end_with(int(sys.argv[1]))
+
+from libtpu.sdk import tpumonitoring  # noqa: E402
 
 for _ in sys.stdin:
     asked = [tpumonitoring.get_metric(f"hbm_capacity_{what}") for what in ("usage", "total")]

@@ -84,10 +84,11 @@ def _environment(here: Here) -> None:
         real(name, for_the_runtime.get(key, value))
 
     os.putenv = putenv
-    for name in ("PJRT_DEVICE", "RANK", "WORLD_SIZE"):  # no TPU VM has them
+    for name in ("RANK", "WORLD_SIZE"):  # no TPU VM has them
         os.environ.pop(name, None)
-    if DEVICE in os.environ:
-        os.environ["PJRT_DEVICE"] = os.environ.pop(DEVICE)
+    chosen = os.environ.pop(DEVICE, None) or os.environ.get("PJRT_DEVICE")
+    if chosen:
+        os.environ["PJRT_DEVICE"] = chosen
 
 
 class _AfterTorchXla(importlib.abc.MetaPathFinder):

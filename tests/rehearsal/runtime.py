@@ -206,5 +206,3 @@ def _master_address(exchange: Exchange) -> None:
         return real([one for shards in every for one in shards], sharding)
 
     XLAC._global_tensor_from_cpu_shards = from_shards
-
-

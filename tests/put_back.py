@@ -1,0 +1,75 @@
+"""``put_back.py NAME FLAGS``: run_vit_training.py with a fault that only hardware showed once.
+
+Each was in the program, or would be an easy slip, and no test on a CPU alone can tell.
+"""
+
+import sys
+
+import run_vit_training
+
+
+def memory_asked_of_torch_xla():
+    """At the first log line: under SPMD, torch_xla raises on a TPU."""
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp.memory import DeviceMemory
+
+    def read(self):
+        if not self._tells:
+            return {}
+        info = xm.get_memory_info(self._device)
+        return {"used": info["bytes_used"], "limit": info["bytes_limit"]}
+
+    DeviceMemory.read = read
+
+
+def devices_in_the_order_of_their_numbers():
+    """Those along "tensor" are then of different hosts, which have different images."""
+    from xla_fsdp import spmd
+
+    spmd.device_order = lambda mesh: list(range(mesh.devices))
+    spmd.local_groups = lambda mesh, order, local: sorted({n // mesh.tensor for n in local})[
+        : len(local) // mesh.tensor
+    ]
+
+
+def share_taken_for_the_batch():
+    """A host's share is cut over all devices of the slice."""
+    from xla_fsdp.spmd import SpmdBackend
+
+    SpmdBackend._put = lambda self, share: self._send(share, self._activations(share.dim()))
+
+
+def process_and_worker_numbers_mixed_up():
+    """The runtime numbers processes otherwise than the metadata server numbers workers."""
+    import torch_xla.runtime as xr
+    from torch_xla._internal import tpu
+
+    xr.process_index = tpu.worker_id
+
+
+def one_host_computes_more():
+    """A program of the devices that only the first process runs: the others never come."""
+    from training.reports import Reports
+    from xla_fsdp.spmd import SpmdBackend
+
+    evaluation, backends = Reports.evaluation, []
+    begin = SpmdBackend.__init__
+    SpmdBackend.__init__ = lambda self, args: (begin(self, args), backends.append(self))[0]
+
+    def with_a_norm(self, *values):
+        if backends[0].is_main:
+            sum(p.detach().abs().sum() for p in backends[0]._model.parameters()).item()
+        evaluation(self, *values)
+
+    Reports.evaluation = with_a_norm
+
+
+def main(argv: list[str]) -> int:
+    name, *flags = argv
+    globals()[name]()
+    return run_vit_training.main(flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
