@@ -28,9 +28,6 @@ def devices_in_the_order_of_their_numbers():
     from xla_fsdp import spmd
 
     spmd.device_order = lambda mesh: list(range(mesh.devices))
-    spmd.local_groups = lambda mesh, order, local: sorted({n // mesh.tensor for n in local})[
-        : len(local) // mesh.tensor
-    ]
 
 
 def share_taken_for_the_batch():
@@ -38,14 +35,6 @@ def share_taken_for_the_batch():
     from xla_fsdp.spmd import SpmdBackend
 
     SpmdBackend._put = lambda self, share: self._send(share, self._activations(share.dim()))
-
-
-def process_and_worker_numbers_mixed_up():
-    """The runtime numbers processes otherwise than the metadata server numbers workers."""
-    import torch_xla.runtime as xr
-    from torch_xla._internal import tpu
-
-    xr.process_index = tpu.worker_id
 
 
 def one_host_computes_more():

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli import Result, train_tiny
 from tests.rehearsal.slice_ import Slice
-from tests.rehearsed import Rehearsal, all_ended, tiny
+from tests.rehearsed import LIMIT, Rehearsal, all_ended, tiny
 from tests.test_sharding import assert_same_training
 
 HOST = Slice("v5p-8", (2, 2, 1))
@@ -138,55 +138,70 @@ def test_flags_on_hosts(what, flags, slice_of, tmp_path):
 
 
 @pytest.mark.rehearse
-def test_hosts_that_differ(slice_of, tmp_path):
-    """One line, exit code 2, and nothing written: a flag, a folder of its own."""
-    hosts = slice_of(TWO_HOSTS)
-    for own, told in (
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
         (["--lr", "1"], "--lr"),
-        (["--ckpt_dir", str(tmp_path / "own")], "--ckpt_dir"),
-        (["--max_steps", "0"], "--max_steps"),
-    ):
-        run = tmp_path / "run"
-        started = hosts.start(*tiny(run), own={1: own})
-        said = all_ended(started, 2) if own[0] != "--max_steps" else [started[1].communicate()]
-        if own[0] == "--max_steps":  # the other one waits for it, as for a host that never comes
-            started[0].terminate()
-            assert started[0].wait(60) == 143
-        assert any(told in err for _, err in said), said
-        assert not run.exists()
-        assert not (tmp_path / "own").exists()
+        (["--ckpt_dir", "{tmp_path}/own"], "--ckpt_dir"),
+    ],
+)
+def test_hosts_that_differ(own, told, slice_of, tmp_path):
+    """All end with one line and exit code 2; nothing is written."""
+    own = [word.format(tmp_path=tmp_path) for word in own]
+    said = all_ended(slice_of(TWO_HOSTS).start(*tiny(tmp_path / "run"), own={1: own}), 2)
+    assert any(told in err for _, err in said), said
+    assert not list(tmp_path.glob("run/step_*"))
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.rehearse
+def test_a_mistake_on_one_host(slice_of, tmp_path):
+    """It ends before its devices start; the other waits for it, and heeds a signal meanwhile."""
+    hosts = slice_of(TWO_HOSTS)
+    waits, mistaken = hosts.start(*tiny(tmp_path / "run"), own={1: ["--max_steps", "0"]})
+    assert "--max_steps" in mistaken.communicate(timeout=60)[1]
+    assert mistaken.returncode == 2
+    assert waits.poll() is None
+    waits.terminate()
+    waits.communicate(timeout=60)
+    assert waits.returncode in (-15, 143)
+    assert not (tmp_path / "run").exists()
 
 
 PUT_BACK = {
-    "memory_asked_of_torch_xla": (HOST, ""),
-    "share_taken_for_the_batch": (TWO_HOSTS, ""),
-    "devices_in_the_order_of_their_numbers": (FOUR_HOSTS, "--mesh_dcn 2 --mesh_tensor 2"),
-    "process_and_worker_numbers_mixed_up": (TWO_HOSTS, ""),
-    "one_host_computes_more": (TWO_HOSTS, ""),
-}
+    "memory_asked_of_torch_xla": (HOST, "", "MemoryInfo not supported for SPMD virtual device"),
+    "share_taken_for_the_batch": (TWO_HOSTS, "", "losses"),
+    "devices_in_the_order_of_their_numbers": (
+        FOUR_HOSTS, "--mesh_dcn 4 --mesh_tensor 4 --num_heads 4", "--mesh_tensor 4"
+    ),
+    "one_host_computes_more": (TWO_HOSTS, "", "programs"),
+}  # fmt: skip
 
 
 @pytest.mark.rehearse
 @pytest.mark.parametrize("fault", PUT_BACK)
 def test_fault_put_back(fault, slice_of, tmp_path):
-    """Each fails: by its exit code, its losses, or the programs that the hosts have run."""
-    what, flags = PUT_BACK[fault]
+    """Each is found: by what ends the run, by its losses, or the programs that hosts have run."""
+    what, flags, told = PUT_BACK[fault]
     words = [*flags.split(), "--max_steps", "3"]
     hosts, run = slice_of(what), tmp_path / "run"
-    started = hosts.start(*tiny(run), *words, program=("tests/put_back.py", fault))
-    codes = [ended(host) for host in started]
-    if not any(codes):
-        programs = hosts.programs()
-        reference = train_tiny(tmp_path / "cpu", *words, devices=what.devices)
-        alike = Result(run).column("loss") == pytest.approx(reference.column("loss"), rel=1e-6)
-        assert not alike or programs[0] != programs[1]
+    started = hosts.start(*tiny(run), *words, program=("-m", "tests.put_back", fault))
+    said = "".join(err for host in started for err in [ended(host)])
+    if told not in ("losses", "programs"):
+        assert any(host.returncode for host in started)
+        assert told in said
+        return
+    assert not any(host.returncode for host in started), said
+    reference = train_tiny(tmp_path / "cpu", *words, devices=what.devices)
+    alike = Result(run).column("loss") == pytest.approx(reference.column("loss"), rel=1e-6)
+    programs = hosts.programs()
+    assert not alike if told == "losses" else programs[0] != programs[1]
 
 
 def ended(host):
-    """Its exit code; one that waits for another for long is ended."""
+    """What it said; one that waits for another for long is ended."""
     try:
-        host.communicate(timeout=60)
+        return host.communicate(timeout=LIMIT)[1]
     except subprocess.TimeoutExpired:
         host.kill()
-        host.communicate()
-    return host.returncode
+        return host.communicate()[1]

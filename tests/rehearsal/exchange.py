@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rehearsal.machine import Here
+from .machine import Here
 
 WAIT = timedelta(seconds=120)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rehearsal.slice_ import Slice
+from .slice_ import Slice
 
 PCI = "/sys/bus/pci/devices/"
 METADATA = "metadata.google.internal"
@@ -102,12 +102,13 @@ class _AfterTorchXla(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            from rehearsal import runtime
+            from . import runtime
 
             runtime.stand_in(self._here)
 

@@ -13,8 +13,8 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 
-from rehearsal.exchange import Exchange
-from rehearsal.machine import Here
+from .exchange import Exchange
+from .machine import Here
 
 XLAC = torch_xla._XLAC
 
