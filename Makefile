@@ -6,13 +6,14 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train test test-long rehearse lint format bench bench-gpu tpu-table faults clean
+.PHONY: help install data train test test-long rehearse coverage lint format bench bench-gpu tpu-table faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
 	@echo "make test    set up, then run the tests"
 	@echo "make test-long  the tests that compile for TPUs for minutes"
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
+	@echo "make coverage  which lines no test executes, beside docs/hardware.md (an hour)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
@@ -52,6 +53,12 @@ test-long: $(INSTALLED) datasets/digits
 
 rehearse: $(INSTALLED) datasets/digits
 	$(BIN)/python -m pytest -m rehearse tests
+
+# TESTS="tests/test_data.py" looks at what these execute.
+coverage: $(INSTALLED) datasets/digits
+	rm -rf runs/coverage
+	-$(BIN)/python -m coverage run -m pytest -n 2 --dist worksteal -m "not gpu" -q $(or $(TESTS),tests)
+	$(BIN)/python -m tests.unexecuted docs/hardware.md
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
