@@ -36,7 +36,8 @@ def damaged(harm: Callable[[Try, Path], str]) -> Callable[[Try], Outcome]:
         output = attempt.log("restart_1").read_text()
         if f"resuming {before} at " not in output:
             raise NotSurvived(f"{before.name} was not resumed after damage to {newest.name}")
-        if what != f"{MANIFEST} lost" and f"{newest} is damaged (" not in output:
+        told = (f"{newest} is damaged (", f"cannot read the checkpoint {newest}: ")
+        if what != f"{MANIFEST} lost" and not any(words in output for words in told):
             raise NotSurvived(f"{newest.name} is damaged, and nothing said so")
         return outcome
 
