@@ -408,6 +408,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         # Before the meeting: a node without it, or with a wrong option, is not to come.
         from torch.distributed import DistError, run
+        from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
             DynamicRendezvousHandler,
@@ -430,6 +431,9 @@ def main(argv: Sequence[str]) -> int:
     except (RendezvousError, DistError) as error:
         say(f"error: the nodes do not find each other: {plain(error)}")
         return 1
+    except SignalException as stop:  # which torchrun has handed on to its processes; they have ended
+        say(f"ended by {stop.sigval.name}")
+        return 128 + stop.sigval
     return 0
 
 

@@ -1,0 +1,154 @@
+"""launch/slurm.sbatch under real Slurm: two nodes, real training, and what ends a job early.
+
+Whatever that was, the job goes on by itself, and its log is that of a run that was never stopped, to
+the last bit.
+"""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.slurm.cluster import KILL_WAIT_SECONDS, until
+from tests.test_launch_gpu import TORCHRUN, start, succeed
+
+pytestmark = pytest.mark.slurm
+
+# Some 15 seconds of training: time for Slurm to act.
+RUN = [
+    "--data_dir", str(DIGITS), "--hflip", "0", *TINY_MODEL, *TINY_RUN,
+    *"--batch_size 128 --num_epochs 14 --max_steps 150 --mlp_dropout 0.1 --num_workers 1 "
+    "--test_epoch_interval 4 --ckpt_epoch_interval 99".split(),
+]  # fmt: skip
+COMPARED = "step epoch loss lr grad_norm val_loss val_top1 val_images".split()
+STOPPED = r"^training stopped by SIGTERM: step (\d+),"
+
+
+def trained(folder: Path) -> list[dict]:
+    """What a run computed, without the times it took."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    return [{name: record[name] for name in COMPARED if name in record} for record in records]
+
+
+def reach_step(job, folder: Path, step: int) -> None:
+    def reached() -> bool:
+        file = folder / "metrics.jsonl"
+        return file.exists() and f'"step": {step},' in file.read_text()
+
+    until(reached, 120, f"step {step}", lambda: job.output)
+
+
+def stopped_at(job) -> list[str]:
+    """The steps after which the job was stopped with a checkpoint; and it resumed just there."""
+    steps = re.findall(STOPPED, job.output, re.MULTILINE)
+    assert re.findall(r"at step (\d+), epoch", job.output) == steps, job.output
+    return steps
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The same number of processes on one machine, without Slurm."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    succeed(start(TORCHRUN, *RUN, "--ckpt_dir", folder, NPROC_PER_NODE="2", OMP_NUM_THREADS="1"))
+    return trained(folder)
+
+
+@pytest.fixture
+def submit(cluster, tmp_path):
+    jobs = []
+
+    def submit(options="", *flags):
+        folder = tmp_path / "run"
+        jobs.append(cluster.submit(tmp_path / "output", *RUN, "--ckpt_dir", folder, *flags,
+                                   options=options))  # fmt: skip
+        return jobs[-1], folder
+
+    yield submit
+    for job in jobs:
+        job.end()
+
+
+def test_completes(submit, uninterrupted):
+    job, folder = submit()
+    job.wait("COMPLETED")
+    assert job.field("ExitCode") == "0:0"
+    assert job.field("NodeList") == "node[1-2]"
+    assert trained(folder) == uninterrupted
+    assert job.output.count("training completed: step 150") == 1
+
+
+@pytest.mark.parametrize("partition", ["normal", "strict"])
+def test_preempted(partition, cluster, submit, uninterrupted):
+    """`strict` gives no time before it ends the job, but for Slurm's KillWait."""
+    job, folder = submit(f"--partition={partition}")
+    reach_step(job, folder, 20)
+    cluster.run(
+        *"sbatch --wait --partition=urgent --nodes=2 --gpus-per-node=8 --output=/dev/null".split(),
+        "--wrap=srun true",
+    )
+    job.wait("COMPLETED")
+    assert job.field("Restarts") == "1"
+    assert len(stopped_at(job)) == 1
+    assert trained(folder) == uninterrupted
+
+
+def test_requeued(cluster, submit, uninterrupted):
+    job, folder = submit()
+    reach_step(job, folder, 20)
+    cluster.run("scontrol", "requeue", job.number)
+    job.wait("COMPLETED")
+    assert job.field("Restarts") == "1"
+    assert len(stopped_at(job)) == 1
+    assert trained(folder) == uninterrupted
+
+
+def test_time_limit(submit, uninterrupted):
+    """One minute, the shortest; Slurm looks every half a minute."""
+    job, folder = submit("--time=1 --signal=B:USR1@20")
+    job.wait("COMPLETED", seconds=480)
+    assert int(job.field("Restarts")) >= 1
+    assert len(stopped_at(job)) >= 1
+    assert trained(folder) == uninterrupted
+
+
+def test_killed_rank(submit, uninterrupted):
+    """Slurm does not notice: torchrun starts all ranks of both nodes again."""
+    job, folder = submit("", "--ckpt_step_interval", "10")
+    reach_step(job, folder, 25)
+    os.kill(job.rank(1), signal.SIGKILL)
+    job.wait("COMPLETED")
+    assert job.field("Restarts") == "0"
+    assert re.search(r"at step 20, epoch 2$|at step 20, ", job.output)
+    assert trained(folder) == uninterrupted
+
+
+def test_cancelled(cluster, submit):
+    job, folder = submit()
+    reach_step(job, folder, 20)
+    assert len(job.processes()) > 6  # batch script, srun; torchrun, rank and loader on both nodes
+    cluster.run("scancel", job.number)
+    job.wait("CANCELLED")
+    until(lambda: not job.processes(), KILL_WAIT_SECONDS + 30, "its processes to end",
+          lambda: str(job.processes()))  # fmt: skip
+    (step,) = re.findall(STOPPED, job.output, re.MULTILINE)
+    assert (folder / f"step_{step}" / "manifest.json").exists()
+
+
+def test_no_ckpt_dir(cluster, tmp_path):
+    job = cluster.submit(tmp_path / "output", "--fake_data")
+    job.wait("FAILED")
+    assert job.field("ExitCode") == "2:0"
+    (line,) = job.output.splitlines()
+    assert line.startswith("slurm.sbatch: error: --ckpt_dir is missing")
+
+
+def test_wrong_flag(submit):
+    job, folder = submit("", "--batch_size", "127")
+    job.wait("FAILED")
+    assert job.field("Restarts") == "0"
+    assert len(re.findall(r"^run_vit_training\S* error: ", job.output, re.MULTILINE)) == 1
+    assert not folder.exists()
