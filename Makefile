@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train test test-long rehearse coverage lint format bench bench-gpu tpu-table faults clean
+.PHONY: help install data train test test-long test-slurm rehearse coverage lint format bench bench-gpu tpu-table faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-long  the tests that compile for TPUs for minutes"
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
 	@echo "make coverage  which lines no test executes, beside docs/hardware.md (an hour)"
+	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
@@ -59,6 +60,8 @@ coverage: $(INSTALLED) datasets/digits
 	rm -rf runs/coverage
 	-$(BIN)/python -m coverage run -m pytest -n 2 --dist worksteal -m "not gpu" -q $(or $(TESTS),tests)
 	$(BIN)/python -m tests.unexecuted docs/hardware.md
+test-slurm: $(INSTALLED) datasets/digits
+	$(BIN)/python -m tests.slurm $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

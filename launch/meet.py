@@ -1,9 +1,10 @@
 """Let the nodes of a run meet, then run torchrun in this process; ``launch/torchrun.sh`` calls it.
 
-torchrun waits for the other nodes in compiled code: it says nothing, and Ctrl-C does not reach it.
-Here they meet first, over plain sockets on the port that torchrun takes afterwards. Every ten
-seconds each node says who is missing; signals and JOIN_TIMEOUT end it at once, until torchrun has
-started its processes and looks after both itself. What is sent are lines of JSON.
+One node meets nobody. Of several, torchrun waits for the others in compiled code: it says nothing,
+and Ctrl-C does not reach it. Here they meet first, over plain sockets on the port that torchrun
+takes afterwards. Every ten seconds each node says who is missing; signals and JOIN_TIMEOUT end it
+at once, until torchrun has started its processes and looks after both itself. What is sent are
+lines of JSON.
 """
 
 from __future__ import annotations
@@ -349,6 +350,9 @@ def meet(args: argparse.Namespace, watch: Watch) -> tuple[str, bool]:
 
 def torchrun_words(args: argparse.Namespace, hosts: bool) -> Iterable[str]:
     """Its options for what the nodes have found out."""
+    if args.nodes == 1:  # a free port, so that two runs on one machine do not meet
+        yield from "--nnodes 1 --rdzv-backend c10d --rdzv-endpoint localhost:0".split()
+        return
     endpoint, limit = f"{args.address}:{args.port}", args.limit or FOR_EVER
     connecting = max(limit, TORCHRUN_SECONDS)
     yield from ("--nnodes", str(args.nodes))
@@ -386,14 +390,29 @@ def number_starts(handler: Any) -> None:
     handler.next_rendezvous = next_rendezvous
 
 
+def wait_for_checkpoints(context: Any, stopping: type[Exception]) -> None:
+    """Give the processes of a torchrun that is told to stop the time that their checkpoint takes.
+
+    torchrun kills them after 30 seconds, however long a scheduler's notice is. Those that hang are
+    ended by --step_timeout_s. After another one has failed they have the 30 seconds: most then wait
+    in compiled code for that one.
+    """
+    close = context.close
+
+    def patient_close(self: Any, death_sig: Any = None, timeout: int = 30) -> None:
+        close(self, death_sig, FOR_EVER if isinstance(sys.exception(), stopping) else timeout)
+
+    context.close = patient_close
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--rank", type=int, help="this node's; not with --rdzv_id")
     parser.add_argument("--rdzv_id", default="", help="for nodes that number themselves")
-    parser.add_argument("--address", required=True, help="the first node's")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--limit", type=int, required=True, help="seconds; 0: none")
+    parser.add_argument("--address", help="the first node's")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--limit", type=int, default=0, help="seconds; 0: none")
     parser.add_argument("torchrun", nargs="+", help="after --: for torchrun")
     args = parser.parse_args(argv)
     # Two containers of one machine may agree in the name and in the process id.
@@ -408,7 +427,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         # Before the meeting: a node without it, or with a wrong option, is not to come.
         from torch.distributed import DistError, run
-        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing import PContext, SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
             DynamicRendezvousHandler,
@@ -417,21 +436,24 @@ def main(argv: Sequence[str]) -> int:
         say(f"error: {sys.executable} cannot import PyTorch ({error}): set PYTHON")
         return 2
     run.parse_args(args.torchrun)
-    watch.wait_for("the other nodes")
-    try:
-        job, hosts = meet(args, watch)
-    except Refused as refusal:
-        say(f"error: {refusal}")
-        return 2
-    os.environ.setdefault("RUN_JOB_ID", job)
-    watch.wait_for("torchrun of the other nodes")
-    number_starts(DynamicRendezvousHandler)
+    hosts = True
+    if args.nodes > 1:
+        watch.wait_for("the other nodes")
+        try:
+            job, hosts = meet(args, watch)
+        except Refused as refusal:
+            say(f"error: {refusal}")
+            return 2
+        os.environ.setdefault("RUN_JOB_ID", job)
+        watch.wait_for("torchrun of the other nodes")
+        number_starts(DynamicRendezvousHandler)
+    wait_for_checkpoints(PContext, SignalException)
     try:
         run.main([*torchrun_words(args, hosts), *args.torchrun])
     except (RendezvousError, DistError) as error:
         say(f"error: the nodes do not find each other: {plain(error)}")
         return 1
-    except SignalException as stop:  # which torchrun has handed on to its processes; they have ended
+    except SignalException as stop:  # handed on to the processes; they have ended
         say(f"ended by {stop.sigval.name}")
         return 128 + stop.sigval
     return 0

@@ -85,9 +85,7 @@ words=(--nproc-per-node "$processes" --max-restarts "$MAX_RESTARTS" ${options[@]
     "$root/run_vit_training.py" --backend cuda "$@")
 if ((nnodes == 1)); then
     export RUN_JOB_ID=${RUN_JOB_ID:-$(uname -n)-$(date +%Y%m%d-%H%M%S)-$$}
-    # A free port, so that two runs on one machine do not meet.
-    exec "$python" -m torch.distributed.run --nnodes 1 \
-        --rdzv-backend c10d --rdzv-endpoint localhost:0 "${words[@]}"
+    exec "$python" "$root/launch/meet.py" --nodes 1 -- "${words[@]}"
 fi
 who=(--rank "$rank")
 [[ -z ${RDZV_ID:-} ]] || who=(--rdzv_id="$RDZV_ID")

@@ -126,6 +126,8 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         trained=True, private=True,
     ),
     "make test-long": Elsewhere("it runs this test", make_knows),
+    # docs/slurm.md
+    "make test-slurm": Elsewhere("needs root, and Slurm installed", make_knows),
     # docs/benchmarks.md
     "python benchmarks/xla_step.py --devices 1 2 4": Run(
         (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)), long=True

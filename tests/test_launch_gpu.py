@@ -1,6 +1,5 @@
 """launch/ for GPUs, run for real on the CPU with gloo; the two requirements files agree."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -180,10 +179,15 @@ def slurm(tmp_path):
     the step on this machine and note what they are asked for."""
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
+    note = f'echo "$*" >> "{tmp_path}/slurm.log"'
     script(
-        bin_dir / "scontrol", f'echo "$*" >> "{tmp_path}/scontrol.log"',
-        '[[ $1 != show ]] || printf "localhost\\nsecond\\n"',
+        bin_dir / "scontrol", note, 'case "$1 $2" in',
+        'show\\ hostnames) printf "localhost\\nsecond\\n" ;;',
+        'show\\ job) echo "   JobState=${STATE-RUNNING} Reason=None"',
+        '    echo "   EndTime=${END-} Deadline=N/A"; echo "   PreemptTime=${PREEMPTED-None}" ;;',
+        "esac",
     )  # fmt: skip
+    script(bin_dir / "scancel", note)
     script(
         bin_dir / "srun", "steps=()", "while [[ $1 == --* ]]; do shift; done",
         'for ((id = 0; id < SLURM_NNODES; id++)); do SLURM_NODEID=$id "$@" & steps+=($!); done',
@@ -207,26 +211,82 @@ def test_slurm_trains_on_two_nodes(slurm, one_node, tmp_path):
     assert "training completed" in succeed(slurm(*TWO_STEPS, "--ckpt_dir", ckpt_dir))
     assert devices(ckpt_dir) == 2
     assert losses(ckpt_dir) == pytest.approx(losses(one_node), rel=1e-6)
-    assert (tmp_path / "scontrol.log").read_text() == "show hostnames node[1-2]\n"
+    assert slurm_asked(tmp_path) == ["show hostnames node[1-2]"]
 
 
-def test_slurm_requeues_at_the_time_limit(slurm, tmp_path):
-    asked = f'grep -q requeue "{tmp_path}/scontrol.log"'  # not before: a busy machine may take long
-    step = script(
-        tmp_path / "step",
-        f'touch "{tmp_path}/started"',
-        f"until {asked}; do sleep 0.1; done",
-        "exit 3",
-    )
-    job = slurm("--ckpt_dir=x", PYTHON=str(step), SLURM_NNODES="1")
+def slurm_asked(tmp_path):
+    return (tmp_path / "slurm.log").read_text().splitlines()
+
+
+def slurm_changed(tmp_path):
+    """What Slurm was asked to do, not only to tell."""
+    return [line for line in slurm_asked(tmp_path) if not line.startswith("show ")]
+
+
+def started(job, tmp_path):
     while not (tmp_path / "started").exists():
         assert job.poll() is None
         time.sleep(0.05)
+    return job
+
+
+def slurm_step(tmp_path, *lines):
+    return str(script(tmp_path / "step", f'touch "{tmp_path}/started"', *lines))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "awaited"),
+    [
+        (120, "signal=TERM"),  # the step ends with a checkpoint, then the job is requeued
+        (5, "requeue"),  # no time for that
+    ],
+)
+def test_slurm_requeues_at_the_time_limit(seconds, awaited, slurm, tmp_path):
+    asked = f'grep -q {awaited} "{tmp_path}/slurm.log"'  # a busy machine may take long
+    step = slurm_step(tmp_path, f"until {asked}; do sleep 0.1; done", "exit 3")
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
+    job = started(slurm("--ckpt_dir=x", PYTHON=step, SLURM_NNODES="1", END=end), tmp_path)
     job.send_signal(signal.SIGUSR1)
     code, stdout, _ = finish(job)
-    assert code == 3  # the step went on, and its end is the job's
+    assert code == 3
+    assert "the time limit is near, stopping job 1234 with a checkpoint" in stdout
     assert "requeueing job 1234" in stdout
-    assert (tmp_path / "scontrol.log").read_text().endswith("requeue 1234\n")
+    assert slurm_changed(tmp_path)[:2] == ["--signal=TERM 1234", "requeue 1234"]
+
+
+@pytest.mark.parametrize(
+    ("step_code", "variables", "requeued"),
+    [
+        (143, {"PREEMPTED": "2026-11-22T04:09:55"}, True),
+        (0, {"PREEMPTED": "2026-11-22T04:09:55"}, False),  # it was done before that
+        (143, {"PREEMPTED": "2026-11-22T04:09:55", "STATE": "PENDING"}, False),  # Slurm has done it
+        (143, {"PREEMPTED": "2026-11-22T04:09:55", "STATE": "CANCELLED"}, False),
+        (143, {}, False),  # `scancel --signal=TERM`
+        (1, {}, False),
+    ],
+)
+def test_slurm_requeues_what_was_preempted(step_code, variables, requeued, slurm, tmp_path):
+    step = slurm_step(tmp_path, f"exit {step_code}")
+    job = slurm("--ckpt_dir=x", PYTHON=step, SLURM_NNODES="1", **variables)
+    code, stdout, _ = finish(job)
+    assert code == step_code
+    assert slurm_changed(tmp_path) == ["requeue 1234"] * requeued
+    assert ("requeueing" in stdout) == requeued
+
+
+def test_slurm_script_outlives_sigterm(slurm, tmp_path):
+    """Slurm sends it to the script and to the step, which writes a checkpoint and tells so."""
+    step = slurm_step(
+        tmp_path, f'until [[ -e "{tmp_path}/go" ]]; do sleep 0.1; done', "echo saved", "exit 143"
+    )
+    job = started(slurm("--ckpt_dir=x", PYTHON=step, SLURM_NNODES="1", STATE="PENDING"), tmp_path)
+    job.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.wait(1)
+    (tmp_path / "go").touch()
+    code, stdout, _ = finish(job)
+    assert (code, stdout) == (143, "saved\n")
+    assert slurm_changed(tmp_path) == []
 
 
 def test_slurm_tells_the_program_which_start_this_is(slurm, echo):
@@ -266,40 +326,6 @@ def test_requirements_agree():
     assert {name: gpu[name] for name in set(tpu) & set(gpu)} == {
         name: version for name, version in tpu.items() if name in gpu
     }
-
-
-@pytest.mark.parametrize("moment", ["start", "training"])
-def test_ranks_end_with_torchrun(moment, tmp_path):
-    """Killed, it can tell them nothing; a restart would find them training in its folder."""
-    endless = "--num_epochs 9999 --max_steps 99999 --num_workers 1 --test_epoch_interval 9999"
-    source = ["--data_dir", DIGITS, "--ckpt_dir", tmp_path, *TINY_MODEL, *TINY_RUN]
-    run = start(TORCHRUN, *source, *endless.split(), NPROC_PER_NODE="2")
-    metrics = tmp_path / "metrics.jsonl"
-
-    def left() -> list[str]:
-        """Every process of the run: ranks and their loaders have its folder in their arguments, and
-        so does what torchrun has just forked."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if str(tmp_path) in path.read_text():
-                    found.append(path.parent.name)
-        return found
-
-    if moment == "training":
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-            assert run.poll() is None
-            time.sleep(0.1)
-        assert len(left()) >= 5  # torchrun, two ranks, a loader of each
-    while len(left()) < 3:
-        assert run.poll() is None
-        time.sleep(0.01)
-    run.kill()
-    finish(run)
-    deadline = time.monotonic() + 60
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left() == []
 
 
 def test_one_node_without_gpu(tmp_path):

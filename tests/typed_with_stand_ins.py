@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
 from benchmarks import gpu_step
+from launch import meet
 from tests.cli import ROOT
 from tests.documented_commands import Command
 from tests.new_machine import Machine
@@ -30,8 +31,9 @@ def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
     """run_vit_training.py, by itself or under torchrun, would take these flags."""
     slurm_stand_ins(machine)
     words = machine.noted(command, "python3")
-    if words[:2] == ["-m", "torch.distributed.run"]:
-        get_args_parser().parse_args(words[2:])
+    if words[0].endswith("launch/meet.py"):
+        args = meet.parse(words[1:])
+        get_args_parser().parse_args([*meet.torchrun_words(args, True), *args.torchrun])
     at = next(i for i, word in enumerate(words) if word.endswith("run_vit_training.py"))
     assert (machine.project / words[at]).is_file()
     program_takes(words[at + 1 :], "cuda" if at else "xla")

@@ -9,7 +9,7 @@ import contextlib
 import getpass
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +20,7 @@ from tests.cli import ROOT
 
 NODES = ("node1", "node2")
 LOGIN = "login"
-ADDRESS = "10.77.0.{}"
+ADDRESSES = {name: f"10.77.0.{number}" for number, name in enumerate((LOGIN, *NODES), 10)}
 FREEZER = Path("/sys/fs/cgroup/freezer")
 GRACE_SECONDS = 60
 KILL_WAIT_SECONDS = 30
@@ -45,7 +45,7 @@ SlurmdDebug=verbose
 KillWait={KILL_WAIT_SECONDS}
 MessageTimeout=60
 MpiDefault=none
-ProctrackType={{proctrack}}
+ProctrackType=proctrack/cgroup
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -62,9 +62,9 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 
 
 class Cluster:
-    def __init__(self, folder: Path, proctrack: str) -> None:
-        self.folder, self.proctrack = folder, proctrack
-        self._daemons: list[subprocess.Popen[bytes]] = []
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.variables = {
             **{name: value for name, value in os.environ.items()
                if not name.startswith(("SLURM_", "SBATCH_"))},
@@ -80,15 +80,13 @@ class Cluster:
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         (self.folder / "slurm.conf").write_text(
-            SLURM_CONF.format(
-                folder=self.folder, user=getpass.getuser(), proctrack=f"proctrack/{self.proctrack}"
-            )
+            SLURM_CONF.format(folder=self.folder, user=getpass.getuser())
         )
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for number in range(8):  # stand for /dev/nvidia0 to 7
             (self.folder / "gpus" / str(number)).touch()
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpus/[0-7]\n")
-        names = [f"{ADDRESS.format(10 + i)} {name}" for i, name in enumerate((LOGIN, *NODES))]
+        names = [f"{address} {name}" for name, address in ADDRESSES.items()]
         (self.folder / "hosts").write_text("\n".join(("127.0.0.1 localhost", *names, "")))
 
     # -- daemons ----------------------------------------------------------------------
@@ -96,18 +94,18 @@ class Cluster:
     def start(self) -> None:
         ip = "ip link set lo up; ip link add cluster type bridge; ip link set cluster up; "
         shell(f"hostname {LOGIN}; mount --bind {self.folder}/hosts /etc/hosts; {ip}"
-              f"ip address add {ADDRESS.format(10)}/24 dev cluster")  # fmt: skip
+              f"ip address add {ADDRESSES[LOGIN]}/24 dev cluster")  # fmt: skip
         munge = f"{self.folder}/munge"
         self._start("munged", "munged", "--foreground", "--force", f"--socket={munge}/socket",
                     f"--key-file={munge}/key", f"--seed-file={munge}/seed",
                     f"--pid-file={munge}/pid")  # fmt: skip
         until(lambda: (self.folder / "munge" / "socket").exists(), 30, "munged's socket")
         self._start("slurmctld", "slurmctld", "-D")
-        for number, node in enumerate(NODES, 11):
-            self.start_node(node, number)
+        for node in NODES:
+            self.start_node(node)
         until(lambda: set(self.nodes().values()) == {"idle"}, 60, "both nodes to be idle")
 
-    def start_node(self, node: str, number: int) -> None:
+    def start_node(self, node: str) -> None:
         """The node waits for its network, then becomes slurmd."""
         waiting = self._start(
             node, "unshare", "--net", "--uts",
@@ -119,11 +117,25 @@ class Cluster:
         shell(f"ip link add to{node} type veth peer name eth0 netns {waiting.pid}; "
               f"ip link set to{node} master cluster up")  # fmt: skip
         shell(f"nsenter --target {waiting.pid} --net --uts sh -ec 'hostname {node}; "
-              f"ip link set lo up; ip address add {ADDRESS.format(number)}/24 dev eth0; "
+              f"ip link set lo up; ip address add {ADDRESSES[node]}/24 dev eth0; "
               "ip link set eth0 up'")  # fmt: skip
         assert waiting.stdin is not None
         waiting.stdin.write(b"\n")
         waiting.stdin.flush()
+
+    def lose_node(self, node: str) -> None:
+        """Nothing runs there any more; Slurm is told at once what it would find out in minutes."""
+        network = os.stat(f"/proc/{self._daemons[node].pid}/ns/net").st_ino
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.stat(path / "ns" / "net").st_ino == network:
+                    os.kill(int(path.name), signal.SIGKILL)
+        self._daemons[node].wait()
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
+    def repair_node(self, node: str) -> None:
+        self.start_node(node)
+        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def _start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.out").open("ab") as output:
@@ -131,13 +143,13 @@ class Cluster:
                 command, env=self.variables, cwd=self.folder,
                 stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        self._daemons.append(daemon)
+        self._daemons[name] = daemon
         return daemon
 
     def stop(self) -> None:
-        for daemon in reversed(self._daemons):
+        for daemon in reversed(self._daemons.values()):
             daemon.terminate()
-        for daemon in self._daemons:
+        for daemon in self._daemons.values():
             try:
                 daemon.wait(30)
             except subprocess.TimeoutExpired:
@@ -165,7 +177,7 @@ class Cluster:
 
     def nodes(self) -> dict[str, str]:
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
-        return {name: state for name, state in (line.split() for line in lines)}
+        return dict(line.split(maxsplit=1) for line in lines)
 
 
 class Job:
@@ -183,13 +195,18 @@ class Job:
         return found[1] if found else ""
 
     def wait(self, *states: str, seconds: float = 240) -> None:
-        """Until its state is one of these. One that waits for its turn has it at once."""
+        """Until its state is one of these.
+
+        Slurm lets a job that was requeued rest for two minutes, as until then a node may take it
+        for the one that has ended. Here a few seconds do.
+        """
+        hurried = set()
 
         def reached() -> bool:
-            state = self.field("JobState")
-            if state == "PENDING" and self.field("Reason") == "BeginTime":
-                # Slurm lets a job that was requeued rest for two minutes.
-                self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+            state, restarts = self.field("JobState"), self.field("Restarts")
+            if self.field("Reason") == "BeginTime" and restarts not in hurried:
+                hurried.add(restarts)
+                self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+4")
             return state in states
 
         until(reached, seconds, f"job {self.number} to be {states}", self._told)
@@ -236,11 +253,3 @@ def until(
     while not reached():
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}\n{told()}"
         time.sleep(0.2)
-
-
-def proctracks() -> list[str]:
-    """How Slurm can find a job's processes here; most clusters use control groups."""
-    found = ["linuxproc"]
-    if os.access(FREEZER, os.W_OK) and shutil.which("slurmd"):
-        found.insert(0, "cgroup")
-    return found

@@ -1,7 +1,7 @@
 """launch/slurm.sbatch under real Slurm: two nodes, real training, and what ends a job early.
 
-Whatever that was, the job goes on by itself, and its log is that of a run that was never stopped, to
-the last bit.
+Whatever that was, the job goes on by itself, and its log is that of a run that was never stopped,
+to the last bit.
 """
 
 import json
@@ -18,13 +18,14 @@ from tests.test_launch_gpu import TORCHRUN, start, succeed
 
 pytestmark = pytest.mark.slurm
 
-# Some 15 seconds of training: time for Slurm to act.
+# A quarter of a minute of training, at least: time for Slurm to act.
 RUN = [
     "--data_dir", str(DIGITS), "--hflip", "0", *TINY_MODEL, *TINY_RUN,
     *"--batch_size 128 --num_epochs 14 --max_steps 150 --mlp_dropout 0.1 --num_workers 1 "
     "--test_epoch_interval 4 --ckpt_epoch_interval 99".split(),
 ]  # fmt: skip
 COMPARED = "step epoch loss lr grad_norm val_loss val_top1 val_images".split()
+LONGER = "--num_epochs 50 --max_steps 500".split()
 STOPPED = r"^training stopped by SIGTERM: step (\d+),"
 
 
@@ -49,12 +50,15 @@ def stopped_at(job) -> list[str]:
     return steps
 
 
+def torchrun(folder: Path, *flags: str) -> list[dict]:
+    """The same number of processes on one machine, without Slurm."""
+    succeed(start(TORCHRUN, *RUN, "--ckpt_dir", folder, *flags, NPROC_PER_NODE="2"))
+    return trained(folder)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The same number of processes on one machine, without Slurm."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    succeed(start(TORCHRUN, *RUN, "--ckpt_dir", folder, NPROC_PER_NODE="2", OMP_NUM_THREADS="1"))
-    return trained(folder)
+    return torchrun(tmp_path_factory.mktemp("uninterrupted"))
 
 
 @pytest.fixture
@@ -106,13 +110,18 @@ def test_requeued(cluster, submit, uninterrupted):
     assert trained(folder) == uninterrupted
 
 
-def test_time_limit(submit, uninterrupted):
-    """One minute, the shortest; Slurm looks every half a minute."""
-    job, folder = submit("--time=1 --signal=B:USR1@20")
+def test_time_limit(cluster, submit, tmp_path):
+    """The script's own --signal. Slurm looks for limits every half a minute."""
+    job, folder = submit("", *LONGER)
+    reach_step(job, folder, 20)
+    cluster.run("scontrol", "update", f"JobId={job.number}", "EndTime=now+90")
+    job.wait("PENDING")
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     job.wait("COMPLETED", seconds=480)
-    assert int(job.field("Restarts")) >= 1
-    assert len(stopped_at(job)) >= 1
-    assert trained(folder) == uninterrupted
+    assert job.field("Restarts") == "1"
+    assert "the time limit is near, stopping job" in job.output
+    assert len(stopped_at(job)) == 1
+    assert trained(folder) == torchrun(tmp_path / "uninterrupted", *LONGER)
 
 
 def test_killed_rank(submit, uninterrupted):
@@ -122,7 +131,19 @@ def test_killed_rank(submit, uninterrupted):
     os.kill(job.rank(1), signal.SIGKILL)
     job.wait("COMPLETED")
     assert job.field("Restarts") == "0"
-    assert re.search(r"at step 20, epoch 2$|at step 20, ", job.output)
+    assert "step_20 at step 20, epoch 2" in job.output
+    assert trained(folder) == uninterrupted
+
+
+def test_lost_node(cluster, submit, uninterrupted):
+    job, folder = submit("", "--ckpt_step_interval", "10")
+    reach_step(job, folder, 25)
+    cluster.lose_node("node2")
+    job.wait("PENDING")
+    cluster.repair_node("node2")
+    job.wait("COMPLETED")
+    assert job.field("Restarts") == "1"
+    assert "step_20 at step 20, epoch 2" in job.output
     assert trained(folder) == uninterrupted
 
 
