@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment, run_program
+from tests.slurm.__main__ import main as run_slurm_tests
 
 TORCHRUN = ROOT / "launch" / "torchrun.sh"
 TWO_STEPS = ["--data_dir", str(DIGITS), *TINY_MODEL, *TINY_RUN, "--max_steps", "2"]
@@ -313,6 +314,14 @@ def test_slurm_refuses(flags, more, told, slurm):
     assert code == 2
     assert told in stderr
     assert stderr.count("\n") == 1
+
+
+def test_slurm_tests_say_what_to_install(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # it adds to it
+    monkeypatch.setattr("shutil.which", lambda program: None if program == "slurmctld" else "/x")
+    assert run_slurm_tests() == 2
+    told = "test-slurm: slurmctld not found: apt install slurmctld\n"
+    assert capsys.readouterr().err == told
 
 
 def pins(name: str) -> dict[str, str]:

@@ -21,7 +21,6 @@ from tests.cli import ROOT
 NODES = ("node1", "node2")
 LOGIN = "login"
 ADDRESSES = {name: f"10.77.0.{number}" for number, name in enumerate((LOGIN, *NODES), 10)}
-FREEZER = Path("/sys/fs/cgroup/freezer")
 GRACE_SECONDS = 60
 KILL_WAIT_SECONDS = 30
 """From SIGTERM to SIGKILL where there is no GraceTime; Slurm's default."""
@@ -74,7 +73,14 @@ class Cluster:
         self._write_files()
 
     def _write_files(self) -> None:
-        for name in ("munge", "state", "gpus", *(f"spool-{node}" for node in NODES)):
+        for name in (
+            "munge",
+            "state",
+            "gpus",
+            "cgroup",
+            "cgroup/freezer",
+            *(f"spool-{node}" for node in NODES),
+        ):
             (self.folder / name).mkdir()
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
@@ -82,7 +88,9 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(
             SLURM_CONF.format(folder=self.folder, user=getpass.getuser())
         )
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self.folder / "cgroup.conf").write_text(
+            f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={self.folder}/cgroup\n"
+        )
         for number in range(8):  # stand for /dev/nvidia0 to 7
             (self.folder / "gpus" / str(number)).touch()
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpus/[0-7]\n")
@@ -95,6 +103,8 @@ class Cluster:
         ip = "ip link set lo up; ip link add cluster type bridge; ip link set cluster up; "
         shell(f"hostname {LOGIN}; mount --bind {self.folder}/hosts /etc/hosts; {ip}"
               f"ip address add {ADDRESSES[LOGIN]}/24 dev cluster")  # fmt: skip
+        # Of its own: most machines have control groups v2 only, which slurmd shares with systemd.
+        shell(f"mount -t cgroup -o freezer cgroup {self.folder}/cgroup/freezer")
         munge = f"{self.folder}/munge"
         self._start("munged", "munged", "--foreground", "--force", f"--socket={munge}/socket",
                     f"--key-file={munge}/key", f"--seed-file={munge}/seed",
@@ -154,8 +164,8 @@ class Cluster:
                 daemon.wait(30)
             except subprocess.TimeoutExpired:
                 daemon.kill()
-        for top in FREEZER.glob("slurm*"):
-            for path, _, _ in os.walk(top, topdown=False):
+        for node in NODES:
+            for path, _, _ in os.walk(f"{self.folder}/cgroup/freezer/slurm_{node}", topdown=False):
                 os.rmdir(path)
 
     # -- what a user types ------------------------------------------------------------
