@@ -33,6 +33,8 @@ LONGEST_LINE = 4096
 NAMES_SHOWN = 8
 TORCHRUN_SECONDS = 900
 """torchrun's own limit for connecting, which is never reached before JOIN_TIMEOUT."""
+IN_VAIN = (2, 3, 4)
+"""The program's exit codes for mistakes, losses that are not finite, and a folder that is full."""
 FOR_EVER = 10**8
 """Seconds; what torchrun is told where JOIN_TIMEOUT is 0."""
 
@@ -405,6 +407,19 @@ def wait_for_checkpoints(context: Any, stopping: type[Exception]) -> None:
     context.close = patient_close
 
 
+def give_up_on_mistakes(agent: Any) -> None:
+    """Let torchrun restart no processes of which one has said by its code that it does not help."""
+    monitor = agent._monitor_workers
+
+    def monitor_workers(self: Any, group: Any) -> Any:
+        result = monitor(self, group)
+        if any(failure.exitcode in IN_VAIN for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        return result
+
+    agent._monitor_workers = monitor_workers
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True)
@@ -427,6 +442,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         # Before the meeting: a node without it, or with a wrong option, is not to come.
         from torch.distributed import DistError, run
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import PContext, SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -448,6 +464,7 @@ def main(argv: Sequence[str]) -> int:
         watch.wait_for("torchrun of the other nodes")
         number_starts(DynamicRendezvousHandler)
     wait_for_checkpoints(PContext, SignalException)
+    give_up_on_mistakes(LocalElasticAgent)
     try:
         run.main([*torchrun_words(args, hosts), *args.torchrun])
     except (RendezvousError, DistError) as error:

@@ -77,3 +77,15 @@ def test_checkpoint_may_take_longer_than_torchrun_waits(nodes, tmp_path):
         assert stderr.endswith("torchrun.sh: ended by SIGTERM\n")
         assert "Traceback" not in stderr
         assert (tmp_path / f"saved{rank}").exists()
+
+
+@pytest.mark.parametrize(("code", "starts"), [(1, 2), (2, 1), (3, 1), (4, 1)])
+def test_only_what_a_restart_may_help_is_restarted(code, starts, tmp_path):
+    """A crash is; a mistake, a loss that is not finite and a full folder come again."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "run_vit_training.py").write_text(f"print('started')\nraise SystemExit({code})\n")
+    run = start(tmp_path / "launch" / "torchrun.sh", NPROC_PER_NODE="1", MAX_RESTARTS="1")
+    found, stdout, stderr = finish(run)
+    assert found == 1
+    assert stdout.count("started") == starts
+    assert f"exitcode  : {code} " in stderr

@@ -147,12 +147,13 @@ def test_lost_node(cluster, submit, uninterrupted):
     assert trained(folder) == uninterrupted
 
 
-def test_cancelled(cluster, submit):
+@pytest.mark.parametrize(("options", "state"), [("", "CANCELLED"), ("--signal=TERM", "FAILED")])
+def test_cancelled(options, state, cluster, submit):
     job, folder = submit()
     reach_step(job, folder, 20)
     assert len(job.processes()) > 6  # batch script, srun; torchrun, rank and loader on both nodes
-    cluster.run("scancel", job.number)
-    job.wait("CANCELLED")
+    cluster.run("scancel", *options.split(), job.number)
+    job.wait(state)
     until(lambda: not job.processes(), KILL_WAIT_SECONDS + 30, "its processes to end",
           lambda: str(job.processes()))  # fmt: skip
     (step,) = re.findall(STOPPED, job.output, re.MULTILINE)
@@ -168,8 +169,10 @@ def test_no_ckpt_dir(cluster, tmp_path):
 
 
 def test_wrong_flag(submit):
+    """A line a node, as on one alone something may be wrong; no second attempt."""
     job, folder = submit("", "--batch_size", "127")
     job.wait("FAILED")
     assert job.field("Restarts") == "0"
-    assert len(re.findall(r"^run_vit_training\S* error: ", job.output, re.MULTILINE)) == 1
+    said = re.findall(r"^run_vit_training.py: error: (.*)", job.output, re.MULTILINE)
+    assert said == ["--batch_size 127 (global) is no multiple of the 2 devices"] * 2
     assert not folder.exists()
