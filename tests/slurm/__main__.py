@@ -36,7 +36,7 @@ def main() -> int:
     if why := missing():
         print(f"test-slurm: {why}", file=sys.stderr)
         return 2
-    tests = [sys.executable, "-m", "pytest", "-m", "slurm", *(sys.argv[1:] or ["tests/slurm"])]
+    tests = [sys.executable, "-m", "pytest", "-m", "slurm", "tests/slurm", *sys.argv[1:]]
     # The shell is process 1 there and reaps what Slurm's daemons leave behind.
     init = ["bash", "-c", '"$@"; exit $?', "init", *tests]
     os.execvp("unshare", ["unshare", *NAMESPACES, *init])
