@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch import meet
+from launch.meeting import Host, Refused, join, listen
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
 from tests.test_launch_gpu import TORCHRUN, devices, finish, free_port, losses, start
 
@@ -88,10 +89,10 @@ def arguments(port: str, rank: int, **more: object) -> argparse.Namespace:
 def host():
     """Node 0 of three, waiting in a thread; ``found`` is what it ends with."""
     args = arguments(free_port(), 0)
-    listener = meet.listen(args)
+    listener = listen(args)
     assert listener
     waiting = SimpleNamespace(port=str(args.port), watch=SimpleNamespace(waiting_for=""), found=[])
-    meeting = meet.Host(listener, args, waiting.watch)
+    meeting = Host(listener, args, waiting.watch)
     waiting.thread = threading.Thread(target=lambda: waiting.found.append(meeting.wait()))
     waiting.thread.start()
     yield waiting
@@ -102,7 +103,7 @@ def host():
 
 
 def come(port: str, rank: int, **more: object) -> str | None:
-    return meet.join(arguments(port, rank, **more), SimpleNamespace(waiting_for=""))
+    return join(arguments(port, rank, **more), SimpleNamespace(waiting_for=""))
 
 
 def speak(port: str, data: bytes) -> bytes:
@@ -135,14 +136,14 @@ def test_strangers_do_not_end_a_meeting(host):
 
 
 def test_refusals_say_what_to_change(host):
-    with pytest.raises(meet.Refused, match="NNODES is '2' there and '3' here"):
+    with pytest.raises(Refused, match="NNODES is '2' there and '3' here"):
         come(host.port, 1, nodes=2)
-    with pytest.raises(meet.Refused, match="RDZV_ID is 'a' there and '' here"):
+    with pytest.raises(Refused, match="RDZV_ID is 'a' there and '' here"):
         come(host.port, 1, rdzv_id="a")
-    with pytest.raises(meet.Refused, match="NODE_RANK=0 is here already; another run on this"):
+    with pytest.raises(Refused, match="NODE_RANK=0 is here already; another run on this"):
         come(host.port, 0)
-    with pytest.raises(meet.Refused, match=f"port {host.port} is in use on this machine"):
-        meet.listen(arguments(host.port, 0))
+    with pytest.raises(Refused, match=f"port {host.port} is in use on this machine"):
+        listen(arguments(host.port, 0))
 
 
 def test_a_node_that_left_may_come_again(host):
