@@ -12,7 +12,7 @@ from typing import Any
 
 from training.arguments import DEFAULT_MODEL, build_parser, model_config
 from training.backend_arguments import check_foreign_flags
-from training.errors import RunFailed, StoppedBySignal, UsageError, tells
+from training.errors import RunFailed, SelfCheckFailed, StoppedBySignal, UsageError, tells
 from training.parent import end_with_torchrun
 
 
@@ -39,13 +39,21 @@ def prepare_training(args: argparse.Namespace, device_count: int) -> Any:
     return functools.partial(run, prepare(args, device_count))
 
 
+def prepare_self_check(args: argparse.Namespace, device_count: int) -> Any:
+    from training.self_check.run import prepare_self_check
+
+    return prepare_self_check(args, device_count)
+
+
 def run_on_xla(args: argparse.Namespace, prepare: Prepare) -> None:
     from xla_fsdp import options
-    from xla_fsdp.attention.choice import check_attention
+    from xla_fsdp.attention.choice import attention_form, check_attention
     from xla_fsdp.launch import launch
 
     options.check(args)
     check_attention(args)
+    if args.self_check:  # with few tokens, auto would choose otherwise
+        args.attention = attention_form(args)
     devices = options.device_count(args)
     options.check_devices(args, model_config(args), devices)
     options.check_libtpu()
@@ -82,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":  # of all that torchrun started, one says it
             print(f"run_vit_training.py: error: {failure}", file=sys.stderr)
         return failure.exit_code
-    except StoppedBySignal as stop:
-        return stop.exit_code
+    except (SelfCheckFailed, StoppedBySignal) as end:
+        return end.exit_code
     except KeyboardInterrupt:
         print("run_vit_training.py: interrupted", file=sys.stderr)
         return 130
@@ -98,6 +106,11 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         raise UsageError("--json needs --predict, --eval_only or --compile_only")
     if args.tpu_topology and not args.compile_only:
         raise UsageError("--tpu_topology needs --compile_only")
+    if args.self_check:
+        for flag in ("predict", "eval_only", "compile_only"):
+            if getattr(args, flag):
+                raise UsageError(f"--self_check is of a training run: drop it, or --{flag}")
+        prepare = prepare_self_check
     if args.predict or args.eval_only:
         from training.inference import open_trained, predict, prepare_evaluation
 

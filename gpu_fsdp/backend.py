@@ -273,6 +273,13 @@ class GpuBackend(abc.ABC):
             "optimizer": sum(tensor.nbytes for tensor in state),
         }
 
+    def rounding(self) -> float:
+        args, dtypes = self._args, options.DTYPES
+        used = [torch.finfo(dtypes[each]).eps for each in (args.precision, args.reduce_dtype)]
+        used += [torch.finfo(torch.float16).eps] if args.tf32 else []  # as many bits as TF32
+        used += [torch.finfo(torch.float8_e4m3fn).eps] if args.fp8 != "none" else []
+        return max(used) / 2
+
     def peak_flops(self) -> float | None:
         if self._device.type == "cpu":
             return None

@@ -64,6 +64,14 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         help="end the run after this many optimizer steps, counted over all resumed parts; "
         "checkpoint and evaluate as at the end (default: no limit)",
     )
+    group.add_argument(
+        "--self_check",
+        action="store_true",
+        help="train nothing: on the devices and with the flags of this run, but a small model, "
+        "compare sharded updates with plain PyTorch on the CPU, and try collectives, a checkpoint "
+        "in --ckpt_dir, free disk and the speed of --data_dir; prints a table, the exit code is 1 "
+        "if a line fails (docs/self_check.md)",
+    )
 
 
 def _add_data(group: argparse._ArgumentGroup) -> None:

@@ -107,5 +107,9 @@ class Backend(Protocol):
     def state_bytes(self) -> dict[str, int]:
         """Bytes of parameters and of optimizer state on the first device."""
 
+    def rounding(self) -> float:
+        """By what share of it a number may be rounded, in the coarsest numbers that a step uses: of
+        matrix products, and of gradients while they are summed."""
+
     def peak_flops(self) -> float | None:
         """Of one device at this precision, per second; None where unknown."""

@@ -34,6 +34,12 @@ class RunFailed(Exception):
         self.exit_code = exit_code
 
 
+class SelfCheckFailed(Exception):
+    """A line of ``--self_check`` has failed, as its table says; all processes raise it together."""
+
+    exit_code = 1
+
+
 class StoppedBySignal(Exception):
     """Training ended early, as asked, with a checkpoint."""
 

@@ -216,6 +216,11 @@ class XlaBackend(abc.ABC):
             "optimizer": sum(map(self._local_bytes, state)),
         }
 
+    def rounding(self) -> float:
+        # A TPU takes fp32 products as bf16, too.
+        lower = self._args.precision == "bf16" or xr.device_type() == "TPU"
+        return torch.finfo(torch.bfloat16 if lower else torch.float32).eps / 2
+
     def peak_flops(self) -> float | None:
         return chips.peak_flops()
 

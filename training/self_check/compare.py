@@ -1,0 +1,93 @@
+"""How far what was found is from what should be, and how far rounding alone may take it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from training.self_check.content import UPDATES
+from training.self_check.reference import Outcome, Tensors
+
+_BF16 = torch.finfo(torch.bfloat16).eps / 2
+"""Half the distance from 1.0 to the next number: by such a share a value may be rounded."""
+_EXACT = {"loss": 2e-5, "state": 2e-4}
+"""Allowed in fp32, where other orders of summing show."""
+_TIMES = 4.0
+"""What is allowed is so many times as much as plain PyTorch's own rounding makes."""
+_MOST = 0.3
+"""Nothing allowed may hide a factor of 2."""
+_SMALL = 0.1
+"""A tensor whose values are smaller than this share of the typical one is measured against that:
+some gradients are zero but for rounding, as of a bias that is the same for all keys."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The largest relative distance of all tensors, and of which one."""
+
+    value: float
+    name: str
+
+
+def _whole(found: Tensors, expected: Tensors) -> float:
+    """The relative distance of all tensors together."""
+    off = sum(_square(found[name] - value) for name, value in expected.items())
+    return math.sqrt(off / sum(_square(value) for value in expected.values()))
+
+
+def distance(found: Tensors, expected: Tensors, start: Tensors | None = None) -> Distance:
+    """``start``: compare how far tensors have moved from there."""
+    moved = {n: e - start[n] if start else e for n, e in expected.items()}
+    count = sum(each.numel() for each in moved.values())
+    typical = math.sqrt(sum(_square(each) for each in moved.values()) / count)
+    worst = Distance(0.0, "")
+    for name, value in moved.items():
+        off = math.sqrt(_square(found[name].float() - expected[name]))
+        size = max(math.sqrt(_square(value)), _SMALL * typical * math.sqrt(value.numel()))
+        relative = off / size if size else off
+        if not relative <= worst.value:  # also where it is not a number
+            worst = Distance(relative if math.isfinite(relative) else math.inf, name)
+    return worst
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return tensor.double().square().sum().item()
+
+
+def apart(found: list[float], expected: list[float]) -> float:
+    """The largest relative distance of numbers."""
+    each = [abs(f - e) / max(abs(e), 1e-9) for f, e in zip(found, expected, strict=True)]
+    return max(x if math.isfinite(x) else math.inf for x in each)
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """What is allowed where values are rounded by ``rounding``.
+
+    ``plain`` is computed in fp32, ``rounded`` the same all in bf16: what lies between them is what
+    rounding makes of this very model, and less of it is expected of finer numbers.
+    """
+
+    rounding: float
+    plain: Outcome
+    rounded: Outcome
+
+    def loss(self) -> float:
+        return min(_MOST, max(_EXACT["loss"], 8 * self.rounding))
+
+    def norm(self) -> float:
+        """Not as far off as the gradient itself."""
+        pairs = [
+            (self.rounded.states[update]["exp_avg"], self.plain.states[update]["exp_avg"])
+            for update in (1, UPDATES)
+        ]
+        return self._scaled(max(_whole(*pair) for pair in pairs))
+
+    def state(self, update: int, kind: str, start: Tensors | None) -> float:
+        rounded, plain = self.rounded.states[update][kind], self.plain.states[update][kind]
+        return self._scaled(distance(rounded, plain, start).value)
+
+    def _scaled(self, of_bf16: float) -> float:
+        return min(_MOST, max(_EXACT["state"], _TIMES * of_bf16 * self.rounding / _BF16))

@@ -1,0 +1,83 @@
+"""What the small run computes with: images, labels and first weights, the same everywhere."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from data.loader import Batch, DatasetLoader, Sample
+from data.sampler import GlobalBatchSampler
+from training.arguments import model_config
+
+
+def _generator(*what: object) -> torch.Generator:
+    digest = hashlib.sha256("/".join(map(str, what)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+class _Images(Dataset):
+    """Noise, another one for each index, with labels that go round."""
+
+    def __init__(self, length: int, shape: tuple[int, ...], classes: int, seed: int) -> None:
+        self._length, self._shape, self._classes, self._seed = length, shape, classes, seed
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        _, index = key
+        image = torch.randn(self._shape, generator=_generator(self._seed, "image", index))
+        return image, index % self._classes, []
+
+
+UPDATES = 3
+"""That are compared. There is one batch more, to go on with."""
+
+
+def batches(args: argparse.Namespace, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    """A process's share of each global batch, cut as the loader cuts real ones."""
+    config = model_config(args)
+    shape = (config.in_chans, config.img_size, config.img_size)
+    images = _Images(args.batch_size * (UPDATES + 1), shape, config.num_classes, args.seed)
+    sampler = GlobalBatchSampler(
+        len(images), args.batch_size, shuffle=True, seed=args.seed, rank=rank, world_size=world_size
+    )
+    return DatasetLoader(images, sampler, num_workers=0).epoch(0)
+
+
+class FirstWeights:
+    """An ``InitializeModule`` whose values make every parameter matter.
+
+    With those that a training begins with, some gradients are zero, or drown in rounding: behind
+    a head of zeros, or of queries and keys whose scores are all alike.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, name: str) -> None:
+        """Allocate on CPU and fill what is on meta below ``module``."""
+        for full_name, part in module.named_modules(prefix=name):
+            if not any(p.is_meta for p in part.parameters(recurse=False)):
+                continue
+            part.to_empty(device="cpu", recurse=False)
+            for key, parameter in part.named_parameters(prefix=full_name, recurse=False):
+                parameter.copy_(self._values(key, parameter))
+
+    def _values(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(parameter.shape, generator=_generator(self._seed, "weight", name))
+        own_name = name.rpartition(".")[2]
+        if own_name in ("pos_embed", "cls_token", "reg_token", "latent"):
+            return 0.5 * noise
+        if parameter.dim() > 1:
+            return noise / math.sqrt(parameter[0].numel())
+        if own_name == "gamma":  # a layer's scale
+            return 0.5 + 0.1 * noise
+        return 0.1 * noise + (1.0 if own_name == "weight" else 0.0)

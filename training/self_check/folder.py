@@ -1,0 +1,187 @@
+"""Checkpoints of the small run, in a folder of their own inside ``--ckpt_dir``, and the disk."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from models.config import VitConfig
+from models.vit import build_vit, parameter_count
+from training import processes
+from training.arguments import model_config
+from training.backend import Backend
+from training.checkpoints.choose import complete_checkpoints, folder_of
+from training.checkpoints.content import Position
+from training.checkpoints.lock import FolderLock
+from training.checkpoints.manifest import damage
+from training.checkpoints.reader import SafeReader, quiet_dcp, reason_of
+from training.checkpoints.saver import CheckpointSaver
+from training.errors import RunFailed, UsageError
+from training.self_check.reference import MOMENTS, Tensors
+from training.self_check.table import Table
+from training.start import enter_folder
+
+State = dict[str, Tensors]
+
+
+@contextlib.contextmanager
+def own_folder(args: argparse.Namespace, backend: Backend, table: Table) -> Iterator[Path | None]:
+    """A new folder in ``--ckpt_dir``, which is locked meanwhile; it is removed afterwards.
+
+    None where no run could write there.
+    """
+    ckpt_dir = Path(args.ckpt_dir)
+    lock = FolderLock(ckpt_dir)
+    folder = ckpt_dir / processes.gather(f"self_check_{secrets.token_hex(4)}")[0]
+    try:
+        try:
+            enter_folder(ckpt_dir, lock, is_main=backend.is_main)
+            with processes.failing_together():
+                _make(folder, backend)
+        except UsageError as error:
+            table.line(False, "checkpoint folder", str(error))
+            yield None
+            return
+        table.line(
+            True, "checkpoint folder", f"{ckpt_dir} can be written to, and is no other job's"
+        )
+        yield folder
+    finally:
+        if backend.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
+
+
+def _make(folder: Path, backend: Backend) -> None:
+    if backend.is_main:
+        try:
+            folder.mkdir()
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to --ckpt_dir {folder.parent}: {error.strerror}"
+            ) from None
+
+
+class Checkpoints:
+    """Writes checkpoints as training does, and reads them whole, in the first process."""
+
+    def __init__(
+        self, folder: Path | None, args: argparse.Namespace, backend: Backend, table: Table
+    ) -> None:
+        self._folder, self._args, self._backend, self._table = folder, args, backend, table
+        self.states: dict[int, State] = {}
+        """By number; in the first process."""
+        self.usable = folder is not None
+        self.seconds = 0.0
+
+    def save(self, number: int) -> None:
+        """Write a checkpoint and read it; a line says what is wrong, then no more are written."""
+        if self._folder is None or not self.usable:
+            return
+        began = time.perf_counter()
+        saver = CheckpointSaver(
+            self._folder, self._backend, lambda text: None, vars(self._args), None, 0, 1
+        )
+        try:
+            saver.save(Position(number), must=True)
+            with processes.failing_together():
+                if self._backend.is_main:
+                    self.states[number] = self._read(folder_of(self._folder, number))
+        except (RunFailed, UsageError) as error:
+            self.usable = False
+            self._table.line(False, "checkpoint written", str(error))
+        self.seconds = time.perf_counter() - began
+
+    def _read(self, path: Path) -> State:
+        """Model and moments under their plain names. Raises UsageError if that is not possible."""
+        names = {n: p.shape for n, p in build_vit(model_config(self._args)).named_parameters()}
+        # Not a number: what the checkpoint does not hold is seen to be missing.
+        empty = {n: {kind: torch.full(shape, torch.nan) for kind in ("weights", *MOMENTS)}
+                 for n, shape in names.items()}  # fmt: skip
+        model = {n: each["weights"] for n, each in empty.items()}
+        state = {n: {kind: each[kind] for kind in MOMENTS} for n, each in empty.items()}
+        try:
+            if problem := damage(path):
+                raise UsageError(f"the checkpoint that was written is damaged: {problem}")
+            with quiet_dcp():
+                wanted = {"model": model, "optimizer": {"state": state}}
+                dcp.load(wanted, storage_reader=SafeReader(path), no_dist=True)
+        except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
+            raise UsageError(f"{path} cannot be read: {reason_of(error)}") from None
+        return {"weights": model} | {
+            kind: {n: each[kind] for n, each in state.items()} for kind in MOMENTS
+        }
+
+    def check_written(self, number: int) -> None:
+        """Say of the checkpoint of this number how large it is."""
+        if not self.usable or self._folder is None:
+            return
+        text = ""
+        if self._backend.is_main:
+            files = [p for p in folder_of(self._folder, number).iterdir() if p.is_file()]
+            size = sum(p.stat().st_size for p in files)
+            text = (f"{len(files)} files, {size / 1e6:.2f} MB, checksums as in the manifest, "
+                    f"{self.seconds:.1f} s")  # fmt: skip
+        self._table.line(True, "checkpoint written", text)
+
+    def load(self, number: int) -> None:
+        assert self._folder is not None
+        self._backend.load(folder_of(self._folder, number))
+
+    def check_equal(self, first: int, second: int) -> None:
+        """That two checkpoints hold the same, to the last bit."""
+        if not self.usable or not self._backend.is_main:
+            self._table.line(True, "", "")
+            return
+        one, other = self.states[first], self.states[second]
+        tensors = [(kind, name) for kind, of in one.items() for name in of]
+        unlike = [(k, n) for k, n in tensors if not torch.equal(one[k][n], other[k][n])]
+        text = f"{len(tensors)} tensors loaded over those of another update: the same bits"
+        if unlike:
+            kind, name = unlike[0]
+            text = (f"{len(unlike)} of {len(tensors)} tensors are other ones once loaded and "
+                    f"written again; the first: {kind} of {name}")  # fmt: skip
+        self._table.line(not unlike, "checkpoint read", text)
+
+
+# -- the real model's size ------------------------------------------------------------
+
+
+def checkpoint_bytes(args: argparse.Namespace, config: VitConfig) -> int:
+    """Of a checkpoint of the whole model: weights and AdamW's two moments."""
+    each = 4 if args.preserve_fp32_weights else 2
+    return 3 * each * parameter_count(config)
+
+
+def check_disk(args: argparse.Namespace, config: VitConfig, table: Table) -> None:
+    """Room for the checkpoints that the run will keep, and the one that is written before the
+    oldest is removed; with ``--keep_checkpoints 0``, all, for one."""
+    folder = Path(args.ckpt_dir)
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        table.line(False, "disk", f"{folder}: {error.strerror}")
+        return
+    size = checkpoint_bytes(args, config)
+    there = len(complete_checkpoints(Path(args.ckpt_dir)))
+    wanted = max(1, args.keep_checkpoints + 1 - there) if args.keep_checkpoints else 1
+    text = f"{_bytes(free)} free at {folder}; a checkpoint is {_bytes(size)}, room for {wanted}"
+    if args.keep_checkpoints:
+        text += f" is needed (--keep_checkpoints {args.keep_checkpoints}, one more, {there} there)"
+    else:
+        text += f" is needed, there is for {free // size:,} (none is removed: --keep_checkpoints)"
+    table.line(free >= wanted * size, "disk", text)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,109 @@
+"""What the machines can do: talking to each other, decoding images, telling of their memory."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import time
+
+import torch
+import torch.distributed as dist
+
+from data.build import DataSource
+from data.errors import DataFolderError
+from data.loader import DatasetLoader
+from data.sampler import GlobalBatchSampler
+from models.config import VitConfig
+from models.vit import train_flops_per_image
+from training import processes
+from training.backend import Backend
+from training.self_check.table import Table
+
+_MFU = 0.5
+"""Of a step that is as fast as steps get."""
+_SECONDS = 6.0
+_SHARE = 16
+"""Images a batch and process: first batches come soon."""
+
+
+def check_hosts(backend: Backend, table: Table) -> None:
+    """A collective each way between the processes: sum, largest, and everyone's own value."""
+    count, rank = processes.count(), processes.rank()
+    total = torch.tensor([float(rank + 1), 1.0])
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    largest = backend.largest_of_all(rank)()
+    ranks, hosts = zip(*processes.gather([rank, socket.gethostname()]), strict=True)
+    good = total.tolist() == [count * (count + 1) / 2, count] and largest == count - 1
+    good &= ranks == tuple(range(count))
+    text = f"sum, largest and gather over {count} process(es) on {len(set(hosts))} host(s)"
+    table.line(all(processes.gather(good)), "hosts", text)
+
+
+def check_memory(backend: Backend, table: Table) -> None:
+    """What a device tells of its memory; on the CPU, nothing."""
+    told = backend.memory()
+    if not told:  # libtpu answers one question late
+        time.sleep(2)
+        told = backend.memory()
+    if not told:
+        table.line(None, "memory", "these devices tell nothing of their memory")
+        return
+    table.line(True, "memory", ", ".join(f"{k} {v / 2**30:,.2f} GiB" for k, v in told.items()))
+
+
+def check_decoding(
+    args: argparse.Namespace, config: VitConfig, data: DataSource, backend: Backend, table: Table
+) -> None:
+    """Images a second that the loader gives, against what the devices could take."""
+    if data.train is None:
+        table.line(None, "data", "not read: --fake_data")
+        return
+    found = _measure(args, data, backend)
+    speeds = processes.gather(found if isinstance(found, float) else str(found))
+    problem = next((each for each in speeds if isinstance(each, str)), None)
+    if problem:
+        table.line(False, "data", problem)
+        return
+    speed = sum(speeds)
+    workers = f"{args.num_workers} worker(s) in each of {len(speeds)} process(es)"
+    text = f"{speed:,.0f} images/s decoded by {workers}"
+    peak = backend.peak_flops()
+    if peak is None:
+        table.line(None, "data", f"{text}; what these devices could take is not known")
+        return
+    needed = _MFU * peak * backend.device_count / train_flops_per_image(config)
+    text += f"; {backend.device_count} devices at {_MFU:.0%} of their peak take {needed:,.0f}"
+    table.line(speed >= needed, "data", text)
+
+
+def _measure(
+    args: argparse.Namespace, data: DataSource, backend: Backend
+) -> float | DataFolderError:
+    """Of this process, all of them reading at once, from the first batch on."""
+    assert data.train is not None
+    share = min(_SHARE, len(data.train) // backend.world_size)
+    sampler = GlobalBatchSampler(
+        len(data.train), share * backend.world_size, shuffle=True, seed=args.seed,
+        rank=backend.rank, world_size=backend.world_size,
+    )  # fmt: skip
+    loader = DatasetLoader(data.train, sampler, args.num_workers)
+    images, epoch = 0, 0
+    began = end = 0.0
+    try:
+        # Each worker has batches of its own under way: what is ready at the start is not counted.
+        left = 2 * max(1, args.num_workers)
+        while not began or time.perf_counter() < began + _SECONDS:
+            for loaded, _ in loader.epoch(epoch):
+                end = time.perf_counter()
+                if began:
+                    images += len(loaded)
+                    if end > began + _SECONDS:
+                        break
+                left -= 1
+                if left == 0:
+                    began = end
+            epoch += 1
+    except DataFolderError as error:
+        return error
+    return images / (end - began)

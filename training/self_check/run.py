@@ -1,0 +1,154 @@
+"""The self-check from its arguments to its verdict; the body of every process."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+from collections.abc import Callable
+
+from data.build import DataSource, open_data
+from models.config import VitConfig
+from models.vit import build_vit, fsdp_units, parameter_count
+from training import processes
+from training.arguments import model_config
+from training.backend import Backend
+from training.checkpoints.reader import reason_of
+from training.errors import SelfCheckFailed, UsageError
+from training.fingerprint import check_alike
+from training.preprocessing import take_preprocessing
+from training.self_check.compare import Tolerances, apart
+from training.self_check.content import UPDATES, FirstWeights
+from training.self_check.folder import Checkpoints, check_disk, own_folder
+from training.self_check.machine import check_decoding, check_hosts, check_memory
+from training.self_check.reference import Outcome, Settings, compute
+from training.self_check.shrink import shrink
+from training.self_check.table import Table
+from training.self_check.updates import EQUAL, Devices, check_rows, check_scalars, check_states
+from training.validation import bad_data_is_the_users, check_model, check_run
+from training.watchdog import Watchdog
+
+_SILENT_S = 600.0
+"""Without ``--step_timeout_s``, what a line of the table may take before it counts as a hang."""
+
+
+def prepare_self_check(
+    args: argparse.Namespace, device_count: int
+) -> Callable[[argparse.Namespace, Backend], None]:
+    """Check what needs no device, as for training, and shrink ``args``. Raises UsageError."""
+    config = model_config(args)
+    check_model(config)
+    check_run(args, device_count)
+    take_preprocessing(args, None)
+    with bad_data_is_the_users():
+        data = open_data(args, config)
+    asked = copy.copy(args)
+    vars(args).update(vars(shrink(args, device_count)))
+    return functools.partial(_self_check, asked, data)
+
+
+def _self_check(
+    asked: argparse.Namespace, data: DataSource, args: argparse.Namespace, backend: Backend
+) -> None:
+    """``asked`` is the user's run, ``args`` the small one."""
+    with processes.failing_together():
+        check_run(asked, backend.device_count)  # as many as were expected?
+    check_alike(asked, data)
+    table = Table(silent=not backend.is_main)
+    watchdog = Watchdog(asked.step_timeout_s or _SILENT_S)
+    watchdog.alive()
+    try:
+        _check_devices(asked, args, backend, table, watchdog)
+        check_disk(asked, model_config(asked), table)
+        check_memory(backend, table)
+        watchdog.alive()
+        check_decoding(asked, model_config(asked), data, backend, table)
+    except UsageError:
+        raise
+    except Exception as error:
+        table.line(False, "crashed", f"in what would come here: {reason_of(error)}")
+        raise
+    finally:
+        watchdog.rest()
+    table.end()
+    if any(processes.gather(table.failed)):
+        raise SelfCheckFailed
+
+
+def _check_devices(
+    asked: argparse.Namespace, args: argparse.Namespace, backend: Backend, table: Table,
+    watchdog: Watchdog,
+) -> None:  # fmt: skip
+    settings, plain, allowed = _reference(args, backend)
+    model = build_vit(model_config(args))
+    sharded = backend.shard(model, list(fsdp_units(model)), FirstWeights(args.seed))
+    backend.build_optimizer(
+        betas=(args.betas[0], args.betas[1]), eps=settings.eps, weight_decay=args.weight_decay
+    )
+    sharded.train()
+    table.say(backend.describe())
+    table.say(_describe(asked, args))
+    check_hosts(backend, table)
+    watchdog.alive()
+    devices = Devices(args, backend, sharded, settings)
+    check_rows(devices, table)
+    watchdog.alive()
+    with own_folder(args, backend, table) as folder:
+        checkpoints = Checkpoints(folder, args, backend, table)
+        devices.updates(1, 1)
+        watchdog.alive()
+        checkpoints.save(1)
+        devices.updates(2, UPDATES)
+        checkpoints.save(UPDATES)
+        watchdog.alive()
+        check_scalars(devices, plain, allowed, table)
+        if plain and allowed and checkpoints.usable:
+            check_states(checkpoints.states, plain, allowed, args, table)
+        _check_going_on(devices, checkpoints, table)
+
+
+def _check_going_on(devices: Devices, checkpoints: Checkpoints, table: Table) -> None:
+    """A checkpoint, loaded over the state of another update, is the state that was saved."""
+    if not checkpoints.usable:
+        table.line(None, "gradients", "nor moments and weights: they are read from a checkpoint")
+        return
+    checkpoints.check_written(UPDATES)
+    first = devices.update(UPDATES + 1)
+    checkpoints.load(UPDATES)
+    checkpoints.save(UPDATES + 1)
+    if not checkpoints.usable:
+        return
+    checkpoints.check_equal(UPDATES, UPDATES + 1)
+    again = devices.update(UPDATES + 1)
+    off = apart(list(again), list(first))
+    everyone = processes.gather(repr(off))
+    what = "between loss and norm of an update before and after the loading"
+    table.within("resumed", max(map(float, everyone)), EQUAL, what)
+
+
+def _reference(
+    args: argparse.Namespace, backend: Backend
+) -> tuple[Settings, Outcome | None, Tolerances | None]:
+    """What to compare with, in the first process, and how all of them update."""
+    plain = allowed = None
+    told: list[float] = []
+    if backend.is_main:
+        settings, plain, rounded = compute(args)
+        allowed = Tolerances(backend.rounding(), plain, rounded)
+        told = [settings.lr, settings.eps, settings.max_norm]
+    return Settings(*processes.gather(told)[0]), plain, allowed
+
+
+def _describe(asked: argparse.Namespace, args: argparse.Namespace) -> str:
+    real, small = model_config(asked), model_config(args)
+    return (
+        f"model: {asked.model}, {parameter_count(real):,} parameters, shrunk to "
+        f"{parameter_count(small):,}: {small.depth} blocks, {small.embed_dim} wide, "
+        f"{small.num_heads} head(s), {small.num_tokens} tokens; {args.batch_size} images a step"
+        + (f" in {args.grad_accum_steps} passes" if args.grad_accum_steps > 1 else "")
+        + ("; dropout off, its masks would differ" if _drops(real) else "")
+    )
+
+
+def _drops(config: VitConfig) -> bool:
+    return any(value for name, value in vars(config).items() if name.endswith("_rate"))

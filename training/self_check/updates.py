@@ -1,0 +1,143 @@
+"""Updates on the devices, and what is compared of them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from data.loader import Batch
+from training import processes
+from training.backend import Backend
+from training.loop import forward_backward, put_micro_batches
+from training.self_check.compare import Tolerances, apart, distance
+from training.self_check.content import UPDATES, batches
+from training.self_check.reference import MOMENTS, Outcome, Settings, Tensors
+from training.self_check.table import Table
+
+_TRIES = 24
+"""In fp16: a loss scale that is too large is halved, and its update not made."""
+_ROW = 0.01
+"""Of the typical weight of a row in their sum."""
+EQUAL = 1e-5
+"""What should be the same number, but for the order of sums on a GPU."""
+
+
+@dataclass
+class Devices:
+    """The small run on the backend."""
+
+    args: argparse.Namespace
+    backend: Backend
+    model: nn.Module
+    settings: Settings
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        share = (self.backend.rank, self.backend.world_size)
+        # The one after the last update is for going on from a checkpoint.
+        self.batches = [
+            put_micro_batches(self.backend, batch, self.args.grad_accum_steps)
+            for batch in batches(self.args, *share)
+        ]
+
+    def update(self, number: int) -> tuple[float, float]:
+        """Make the update of this number, from 1 on; returns its loss and gradient norm."""
+        tries = _TRIES if self.args.precision == "fp16" else 1
+        for _ in range(tries):
+            batch = self.batches[number - 1]
+            loss = forward_backward(self.model, self.backend, number - 1, batch)
+            norm, _ = self.backend.optimizer_step(self.settings.lr, self.settings.max_norm, loss)
+            found = self.backend.read({"loss": loss, "norm": norm}).result()
+            if math.isfinite(found["norm"][0]):
+                break
+        return found["loss"][0], found["norm"][0]
+
+    def updates(self, first: int, last: int) -> None:
+        for number in range(first, last + 1):
+            loss, norm = self.update(number)
+            self.losses.append(loss)
+            self.norms.append(norm)
+
+
+# -- rows -----------------------------------------------------------------------------
+
+
+def check_rows(devices: Devices, table: Table) -> None:
+    """That the devices have each image of the batch once, with its label.
+
+    Each row's label times a weighted sum of its pixels, summed by ``Backend.sum`` and ``mean``.
+    """
+    backend, args = devices.backend, devices.args
+    micro_batches = devices.batches[0]
+    total = _sum_of_rows(micro_batches)
+    count = sum(len(labels) for _, labels in micro_batches)
+    values = {"sum": backend.sum(total), "mean": backend.mean(total / count)}
+    backend.end_step()
+    found = backend.read(values).result()
+    rows = _weights_of_rows(next(iter(batches(args))))
+    expected = rows.sum().item()
+    for name, value in (("sum", found["sum"][0]), ("mean", found["mean"][0] * args.batch_size)):
+        off = abs(value - expected) / rows.abs().mean().item()
+        off = max(map(float, processes.gather(repr(off))))
+        what = f"of the {args.batch_size} rows of a batch, a row as the unit"
+        table.within(f"rows, {name}", off, _ROW, f"off in the {name} {what}")
+
+
+def _sum_of_rows(micro_batches: Sequence[Batch]) -> torch.Tensor:
+    sums = [_weights_of_rows(each).sum() for each in micro_batches]
+    return sum(sums[1:], start=sums[0])
+
+
+def _weights_of_rows(batch: Batch) -> torch.Tensor:
+    images, labels = batch
+    pixels = images.flatten(1)
+    ramp = torch.linspace(-1.0, 1.0, pixels.shape[1], device=pixels.device)
+    return (pixels * ramp).sum(1) * (labels + 1)
+
+
+# -- numbers --------------------------------------------------------------------------
+
+
+def check_scalars(
+    devices: Devices, plain: Outcome | None, allowed: Tolerances | None, table: Table
+) -> None:
+    """Losses and norms against the reference, and those of all processes against each other."""
+    if plain and allowed:
+        off = apart(devices.losses, plain.losses)
+        table.within("loss", off, allowed.loss(), f"off plain PyTorch's, {UPDATES} updates")
+        off = apart(devices.norms, plain.norms)
+        table.within("gradient norm", off, allowed.norm(), "off plain PyTorch's, before clipping")
+    everyone = processes.gather([repr(each) for each in devices.losses + devices.norms])
+    numbers = [[float(each) for each in of_one] for of_one in everyone]
+    off = max(apart(of_one, numbers[0]) for of_one in numbers)
+    what = f"between losses and norms of {len(numbers)} process(es)"
+    table.within("processes agree", off, EQUAL, what)
+
+
+def check_states(
+    found: dict[int, dict[str, Tensors]], plain: Outcome, allowed: Tolerances,
+    args: argparse.Namespace, table: Table,
+) -> None:  # fmt: skip
+    """Gradients, moments and weights, tensor by tensor, in the first process."""
+    moved_from = plain.states[0]["weights"] if args.preserve_fp32_weights else None
+
+    def compare(name: str, update: int, kinds: Sequence[str], what: str) -> None:
+        figures = []
+        for kind in kinds:
+            start = moved_from if kind == "weights" else None
+            far = distance(found[update][kind], plain.states[update][kind], start)
+            limit = allowed.state(update, kind, start)
+            figures.append((far.value / limit, far, limit))
+        _, far, limit = max(figures, key=lambda each: each[0])
+        worst = f"; the worst is {far.name}" if far.name else ""
+        table.within(name, far.value, limit, f"off plain PyTorch's, {what}{worst}")
+
+    compare("gradients", 1, MOMENTS[:1], "clipped, as AdamW's first moment after update 1")
+    compare("moments", UPDATES, MOMENTS, f"both, after update {UPDATES}")
+    compare("weights", UPDATES, ["weights"], f"after update {UPDATES}")
