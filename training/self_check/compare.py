@@ -14,7 +14,7 @@ _BF16 = torch.finfo(torch.bfloat16).eps / 2
 """Half the distance from 1.0 to the next number: by such a share a value may be rounded."""
 _EXACT = {"loss": 2e-5, "state": 2e-4}
 """Allowed in fp32, where other orders of summing show."""
-_TIMES = 4.0
+_TIMES = 3.0
 """What is allowed is so many times as much as plain PyTorch's own rounding makes."""
 _MOST = 0.3
 """Nothing allowed may hide a factor of 2."""
@@ -25,31 +25,27 @@ some gradients are zero but for rounding, as of a bias that is the same for all 
 
 @dataclass(frozen=True)
 class Distance:
-    """The largest relative distance of all tensors, and of which one."""
+    """How far some tensors are from others, relative: of all together, and of the worst one."""
 
-    value: float
-    name: str
-
-
-def _whole(found: Tensors, expected: Tensors) -> float:
-    """The relative distance of all tensors together."""
-    off = sum(_square(found[name] - value) for name, value in expected.items())
-    return math.sqrt(off / sum(_square(value) for value in expected.values()))
+    whole: float
+    worst: float
+    name: str = ""
+    """Of the worst one."""
 
 
 def distance(found: Tensors, expected: Tensors, start: Tensors | None = None) -> Distance:
     """``start``: compare how far tensors have moved from there."""
     moved = {n: e - start[n] if start else e for n, e in expected.items()}
-    count = sum(each.numel() for each in moved.values())
-    typical = math.sqrt(sum(_square(each) for each in moved.values()) / count)
-    worst = Distance(0.0, "")
-    for name, value in moved.items():
-        off = math.sqrt(_square(found[name].float() - expected[name]))
-        size = max(math.sqrt(_square(value)), _SMALL * typical * math.sqrt(value.numel()))
-        relative = off / size if size else off
-        if not relative <= worst.value:  # also where it is not a number
-            worst = Distance(relative if math.isfinite(relative) else math.inf, name)
-    return worst
+    off = {name: _square(found[name] - value) for name, value in expected.items()}
+    size = {name: _square(value) for name, value in moved.items()}
+    typical = sum(size.values()) / sum(value.numel() for value in moved.values())
+    worst, name = 0.0, ""
+    for each, value in moved.items():
+        against = max(size[each], _SMALL**2 * typical * value.numel())
+        relative = math.sqrt(off[each] / against)
+        if not relative <= worst:  # also where it is not a number
+            worst, name = relative, each
+    return Distance(math.sqrt(sum(off.values()) / sum(size.values())), worst, name)
 
 
 def _square(tensor: torch.Tensor) -> float:
@@ -79,15 +75,12 @@ class Tolerances:
 
     def norm(self) -> float:
         """Not as far off as the gradient itself."""
-        pairs = [
-            (self.rounded.states[update]["exp_avg"], self.plain.states[update]["exp_avg"])
-            for update in (1, UPDATES)
-        ]
-        return self._scaled(max(_whole(*pair) for pair in pairs))
+        return max(self.state(update, "exp_avg", None).whole for update in (1, UPDATES))
 
-    def state(self, update: int, kind: str, start: Tensors | None) -> float:
+    def state(self, update: int, kind: str, start: Tensors | None) -> Distance:
         rounded, plain = self.rounded.states[update][kind], self.plain.states[update][kind]
-        return self._scaled(distance(rounded, plain, start).value)
+        far = distance(rounded, plain, start)
+        return Distance(self._scaled(far.whole), self._scaled(far.worst))
 
     def _scaled(self, of_bf16: float) -> float:
         return min(_MOST, max(_EXACT["state"], _TIMES * of_bf16 * self.rounding / _BF16))

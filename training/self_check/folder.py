@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from training.checkpoints.reader import SafeReader, quiet_dcp, reason_of
 from training.checkpoints.saver import CheckpointSaver
 from training.errors import RunFailed, UsageError
 from training.self_check.reference import MOMENTS, Tensors
-from training.self_check.table import Table
+from training.self_check.table import Table, size_of
 from training.start import enter_folder
 
 State = dict[str, Tensors]
@@ -80,13 +79,11 @@ class Checkpoints:
         self.states: dict[int, State] = {}
         """By number; in the first process."""
         self.usable = folder is not None
-        self.seconds = 0.0
 
     def save(self, number: int) -> None:
         """Write a checkpoint and read it; a line says what is wrong, then no more are written."""
         if self._folder is None or not self.usable:
             return
-        began = time.perf_counter()
         saver = CheckpointSaver(
             self._folder, self._backend, lambda text: None, vars(self._args), None, 0, 1
         )
@@ -98,7 +95,6 @@ class Checkpoints:
         except (RunFailed, UsageError) as error:
             self.usable = False
             self._table.line(False, "checkpoint written", str(error))
-        self.seconds = time.perf_counter() - began
 
     def _read(self, path: Path) -> State:
         """Model and moments under their plain names. Raises UsageError if that is not possible."""
@@ -128,8 +124,7 @@ class Checkpoints:
         if self._backend.is_main:
             files = [p for p in folder_of(self._folder, number).iterdir() if p.is_file()]
             size = sum(p.stat().st_size for p in files)
-            text = (f"{len(files)} files, {size / 1e6:.2f} MB, checksums as in the manifest, "
-                    f"{self.seconds:.1f} s")  # fmt: skip
+            text = f"{len(files)} files, {size_of(size)}, checksums as in the manifest"
         self._table.line(True, "checkpoint written", text)
 
     def load(self, number: int) -> None:
@@ -175,13 +170,9 @@ def check_disk(args: argparse.Namespace, config: VitConfig, table: Table) -> Non
     size = checkpoint_bytes(args, config)
     there = len(complete_checkpoints(Path(args.ckpt_dir)))
     wanted = max(1, args.keep_checkpoints + 1 - there) if args.keep_checkpoints else 1
-    text = f"{_bytes(free)} free at {folder}; a checkpoint is {_bytes(size)}, room for {wanted}"
+    text = f"{size_of(free)} free at {folder}; a checkpoint is {size_of(size)}, room for {wanted}"
     if args.keep_checkpoints:
         text += f" is needed (--keep_checkpoints {args.keep_checkpoints}, one more, {there} there)"
     else:
         text += f" is needed, there is for {free // size:,} (none is removed: --keep_checkpoints)"
     table.line(free >= wanted * size, "disk", text)
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -14,10 +14,11 @@ from data.errors import DataFolderError
 from data.loader import DatasetLoader
 from data.sampler import GlobalBatchSampler
 from models.config import VitConfig
-from models.vit import train_flops_per_image
+from models.vit import parameter_count, train_flops_per_image
 from training import processes
+from training.arguments import model_config
 from training.backend import Backend
-from training.self_check.table import Table
+from training.self_check.table import Table, size_of
 
 _MFU = 0.5
 """Of a step that is as fast as steps get."""
@@ -40,16 +41,23 @@ def check_hosts(backend: Backend, table: Table) -> None:
     table.line(all(processes.gather(good)), "hosts", text)
 
 
-def check_memory(backend: Backend, table: Table) -> None:
-    """What a device tells of its memory; on the CPU, nothing."""
+def check_memory(
+    asked: argparse.Namespace, args: argparse.Namespace, backend: Backend, table: Table
+) -> None:
+    """What a device tells of its memory, and the least that the run of ``asked`` takes of it.
+
+    ``args`` is the small run: of its state a device holds the same share.
+    """
+    of = [parameter_count(model_config(each)) for each in (asked, args)]
+    state = sum(backend.state_bytes().values()) * of[0] / of[1]
+    text = f"weights and AdamW of the whole model take about {size_of(state)} a device"
     told = backend.memory()
-    if not told:  # libtpu answers one question late
-        time.sleep(2)
-        told = backend.memory()
-    if not told:
-        table.line(None, "memory", "these devices tell nothing of their memory")
+    told = processes.gather(told)[0]
+    if not told.get("limit"):
+        table.line(None, "memory", f"{text}; these devices do not tell what they have")
         return
-    table.line(True, "memory", ", ".join(f"{k} {v / 2**30:,.2f} GiB" for k, v in told.items()))
+    text += "".join(f", {name} {size_of(value)}" for name, value in told.items())
+    table.line(state < told["limit"], "memory", text)
 
 
 def check_decoding(

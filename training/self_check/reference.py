@@ -20,7 +20,7 @@ from training.self_check.content import UPDATES, FirstWeights, batches
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
 
-_LR = 0.01
+_LR = 0.05
 _ROWS_AT_ONCE = 32
 
 

@@ -42,3 +42,8 @@ class Table:
             self.say(f"self check FAILED: {self.failed} of {checks}")
         else:
             self.say(f"self check passed: {checks}")
+
+
+def size_of(count: float) -> str:
+    """Bytes for a person to read."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
