@@ -147,6 +147,14 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         leaves=("cpu.json", "cpu.png"),
         long=True,
     ),
+    # docs/self_check.md
+    "python3 run_vit_training.py --self_check --data_dir": Elsewhere(
+        "needs room for a checkpoint of 10 billion parameters", trains
+    ),
+    "python3 run_vit_training.py --self_check --fake_data": Run(
+        (r"^pass  checkpoint read ", r"^skip  data +not read", r"^self check passed: 14 checks, "),
+        private=True,
+    ),
     # docs/tpu.md
     "gcloud auth login": Elsewhere("a browser, and a person with an account", only_gclouds_words),
     "gcloud config set project": Elsewhere("needs gcloud", gcloud_sets_it),

@@ -89,7 +89,7 @@ def check(ckpt_dir, *flags, processes=1, program="run_vit_training.py"):
     done = run_program(*start, *RUN, "--ckpt_dir", str(ckpt_dir), *flags, processes=processes)
     lines = done.stdout.splitlines()
     assert lines, done.stderr
-    rows = [re.fullmatch(r"(pass|FAIL|skip)  (.{20}) (.+)", line) for line in lines[2:-1]]
+    rows = [re.fullmatch(r"(pass|FAIL|skip)  (.{20}) (.+)", line) for line in lines[3:-1]]
     assert all(rows), done.stdout + done.stderr
     failed = [row[2].strip() for row in rows if row[1] == "FAIL"]
     end = rf"self check FAILED: {len(failed)} of" if failed else "self check passed:"
@@ -131,7 +131,7 @@ def test_sound_flags_pass(program, processes, flags, tmp_path):
 
 def test_folder_that_cannot_be_written_and_no_images_to_read():
     failed, rows, done = check("/sys/vit", "--backend", "cuda", "--fake_data")
-    assert failed == ["checkpoint folder"]
+    assert failed == ["checkpoint folder", "disk"]
     told = {name.strip(): text for _, name, text in rows}
     assert "cannot write to --ckpt_dir /sys/vit" in told["checkpoint folder"]
     assert told["data"] == "not read: --fake_data"
@@ -224,7 +224,7 @@ def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
         check_decoding(asked, model_config(asked), data, backend, Table(silent=False))
         told = line(capsys)
         assert told.startswith(f"{verdict}  data")
-        assert told.endswith(f"at 50% of their peak take {images_a_second:,.0f}")
+        assert told.endswith(f"the devices take {images_a_second:,.0f} at 50% of their peak")
     shutil.copytree(DIGITS / "val", tmp_path / "broken" / "train")
     for path in (tmp_path / "broken" / "train").rglob("*.png"):
         path.write_bytes(b"no image")

@@ -170,9 +170,9 @@ def check_disk(args: argparse.Namespace, config: VitConfig, table: Table) -> Non
     size = checkpoint_bytes(args, config)
     there = len(complete_checkpoints(Path(args.ckpt_dir)))
     wanted = max(1, args.keep_checkpoints + 1 - there) if args.keep_checkpoints else 1
-    text = f"{size_of(free)} free at {folder}; a checkpoint is {size_of(size)}, room for {wanted}"
+    text = f"{size_of(free)} free, a checkpoint of the whole model takes {size_of(size)}: "
     if args.keep_checkpoints:
-        text += f" is needed (--keep_checkpoints {args.keep_checkpoints}, one more, {there} there)"
+        text += f"--keep_checkpoints {args.keep_checkpoints} and one more, {there} there"
     else:
-        text += f" is needed, there is for {free // size:,} (none is removed: --keep_checkpoints)"
+        text += f"room for {free // size:,} (--keep_checkpoints 0: none is removed)"
     table.line(free >= wanted * size, "disk", text)

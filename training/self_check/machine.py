@@ -50,11 +50,11 @@ def check_memory(
     """
     of = [parameter_count(model_config(each)) for each in (asked, args)]
     state = sum(backend.state_bytes().values()) * of[0] / of[1]
-    text = f"weights and AdamW of the whole model take about {size_of(state)} a device"
+    text = f"weights and AdamW of the whole model: about {size_of(state)} a device"
     told = backend.memory()
     told = processes.gather(told)[0]
     if not told.get("limit"):
-        table.line(None, "memory", f"{text}; these devices do not tell what they have")
+        table.line(None, "memory", f"{text}; it does not tell what it has")
         return
     text += "".join(f", {name} {size_of(value)}" for name, value in told.items())
     table.line(state < told["limit"], "memory", text)
@@ -74,14 +74,13 @@ def check_decoding(
         table.line(False, "data", problem)
         return
     speed = sum(speeds)
-    workers = f"{args.num_workers} worker(s) in each of {len(speeds)} process(es)"
-    text = f"{speed:,.0f} images/s decoded by {workers}"
+    text = f"{speed:,.0f} images/s decoded by {len(speeds)} x {args.num_workers} workers"
     peak = backend.peak_flops()
     if peak is None:
-        table.line(None, "data", f"{text}; what these devices could take is not known")
+        table.line(None, "data", f"{text}; the peak of these devices is not known")
         return
     needed = _MFU * peak * backend.device_count / train_flops_per_image(config)
-    text += f"; {backend.device_count} devices at {_MFU:.0%} of their peak take {needed:,.0f}"
+    text += f", the devices take {needed:,.0f} at {_MFU:.0%} of their peak"
     table.line(speed >= needed, "data", text)
 
 

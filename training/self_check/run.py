@@ -88,6 +88,9 @@ def _check_devices(
     sharded.train()
     table.say(backend.describe())
     table.say(_describe(asked, args))
+    table.say(
+        "figures: relative distance from plain PyTorch on the CPU, in brackets what is allowed"
+    )
     check_hosts(backend, table)
     watchdog.alive()
     devices = Devices(args, backend, sharded, settings)
@@ -123,7 +126,7 @@ def _check_going_on(devices: Devices, checkpoints: Checkpoints, table: Table) ->
     again = devices.update(UPDATES + 1)
     off = apart(list(again), list(first))
     everyone = processes.gather(repr(off))
-    what = "between loss and norm of an update before and after the loading"
+    what = "apart, loss and norm of an update before and after the loading"
     allowed = max(EQUAL, devices.backend.rounding())  # GPUs may sum in another order
     table.within("resumed", max(map(float, everyone)), allowed, what)
 

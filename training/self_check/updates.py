@@ -85,8 +85,8 @@ def check_rows(devices: Devices, table: Table) -> None:
     for name, value in (("sum", found["sum"][0]), ("mean", found["mean"][0] * args.batch_size)):
         off = abs(value - expected) / rows.abs().mean().item()
         off = max(map(float, processes.gather(repr(off))))
-        what = f"of the {args.batch_size} rows of a batch, a row as the unit"
-        table.within(f"rows, {name}", off, _ROW, f"off in the {name} {what}")
+        what = f"{name} over the devices of a batch of {args.batch_size}, a row as the unit"
+        table.within(f"rows, {name}", off, _ROW, what)
 
 
 def _sum_of_rows(micro_batches: Sequence[Batch]) -> torch.Tensor:
@@ -110,13 +110,13 @@ def check_scalars(
     """Losses and norms against the reference, and those of all processes against each other."""
     if plain and allowed:
         off = apart(devices.losses, plain.losses)
-        table.within("loss", off, allowed.loss(), f"off plain PyTorch's, {UPDATES} updates")
+        table.within("loss", off, allowed.loss(), f"{UPDATES} updates")
         off = apart(devices.norms, plain.norms)
-        table.within("gradient norm", off, allowed.norm(), "off plain PyTorch's, before clipping")
+        table.within("gradient norm", off, allowed.norm(), f"{UPDATES} updates, before clipping")
     everyone = processes.gather([repr(each) for each in devices.losses + devices.norms])
     numbers = [[float(each) for each in of_one] for of_one in everyone]
     off = max(apart(of_one, numbers[0]) for of_one in numbers)
-    what = f"between losses and norms of {len(numbers)} process(es)"
+    what = f"apart, losses and norms of {len(numbers)} process(es)"
     table.within("processes agree", off, EQUAL, what)
 
 
@@ -137,11 +137,11 @@ def check_states(
             figures.append((far.worst, limit.worst, f"the worst: {far.name}"))
         # Of these the one to be told; what is not a number is above any limit.
         off, limit_, which = max(figures, key=lambda each: _share(each[0], each[1]))
-        table.within(name, off, limit_, f"off plain PyTorch's, {what}; {which}")
+        table.within(name, off, limit_, f"{what}; {which}")
 
-    compare("gradients", 1, MOMENTS[:1], "clipped, as AdamW's first moment after update 1")
-    compare("moments", UPDATES, MOMENTS, f"both, after update {UPDATES}")
-    compare("weights", UPDATES, ["weights"], f"after update {UPDATES}")
+    compare("gradients", 1, MOMENTS[:1], "update 1, clipped")
+    compare("moments", UPDATES, MOMENTS, f"update {UPDATES}")
+    compare("weights", UPDATES, ["weights"], f"update {UPDATES}")
 
 
 def _share(off: float, allowed: float) -> float:
