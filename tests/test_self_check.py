@@ -23,6 +23,7 @@ RUN = ["--self_check", "--data_dir", str(DIGITS), *TINY_MODEL, "--batch_size", "
 RUN += ["--num_workers", "0"]
 BACKENDS = {
     "spmd": (1, ["--cpu_devices", "2"]),
+    "nested": (1, ["--xla_fsdp", "nested"]),
     "fsdp2": (2, ["--backend", "cuda"]),
     "megatron": (2, ["--backend", "cuda", "--fsdp", "megatron"]),
     "spmd, bf16": (1, ["--cpu_devices", "2", "--precision", "bf16"]),

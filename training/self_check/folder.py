@@ -132,9 +132,8 @@ class Checkpoints:
         self._backend.load(folder_of(self._folder, number))
 
     def check_equal(self, first: int, second: int) -> None:
-        """That two checkpoints hold the same, to the last bit."""
-        if not self.usable or not self._backend.is_main:
-            self._table.line(True, "", "")
+        """That two checkpoints hold the same, to the last bit; looked at in the first process."""
+        if not self._backend.is_main:
             return
         one, other = self.states[first], self.states[second]
         tensors = [(kind, name) for kind, of in one.items() for name in of]
