@@ -168,6 +168,20 @@ def test_a_mistake_on_one_host(slice_of, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.rehearse
+@pytest.mark.parametrize(("fault", "line"), [("", ""), ("other data", "FAIL  rows, sum")])
+def test_self_check_on_hosts(fault, line, slice_of, tmp_path):
+    """Of two hosts the last one is given other images."""
+    program = ("-m", "tests.self_check_fault") if fault else ("run_vit_training.py",)
+    flags = ["--fake_data", "--mesh_tensor", "2", "--self_check"]
+    started = slice_of(TWO_HOSTS).start(
+        *tiny(tmp_path / "run"), *flags, program=program, FAULT=fault
+    )
+    (stdout, stderr), *_ = all_ended(started, 1 if fault else 0)
+    assert line in stdout, stderr
+    assert ("FAIL" in stdout) == bool(fault)
+
+
 PUT_BACK = {
     "memory_asked_of_torch_xla": (HOST, "", "MemoryInfo not supported for SPMD virtual device"),
     "share_taken_for_the_batch": (TWO_HOSTS, "", "losses"),
