@@ -55,12 +55,13 @@ test-long: $(INSTALLED) datasets/digits
 rehearse: $(INSTALLED) datasets/digits
 	$(BIN)/python -m pytest -m rehearse tests
 
-# TESTS="tests/test_data.py" looks at what these execute; MARKS="not gpu and not long" takes half the time.
+# TESTS="tests/test_data.py": what these execute. MARKS="not gpu and not long": in less time.
 coverage: $(INSTALLED) datasets/digits
 	rm -rf runs/coverage
 	-$(BIN)/python -m coverage run -m pytest -n 2 --dist worksteal -q -m "$(or $(MARKS),not gpu)" \
 		$(or $(TESTS),tests)
 	$(BIN)/python -m tests.unexecuted docs/hardware.md
+
 test-slurm: $(INSTALLED) datasets/digits
 	$(BIN)/python -m tests.slurm $(ARGS)
 
