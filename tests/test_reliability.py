@@ -72,6 +72,12 @@ def test_keep_three(tmp_path):
     assert left(done.ckpt_dir) == [4, 5, 6]
 
 
+def test_too_many_go_where_nothing_is_left_to_train(run):
+    """A run that was killed between writing its last checkpoint and removing an old one."""
+    train_tiny_gpu(run, *QUICK, "--max_steps", "10", "--keep_checkpoints", "1")
+    assert left(run) == [10]
+
+
 def test_going_back_with_another_batch_size_loses_nothing(tmp_path):
     """The newest is what was written last, also where its step is a smaller number."""
     flags = "--patch_size 8 --batch_size 287 --num_epochs 3 --ckpt_epoch_interval 1".split()

@@ -75,6 +75,9 @@ class Trainer:
         args, backend, reports = self.args, self.backend, self.reports
         step, first_batch = start.step, start.images_in_epoch // args.batch_size
         self.model.train()
+        if step >= self.last_step:
+            self._spare_best()
+            self.saver.tidy()
         if self._owes_evaluation(start) and not self._evaluate(start):
             return
 
@@ -197,9 +200,12 @@ class Trainer:
     def _save(self, at: Position, *, must: bool = False) -> None:
         self.reports.flush()
         self.watchdog.alive()
+        self._spare_best()
+        self.saver.save(at, must=must)
+
+    def _spare_best(self) -> None:
         if self.args.ckpt_best and self.best[1]:
             self.saver.spared = folder_of(self.saver.ckpt_dir, self.best[1])
-        self.saver.save(at, must=must)
 
     def _save_stopped(self, at: Position) -> None:
         if self.stop.number != NOT_FINITE:

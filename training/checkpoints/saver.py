@@ -105,8 +105,16 @@ class CheckpointSaver:
             if any(problems):
                 remove(folder)  # it takes room that the next one may need
             else:
-                prune(self.ckpt_dir, self.keep, [folder, *([self.spared] if self.spared else [])])
+                self._prune(folder)
         return problems
+
+    def tidy(self) -> None:
+        """Remove what a start has left that was killed after it had written ``newest``."""
+        if self.newest and self.backend.is_main:
+            self._prune(self.newest)
+
+    def _prune(self, newest: Path) -> None:
+        prune(self.ckpt_dir, self.keep, [newest, *([self.spared] if self.spared else [])])
 
 
 def _attempt(stage: Callable[[], None]) -> list[str | None]:
