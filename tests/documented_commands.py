@@ -71,6 +71,10 @@ def one_line(typed: str) -> str:
     return " ".join(filter(None, lines))
 
 
+_OF_OTHERS = re.compile(r"torch_xla/|(proctrack|select|preempt|task)/")
+"""Files of torch_xla, and Slurm's names of its plugins."""
+
+
 def flags_and_paths() -> tuple[set[str], set[str]]:
     """Every ``--flag`` in code, and every file that code or a link names, by its path in ROOT."""
     flags: set[str] = set()
@@ -79,7 +83,8 @@ def flags_and_paths() -> tuple[set[str], set[str]]:
         text = document.read_text()
         code = [*_FENCE.findall(text), *_SPAN.findall(_FENCE.sub("", text))]
         flags |= {flag for span in code for flag in re.findall(r"(?<![\w-])--\w[\w-]+", span)}
-        paths |= {span for span in code if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", span)}
+        paths |= {span for span in code if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", span)
+                  and not _OF_OTHERS.match(span)}  # fmt: skip
         links = re.findall(r"\]\(([^):#]+)(?:#[\w-]+)?\)", text)
         paths |= {str((document.parent / link).relative_to(ROOT)) for link in links}
     return flags, paths

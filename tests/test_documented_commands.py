@@ -127,6 +127,8 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     ),
     "make test-long": Elsewhere("it runs this test", make_knows),
     # docs/slurm.md
+    "make rehearse": Elsewhere("minutes of tests of their own", make_knows),
+    "make coverage": Elsewhere("an hour of all tests", make_knows),
     "make test-slurm": Elsewhere("needs root, and Slurm installed", make_knows),
     # docs/benchmarks.md
     "python benchmarks/xla_step.py --devices 1 2 4": Run(

@@ -186,6 +186,27 @@ def test_restart_resumes_what_the_first_start_still_writes(run, trained, monkeyp
     assert Result(run).column("loss")[:10] == trained.column("loss")
 
 
+# -- images ---------------------------------------------------------------------------
+
+
+def test_images_that_cannot_be_read(tmp_path):
+    """They are listed and left out; beyond the limit the run ends."""
+    data = shutil.copytree(DIGITS, tmp_path / "data")
+    broken = sorted(data.glob("train/*/*"))[:2] + sorted(data.glob("val/*/*"))[:1]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:60])
+    flags = ["--data_dir", data, "--max_steps", "11"]
+    done = program(tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stderr
+    listed = (tmp_path / "run" / "bad_images.txt").read_text().splitlines()
+    assert {line.partition("\t")[0] for line in listed} == set(map(str, broken))
+    assert done.stdout.count(" cannot be read (") == 3
+    (evaluation,) = Result(tmp_path / "run").evaluations
+    assert evaluation["val_images"] == 358
+    said = mistake(program(tmp_path / "few", *flags, "--max_bad_images", "1"))
+    assert "2 images cannot be read, more than --max_bad_images 1: see" in said
+
+
 # -- disks ----------------------------------------------------------------------------
 
 

@@ -55,7 +55,7 @@ def local_of(here: Here) -> list[int]:
 
 
 def _devices(here: Here, exchange: Exchange) -> None:
-    """Numbers and places, as torch_xla/runtime.py (lines 172 to 216) asks for them.
+    """Numbers and places, as torch_xla/runtime.py (lines 152 to 185) asks for them.
 
     The client comes into being with the first question, and not before all hosts have one.
     """
@@ -86,7 +86,7 @@ def number_of(device: str) -> int:
 
 
 def _shards(here: Here, exchange: Exchange) -> None:
-    """torch_xla/distributed/spmd/xla_sharded_tensor.py, lines 131 and 145, sees local ones only."""
+    """torch_xla/distributed/spmd/xla_sharded_tensor.py, lines 136 and 149, sees local ones only."""
     local = set(local_of(here))
     shards, places, load = (
         XLAC._get_local_shards, XLAC._get_local_shard_replica_and_indices, XLAC._load_local_shards
@@ -116,7 +116,7 @@ def _shards(here: Here, exchange: Exchange) -> None:
 def _sends(here: Here, exchange: Exchange) -> None:
     """Of what a host sends, its devices get their parts; the others' come from their hosts.
 
-    With ``minibatch`` (torch_xla/core/xla_model.py, line 1146) a host gives its own share, cut
+    With ``minibatch`` (torch_xla/core/xla_model.py, line 1269) a host gives its own share, cut
     along dimension 0 over its devices in their order.
     """
     real = xm.send_cpu_data_to_device
@@ -148,7 +148,7 @@ def _whole(here: Here, given: dict[int, torch.Tensor], sharding: Any) -> torch.T
     locals_ = len(local_of(here))
     if sharding.minibatch:
         if any(value.size(0) % locals_ for value in given.values()):
-            raise RuntimeError(  # as torch_xla/core/xla_model.py, line 1158
+            raise RuntimeError(  # as torch_xla/core/xla_model.py, line 1288
                 "When minibatch is configured, the per-host batch size must be divisible by "
                 f"local runtime device count. {size}, {locals_}"
             )
@@ -198,7 +198,7 @@ def _assert_equal(values: Any, what: str) -> None:
 
 
 def _master_address(exchange: Exchange) -> None:
-    """torch_xla/_internal/tpu.py, line 329: each host gives shards for its devices."""
+    """torch_xla/_internal/tpu.py, line 345: each host gives shards for its devices."""
     real = XLAC._global_tensor_from_cpu_shards
 
     def from_shards(shards: list[torch.Tensor], sharding: Any) -> torch.Tensor:
