@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from training.arguments import DEFAULT_MODEL, build_parser, model_config
 from training.backend_arguments import check_foreign_flags
-from training.errors import RunFailed, SelfCheckFailed, StoppedBySignal, UsageError, tells
+from training.errors import (
+    RunFailed,
+    SelfCheckFailed,
+    StoppedBySignal,
+    UsageError,
+    is_first_of_torchrun,
+    tells,
+)
 from training.parent import end_with_torchrun
 
 
@@ -87,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"run_vit_training.py: error: {where}{error}", file=sys.stderr)
         return 2
     except RunFailed as failure:
-        if os.environ.get("RANK", "0") == "0":  # of all that torchrun started, one says it
+        if is_first_of_torchrun():
             print(f"run_vit_training.py: error: {failure}", file=sys.stderr)
         return failure.exit_code
     except (SelfCheckFailed, StoppedBySignal) as end:

@@ -48,6 +48,11 @@ class StoppedBySignal(Exception):
         self.exit_code = 128 + number  # as a shell tells it of a program that died of the signal
 
 
+def is_first_of_torchrun() -> bool:
+    """Whether this is the one process, of all that torchrun started, that tells for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def tells(error: UsageError) -> bool:
     """Whether it is for this process to print the error: once for all, if all have it.
 
@@ -55,5 +60,5 @@ def tells(error: UsageError) -> bool:
     tells: what goes wrong there depends on the node.
     """
     if error.agreed:
-        return os.environ.get("RANK", "0") == "0"
+        return is_first_of_torchrun()
     return error.process is not None or os.environ.get("LOCAL_RANK", "0") == "0"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
@@ -16,7 +15,7 @@ from data.errors import DataFolderError, printable
 from models.config import VitConfig
 from training.arguments import MODEL_FLAG, model_config
 from training.checkpoints.content import SavedRun
-from training.errors import UsageError
+from training.errors import UsageError, is_first_of_torchrun
 
 
 def check_model(config: VitConfig) -> None:
@@ -61,7 +60,7 @@ def _check_wandb() -> None:
     """Raises UsageError without wandb, or a login for it; asks no server."""
     if importlib.util.find_spec("wandb") is None:
         raise UsageError("--wandb needs the package wandb: python3 -m pip install wandb")
-    if os.environ.get("RANK", "0") != "0":  # of all that torchrun started, one logs
+    if not is_first_of_torchrun():  # the others do not log
         return
     from wandb.sdk import wandb_setup
 
