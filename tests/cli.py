@@ -109,6 +109,12 @@ def run_program(
     )  # fmt: skip
 
 
+def tiny(ckpt_dir: Path) -> list[str]:
+    """The flags of six steps of a two-block model on digits."""
+    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
+    return [*source, *TINY_MODEL, *TINY_RUN]
+
+
 def train_tiny(
     ckpt_dir: Path, *flags: str, devices: int = 1, program: str = "", warm: bool = True
 ) -> Result:
@@ -129,7 +135,6 @@ def train_tiny_gpu(
 
 def _train(ckpt_dir: Path, *flags: str, program: str = "", **how: Any) -> Result:
     start = ["-m", program] if program else ["run_vit_training.py"]
-    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
-    done = run_program(*start, *source, *TINY_MODEL, *TINY_RUN, *flags, **how)
+    done = run_program(*start, *tiny(ckpt_dir), *flags, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return Result(ckpt_dir, done.stdout, done.stderr)

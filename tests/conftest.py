@@ -5,6 +5,7 @@ import pytest
 from data.digits import write_digits
 from tests.cli import DIGITS
 from tests.pod_stand_in import StandIn
+from tests.rehearsed import Rehearsal
 
 # Begun in a shell's background or by nohup, pytest would hand down that these are ignored, and
 # a shell script cannot trap what it was born to ignore.
@@ -27,3 +28,19 @@ def pod(tmp_path):
     pod = StandIn(tmp_path)
     yield pod
     assert not pod.left_running()
+
+
+@pytest.fixture
+def slice_of(tmp_path):
+    """Makes slices; their servers end with the test."""
+    made = []
+
+    def make(what):
+        folder = tmp_path / f"slice_{len(made)}"
+        folder.mkdir()
+        made.append(Rehearsal(what, folder))
+        return made[-1]
+
+    yield make
+    for rehearsal in made:
+        rehearsal.close()

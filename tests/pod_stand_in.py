@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import ROOT, environment
+from tests.running import running_with
 from tests.test_launch_gpu import finish, script
 
 REMOTE = ROOT / "tests" / "remote_program.py"
@@ -54,7 +55,8 @@ class StandIn:
 
     def left_running(self) -> list[str]:
         """Commands of the processes that came from a worker's login, wherever they are now."""
-        return running_with("HOME", *(f"{self.folder}/worker_{i}" for i in range(4)))
+        homes = [f"HOME={self.folder}/worker_{i}" for i in range(4)]
+        return [" ".join(each.words) for each in running_with(*homes)]
 
     def received(self) -> dict[int, str]:
         """By worker, the signals that remote_program.py noted."""
@@ -63,20 +65,6 @@ class StandIn:
 
     def wait_until_gone(self) -> None:
         wait_until(lambda: not self.left_running())
-
-
-def running_with(name: str, *values: str) -> list[str]:
-    """Commands of all processes that were started with such an environment variable."""
-    looked_for = [f"{name}={value}".encode() for value in values]
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (path / "environ").read_bytes().split(b"\0")
-            if any(each in variables for each in looked_for):
-                found.append((path / "cmdline").read_bytes().decode(errors="replace"))
-        except OSError:
-            continue
-    return found
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

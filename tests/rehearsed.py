@@ -10,18 +10,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.cli import (
-    DIGITS,
-    ROOT,
-    TINY_MODEL,
-    TINY_RUN,
-    WARM_PYTHON,
-    Result,
-    environment,
-    warm_python,
-)
-from tests.pod_stand_in import running_with, wait_until
+from tests.cli import ROOT, WARM_PYTHON, Result, environment, tiny, warm_python
+from tests.pod_stand_in import wait_until
 from tests.rehearsal.slice_ import MetadataServer, Slice, describe
+from tests.running import running_with
 from tests.test_launch_gpu import free_port
 
 LIMIT = 240
@@ -59,7 +51,7 @@ class Rehearsal:
 
     def left_running(self) -> list[str]:
         """Commands of processes that came from this slice's hosts, wherever they are now."""
-        return running_with("REHEARSAL", str(self.description))
+        return [" ".join(each.words) for each in running_with(f"REHEARSAL={self.description}")]
 
     def start(
         self, *words: object, program: tuple[str, ...] = ("run_vit_training.py",),
@@ -88,11 +80,6 @@ class Rehearsal:
         assert len(programs) == self.slice.hosts
         assert all(each == programs[0] for each in programs)
         return Result(ckpt_dir, *said[0])
-
-
-def tiny(ckpt_dir: Path) -> list[str]:
-    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
-    return [*source, *TINY_MODEL, *TINY_RUN]
 
 
 def all_ended(hosts: list[subprocess.Popen[str]], code: int = 0) -> list[tuple[str, str]]:

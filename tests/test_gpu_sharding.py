@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cli import train_tiny, train_tiny_gpu
-from tests.test_sharding import assert_same_training
+from tests.test_sharding import assert_same_curves, assert_same_training
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +17,7 @@ def test_same_losses_as_xla(tmp_path):
     xla = train_tiny(tmp_path / "xla", *steps, devices=2, warm=False)
     gpu = train_tiny_gpu(tmp_path / "gpu", *steps, processes=2, warm=False)
     assert len(gpu.steps) == 20
-    for name in ("loss", "grad_norm"):
-        assert gpu.column(name) == pytest.approx(xla.column(name), rel=1e-4)
+    assert_same_curves(gpu, xla, rel=1e-4)
     assert gpu.column("lr") == xla.column("lr")
     assert gpu.evaluations[0]["val_loss"] == pytest.approx(xla.evaluations[0]["val_loss"], rel=1e-4)
     assert "FSDP2 ZeRO-3" in gpu.run_file["backend"]

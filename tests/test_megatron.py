@@ -9,7 +9,7 @@ import torch
 from models.vit import build_vit, fsdp_units, initialize_module
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
-from tests.test_sharding import assert_same_training
+from tests.test_sharding import assert_same_curves, assert_same_training
 from training.arguments import model_config, parse_arguments
 
 
@@ -125,8 +125,7 @@ def test_checkpoint_moves_between_forms(fsdp2, tmp_path):
     train(run, *flags, "2", "--dp_outer", "2", "--outer_dp_sharding_strategy", "1", processes=4)
     train_tiny_gpu(run, *flags, "4", processes=3)
     moved = train(run, *flags, "6", "--zero_dp_strategy", "1")
-    for name in ("loss", "grad_norm"):
-        assert moved.column(name) == pytest.approx(reference.column(name), rel=1e-5)
+    assert_same_curves(moved, reference, rel=1e-5)
     evaluated = shutil.copytree(run, tmp_path / "evaluated")
     again = train(evaluated, *flags, "6", "--zero_dp_strategy", "2")
     assert again.evaluations[-1]["val_loss"] == pytest.approx(

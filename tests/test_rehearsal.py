@@ -7,31 +7,15 @@ import subprocess
 
 import pytest
 
-from tests.cli import Result, train_tiny
+from tests.cli import Result, tiny, train_tiny
 from tests.rehearsal.slice_ import Slice
-from tests.rehearsed import LIMIT, Rehearsal, all_ended, tiny
-from tests.test_sharding import assert_same_training
+from tests.rehearsed import LIMIT, all_ended
+from tests.test_sharding import assert_same_curves, assert_same_training
 
 HOST = Slice("v5p-8", (2, 2, 1))
 TWO_HOSTS = Slice("v5p-16", (2, 2, 2))
 FOUR_HOSTS = Slice("v5litepod-16", (4, 4, 1))
 ONE_CHIP = Slice("v6e-1", (1, 1, 1), (1, 1, 1))
-
-
-@pytest.fixture
-def slice_of(tmp_path):
-    """Makes slices; their servers end with the test."""
-    made = []
-
-    def make(what):
-        folder = tmp_path / f"slice_{len(made)}"
-        folder.mkdir()
-        made.append(Rehearsal(what, folder))
-        return made[-1]
-
-    yield make
-    for rehearsal in made:
-        rehearsal.close()
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +35,7 @@ def test_one_host(slice_of, tmp_path):
     second = host.train(run)
     assert f"resuming {run}/step_3 at step 3" in second.stdout
     reference = train_tiny(tmp_path / "cpu", devices=4)
-    for name in ("loss", "grad_norm"):
-        assert second.column(name) == pytest.approx(reference.column(name), rel=1e-6)
+    assert_same_curves(second, reference, rel=1e-6)
     assert second.evaluations[-1]["val_loss"] == pytest.approx(
         reference.evaluations[-1]["val_loss"], rel=1e-6
     )
@@ -80,8 +63,7 @@ def test_hosts_train_as_one_and_hand_over(slice_of, tmp_path, eight_devices):
     assert "mesh dcn 2 x fsdp 4 x tensor 2" in four.stdout
     assert f"resuming {run}/step_5 at step 5" in four.stdout
     last = train_tiny(run, "--max_steps", "8", devices=8)
-    for name in ("loss", "grad_norm"):
-        assert last.column(name) == pytest.approx(eight_devices.column(name), rel=1e-5)
+    assert_same_curves(last, eight_devices, rel=1e-5)
     assert last.evaluations[-1]["val_images"] == 359
 
 
@@ -130,8 +112,7 @@ def test_flags_on_hosts(what, flags, slice_of, tmp_path):
     run.train(tmp_path / "hosts", *words, "--max_steps", "4")
     result = run.train(tmp_path / "hosts", *words)
     reference = train_tiny(tmp_path / "process", *words, devices=what.devices)
-    for name in ("loss", "grad_norm"):
-        assert result.column(name) == pytest.approx(reference.column(name), rel=1e-6)
+    assert_same_curves(result, reference, rel=1e-6)
     (*_, found), (expected,) = result.evaluations, reference.evaluations
     assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
     assert found["val_images"] == expected["val_images"]
@@ -200,7 +181,7 @@ def test_fault_put_back(fault, slice_of, tmp_path):
     words = [*flags.split(), "--max_steps", "3"]
     hosts, run = slice_of(what), tmp_path / "run"
     started = hosts.start(*tiny(run), *words, program=("-m", "tests.put_back", fault))
-    said = "".join(err for host in started for err in [ended(host)])
+    said = "".join(map(ended, started))
     if told not in ("losses", "programs"):
         assert any(host.returncode for host in started)
         assert told in said

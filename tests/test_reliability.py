@@ -24,6 +24,7 @@ from tests.cli import (
     Result,
     environment,
     run_program,
+    tiny,
     train_tiny_gpu,
     warm_python,
 )
@@ -37,8 +38,7 @@ QUICK = "--patch_size 8 --batch_size 128 --num_epochs 3 --ckpt_epoch_interval 1"
 def program(ckpt_dir, *flags, module="", **how):
     """The program on digits, which may fail: the finished process."""
     start = ["-m", module] if module else ["run_vit_training.py"]
-    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
-    flags = (*source, *TINY_MODEL, *TINY_RUN, *QUICK, "--backend", "cuda", *map(str, flags))
+    flags = (*tiny(ckpt_dir), *QUICK, "--backend", "cuda", *map(str, flags))
     return run_program(*start, *flags, **how)
 
 
@@ -167,8 +167,7 @@ def test_restart_resumes_what_the_first_start_still_writes(run, trained, monkeyp
     )
     try:
         assert holder.stdout.readline() == "held\n"
-        command = [sys.executable, "run_vit_training.py", "--data_dir", DIGITS, "--ckpt_dir", run,
-                   "--hflip", "0", *TINY_MODEL, *TINY_RUN, *QUICK, "--backend", "cuda",
+        command = [sys.executable, "run_vit_training.py", *tiny(run), *QUICK, "--backend", "cuda",
                    "--max_steps", "11"]  # fmt: skip
         second = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True

@@ -12,6 +12,7 @@ from models.config import VitConfig
 from models.vit import build_vit, fsdp_units, initialize_module
 from tests.cli import train_tiny_gpu
 from tests.te_stand_in import STAND_IN
+from tests.test_sharding import assert_same_curves
 from training.arguments import parse_arguments
 from training.errors import UsageError
 
@@ -71,8 +72,7 @@ def test_checkpoint_moves_between_blocks(tmp_path):
     middle = train_tiny_gpu(run, "--max_steps", "4", "--block", "te", **te)
     assert "te blocks" in middle.run_file["backend"]
     moved = train_tiny_gpu(run, "--no_grad_ckpt")
-    for name in ("loss", "grad_norm"):
-        assert moved.column(name) == pytest.approx(reference.column(name), rel=2e-3)
+    assert_same_curves(moved, reference, rel=2e-3)
 
 
 @pytest.mark.parametrize("flags", ["--meta_init", "--zero_dp_strategy 1"])
@@ -81,8 +81,7 @@ def test_with_megatron(flags, tmp_path):
     fsdp2 = train_tiny_gpu(tmp_path / "fsdp2", "--block", "te", **te)
     flags = f"--block te --fsdp megatron {flags}".split()
     megatron = train_tiny_gpu(tmp_path / "megatron", *flags, **te)
-    for name in ("loss", "grad_norm"):
-        assert megatron.column(name) == pytest.approx(fsdp2.column(name), rel=1e-5)
+    assert_same_curves(megatron, fsdp2, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -155,9 +155,8 @@ def _whole(here: Here, given: dict[int, torch.Tensor], sharding: Any) -> torch.T
         size = torch.Size((size[0] * here.slice.hosts, *size[1:]))
     result = torch.empty(size, dtype=given[0].dtype)
     written = torch.zeros(size, dtype=torch.bool)
-    owners, rank_in_host = here.slice.owners(), {}
-    for number, owner in enumerate(owners):
-        rank_in_host[number] = owners[:number].count(owner)
+    owners = here.slice.owners()
+    rank_in_host = [owners[:number].count(owner) for number, owner in enumerate(owners)]
     for number, place in places_of(sharding.mesh, sharding.partition_spec, size).items():
         value = given[owners[number]]
         if sharding.minibatch:

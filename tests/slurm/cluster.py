@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.cli import ROOT
+from tests.running import Running, running_with
 
 NODES = ("node1", "node2")
 LOGIN = "login"
@@ -228,23 +229,18 @@ class Job:
 
     def processes(self) -> dict[int, str]:
         """What runs of it on any node: the command lines."""
-        return {process: command for process, command, _ in self._processes()}
+        return {each.pid: " ".join(each.words) for each in self._processes()}
 
     def rank(self, number: int) -> int:
         """The process that trains as this rank, not a loader of it."""
         ranks = [
-            process for process, command, variables in self._processes()
-            if f"RANK={number}" in variables and "run_vit_training.py" in command
+            each.pid for each in self._processes()
+            if f"RANK={number}" in each.variables and "run_vit_training.py" in " ".join(each.words)
         ]  # fmt: skip
         return min(ranks)
 
-    def _processes(self) -> Iterator[tuple[int, str, list[str]]]:
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
-                variables = (path / "environ").read_text().split("\0")
-                if f"SLURM_JOB_ID={self.number}" in variables:
-                    command = (path / "cmdline").read_text().replace("\0", " ")
-                    yield int(path.name), command, variables
+    def _processes(self) -> Iterator[Running]:
+        return running_with(f"SLURM_JOB_ID={self.number}")
 
     def end(self) -> None:
         """Whatever has become of it."""
