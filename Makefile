@@ -39,11 +39,7 @@ datasets/digits: | $(INSTALLED)
 	$(BIN)/python -m data.digits $@
 
 train: $(INSTALLED) datasets/digits
-	$(BIN)/python -u run_vit_training.py --data_dir datasets/digits --num_classes 10 \
-		--model vit_tiny_patch16_224 --image_size 16 --patch_size 4 \
-		--embed_dim 96 --num_heads 3 --num_blocks 4 --no-class_token --global_pool avg \
-		--scale 0.8 1 --ratio 0.9 1.1 --hflip 0 --no_grad_ckpt \
-		--batch_size 128 --num_epochs 60 --warmup_steps 60 --lr 4e-3 \
+	$(BIN)/python -u run_vit_training.py @recipes/digits.args --data_dir datasets/digits \
 		--cpu_devices 2 --num_workers 2 --ckpt_dir $(RUN) $(ARGS)
 
 test: $(INSTALLED) datasets/digits

@@ -1,16 +1,16 @@
-"""Train and use a Vision Transformer; ``--help`` lists every flag, README.md the first commands."""
+"""Train and use a Vision Transformer; ``--help`` lists the flags, README.md the first commands."""
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from training.arguments import DEFAULT_MODEL, build_parser, model_config
-from training.backend_arguments import check_foreign_flags
+from gpu_fsdp.config import GpuConfig
+from training.config import RunConfig
 from training.errors import (
     RunFailed,
     SelfCheckFailed,
@@ -19,7 +19,32 @@ from training.errors import (
     is_first_of_torchrun,
     tells,
 )
+from training.flag_rules import check_foreign, check_switches
+from training.flags import PROGRAM, parse
 from training.parent import end_with_torchrun
+from xla_fsdp.config import XlaConfig
+
+OWN = {"xla": XlaConfig, "cuda": GpuConfig}
+"""The configuration of each backend, by its name. A new backend is a folder with one of these, a
+function ``resolve`` and a function ``launch``, and its lines here and in ``start``."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The command line, read but not resolved."""
+
+    run: RunConfig
+    xla: XlaConfig
+    cuda: GpuConfig
+
+    @property
+    def own(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in OWN}
+
+
+def read_flags(argv: Sequence[str] | None = None) -> Flags:
+    """The flags of a command line; ends the program with exit code 2 on a wrong one."""
+    return Flags(**parse(argv, {"run": RunConfig, **OWN}))
 
 
 def choose_backend(choice: str) -> str:
@@ -28,113 +53,92 @@ def choose_backend(choice: str) -> str:
         return choice
     import torch
 
-    from xla_fsdp.options import device_type
+    from xla_fsdp.resolve_xla import device_type
 
     if device_type() == "CPU" and torch.cuda.is_available():
         return "cuda"
     return "xla"
 
 
-Prepare = Callable[[argparse.Namespace, int], Any]
-"""From the arguments and the number of devices to the body of every process."""
+Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
+"""From a run to the same with its data, and the body of every process: of a run and a backend."""
 
 
-def prepare_training(args: argparse.Namespace, device_count: int) -> Any:
-    from training.run import prepare, run
+def prepare_training(run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
+    from training.train import prepare, train
 
-    return functools.partial(run, prepare(args, device_count))
-
-
-def prepare_self_check(args: argparse.Namespace, device_count: int) -> Any:
-    from training.self_check.run import prepare_self_check
-
-    return prepare_self_check(args, device_count)
+    run, plan = prepare(run)
+    return run, functools.partial(train, plan)
 
 
-def run_on_xla(args: argparse.Namespace, prepare: Prepare) -> None:
-    from xla_fsdp import options
-    from xla_fsdp.attention.choice import attention_form, check_attention
-    from xla_fsdp.launch import launch
+def prepare_self_check(run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
+    from training.self_check.check import prepare_self_check
 
-    options.check(args)
-    check_attention(args)
-    if args.self_check:  # with few tokens, auto would choose otherwise
-        args.attention = attention_form(args)
-    devices = options.device_count(args)
-    options.check_devices(args, model_config(args), devices)
-    options.check_libtpu()
-    launch(_naming_itself(prepare(args, devices)), args)
+    return prepare_self_check(run)
 
 
-def run_on_gpus(args: argparse.Namespace, prepare: Prepare) -> None:
-    from gpu_fsdp import options
-    from gpu_fsdp.launch import launch
-
-    options.check(args, model_config(args))
-    launch(_naming_itself(prepare(args, options.world_size())), args)
-
-
-def _naming_itself(body: Callable[..., None]) -> Callable[..., None]:
+def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> None:
+    """Resolve the run on the backend, prepare it, and run its body in every process."""
     from training.processes import naming_itself
 
-    return functools.partial(naming_itself, body)
+    if backend == "xla":
+        from xla_fsdp import resolve_xla
+        from xla_fsdp.launch import launch as launch_on_xla
+
+        run, body = prepare(resolve_xla.resolve(config, flags.xla))
+        resolve_xla.check_libtpu()
+        launch_on_xla(functools.partial(naming_itself, body), run)
+    else:
+        from gpu_fsdp import resolve_gpu
+        from gpu_fsdp.launch import launch as launch_on_gpus
+
+        run, body = prepare(resolve_gpu.resolve(config, flags.cuda))
+        launch_on_gpus(functools.partial(naming_itself, body), run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, choose the backend, run. Returns the exit code."""
+    """Read the flags, and do what they ask for. Returns the exit code."""
     end_with_torchrun()
-    parser = build_parser()
-    args = parser.parse_args(argv, argparse.Namespace(model=None))  # None: a checkpoint's own
+    flags = read_flags(argv)
     try:
-        return _run(parser, args)
+        return _run(flags)
     except UsageError as error:
         if tells(error):
             where = f"{error.process}: " if error.process else ""
-            print(f"run_vit_training.py: error: {where}{error}", file=sys.stderr)
+            print(f"{PROGRAM}: error: {where}{error}", file=sys.stderr)
         return 2
     except RunFailed as failure:
         if is_first_of_torchrun():
-            print(f"run_vit_training.py: error: {failure}", file=sys.stderr)
+            print(f"{PROGRAM}: error: {failure}", file=sys.stderr)
         return failure.exit_code
     except (SelfCheckFailed, StoppedBySignal) as end:
         return end.exit_code
     except KeyboardInterrupt:
-        print("run_vit_training.py: interrupted", file=sys.stderr)
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
 
 
-def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """What the flags ask for: train, compile, predict or evaluate. Returns the exit code."""
-    prepare: Prepare = prepare_training
-    if args.eval_batches is None:
-        args.eval_batches = args.max_steps or 0 if args.fake_data else 0
-    if args.json and not (args.predict or args.eval_only or args.compile_only):
-        raise UsageError("--json needs --predict, --eval_only or --compile_only")
-    if args.tpu_topology and not args.compile_only:
-        raise UsageError("--tpu_topology needs --compile_only")
-    if args.self_check:
-        for flag in ("predict", "eval_only", "compile_only"):
-            if getattr(args, flag):
-                raise UsageError(f"--self_check is of a training run: drop it, or --{flag}")
-        prepare = prepare_self_check
-    if args.predict or args.eval_only:
-        from training.inference import open_trained, predict, prepare_evaluation
+def _run(flags: Flags) -> int:
+    """Train, compile, predict, evaluate or check, as the flags ask. Returns the exit code."""
+    config, use = flags.run, flags.run.use
+    check_switches(config, *flags.own.values())
+    if flags.xla.compile_only:
+        from xla_fsdp.compile_only.command import compile_only
 
-        weights = open_trained(args)
-        if args.predict:
-            predict(args, weights)
+        check_foreign(flags.own, "xla")
+        return compile_only(config, flags.xla)
+    prepare: Prepare = prepare_self_check if config.self_check else prepare_training
+    if use.predict or use.eval_only:
+        from training.inference import find_trained, predict, prepare_evaluation
+
+        config, weights = find_trained(config)
+        if use.predict:
+            predict(config, weights)
             return 0
         prepare = functools.partial(prepare_evaluation, weights)
-    else:
-        args.model = args.model or DEFAULT_MODEL
-    if args.compile_only:
-        from xla_fsdp.compile_only.run import compile_only
-
-        check_foreign_flags(parser, args, "xla")
-        return compile_only(args)
-    backend = choose_backend(args.backend)
-    check_foreign_flags(parser, args, backend)
-    {"xla": run_on_xla, "cuda": run_on_gpus}[backend](args, prepare)
+    backend = choose_backend(config.backend)
+    check_foreign(flags.own, backend)
+    start(backend, flags, config, prepare)
     return 0
 
 

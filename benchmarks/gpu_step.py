@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from benchmarks.common import commit, last_json, run_python
 from models.config import PRESETS
-from training.arguments import parse_arguments
+from run_vit_training import read_flags
 
 PRESET_FLAGS = "--precision bf16 --grad_ckpt none --lr 1e-5".split()
 VARIANTS = {
@@ -56,10 +56,14 @@ VARIANTS = {
 }
 # Images a GPU that leave room in 141 GB without checkpointing; multiples of 32 suit FP8.
 BATCH_SIZES = {
-    "vit_tiny_patch16_224": 1024, "vit_small_patch16_224": 1024, "vit_base_patch16_224": 512,
-    "vit_large_patch16_224": 256, "vit_huge_patch14_224": 128, "vit_giant_patch14_224": 64,
+    "vit_tiny_patch16_224": 1024,
+    "vit_small_patch16_224": 1024,
+    "vit_base_patch16_224": 512,
+    "vit_large_patch16_224": 256,
+    "vit_huge_patch14_224": 128,
+    "vit_giant_patch14_224": 64,
     "vit_gigantic_patch14_224": 32,
-}  # fmt: skip
+}
 DEFAULT_MODELS = [name for name in BATCH_SIZES if re.search("base|large|huge|giant_", name)]
 OUT_OF_MEMORY = re.compile("OutOfMemoryError|out of memory|STATUS_ALLOC_FAILED|can't allocate")
 ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
@@ -89,9 +93,12 @@ class Row:
         seconds, pace = self.median("s_per_step"), self.median("images_per_s")
         memory = self.median("peak_memory")
         cells = (
-            formatted(seconds, ".4f"), formatted(pace, ".1f"), formatted(self.ratio, ".2f"),
-            formatted(self.median("mfu"), ".1%"), formatted(memory and memory / 2**30, ".1f"),
-        )  # fmt: skip
+            formatted(seconds, ".4f"),
+            formatted(pace, ".1f"),
+            formatted(self.ratio, ".2f"),
+            formatted(self.median("mfu"), ".1%"),
+            formatted(memory and memory / 2**30, ".1f"),
+        )
         return f"{start} {' | '.join(cells)} |"
 
 
@@ -104,12 +111,25 @@ def measure_once(row: Row, options: argparse.Namespace, flags: list[str]) -> Non
     processes = options.nproc_per_node
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
     done = run_python(
-        *(torchrun if processes > 1 else ()), "-m", "benchmarks.gpu_step_child",
-        "--loop", "timm" if row.variant == "timm" else "own",
-        "--warmup", str(options.warmup), "--steps", str(options.steps),
-        *PRESET_FLAGS, *flags, "--backend", "cuda", "--model", row.model,
-        "--batch_size", str(row.batch_size * processes), *VARIANTS[row.variant].split(),
-    )  # fmt: skip
+        *(torchrun if processes > 1 else ()),
+        "-m",
+        "benchmarks.gpu_step_child",
+        "--loop",
+        "timm" if row.variant == "timm" else "own",
+        "--warmup",
+        str(options.warmup),
+        "--steps",
+        str(options.steps),
+        *PRESET_FLAGS,
+        *flags,
+        "--backend",
+        "cuda",
+        "--model",
+        row.model,
+        "--batch_size",
+        str(row.batch_size * processes),
+        *VARIANTS[row.variant].split(),
+    )
     output = done.stdout + done.stderr
     if done.returncode == 0:
         result = last_json(done.stdout)
@@ -184,8 +204,14 @@ def plot(path: str, rows: list[Row], about: dict[str, Any]) -> None:
         own = {row.model: row for row in rows if row.variant == variant}
         places = [place + (index - (len(variants) - 1) / 2) * width for place in range(len(models))]
         bars = axes.bar(places, [own[m].ratio or 0 for m in models], width, label=variant)
-        texts = [f"{own[m].ratio:.2f}" if own[m].ratio else
-                 "OOM" if own[m].failure == "OOM" else "not run" for m in models]  # fmt: skip
+        texts = [
+            f"{own[m].ratio:.2f}"
+            if own[m].ratio
+            else "OOM"
+            if own[m].failure == "OOM"
+            else "not run"
+            for m in models
+        ]
         ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line at 1
         axes.bar_label(bars, texts, rotation=90, padding=3, fontsize=8, bbox=ground)
     axes.axhline(1, color="black", linewidth=0.8)
@@ -210,9 +236,13 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--models", nargs="+", choices=PRESETS, default=DEFAULT_MODELS)
     parser.add_argument(
-        "--batch_sizes", type=int, nargs="+", help="images a GPU, one a model (default: "
-        + ", ".join(f"{model} {size}" for model, size in BATCH_SIZES.items()) + ")",
-    )  # fmt: skip
+        "--batch_sizes",
+        type=int,
+        nargs="+",
+        help="images a GPU, one a model (default: "
+        + ", ".join(f"{model} {size}" for model, size in BATCH_SIZES.items())
+        + ")",
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--nproc-per-node", type=int, default=1, help="GPUs (default: 1)")
     parser.add_argument("--warmup", type=int, default=5, help="untimed steps (default: 5)")
@@ -228,7 +258,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         parser.error("--steps and --repeats must be 1 or more, --warmup 0 or more")
     if options.plot and "timm" not in options.variants:
         parser.error("--plot shows ratios to timm's loop: add timm to --variants")
-    parse_arguments(flags)  # a wrong flag ends the program here, not in every row
+    read_flags(flags)  # a wrong flag ends the program here, not in every row
     if options.batch_sizes is None:
         unknown = [model for model in options.models if model not in BATCH_SIZES]
         if unknown:
@@ -244,8 +274,10 @@ def main() -> None:
     variants = [name for name in VARIANTS if name in options.variants]  # timm's loop first
     rows: list[Row] = []
     about = describe_run(options, flags)
-    print(f"commit {about['commit']}, {' '.join(about['flags'])}, {options.nproc_per_node} "
-          f"process(es), {options.repeats} x {options.steps} steps")  # fmt: skip
+    print(
+        f"commit {about['commit']}, {' '.join(about['flags'])}, {options.nproc_per_node} "
+        f"process(es), {options.repeats} x {options.steps} steps"
+    )
     print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n", flush=True)
     total = len(options.models) * len(variants) * options.repeats
     with tqdm(total=total, dynamic_ncols=True) as bar:

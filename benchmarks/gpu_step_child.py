@@ -25,54 +25,54 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batch
-from gpu_fsdp import options
+from gpu_fsdp import resolve_gpu
 from gpu_fsdp.launch import launch
-from models.config import VitConfig
+from gpu_fsdp.resolve_gpu import GpuRun
 from models.vit import build_vit, train_flops_per_image
-from training.arguments import model_config, parse_arguments
+from run_vit_training import read_flags
 from training.backend import Backend
 from training.errors import UsageError
-from training.loop import forward_backward
-from training.run import shard_and_optimize
-from training.validation import check_model, check_run
+from training.step import shard_and_optimize, train_step
 
 Step = Callable[[int], torch.Tensor]
 """Runs the step of this number, returns its loss on the device."""
-BuildStep = Callable[[argparse.Namespace, VitConfig, Backend, list[Batch]], Step]
+BuildStep = Callable[[GpuRun, Backend, list[Batch]], Step]
 
 
-def own_step(
-    args: argparse.Namespace, config: VitConfig, backend: Backend, batches: list[Batch]
-) -> Step:
-    """The step of training/loop.py on the backend that ``args`` chose."""
-    sharded = shard_and_optimize(build_vit(config), args, config, backend)
+def own_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
+    """The program's own step on the backend that ``run`` chose."""
+    sharded = shard_and_optimize(run, build_vit(run.model), backend)
+    optimizer = run.config.optimizer
     sharded.train()
 
     def step(number: int) -> torch.Tensor:
-        loss = forward_backward(sharded, backend, number, batches)
-        backend.optimizer_step(args.lr, args.clip_grad_norm, loss)
-        return loss
+        return train_step(
+            sharded, backend, number, batches, lr=optimizer.lr, max_norm=optimizer.clip_grad_norm
+        ).loss
 
     return step
 
 
-def timm_step(
-    args: argparse.Namespace, config: VitConfig, backend: Backend, batches: list[Batch]
-) -> Step:
+def timm_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
     """timm's training loop: autocast, fused AdamW, clipping; DDP if there are several GPUs."""
     device, count = batches[0][0].device, len(batches)
-    model: Any = VisionTransformer(**asdict(config)).to(device)  # as timm.create_model's
-    if args.channels_last:
+    config, precision = run.config.optimizer, run.config.sharding.precision
+    model: Any = VisionTransformer(**asdict(run.model)).to(device)  # as timm.create_model's
+    if run.own.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if backend.world_size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(args.betas[0], args.betas[1]), eps=args.eps,
-        weight_decay=args.weight_decay, fused=True,
-    )  # fmt: skip
-    scaler = GradScaler(device.type, enabled=args.precision == "fp16")
-    dtype = options.DTYPES[args.precision]
-    lower = torch.autocast(device.type, dtype=dtype, enabled=args.precision != "fp32")
+        model.parameters(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    scaler = GradScaler(device.type, enabled=precision == "fp16")
+    dtype = resolve_gpu.DTYPES[precision]
+    lower = torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
     model.train()
 
     def step(number: int) -> torch.Tensor:
@@ -85,8 +85,8 @@ def timm_step(
             losses.append(loss.detach())
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        if args.clip_grad_norm > 0:
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad_norm)
+        if config.clip_grad_norm > 0:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -95,31 +95,29 @@ def timm_step(
     return step
 
 
-def random_batches(args: argparse.Namespace, config: VitConfig, backend: Backend) -> list[Batch]:
+def random_batches(run: GpuRun, backend: Backend) -> list[Batch]:
     """This process's share of one batch, in micro-batches, on its device.
 
     Random, not zeros: a GPU that multiplies zeros draws less power and clocks higher.
     """
     generator = torch.Generator().manual_seed(backend.rank)
-    share = args.batch_size // backend.world_size
+    data, config = run.config.data, run.model
+    share = data.batch_size // backend.world_size
     shape = (share, config.in_chans, config.img_size, config.img_size)
     images = torch.randn(shape, generator=generator)
     labels = torch.randint(config.num_classes, (share,), generator=generator)
-    parts = (part.chunk(args.grad_accum_steps) for part in (images, labels))
+    parts = (part.chunk(data.grad_accum_steps) for part in (images, labels))
     return [backend.put((some, theirs)) for some, theirs in zip(*parts, strict=True)]
 
 
-def measure(
-    args: argparse.Namespace, backend: Backend, *, build: BuildStep, warmup: int, steps: int
-) -> None:
+def measure(run: GpuRun, backend: Backend, *, build: BuildStep, warmup: int, steps: int) -> None:
     """Time ``steps`` steps, from device idle to device idle; nothing is read in between."""
-    config = model_config(args)
-    step = build(args, config, backend, random_batches(args, config, backend))
+    step = build(run, backend, random_batches(run, backend))
     for number in range(warmup):
         step(number)
     backend.barrier()
     backend.wait()
-    on_gpu = options.device_type() == "cuda"
+    on_gpu = resolve_gpu.device_type() == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
@@ -127,7 +125,7 @@ def measure(
         loss = step(number)
     backend.wait()
     seconds = (time.perf_counter() - start) / steps
-    pace, flops = args.batch_size / seconds, train_flops_per_image(config)
+    pace, flops = run.config.data.batch_size / seconds, train_flops_per_image(run.model)
     peak = backend.peak_flops()
     result = {
         "s_per_step": seconds,
@@ -150,17 +148,14 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     chosen, flags = parser.parse_known_args()
-    args = parse_arguments(flags)
-    config = model_config(args)
+    asked = read_flags(flags)
     try:
-        check_model(config)
-        check_run(args, options.world_size())
-        options.check(args, config)
+        run = resolve_gpu.resolve(asked.run, asked.cuda)
     except UsageError as error:
         print(json.dumps({"reason": str(error)}), flush=True)
         sys.exit()
     build = {"own": own_step, "timm": timm_step}[chosen.loop]
-    launch(functools.partial(measure, build=build, warmup=chosen.warmup, steps=chosen.steps), args)
+    launch(functools.partial(measure, build=build, warmup=chosen.warmup, steps=chosen.steps), run)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, run_python
-from xla_fsdp.compile_only.run import DOES_NOT_FIT
+from xla_fsdp.compile_only.command import DOES_NOT_FIT
 
 PRESET_FLAGS = "--precision bf16 --batch_size 1024".split()
 MODELS = ("vit_10b", "vit_60b", "vit_120b")
@@ -41,7 +41,9 @@ SLICES = {
     "v6e-64": "v6e:8x8",
     "v6e-256": "v6e:16x16",
 }
-CODE = "run_vit_training.py training models data xla_fsdp requirements-tpu.txt".split()
+CODE = (
+    "run_vit_training.py config_fields.py training models data xla_fsdp requirements-tpu.txt"
+).split()
 Reports = dict[tuple[str, str], dict[str, Any] | None]
 """By slice and model."""
 GIB = 2**30
@@ -52,12 +54,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="MODEL",
-                        help=f"of {', '.join(MODELS)}; default: all")  # fmt: skip
-    parser.add_argument("--slices", nargs="+", choices=SLICES, default=SLICES, metavar="SLICE",
-                        help=f"of {', '.join(SLICES)}; default: all")  # fmt: skip
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "tpu.md",
-                        help="file with the markers; default: docs/tpu.md")  # fmt: skip
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=MODELS,
+        metavar="MODEL",
+        help=f"of {', '.join(MODELS)}; default: all",
+    )
+    parser.add_argument(
+        "--slices",
+        nargs="+",
+        choices=SLICES,
+        default=SLICES,
+        metavar="SLICE",
+        help=f"of {', '.join(SLICES)}; default: all",
+    )
+    parser.add_argument(
+        "--document",
+        type=Path,
+        default=ROOT / "docs" / "tpu.md",
+        help="file with the markers; default: docs/tpu.md",
+    )
     args, flags = parser.parse_known_args()
     kept = ROOT / "runs" / "tpu-table" / commit(*CODE)
     kept.mkdir(parents=True, exist_ok=True)
@@ -97,13 +115,25 @@ def write_table(
     found = {key: report for key, report in reports.items() if report}
     sizes = {model: report["parameters"] / 1e9 for (_, model), report in found.items()}
     of_slice = {name: report for (name, _), report in found.items()}
-    head = ["slice", "`--tpu_topology`", "chips", "HBM a chip",
-            *(f"{m} ({sizes[m]:.1f}B)" for m in models)]  # fmt: skip
+    head = [
+        "slice",
+        "`--tpu_topology`",
+        "chips",
+        "HBM a chip",
+        *(f"{m} ({sizes[m]:.1f}B)" for m in models),
+    ]
     rows = [head, ["---"] * len(head)]
     for name in slices:
         capacity = f"{of_slice[name]['hbm_capacity_bytes'] / GIB:.2f} GiB"
-        rows.append([name, f"`{SLICES[name]}`", str(of_slice[name]["chips"]), capacity,
-                     *(cell(reports[name, m]) for m in models)])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"`{SLICES[name]}`",
+                str(of_slice[name]["chips"]),
+                capacity,
+                *(cell(reports[name, m]) for m in models),
+            ]
+        )
     seconds = [report["trace_s"] + report["compile_s"] for report in found.values()]
     versions = ", ".join(f"{k} {v}" for k, v in of_slice[name]["versions"].items())
     lines = ["| " + " | ".join(row) + " |" for row in rows]

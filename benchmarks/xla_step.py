@@ -37,25 +37,24 @@ FORMS = {
 COLUMNS = ("s_per_step", "trace_s", "compile_s", "executions", "compilations")
 
 
-def measure(args: argparse.Namespace, backend, *, steps: int, wrapper: bool) -> None:
+def measure(run, backend, *, steps: int, wrapper: bool) -> None:
     """The body of a child process: prints one JSON line."""
     import torch
     import torch.nn.functional as F
     import torch_xla.debug.metrics as met
 
     from models.vit import build_vit, fsdp_units, initialize_module
-    from training.arguments import model_config
 
-    config = model_config(args)
+    config, optimizer = run.model, run.config.optimizer
     model = build_vit(config)
     initialize = functools.partial(
-        initialize_module, seed=args.seed, num_classes=config.num_classes
+        initialize_module, seed=run.config.seed, num_classes=config.num_classes
     )
     if wrapper:
         use_torch_xlas_wrapper(backend)
     sharded = backend.shard(model, list(fsdp_units(model)), initialize)
-    backend.build_optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=args.weight_decay)
-    shape = (args.batch_size, config.in_chans, config.img_size, config.img_size)
+    backend.build_optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=optimizer.weight_decay)
+    shape = (run.config.data.batch_size, config.in_chans, config.img_size, config.img_size)
     images, labels = backend.put((torch.zeros(shape), torch.zeros(shape[0], dtype=torch.int64)))
 
     # Where the graph is complete and about to be handed to the compiler or the device.
@@ -71,7 +70,7 @@ def measure(args: argparse.Namespace, backend, *, steps: int, wrapper: bool) -> 
         start = time.perf_counter()
         loss = F.cross_entropy(sharded(images).float(), labels)
         backend.backward(loss, is_last=True)
-        backend.optimizer_step(args.lr, args.clip_grad_norm, loss)
+        backend.optimizer_step(optimizer.lr, optimizer.clip_grad_norm, loss)
         backend.wait()
         return time.perf_counter() - start, handed_over[0] - start
 
@@ -86,11 +85,17 @@ def measure(args: argparse.Namespace, backend, *, steps: int, wrapper: bool) -> 
     times = [step() for _ in range(steps)]
     after = backend.counters()
     seconds, trace = (statistics.median(column) for column in zip(*times, strict=True))
-    print(json.dumps({
-        "s_per_step": seconds, "trace_s": trace, "compile_s": compiled,
-        "executions": (after["executions"] - counted["executions"]) / steps,
-        "compilations": (after["compilations"] - counted["compilations"]) / steps,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "s_per_step": seconds,
+                "trace_s": trace,
+                "compile_s": compiled,
+                "executions": (after["executions"] - counted["executions"]) / steps,
+                "compilations": (after["compilations"] - counted["compilations"]) / steps,
+            }
+        )
+    )
 
 
 def use_torch_xlas_wrapper(backend) -> None:
@@ -147,9 +152,12 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument(
-        "--forms", nargs="+", choices=FORMS, default=["spmd", "unrolled", "nested"],
+        "--forms",
+        nargs="+",
+        choices=FORMS,
+        default=["spmd", "unrolled", "nested"],
         help="nested runs on 1 CPU device only",
-    )  # fmt: skip
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
     parser.add_argument("--repeats", type=int, default=3, help="processes a row (default: 3)")
     parser.add_argument("--child", choices=FORMS, help=argparse.SUPPRESS)
@@ -158,14 +166,15 @@ def main() -> None:
         flags = ["--model", "vit_tiny_patch16_224", "--batch_size", "16", *flags]
 
     if options.child:
-        from training.arguments import parse_arguments
+        from run_vit_training import read_flags
         from xla_fsdp.launch import launch
+        from xla_fsdp.resolve_xla import resolve
 
         count = str(options.devices[0])
         sharding = FORMS[options.child].split()
-        args = parse_arguments([*flags, *sharding, "--cpu_devices", count])
+        asked = read_flags([*flags, *sharding, "--cpu_devices", count])
         body = functools.partial(measure, steps=options.steps, wrapper=options.child == "wrapper")
-        launch(body, args)
+        launch(body, resolve(asked.run, asked.xla))
         return
 
     on_cpu = os.environ.setdefault("PJRT_DEVICE", "CPU") == "CPU"
@@ -179,8 +188,10 @@ def main() -> None:
         for form, devices, results in rows:
             print(f"repeat {repeat + 1}: {form}, {devices} device(s)", file=sys.stderr, flush=True)
             results.append(run_child(form, devices, options.steps, flags))
-    print(f"commit {commit()}, {' '.join(flags)}, {options.repeats} x {options.steps} steps, "
-          f"{os.cpu_count()} cores, {platform.machine()}")  # fmt: skip
+    print(
+        f"commit {commit()}, {' '.join(flags)}, {options.repeats} x {options.steps} steps, "
+        f"{os.cpu_count()} cores, {platform.machine()}"
+    )
     print(table(rows))
 
 

@@ -1,10 +1,10 @@
-"""Write scikit-learn's bundled handwritten digits as an image folder: real data, no download.
-
-    python -m data.digits datasets/digits
+"""scikit-learn's bundled handwritten digits: real images, no download.
 
 1,797 grey 8x8 images of the UCI Optical Recognition of Handwritten Digits set
-(E. Alpaydin, C. Kaynak, 1998), shipped inside scikit-learn: four fifths to
-train/<digit>/, one fifth to val/<digit>/, as PNG.
+(E. Alpaydin, C. Kaynak, 1998), shipped inside scikit-learn: four fifths for training, one fifth
+for validation. As a source in memory (``--data_source digits``), or written as an image folder:
+
+    python -m data.digits datasets/digits
 """
 
 from __future__ import annotations
@@ -12,39 +12,100 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
+import xxhash
 from PIL import Image
+from torch.utils.data import Dataset
+
+from data.errors import DataFolderError
+from data.loader import Sample
+from data.sampler import PADDING
+from data.source import SplitSource, Wanted
+from data.transforms import seeded, transforms_of
 
 SIZE = 8
 MAX_VALUE = 16  # scikit-learn's grey levels run from 0 to 16
+CLASSES = [str(digit) for digit in range(10)]
 
 
-def write_digits(root: str | os.PathLike[str]) -> Path:
-    """Write the tree below ``root`` unless it is there; returns the path.
+class DigitsSplit(Dataset):
+    """One split in memory, as a dataset of ``Sample`` indexed by (epoch, image index)."""
 
-    Written to a neighbouring name first and renamed, so that an interrupted run
-    leaves no half-filled tree. Each class is split by a fixed shuffle.
+    def __init__(self, split: str, transform: Callable, seed: int) -> None:
+        found = [each for each in _digits() if each[0] == split]
+        self._pixels = [pixels for *_, pixels in found]
+        self._labels = [digit for _, digit, _, _ in found]
+        self._transform, self._seed = transform, seed
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def digest(self) -> str:
+        return xxhash.xxh3_64(b"".join(each.tobytes() for each in self._pixels)).hexdigest()
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        epoch, index = key
+        pixels = self._pixels[max(index, 0)]
+        image = Image.fromarray(pixels).convert("RGB")
+        tensor = seeded(self._transform, image, self._seed, epoch, max(index, 0))
+        if index == PADDING:
+            return torch.zeros_like(tensor), PADDING, []
+        return tensor, self._labels[index], []
+
+
+def open_digits(wanted: Wanted) -> SplitSource:
+    """The digits as a ``DataSource``. Raises DataFolderError for a model of fewer classes."""
+    if wanted.num_classes < len(CLASSES):
+        raise DataFolderError(
+            f"the digits have 10 classes, more than --num_classes {wanted.num_classes}"
+        )
+    augment, plain = transforms_of(wanted)
+    train = DigitsSplit("train", augment, wanted.seed) if wanted.with_train else None
+    val = DigitsSplit("val", plain, wanted.seed)
+    return SplitSource(wanted, "handwritten digits", train, val, CLASSES)
+
+
+def _digits() -> Iterator[tuple[str, int, int, np.ndarray]]:
+    """(split, digit, number, pixels) of each image, in the order of an image folder's names.
+
+    Each class is split by a fixed shuffle. Pixels are (8, 8), uint8.
     """
-    from sklearn.datasets import load_digits
-
-    root = Path(root)
-    if root.is_dir():
-        return root
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataFolderError(
+            "the digits need the package scikit-learn: python3 -m pip install scikit-learn"
+        ) from None
     digits = load_digits()
     pixels = np.round(digits.images * (255 / MAX_VALUE)).astype(np.uint8)
-    partial = root.with_name(root.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     rng = np.random.default_rng(0)
     for digit in range(10):
         members = rng.permutation(np.flatnonzero(digits.target == digit))
         val_count = round(len(members) / 5)
         for split, indices in (("val", members[:val_count]), ("train", members[val_count:])):
-            folder = partial / split / str(digit)
-            folder.mkdir(parents=True)
-            for index in indices:
-                Image.fromarray(pixels[index]).save(folder / f"{index:04d}.png")
+            for index in sorted(indices):
+                yield split, digit, int(index), pixels[index]
+
+
+def write_digits(root: str | os.PathLike[str]) -> Path:
+    """Write an image folder below ``root`` unless it is there; returns the path.
+
+    Written to a neighbouring name first and renamed, so that an interrupted run leaves no
+    half-filled tree.
+    """
+    root = Path(root)
+    if root.is_dir():
+        return root
+    partial = root.with_name(root.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    for split, digit, number, pixels in _digits():
+        folder = partial / split / str(digit)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / f"{number:04d}.png")
     partial.rename(root)
     return root
 

@@ -3,12 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from data.loader import BadImage, Batch
+from data.source import Wanted, describe
 
 TRAIN_LENGTH, VAL_LENGTH = 1_281_167, 50_000
+
+
+class FakeSource:
+    """A ``DataSource`` of which nothing is read."""
+
+    name = "fake data (zeros)"
+    classes: list[str] | None = None
+    decodes = False
+    val_length = VAL_LENGTH
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._shape = wanted.shape
+        self.train_length = TRAIN_LENGTH if wanted.with_train else 0
+
+    def train_loader(self, batch_size: int, rank: int, world_size: int) -> FakeLoader:
+        return FakeLoader(
+            self.train_length,
+            batch_size,
+            self._shape,
+            keep_short=False,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    def val_loader(self, batch_size: int, rank: int, world_size: int) -> FakeLoader:
+        return FakeLoader(
+            self.val_length,
+            batch_size,
+            self._shape,
+            keep_short=True,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "the number of training images": self.train_length,
+            "the number of validation images": self.val_length,
+        }
+
+    def __str__(self) -> str:
+        return describe(self)
 
 
 class FakeLoader:
@@ -21,9 +65,15 @@ class FakeLoader:
     prefetch_depth = 0
 
     def __init__(
-        self, length: int, batch_size: int, image_shape: tuple[int, ...],
-        *, keep_short: bool, rank: int, world_size: int
-    ) -> None:  # fmt: skip
+        self,
+        length: int,
+        batch_size: int,
+        image_shape: tuple[int, ...],
+        *,
+        keep_short: bool,
+        rank: int,
+        world_size: int,
+    ) -> None:
         self._length, self._batch_size, self._keep_short = length, batch_size, keep_short
         share = batch_size // world_size
         images = torch.zeros(share, *image_shape)

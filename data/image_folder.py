@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -14,12 +15,30 @@ from torch.utils.data import Dataset
 
 from data.decode import read_image
 from data.errors import BrokenImageError, DataFolderError, printable
-from data.folder_index import index_split
+from data.folder_index import check_folder, index_split
 from data.loader import BadImage, Sample
 from data.sampler import PADDING
+from data.source import SplitSource, Wanted
+from data.transforms import seeded, transforms_of
 
 ATTEMPTS = 10
 """Images drawn in the place of a broken one, before the folder is given up."""
+
+
+def open_folder(wanted: Wanted) -> SplitSource:
+    """Index the splits that are wanted; what is in train/ does not matter if it is not.
+
+    Raises DataFolderError, see ``index_split``.
+    """
+    root, seed = wanted.config.data_dir, wanted.seed
+    check_folder(root, wanted.num_classes, ("train", "val") if wanted.with_train else ("val",))
+    augment, plain = transforms_of(wanted)
+    train = None
+    if wanted.with_train:
+        train = FolderSplit(root, "train", augment, seed, substitutes=True)
+    val = FolderSplit(root, "val", plain, seed, substitutes=False)
+    left_out = (train.index.left_out if train else Counter[str]()) + val.index.left_out
+    return SplitSource(wanted, root, train, val, val.classes, left_out)
 
 
 def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> int:
@@ -84,7 +103,8 @@ class FolderSplit(Dataset):
                 f"{path} is not a readable image ({reason}), nor are {ATTEMPTS} others that were "
                 "tried in its place"
             )
-        return self._transformed(image, epoch, index), self.index.labels[chosen], bad
+        tensor = seeded(self._transform, image, self._seed, epoch, index)
+        return tensor, self.index.labels[chosen], bad
 
     def _read(self, index: int, bad: list[BadImage]) -> Image.Image | None:
         """The image, or None with its path and reason added to ``bad``."""
@@ -95,14 +115,7 @@ class FolderSplit(Dataset):
             bad.append((printable(path), str(error)))
             return None
 
-    def _transformed(self, image: Image.Image, epoch: int, index: int) -> torch.Tensor:
-        state = np.random.SeedSequence((self._seed, epoch, index)).generate_state(1, np.uint64)
-        with torch.random.fork_rng(devices=[]):
-            # Only the CPU generator: torch.manual_seed would also queue work for CUDA.
-            torch.default_generator.manual_seed(int(state[0] >> 1))
-            return self._transform(image)
-
     @functools.cached_property
     def _blank(self) -> torch.Tensor:
         """Zeros of an image's shape, which only the transform knows."""
-        return torch.zeros_like(self._transformed(Image.new("RGB", (8, 8)), 0, 0))
+        return torch.zeros_like(self._transform(Image.new("RGB", (8, 8))))

@@ -5,9 +5,7 @@ Imports nothing heavy, so that ``--help`` and the argument checks stay fast.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
@@ -21,16 +19,6 @@ class Preprocessing:
     crop_pct: float = 0.875
     """Side of the centre crop as a share of the resized image's shorter side."""
     interpolation: str = "bicubic"
-
-    @classmethod
-    def of_arguments(cls, args: argparse.Namespace) -> Preprocessing:
-        """What the flags ask for; those not given stay the defaults."""
-        given: dict[str, Any] = {}
-        for name in (field.name for field in fields(cls)):
-            value = getattr(args, name, None)
-            if value is not None:
-                given[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**given)
 
     def __str__(self) -> str:
         mean, std = (" ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))

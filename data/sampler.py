@@ -12,13 +12,13 @@ PADDING = -1
 
 
 class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
-    """Cuts the same sequence of global batches over any number of loading processes.
+    """Divides the same sequence of global batches over any number of loading processes.
 
     The order depends on the seed and the epoch alone; a process takes its contiguous
     share of each global batch. So neither the number of processes nor a resume
     changes what a step trains on. Yields lists of (epoch, image index).
 
-    Training (``shuffle=True``) drops the last short batch, as system A does.
+    Training (``shuffle=True``) drops the last short batch, as PyTorch/XLA's ViT-10B example does.
     Evaluation keeps it and fills it up with ``PADDING``, so shapes stay static and
     each image still counts once.
     """

@@ -5,10 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from PIL import Image
 from torchvision.transforms import v2
 
 from data.preprocessing import Preprocessing
+from data.source import Wanted
+
+
+def transforms_of(wanted: Wanted) -> tuple[Callable, Callable]:
+    """How images are changed for training, and how for validation."""
+    config, how = wanted.config, wanted.config.preprocessing
+    size, channels = wanted.image_size, wanted.channels
+    train = train_transform(how, size, channels, config.scale, config.ratio, config.hflip)
+    return train, val_transform(how, size, channels)
 
 
 def train_transform(
@@ -42,3 +53,14 @@ def _to_tensor(how: Preprocessing, channels: int) -> list[Callable]:
         v2.ToDtype(torch.float32, scale=True),
         v2.Normalize(mean, std),
     ]
+
+
+def seeded(
+    transform: Callable, image: Image.Image, seed: int, epoch: int, index: int
+) -> torch.Tensor:
+    """The transformed image, with what is drawn at random decided by these three numbers alone."""
+    state = np.random.SeedSequence((seed, epoch, index)).generate_state(1, np.uint64)
+    with torch.random.fork_rng(devices=[]):
+        # Only the CPU generator: torch.manual_seed would also queue work for CUDA.
+        torch.default_generator.manual_seed(int(state[0] >> 1))
+        return transform(image)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import argparse
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,14 +14,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from data.loader import Batch
-from gpu_fsdp import chips, options, te_block
+from gpu_fsdp import chips, te_block
 from gpu_fsdp.blocks import checkpoint_activations, compile_block
+from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
 from training.backend import InitializeModule, pass_seed
 from training.checkpoints.reader import SafeReader, quiet_dcp
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stopping import largest_of_all
 
-OUTER, SHARD = "dp_outer", "dp_shard"
+OUTER, SHARD = "dcn", "fsdp"
+"""The mesh's axes of copies, and of the shards of a copy."""
 
 
 class GpuBackend(abc.ABC):
@@ -32,12 +33,15 @@ class GpuBackend(abc.ABC):
     DTensors would cost the host their dispatch at every step.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self._args, self._device = args, device
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device_count, self.is_main = self.world_size, self.rank == 0
-        self.compiles = args.compile
-        self._zero = options.zero_dp_strategy(args)
+    def __init__(self, run: GpuRun, device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._own, self._sharding = run.own, run.config.sharding
+        rank, mesh = dist.get_rank(), run.mesh
+        self.rank, self.world_size = mesh.batch_part(rank), mesh.batch_parts
+        self.device_count, self.is_main = mesh.devices, rank == 0
+        self.compiles = run.own.compile
+        assert run.own.zero_dp_strategy is not None  # resolved
+        self._zero = run.own.zero_dp_strategy
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._copies = torch.cuda.Stream() if device.type == "cuda" else None
         self._locals: dict[str, nn.Parameter] = {}
@@ -91,20 +95,20 @@ class GpuBackend(abc.ABC):
     ) -> nn.Module:
         sharded = self._shard_units(model, units, initialize)
         self._locals = {name: nn.Parameter(part) for name, part in self._local_parameters()}
-        if self._args.fp8 != "none":
-            te_block.compute_in_fp8(sharded, self._args.fp8)
+        if self._own.fp8 != "none":
+            te_block.compute_in_fp8(sharded, self._own.fp8)
         return sharded
 
     def _prepare_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
         """The block that is to be sharded: timm's, or TransformerEngine's in its place."""
-        if self._args.block == "te":
+        if self._own.block == "te":
             block = te_block.replace_block(block, str(self._device))
             model.set_submodule(name, block)
-            if self._args.grad_ckpt != "none":
+            if self._sharding.grad_ckpt != "none":
                 te_block.checkpoint_activations(block)
-        elif self._args.grad_ckpt != "none":
-            checkpoint_activations(block, self._args.grad_ckpt)
-        if self._args.compile:
+        elif self._sharding.grad_ckpt != "none":
+            checkpoint_activations(block, self._sharding.grad_ckpt)
+        if self._own.compile:
             compile_block(block)
         return block
 
@@ -125,7 +129,7 @@ class GpuBackend(abc.ABC):
 
     def put(self, batch: Batch) -> Batch:
         images, labels = batch
-        if self._args.channels_last:
+        if self._own.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         if self._copies is None:
             return images, labels
@@ -139,7 +143,7 @@ class GpuBackend(abc.ABC):
         return moved[0], moved[1]
 
     def begin_step(self, pass_index: int) -> None:
-        seed = pass_seed(self._args.seed, pass_index, self.rank)
+        seed = pass_seed(self._run.config.seed, pass_index, self.rank)
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -176,7 +180,7 @@ class GpuBackend(abc.ABC):
 
     def _has_copies(self) -> bool:
         """Whether several processes hold the same part of a parameter."""
-        return self._zero == 0 or options.mesh(self._args).outer > 1
+        return self._zero == 0 or self._run.mesh.dcn > 1
 
     def _judge(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
         """1.0 if the step counts as a bad one, else 0.0; asked before the update."""
@@ -236,24 +240,24 @@ class GpuBackend(abc.ABC):
     # -- reports ----------------------------------------------------------------------
 
     def describe(self) -> str:
-        args, shape = self._args, options.mesh(self._args)
+        own, sharding, mesh = self._own, self._sharding, self._run.mesh
         cuda = self._device.type == "cuda"
         name = torch.cuda.get_device_name() if cuda else "CPU"
         parts = [
             f"{self.device_count} {name} device(s), {'NCCL' if cuda else 'gloo'}",
             self._describe_form(),
-            f"mesh {OUTER} {shape.outer} x {SHARD} {shape.shard}",
-            args.precision + (" with TF32" if args.tf32 else ""),
-            f"gradients reduced in {args.reduce_dtype}",
-            f"activation checkpointing {args.grad_ckpt}",
-            f"{args.block} blocks" + (f" in FP8 ({args.fp8})" if args.fp8 != "none" else ""),
+            str(mesh),
+            sharding.precision + (" with TF32" if own.tf32 else ""),
+            f"gradients reduced in {own.reduce_dtype}",
+            f"activation checkpointing {sharding.grad_ckpt}",
+            f"{own.block} blocks" + (f" in FP8 ({own.fp8})" if own.fp8 != "none" else ""),
         ]
-        flags = {"torch.compile": args.compile, "channels last": args.channels_last,
-                 "CPU offload": args.cpu_offload}  # fmt: skip
+        flags = {"torch.compile": own.compile, "channels last": own.channels_last,
+                 "CPU offload": own.cpu_offload}  # fmt: skip
         return "GPU: " + ", ".join(parts + [name for name, on in flags.items() if on])
 
     def counters(self) -> dict[str, int]:
-        if not self._args.compile:
+        if not self._own.compile:
             return {}
         return {"compilations": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
@@ -274,18 +278,18 @@ class GpuBackend(abc.ABC):
         }
 
     def rounding(self) -> float:
-        args, dtypes = self._args, options.DTYPES
-        used = [torch.finfo(dtypes[each]).eps for each in (args.precision, args.reduce_dtype)]
-        used += [torch.finfo(torch.float16).eps] if args.tf32 else []  # as many bits as TF32
-        used += [torch.finfo(torch.float8_e4m3fn).eps] if args.fp8 != "none" else []
+        own, precision = self._own, self._sharding.precision
+        used = [torch.finfo(DTYPES[each]).eps for each in (precision, own.reduce_dtype)]
+        used += [torch.finfo(torch.float16).eps] if own.tf32 else []  # as many bits as TF32
+        used += [torch.finfo(torch.float8_e4m3fn).eps] if own.fp8 != "none" else []
         return max(used) / 2
 
     def peak_flops(self) -> float | None:
         if self._device.type == "cpu":
             return None
-        args = self._args
-        kind = "fp8" if args.fp8 != "none" else args.precision
-        if kind == "fp32" and args.tf32:
+        own = self._own
+        kind: str = "fp8" if own.fp8 != "none" else self._sharding.precision
+        if kind == "fp32" and own.tf32:
             kind = "tf32"
         return chips.peak_of(torch.cuda.get_device_name(), kind)
 

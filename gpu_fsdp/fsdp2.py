@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 
 import torch
@@ -18,9 +17,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from gpu_fsdp import options
 from gpu_fsdp.backend import OUTER, SHARD, GpuBackend
 from gpu_fsdp.loss_scale import LossScale
+from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name
 from training.backend import InitializeModule
 from training.shards import Chunk, ShardedTensor
@@ -28,17 +27,16 @@ from training.skipped_steps import not_finite
 
 
 class Fsdp2Backend(GpuBackend):
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        super().__init__(args, device)
-        self._loss_scale = LossScale(device) if args.precision == "fp16" else None
+    def __init__(self, run: GpuRun, device: torch.device) -> None:
+        super().__init__(run, device)
+        self._loss_scale = LossScale(device) if self._sharding.precision == "fp16" else None
         self._dtensors: dict[str, DTensor] = {}
-        shape = options.mesh(args)
         self._mesh = dist.init_device_mesh(
-            device.type, (shape.outer, shape.shard), mesh_dim_names=(OUTER, SHARD)
+            device.type, (run.mesh.dcn, run.mesh.fsdp), mesh_dim_names=(OUTER, SHARD)
         )
 
     def _describe_form(self) -> str:
-        form = f"FSDP2 {options.ZERO_NAMES[self._zero]}, each block a unit"
+        form = f"FSDP2 {ZERO_NAMES[self._zero]}, each block a unit"
         if self._zero == 0:
             return "FSDP2 as data parallel (no sharding)"
         return form
@@ -70,11 +68,11 @@ class Fsdp2Backend(GpuBackend):
         return model
 
     def _options(self, *, is_root: bool) -> dict:
-        args, dtypes = self._args, options.DTYPES
-        lower = args.precision != "fp32" or args.reduce_dtype != "fp32"
+        own, precision = self._own, self._sharding.precision
+        lower = precision != "fp32" or own.reduce_dtype != "fp32"
         policy = MixedPrecisionPolicy(
-            param_dtype=dtypes[args.precision] if lower else None,
-            reduce_dtype=dtypes[args.reduce_dtype] if lower else None,
+            param_dtype=DTYPES[precision] if lower else None,
+            reduce_dtype=DTYPES[own.reduce_dtype] if lower else None,
             output_dtype=torch.float32 if is_root else None,
         )
         return {
@@ -82,11 +80,11 @@ class Fsdp2Backend(GpuBackend):
             # The root's weights would be gathered again at once by the backward pass.
             "reshard_after_forward": self._zero == 3 and not is_root,
             "mp_policy": policy,
-            "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if own.cpu_offload else OffloadPolicy(),
         }
 
     def _order_prefetch(self, blocks: list[FSDPModule]) -> None:
-        forward, backward = self._args.forward_prefetch, self._args.backward_prefetch
+        forward, backward = self._own.forward_prefetch, self._own.backward_prefetch
         for index, block in enumerate(blocks):
             if forward:
                 block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + forward])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import os
@@ -14,25 +13,25 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from gpu_fsdp import options
 from gpu_fsdp.backend import GpuBackend
+from gpu_fsdp.resolve_gpu import GpuRun, device_type
 from training import joining
 from training.backend import Backend
 from training.errors import UsageError
 
-Run = Callable[[argparse.Namespace, Backend], None]
+Body = Callable[[GpuRun, Backend], None]
 
 
-def launch(run: Run, args: argparse.Namespace) -> None:
-    """Call ``run(args, backend)`` in this process, one of a process group's."""
+def launch(body: Body, run: GpuRun) -> None:
+    """Call ``body(run, backend)`` in this process, one of a process group's."""
     device = _device()
     if device.type == "cuda":
-        _choose_tf32(args.tf32)
+        _choose_tf32(run.own.tf32)
     with _without_greetings():
         _join(device)
-        backend = _backend(args, device)
+        backend = _backend(run, device)
     try:
-        run(args, backend)
+        body(run, backend)
         dist.barrier()  # no process leaves while another still talks to it
     finally:
         # A gloo thread that lets go of a finished collective's tensors while Python shuts down
@@ -69,7 +68,7 @@ def _without_greetings() -> Iterator[None]:
 
 
 def _device() -> torch.device:
-    if options.device_type() == "cpu":
+    if device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
@@ -110,11 +109,11 @@ def _check_devices_alike(store: dist.Store, world_size: int, device: torch.devic
         )
 
 
-def _backend(args: argparse.Namespace, device: torch.device) -> GpuBackend:
-    if options.fsdp_form(args) == "megatron":
+def _backend(run: GpuRun, device: torch.device) -> GpuBackend:
+    if run.own.fsdp == "megatron":
         from gpu_fsdp.megatron import MegatronBackend
 
-        return MegatronBackend(args, device)
+        return MegatronBackend(run, device)
     from gpu_fsdp.fsdp2 import Fsdp2Backend
 
-    return Fsdp2Backend(args, device)
+    return Fsdp2Backend(run, device)

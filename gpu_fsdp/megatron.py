@@ -7,7 +7,6 @@ step while it is made. The loss is divided here and gradients are only summed
 
 from __future__ import annotations
 
-import argparse
 import functools
 import warnings
 from collections.abc import Iterable
@@ -19,9 +18,9 @@ from timm.layers import PatchEmbed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gpu_fsdp import options
 from gpu_fsdp.backend import OUTER, SHARD, GpuBackend
 from gpu_fsdp.initial_values import InitialValues
+from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name
 from training.backend import InitializeModule
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
@@ -38,23 +37,22 @@ _META_SHARE = 0.25
 class MegatronBackend(GpuBackend):
     _model: MegatronFSDP
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        super().__init__(args, device)
-        shape = options.mesh(args)
+    def __init__(self, run: GpuRun, device: torch.device) -> None:
+        super().__init__(run, device)
         # The package wants a tensor-parallel dimension, if only of size 1.
         self._mesh = dist.init_device_mesh(
-            device.type, (shape.outer, shape.shard, 1), mesh_dim_names=(OUTER, SHARD, TENSOR)
+            device.type, (run.mesh.dcn, run.mesh.fsdp, 1), mesh_dim_names=(OUTER, SHARD, TENSOR)
         )
         self._all = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
         self._parameters: dict[str, DTensor] = {}
         self._meta_init = False
 
     def _describe_form(self) -> str:
-        form = f"Megatron-FSDP {options.ZERO_NAMES[self._zero]}"
-        if self._args.outer_dp_sharding_strategy:
+        form = f"Megatron-FSDP {ZERO_NAMES[self._zero]}"
+        if self._own.outer_dp_sharding_strategy:
             form += f", optimizer sharded over {OUTER} too"
         form += ", each block a unit"
-        form += ", fp32 weights" if self._args.preserve_fp32_weights else ", no fp32 weights"
+        form += ", fp32 weights" if self._own.preserve_fp32_weights else ", no fp32 weights"
         return form + (", meta init" if self._meta_init else "")
 
     # -- sharding ---------------------------------------------------------------------
@@ -65,7 +63,7 @@ class MegatronBackend(GpuBackend):
         initial = InitialValues(model, units, initialize)
         self._meta_init = self._wants_meta_init(model)
         blocks = [self._prepare_block(model, name, unit) for name, unit in units if name]
-        dtype = options.DTYPES[self._args.precision]
+        dtype = DTYPES[self._sharding.precision]
         model.to(dtype)
         fill = functools.partial(self._fill, initial)
         owners = [(name, part) for name, part in model.named_modules()
@@ -79,13 +77,13 @@ class MegatronBackend(GpuBackend):
         model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
         self._model = fully_shard_model(model, **self._options(type(blocks[0])))
         self._take_parameters()
-        if dtype != torch.float32 and self._args.preserve_fp32_weights:
+        if dtype != torch.float32 and self._own.preserve_fp32_weights:
             self._restore_precision(initial)
         return self._model
 
     def _wants_meta_init(self, model: nn.Module) -> bool:
-        if self._args.meta_init is not None or self._zero == 0 or self._device.type == "cpu":
-            return bool(self._args.meta_init)
+        if self._own.meta_init is not None or self._zero == 0 or self._device.type == "cpu":
+            return bool(self._own.meta_init)
         size = 4 * sum(parameter.numel() for parameter in model.parameters())
         return size > _META_SHARE * torch.cuda.get_device_properties(self._device).total_memory
 
@@ -96,8 +94,8 @@ class MegatronBackend(GpuBackend):
             parameter.copy_(initial[timm_name(key)])
 
     def _options(self, block: type[nn.Module]) -> dict[str, Any]:
-        args, shape = self._args, options.mesh(self._args)
-        several = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._all} if shape.outer > 1 else {}
+        own, mesh = self._own, self._run.mesh
+        several = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._all} if mesh.dcn > 1 else {}
         return {
             "device_mesh": self._mesh,
             "dp_shard_dim": SHARD,
@@ -107,21 +105,21 @@ class MegatronBackend(GpuBackend):
             # parameter, on which the package fails for some widths.
             "fsdp_unit_modules": [block, PatchEmbed],
             "zero_dp_strategy": self._zero,
-            "outer_dp_sharding_strategy": args.outer_dp_sharding_strategy,
+            "outer_dp_sharding_strategy": own.outer_dp_sharding_strategy,
             "device": self._device,
             "init_model_with_meta_device": self._meta_init,
             "mixed_precision_policy": self._precision_policy(),
-            "overlap_grad_reduce": args.overlap_grad_reduce,
-            "overlap_param_gather": args.overlap_param_gather,
+            "overlap_grad_reduce": own.overlap_grad_reduce,
+            "overlap_param_gather": own.overlap_param_gather,
             "sync_model_each_microbatch": False,
             "preproc_state_dict_for_dcp_ckpt": False,
             "calculate_per_token_loss": True,
         }
 
     def _precision_policy(self) -> MixedPrecisionPolicy:
-        if not self._args.preserve_fp32_weights:  # gradients then have the weights' precision
+        if not self._own.preserve_fp32_weights:  # gradients then have the weights' precision
             return MixedPrecisionPolicy(None, None, None)
-        reduce_dtype = options.DTYPES[self._args.reduce_dtype]
+        reduce_dtype = DTYPES[self._own.reduce_dtype]
         return MixedPrecisionPolicy(torch.float32, torch.float32, reduce_dtype)
 
     def _take_parameters(self) -> None:
@@ -157,7 +155,7 @@ class MegatronBackend(GpuBackend):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         # After the last micro-batch the package reduces what it has not yet; without overlap
         # finish_grad_sync does, and both would add gradients up twice.
-        self._model.is_last_microbatch = is_last and self._args.overlap_grad_reduce
+        self._model.is_last_microbatch = is_last and self._own.overlap_grad_reduce
         (loss / self.world_size).backward()
 
     def _take_gradients(self) -> None:
@@ -172,7 +170,7 @@ class MegatronBackend(GpuBackend):
     def _update(self, skipped: torch.Tensor) -> None:
         super()._update(skipped)
         self._model.install_optimized_model_weights()
-        if self._zero and not self._args.overlap_param_gather:
+        if self._zero and not self._own.overlap_param_gather:
             self._model.start_param_sync(force_sync=True)
 
     def _drop_gradients(self) -> None:
@@ -183,7 +181,7 @@ class MegatronBackend(GpuBackend):
     def _norm_groups(self) -> list[dist.ProcessGroup]:
         if self._zero == 0:
             return []
-        if self._args.outer_dp_sharding_strategy:
+        if self._own.outer_dp_sharding_strategy:
             return [self._all]
         return [self._mesh.get_group(SHARD)]
 

@@ -7,7 +7,6 @@ differs is GELU: TransformerEngine has only the tanh approximation (at most 5e-4
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
 from typing import Any
@@ -15,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpu_fsdp.config import FP8_MULTIPLE, GpuConfig
 from models.config import VitConfig
 from training.errors import UsageError
+from training.resolve import Run
 
 TE_NAME = {
     "norm1.weight": "self_attention.layernorm_qkv.layer_norm_weight",
@@ -40,8 +41,6 @@ TE_NAME = {
 _TIMM_NAME = {te: timm for timm, te in TE_NAME.items()}
 _IN_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
 
-# FP8 matrix products want every dimension to be a multiple of this.
-_FP8_MULTIPLE = {"delayed": 16, "current": 16, "mxfp8": 32}
 _INSTALL = "see requirements-gpu.txt, or use --block timm"
 
 
@@ -67,42 +66,38 @@ def import_te() -> Any:
     return te
 
 
-def check(args: argparse.Namespace, config: VitConfig) -> None:
+def check(run: Run[GpuConfig]) -> None:
     """Raises UsageError where TransformerEngine, or this model in it, cannot run."""
-    if args.block != "te":
-        if args.fp8 != "none":
-            raise UsageError("--fp8 needs --block te")
+    if run.own.block != "te":
         return
+    model = run.model
     unsupported = {
-        "--compile": args.compile,  # its layers opt out of tracing: nothing would be compiled
-        "--grad_ckpt selective": args.grad_ckpt == "selective",
-        "--init_values": config.init_values is not None,
-        "--scale_attn_norm": config.scale_attn_norm,
-        "--scale_mlp_norm": config.scale_mlp_norm,
-        "--mlp_dropout": config.proj_drop_rate > 0,  # timm drops inside the MLP too
-        "--qkv_bias unlike --proj_bias": config.qkv_bias != config.proj_bias,
+        "--compile": run.own.compile,  # its layers opt out of tracing: nothing would be compiled
+        "--grad_ckpt selective": run.config.sharding.grad_ckpt == "selective",
+        "--init_values": model.init_values is not None,
+        "--scale_attn_norm": model.scale_attn_norm,
+        "--scale_mlp_norm": model.scale_mlp_norm,
+        "--mlp_dropout": model.proj_drop_rate > 0,  # timm drops inside the MLP too
+        "--qkv_bias unlike --proj_bias": model.qkv_bias != model.proj_bias,
     }
     for flag, given in unsupported.items():
         if given:
             raise UsageError(f"--block te has no {flag}: drop it, or use --block timm")
     te = import_te()
-    if args.fp8 != "none":
-        _check_fp8(te, args, config)
+    if run.own.fp8 != "none":
+        _check_fp8(te, run.own.fp8, model)
 
 
-def _check_fp8(te: Any, args: argparse.Namespace, config: VitConfig) -> None:
-    if args.precision != "bf16":
-        raise UsageError(f"--fp8 needs --precision bf16, not {args.precision}")
-    mxfp8 = args.fp8 == "mxfp8"
-    ok, reason = _fp8_is_available(te, "mxfp8" if mxfp8 else "fp8")
+def _check_fp8(te: Any, fp8: str, model: VitConfig) -> None:
+    ok, reason = _fp8_is_available(te, "mxfp8" if fp8 == "mxfp8" else "fp8")
     if not ok:
-        other = "--fp8 delayed" if mxfp8 else "--fp8 none"
-        raise UsageError(f"--fp8 {args.fp8}: {reason.splitlines()[0]}: use {other}")
-    multiple = _FP8_MULTIPLE[args.fp8]
-    hidden = int(config.embed_dim * config.mlp_ratio)
-    for what, size in (("--embed_dim", config.embed_dim), ("the MLP's width", hidden)):
+        other = "--fp8 delayed" if fp8 == "mxfp8" else "--fp8 none"
+        raise UsageError(f"--fp8 {fp8}: {reason.splitlines()[0]}: use {other}")
+    multiple = FP8_MULTIPLE[fp8]
+    hidden = int(model.embed_dim * model.mlp_ratio)
+    for what, size in (("--embed_dim", model.embed_dim), ("the MLP's width", hidden)):
         if size % multiple:
-            raise UsageError(f"--fp8 {args.fp8}: {what} {size} is no multiple of {multiple}")
+            raise UsageError(f"--fp8 {fp8}: {what} {size} is no multiple of {multiple}")
 
 
 def _fp8_is_available(te: Any, kind: str) -> tuple[bool, str]:
@@ -114,15 +109,14 @@ def _fp8_is_available(te: Any, kind: str) -> tuple[bool, str]:
     return getattr(fp8.FP8GlobalStateManager, f"is_{kind}_available")()
 
 
-def check_batch(args: argparse.Namespace, config: VitConfig, processes: int) -> None:
+def check_batch(run: Run[GpuConfig]) -> None:
     """Raises UsageError if a pass's tokens do not fit FP8 matrix products."""
-    if args.fp8 == "none":
-        return
-    images = args.batch_size // processes // args.grad_accum_steps
-    multiple = _FP8_MULTIPLE[args.fp8]
-    if images * config.num_tokens % multiple:
+    fp8 = run.own.fp8
+    images = run.config.data.pass_size // run.mesh.batch_parts
+    multiple = FP8_MULTIPLE[fp8]
+    if images * run.model.num_tokens % multiple:
         raise UsageError(
-            f"--fp8 {args.fp8}: {images} images a pass and GPU x {config.num_tokens} tokens is no "
+            f"--fp8 {fp8}: {images} images a pass and GPU x {run.model.num_tokens} tokens is no "
             f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
             f"{multiple} images"
         )

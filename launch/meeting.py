@@ -166,8 +166,10 @@ class Host:
                 name = {"nodes": "NNODES", "rdzv_id": "RDZV_ID"}[key]
                 return f"{name} is '{plain(message.get(key))}' there and '{mine[key]}' here"
         if plain(message.get("name")) in self._here():
-            return (f"NODE_RANK={plain(message.get('name'))} is here already; another run on this "
-                    "machine needs another MASTER_PORT")  # fmt: skip
+            return (
+                f"NODE_RANK={plain(message.get('name'))} is here already; another run on this "
+                "machine needs another MASTER_PORT"
+            )
         ranks = map(str, range(self._args.nodes))
         if not self._args.rdzv_id and plain(message.get("name")) not in ranks:
             return f"NODE_RANK={plain(message.get('name'))} is not 0 to {self._args.nodes - 1}"
@@ -239,9 +241,11 @@ def converse(line: Line, args: argparse.Namespace, watch: Watch) -> str | None:
 
 def greeting(args: argparse.Namespace) -> dict[str, Any]:
     return {
-        "name": args.name, "nodes": args.nodes, "rdzv_id": args.rdzv_id,
+        "name": args.name,
+        "nodes": args.nodes,
+        "rdzv_id": args.rdzv_id,
         "who": f"{socket.gethostname()} (process {os.getpid()})",
-    }  # fmt: skip
+    }
 
 
 # -- one or the other -----------------------------------------------------------------
@@ -259,15 +263,18 @@ def listen(args: argparse.Namespace) -> socket.socket | None:
             address or None, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         if not address and socket.has_dualstack_ipv6():
-            return socket.create_server(("", args.port), family=socket.AF_INET6, backlog=1024,
-                                        dualstack_ipv6=True)  # fmt: skip
+            return socket.create_server(
+                ("", args.port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+            )
         return socket.create_server(where[:2], family=family, backlog=1024)
     except OSError as error:
         if args.rdzv_id:  # the address is another node's, or another node of this one has it
             return None
         if error.errno == errno.EADDRINUSE:
-            raise Refused(f"port {args.port} is in use on this machine, by another run perhaps: "
-                          "set MASTER_PORT, the same on all nodes") from None  # fmt: skip
+            raise Refused(
+                f"port {args.port} is in use on this machine, by another run perhaps: "
+                "set MASTER_PORT, the same on all nodes"
+            ) from None
         raise Refused(f"port {args.port}: {error.strerror}: set MASTER_PORT") from None
 
 

@@ -58,9 +58,12 @@ class Worker:
         self._log = pod.open_log(index)
         # In a session of its own: Ctrl-C would end the client, and tell the program nothing.
         self._client = subprocess.Popen(
-            command, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            command,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:

@@ -34,10 +34,14 @@ def main(task: dict) -> int:
         return LOST
     try:
         program = subprocess.Popen(
-            task["command"], env={**os.environ, **task["env"], JOB: task["job"]},
-            cwd=os.path.expanduser(task["workdir"]), start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            task["command"],
+            env={**os.environ, **task["env"], JOB: task["job"]},
+            cwd=os.path.expanduser(task["workdir"]),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
     except OSError as error:
         say(f"error: cannot start {task['command'][0]}: {error}")
         return 127

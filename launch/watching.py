@@ -52,8 +52,11 @@ class Watch:
                 self._said = now
                 say(f"waiting for {self.waiting_for}, {now - self._begin:.0f} s so far")
             if self.waiting_for and self._limit and now - self._begin >= self._limit:
-                end(1, f"error: {self.waiting_for} did not come within {self._limit:.0f} s "
-                       "(JOIN_TIMEOUT): see why, and start all nodes again")  # fmt: skip
+                end(
+                    1,
+                    f"error: {self.waiting_for} did not come within {self._limit:.0f} s "
+                    "(JOIN_TIMEOUT): see why, and start all nodes again",
+                )
             if select.select([self._reader], [], [], 0.5)[0]:
                 number = os.read(self._reader, 1)[0]
                 if number in (signal.SIGTERM, signal.SIGINT) and not self.ended:

@@ -107,13 +107,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python3 -m launch.xla_dist", allow_abbrev=False,
+        prog="python3 -m launch.xla_dist",
+        allow_abbrev=False,
         usage="%(prog)s --tpu NAME [options] -- COMMAND ...",
         description="Run COMMAND on all workers of a TPU pod, as "
         "torch_xla.distributed.xla_dist did. Ctrl-C, SIGTERM and SIGHUP reach the programs on the "
         "workers, which can write a checkpoint; a second Ctrl-C kills them. When one fails, the "
         "others are ended. Exit code: that of the first that failed.",
-    )  # fmt: skip
+    )
     add = parser.add_argument
     add(
         "--tpu", metavar="NAME", type=tpu_name, required=True, help="the TPU VM, as gcloud names it"
@@ -171,8 +172,11 @@ def build_parser() -> argparse.ArgumentParser:
         type=not_empty,
         help="for worker_<i>.log, all output of a worker (default: runs/xla_dist-NAME-TIME-PID)",
     )
-    add("--dry_run", action="store_true",
-        help="print the gcloud commands, quoted for a shell, and run nothing")  # fmt: skip
+    add(
+        "--dry_run",
+        action="store_true",
+        help="print the gcloud commands, quoted for a shell, and run nothing",
+    )
     return parser
 
 

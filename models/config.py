@@ -5,7 +5,10 @@ Imports nothing heavy, so that ``--help`` and the argument checks stay fast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal
+
+from config_fields import bounded, channels, flag, positive, positive_number, rate
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,113 @@ PRESETS: dict[str, VitConfig] = {
     "vit_60b": _VIT_60B,
     "vit_120b": _VIT_120B,
 }
+
+DEFAULT_MODEL = "vit_10b"
+
+
+def _own(name: str, help: str, **more):
+    """A flag for one of timm's arguments; None is the model's own value."""
+    text = f"{help} (default: the model's; {DEFAULT_MODEL}: {getattr(_VIT_10B, name)!r})"
+    return flag(None, text, **more)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and what is to be other than its own; the fields have timm's names."""
+
+    group: ClassVar[str] = "model (timm's names; a flag overrides the model's own)"
+
+    model: str | None = flag(
+        None,
+        f"one of {', '.join(sorted(PRESETS))} (default: {DEFAULT_MODEL})",
+        metavar="NAME",
+        common=True,
+    )
+    img_size: int | None = _own(
+        "img_size",
+        "image height and width, pixels",
+        kind=bounded(int, 1, 16384),
+        names=("--image_size", "--img_size"),
+        common=True,
+    )
+    patch_size: int | None = _own("patch_size", "patch side, pixels", kind=positive, common=True)
+    in_chans: int | None = _own("in_chans", "image channels: 3 (RGB) or 1 (grey)", kind=channels)
+    num_classes: int | None = _own(
+        "num_classes", "classes", kind=bounded(int, 1, 10**7), common=True
+    )
+    embed_dim: int | None = _own("embed_dim", "width", kind=bounded(int, 1, 2**20), common=True)
+    depth: int | None = _own(
+        "depth",
+        "transformer blocks",
+        kind=bounded(int, 1, 1000),
+        names=("--num_blocks", "--depth"),
+        common=True,
+    )
+    num_heads: int | None = _own("num_heads", "attention heads", kind=positive)
+    mlp_ratio: float | None = _own(
+        "mlp_ratio", "MLP width / width", kind=bounded(float, 0.001, 1000)
+    )
+    global_pool: Literal["token", "avg", "avgmax", "max", "map"] | None = _own(
+        "global_pool", "pooling: token, avg, avgmax, max or map"
+    )
+    class_token: bool | None = _own("class_token", "prepend a class token")
+    reg_tokens: int | None = _own("reg_tokens", "register tokens", kind=bounded(int, 0, 2**20))
+    pos_embed: Literal["learn", "none"] | None = _own(
+        "pos_embed", "position embedding: learn or none"
+    )
+    no_embed_class: bool | None = _own("no_embed_class", "no position embedding for prefix tokens")
+    pool_include_prefix: bool | None = _own("pool_include_prefix", "pool over prefix tokens too")
+    qkv_bias: bool | None = _own("qkv_bias", "bias in the query, key and value projections")
+    qk_norm: bool | None = _own("qk_norm", "normalise queries and keys")
+    proj_bias: bool | None = _own("proj_bias", "bias in the attention output and MLP projections")
+    scale_attn_norm: bool | None = _own(
+        "scale_attn_norm", "norm after attention, before its projection"
+    )
+    scale_mlp_norm: bool | None = _own("scale_mlp_norm", "norm inside the MLP")
+    init_values: float | None = _own(
+        "init_values", "layer-scale initial value", kind=positive_number
+    )
+    pre_norm: bool | None = _own("pre_norm", "norm before the blocks")
+    final_norm: bool | None = _own("final_norm", "norm after the blocks")
+    fc_norm: bool | None = _own("fc_norm", "final norm after pooling instead of before")
+    drop_rate: float | None = _own("drop_rate", "dropout before the head", kind=rate)
+    pos_drop_rate: float | None = _own(
+        "pos_drop_rate",
+        "dropout after the embedding",
+        kind=rate,
+        names=("--pos_dropout", "--pos_drop_rate"),
+    )
+    patch_drop_rate: float | None = _own(
+        "patch_drop_rate", "share of patches dropped in training", kind=rate
+    )
+    proj_drop_rate: float | None = _own(
+        "proj_drop_rate",
+        "dropout in MLP and projections",
+        kind=rate,
+        names=("--mlp_dropout", "--proj_drop_rate"),
+    )
+    attn_drop_rate: float | None = _own(
+        "attn_drop_rate",
+        "dropout of attention weights",
+        kind=rate,
+        names=("--att_dropout", "--attn_drop_rate"),
+    )
+    drop_path_rate: float | None = _own(
+        "drop_path_rate", "stochastic depth, rising to this rate", kind=rate
+    )
+    weight_init: Literal["", "jax", "jax_nlhb", "moco", "reset"] | None = _own(
+        "weight_init", "timm's scheme: '', jax, jax_nlhb, moco or reset"
+    )
+
+    def overrides(self) -> dict[str, object]:
+        """What was given, by timm's names."""
+        return {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name != "model" and getattr(self, each.name) is not None
+        }
+
+
+def vit_config(config: ModelConfig) -> VitConfig:
+    """The preset with the single flags over it."""
+    return replace(PRESETS[config.model or DEFAULT_MODEL], **config.overrides())  # type: ignore[arg-type]

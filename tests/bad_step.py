@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 
 import run_vit_training
-from training import loop
+from training import step as step_module
 from xla_fsdp.backend import XlaBackend
 
-BAD = {int(step): what for step, what in
-       (each.split(":") for each in os.environ.get("BAD_STEPS", "").split())}  # fmt: skip
+BAD = {
+    int(step): what
+    for step, what in (each.split(":") for each in os.environ.get("BAD_STEPS", "").split())
+}
 LEFT_OUT = os.environ.get("BAD_STEPS_ARE") == "left_out"
 
 
@@ -35,7 +37,7 @@ class Spoil(torch.autograd.Function):
 
 
 def main(argv: list[str]) -> int:
-    forward_backward, optimizer_step = loop.forward_backward, XlaBackend.optimizer_step
+    forward_backward, optimizer_step = step_module.forward_backward, XlaBackend.optimizer_step
     cross_entropy = F.cross_entropy
     steps_done = [0]
 
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> int:
         print(f"step {steps_done[0]} skipped", *map(int, skipped.tolist()), flush=True)
         return norm, skipped
 
-    loop.forward_backward, XlaBackend.optimizer_step = spoiled, step_or_not
+    step_module.forward_backward, XlaBackend.optimizer_step = spoiled, step_or_not
     return run_vit_training.main(argv)
 
 

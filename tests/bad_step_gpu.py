@@ -12,18 +12,19 @@ import sys
 import torch.nn.functional as F
 
 import run_vit_training
-from gpu_fsdp import options
+from gpu_fsdp import resolve_gpu
 from gpu_fsdp.backend import GpuBackend
 from tests.megatron_on_cpu import without_cuda
-from training import loop
+from training import step as step_module
 
-BAD = {int(step): what for step, what in
-       (each.split(":") for each in os.environ["BAD_STEPS"].split())}  # fmt: skip
+BAD = {
+    int(step): what for step, what in (each.split(":") for each in os.environ["BAD_STEPS"].split())
+}
 LEFT_OUT = os.environ.get("BAD_STEPS_ARE") == "left_out"
 
 
 def main(argv: list[str]) -> int:
-    forward_backward, cross_entropy = loop.forward_backward, F.cross_entropy
+    forward_backward, cross_entropy = step_module.forward_backward, F.cross_entropy
     clip, optimizer_step = GpuBackend._clip_grad_norm, GpuBackend.optimizer_step
     now = [0, ""]
 
@@ -52,13 +53,13 @@ def main(argv: list[str]) -> int:
             print(f"step {now[0]} skipped", *map(int, skipped.tolist()), flush=True)
         return norm, skipped
 
-    loop.forward_backward, GpuBackend.optimizer_step = spoiled, step_or_not
+    step_module.forward_backward, GpuBackend.optimizer_step = spoiled, step_or_not
     GpuBackend._clip_grad_norm = clip_spoiled
-    if options.device_type() == "cpu":
-        options._check_precision = lambda args: None
-    if options.device_type() == "cpu" and "megatron" in argv:
+    if resolve_gpu.device_type() == "cpu":
+        resolve_gpu._check_precision = lambda *_: None
+    if resolve_gpu.device_type() == "cpu" and "megatron" in argv:
         without_cuda()
-        options.check_megatron_runs_here = lambda: None
+        resolve_gpu.check_megatron_runs_here = lambda: None
     return run_vit_training.main(argv)
 
 

@@ -105,8 +105,13 @@ def run_program(
         command = (*torchrun, *python, *command)
     return subprocess.run(
         [sys.executable, *python, *command],
-        cwd=ROOT, env=variables, text=True, capture_output=True, timeout=timeout, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=variables,
+        text=True,
+        capture_output=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 def tiny(ckpt_dir: Path) -> list[str]:

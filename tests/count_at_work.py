@@ -31,11 +31,11 @@ def main(argv: list[str]) -> int:
     if "megatron" in argv:
         without_cuda()
     import run_vit_training
-    from gpu_fsdp import options
+    from gpu_fsdp import resolve_gpu
     from gpu_fsdp.backend import GpuBackend
-    from training import loop
+    from training import step
 
-    options.check_megatron_runs_here = lambda: None
+    resolve_gpu.check_megatron_runs_here = lambda: None
     counts = []
 
     def counted(function):
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
         return call
 
-    loop.forward_backward = counted(loop.forward_backward)
+    step.forward_backward = counted(step.forward_backward)
     GpuBackend.optimizer_step = counted(GpuBackend.optimizer_step)
     code = run_vit_training.main(argv)
     folder = Path(argv[argv.index("--ckpt_dir") + 1])

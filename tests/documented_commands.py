@@ -83,8 +83,11 @@ def flags_and_paths() -> tuple[set[str], set[str]]:
         text = document.read_text()
         code = [*_FENCE.findall(text), *_SPAN.findall(_FENCE.sub("", text))]
         flags |= {flag for span in code for flag in re.findall(r"(?<![\w-])--\w[\w-]+", span)}
-        paths |= {span for span in code if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", span)
-                  and not _OF_OTHERS.match(span)}  # fmt: skip
+        paths |= {
+            span
+            for span in code
+            if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", span) and not _OF_OTHERS.match(span)
+        }
         links = re.findall(r"\]\(([^):#]+)(?:#[\w-]+)?\)", text)
         paths |= {str((document.parent / link).relative_to(ROOT)) for link in links}
     return flags, paths

@@ -11,13 +11,14 @@ import signal
 import sys
 
 import run_vit_training
-from training import evaluation, loop
+from training import evaluation
+from training import step as step_module
 
 
 def main(argv: list[str]) -> int:
     kind, *numbers = os.environ["FAULT_AT"].split()
     first, last = map(int, numbers)
-    forward_backward = loop.forward_backward
+    forward_backward = step_module.forward_backward
 
     def faulty(model, backend, done, micro_batches):
         loss = forward_backward(model, backend, done, micro_batches)
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     if kind == "evaluation":
         evaluation.F.cross_entropy = interrupted
     else:
-        loop.forward_backward = faulty
+        step_module.forward_backward = faulty
     return run_vit_training.main(argv)
 
 

@@ -1,13 +1,12 @@
 """Prints how many kernels a step of nested FSDP calls: its graph is recorded, never run."""
 
-import argparse
-
 import torch
 import torch_xla
 
 from models.vit import build_vit, fsdp_units, initialize_module
-from training.arguments import build_parser, model_config
+from run_vit_training import read_flags
 from xla_fsdp.nested import NestedBackend
+from xla_fsdp.resolve_xla import XlaRun, resolve_for_slice
 
 FLAGS = (
     "--model vit_tiny_patch16_224 --image_size 32 --embed_dim 64 --num_heads 2 --num_blocks 2 "
@@ -15,14 +14,14 @@ FLAGS = (
 ).split()
 
 
-def main(index: int, args: argparse.Namespace) -> None:
-    config = model_config(args)
+def main(index: int, run: XlaRun) -> None:
+    config = run.model
     plain = build_vit(config)
 
     def initialize(module, name):
         initialize_module(module, name, seed=0, num_classes=config.num_classes)
 
-    model = NestedBackend(args).shard(plain, list(fsdp_units(plain)), initialize)
+    model = NestedBackend(run).shard(plain, list(fsdp_units(plain)), initialize)
     loss = model(torch.zeros(2, 3, 32, 32).to("xla")).float().mean()
     loss.backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -33,5 +32,6 @@ def main(index: int, args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    arguments = build_parser().parse_args(FLAGS)
-    torch_xla.launch(main, args=(arguments,), debug_single_process=True)
+    asked = read_flags(FLAGS)
+    run = resolve_for_slice(asked.run, asked.xla, 1)
+    torch_xla.launch(main, args=(run,), debug_single_process=True)

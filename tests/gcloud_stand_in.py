@@ -68,14 +68,22 @@ def ssh(flags: dict[str, str]) -> int:
     home = home_of(flags["worker"])
     (home / "client").write_text(str(os.getpid()))
     variables = os.environ | {
-        "HOME": str(home), "TMPDIR": str(home), "RANK": flags["worker"],
-        "WORLD_SIZE": (FOLDER / "workers").read_text(), "REHEARSAL_WORKER": flags["worker"],
-    }  # fmt: skip
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "RANK": flags["worker"],
+        "WORLD_SIZE": (FOLDER / "workers").read_text(),
+        "REHEARSAL_WORKER": flags["worker"],
+    }
     pipe = subprocess.PIPE
     remote = subprocess.Popen(
-        ["/bin/sh", "-c", flags["command"]], cwd=home, env=variables, start_new_session=True,
-        stdin=pipe, stdout=pipe, stderr=pipe,
-    )  # fmt: skip
+        ["/bin/sh", "-c", flags["command"]],
+        cwd=home,
+        env=variables,
+        start_new_session=True,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+    )
     threads = [
         threading.Thread(target=copy, args=arguments, daemon=True)
         for arguments in ((0, remote.stdin), (remote.stdout, 1), (remote.stderr, 2))

@@ -5,7 +5,6 @@ Takes the number of devices and model flags; prints one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
@@ -13,14 +12,14 @@ import sys
 import torch
 
 from models.vit import build_vit, fsdp_units, initialize_module
-from training.arguments import model_config, parse_arguments
+from tests.resolved import on_xla
 from xla_fsdp.launch import launch
 
 
-def measure(args: argparse.Namespace, backend) -> None:
+def measure(run, backend) -> None:
     import torch_xla
 
-    config = model_config(args)
+    config = run.model
     model = build_vit(config)
     initialize = functools.partial(initialize_module, seed=0, num_classes=config.num_classes)
     model = backend.shard(model, list(fsdp_units(model)), initialize)
@@ -45,4 +44,4 @@ def measure(args: argparse.Namespace, backend) -> None:
 
 
 if __name__ == "__main__":
-    launch(measure, parse_arguments(["--cpu_devices", sys.argv[1], *sys.argv[2:]]))
+    launch(measure, on_xla(["--cpu_devices", sys.argv[1], *sys.argv[2:]]))

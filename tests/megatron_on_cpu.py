@@ -51,7 +51,7 @@ def without_cuda() -> None:
 if __name__ == "__main__":
     without_cuda()
     import run_vit_training
-    from gpu_fsdp import options
+    from gpu_fsdp import resolve_gpu
 
-    options.check_megatron_runs_here = lambda: None
+    resolve_gpu.check_megatron_runs_here = lambda: None
     sys.exit(run_vit_training.main([*sys.argv[1:], "--fsdp", "megatron"]))

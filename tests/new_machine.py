@@ -71,12 +71,15 @@ class Machine:
         shutil.copytree(ROOT, self.project, ignore=LEFT_OUT)
         self._link_installed_packages()
         self.variables = {
-            "HOME": str(self.home), "LANG": "C.UTF-8", "CUDA_VISIBLE_DEVICES": "",
+            "HOME": str(self.home),
+            "LANG": "C.UTF-8",
+            "CUDA_VISIBLE_DEVICES": "",
             "PATH": f"{self.bin}:{self.project}/.venv/bin:"
             "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
             # Nothing is installed from here: all that pip is asked for must be there.
-            "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        }  # fmt: skip
+            "PIP_NO_INDEX": "1",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
 
     def _link_installed_packages(self) -> None:
         """A .venv as ``make`` leaves it: removing it removes nothing that it holds."""
@@ -103,9 +106,15 @@ class Machine:
             folders = map(str, (self.folder / "root", self.tmp, self.datasets, *needed))
             words = [*unshare, "bash", "-c", PRIVATE_ROOT, "bash", *folders, "--", *words]
         process = subprocess.Popen(
-            words, cwd=self.project, env=self.variables, text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            words,
+            cwd=self.project,
+            env=self.variables,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except BaseException:
@@ -122,9 +131,10 @@ class Machine:
         note = shlex.quote(str(self.folder / "noted"))
         for program in programs:
             self.stand_in(
-                program, "[[ $1 != -c ]] || { echo 8; exit; }",
+                program,
+                "[[ $1 != -c ]] || { echo 8; exit; }",
                 f"""[[ -e {note} ]] || printf '%s\\0' "$@" > {note}""",
-            )  # fmt: skip
+            )
         done = self.run(command, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         return (self.folder / "noted").read_text().split("\0")[:-1]

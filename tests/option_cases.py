@@ -93,8 +93,10 @@ def pairwise(
     found = []
     while open_pairs:
         begin = sorted(open_pairs, key=sorted)
-        candidates = [_fill(factors, allowed, dict(sorted(draw.choice(begin))), open_pairs, draw)
-                      for _ in range(tries)]  # fmt: skip
+        candidates = [
+            _fill(factors, allowed, dict(sorted(draw.choice(begin))), open_pairs, draw)
+            for _ in range(tries)
+        ]
         best = max(candidates, key=lambda case: len(open_pairs.intersection(pairs(case))))
         found.append({name: best[name] for name in factors})
         open_pairs.difference_update(pairs(best))

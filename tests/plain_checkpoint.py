@@ -13,9 +13,16 @@ from tests.cli import run_program
 def tiny_timm_model(patch_size: int = 4) -> VisionTransformer:
     """That of ``tests.cli.TINY_MODEL``."""
     return VisionTransformer(
-        img_size=16, patch_size=patch_size, embed_dim=32, depth=2, num_heads=2,
-        num_classes=10, class_token=False, global_pool="avg", fc_norm=False,
-    )  # fmt: skip
+        img_size=16,
+        patch_size=patch_size,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        num_classes=10,
+        class_token=False,
+        global_pool="avg",
+        fc_norm=False,
+    )
 
 
 def convert(step_folder: Path, target: Path) -> dict:

@@ -12,35 +12,40 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from data.build import build_loaders, open_data
+from data.registry import open_data
 from models.vit import build_vit, fsdp_units, initialize_module
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.plain_checkpoint import tiny_timm_model
-from training.arguments import model_config, parse_arguments
+from tests.resolved import on_xla
+from training.validation import wanted_images
 
 
 def main() -> None:
     max_norm = float(sys.argv[1])
     source = ["--data_dir", str(DIGITS), "--hflip", "0"]
-    args = parse_arguments([*source, *TINY_MODEL, *TINY_RUN])
-    config = model_config(args)
+    run = on_xla([*source, *TINY_MODEL, *TINY_RUN])
+    config, how = run.model, run.config.optimizer
     filled = build_vit(config)
     for name, unit in fsdp_units(filled):
-        initialize_module(unit, name, seed=args.seed, num_classes=config.num_classes)
+        initialize_module(unit, name, seed=run.config.seed, num_classes=config.num_classes)
     model = tiny_timm_model()
     model.load_state_dict(filled.state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
 
-    train_loader, val_loader = build_loaders(open_data(args, config), args, config, 0, 1)
-    total = len(train_loader) * args.num_epochs
+    data, images = open_data(wanted_images(run)), run.config.data
+    train_loader = data.train_loader(images.batch_size, 0, 1)
+    val_loader = data.val_loader(images.batch_size, 0, 1)
+    total = len(train_loader) * run.config.num_epochs
     losses, norms = [], []
     for step, (images, labels) in zip(range(6), train_loader.epoch(0), strict=False):
-        warm = args.warmup_steps
-        ratio = step / warm if step < warm else 0.5 * (
-            1 + math.cos(math.pi * (step - warm) / (total - warm))
-        )  # fmt: skip
+        warm = how.warmup_steps
+        ratio = (
+            step / warm
+            if step < warm
+            else 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))
+        )
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * ratio
+            group["lr"] = how.lr * ratio
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
@@ -57,10 +62,16 @@ def main() -> None:
             loss_sum += F.cross_entropy(logits, labels, reduction="sum").item()
             correct += (logits.argmax(1) == labels).sum().item()
             count += len(labels)
-    print(json.dumps({
-        "loss": losses, "grad_norm": norms,
-        "val_loss": loss_sum / count, "val_top1": 100 * correct / count,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "loss": losses,
+                "grad_norm": norms,
+                "val_loss": loss_sum / count,
+                "val_top1": 100 * correct / count,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

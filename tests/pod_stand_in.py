@@ -33,15 +33,21 @@ class StandIn:
         # Not a shim of pyenv, which would put its own folder before this one.
         script(bin_dir / "python3", f'exec {shlex.quote(sys.executable)} "$@"')
         self.variables = environment() | {
-            "PATH": f"{bin_dir}:{os.environ['PATH']}", "STAND_IN": str(folder),
-            "PYTHONPATH": str(ROOT), "PIP_NO_INDEX": "1",
-        }  # fmt: skip
+            "PATH": f"{bin_dir}:{os.environ['PATH']}",
+            "STAND_IN": str(folder),
+            "PYTHONPATH": str(ROOT),
+            "PIP_NO_INDEX": "1",
+        }
 
     def start(self, *words: object, **variables: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "launch.xla_dist", *map(str, words)], cwd=self.cwd, text=True,
-            env=self.variables | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "-m", "launch.xla_dist", *map(str, words)],
+            cwd=self.cwd,
+            text=True,
+            env=self.variables | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def launch(self, *command: object, flags: tuple = (), **more: str) -> subprocess.Popen[str]:
         return self.start("--tpu=pod", "--log_dir", self.logs, *flags, "--", *command, **more)
@@ -88,8 +94,12 @@ def gcloud_accepts(command: list[str], folder: Path) -> None:
     if not shutil.which("gcloud"):
         pytest.skip("no gcloud is installed here")
     done = subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240,
+        command,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=240,
         env=environment() | {"CLOUDSDK_CONFIG": str(folder), "CLOUDSDK_CORE_PROJECT": "none"},
-    )  # fmt: skip
+    )
     assert done.returncode == 1, done.stderr
     assert "active account" in done.stderr

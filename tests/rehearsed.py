@@ -54,9 +54,13 @@ class Rehearsal:
         return [" ".join(each.words) for each in running_with(f"REHEARSAL={self.description}")]
 
     def start(
-        self, *words: object, program: tuple[str, ...] = ("run_vit_training.py",),
-        warm: bool = True, own: dict[int, list[str]] | None = None, **more: str,
-    ) -> list[subprocess.Popen[str]]:  # fmt: skip
+        self,
+        *words: object,
+        program: tuple[str, ...] = ("run_vit_training.py",),
+        warm: bool = True,
+        own: dict[int, list[str]] | None = None,
+        **more: str,
+    ) -> list[subprocess.Popen[str]]:
         """The program with these words on every host, by worker number; ``own``: further ones of a
         worker."""
         variables, python = environment() | self.variables() | more, []
@@ -66,11 +70,14 @@ class Rehearsal:
         return [
             subprocess.Popen(
                 [sys.executable, *python, *program, *map(str, words), *(own or {}).get(worker, [])],
-                cwd=ROOT, env=variables | {"REHEARSAL_WORKER": str(worker)}, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                cwd=ROOT,
+                env=variables | {"REHEARSAL_WORKER": str(worker)},
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
             for worker in range(self.slice.hosts)
-        ]  # fmt: skip
+        ]
 
     def train(self, ckpt_dir: Path, *flags: str, warm: bool = True) -> Result:
         """As ``tests.cli.train_tiny``, on all hosts; must succeed. The output is process 0's."""

@@ -102,8 +102,11 @@ def gpu_dropped_all_reduce(backend_class):
 def gpu_stale_weight(backend_class):
     """FSDP2: the first block stays gathered. Megatron-FSDP: its new weights are not installed."""
     if backend_class.__name__ == "Fsdp2Backend":
-        after(backend_class, "backward",
-              lambda self: self._model.blocks[0].set_reshard_after_backward(False))  # fmt: skip
+        after(
+            backend_class,
+            "backward",
+            lambda self: self._model.blocks[0].set_reshard_after_backward(False),
+        )
         return
     update = backend_class._update
 
@@ -226,10 +229,10 @@ def main(argv: list[str]) -> int:
         XLA[fault](NestedBackend if "nested" in argv else SpmdBackend)
     elif "megatron" in argv:
         without_cuda()
-        from gpu_fsdp import options
+        from gpu_fsdp import resolve_gpu
         from gpu_fsdp.megatron import MegatronBackend
 
-        options.check_megatron_runs_here = lambda: None
+        resolve_gpu.check_megatron_runs_here = lambda: None
         GPU[fault](MegatronBackend)
     else:
         from gpu_fsdp.fsdp2 import Fsdp2Backend

@@ -9,13 +9,13 @@ import subprocess
 import sys
 
 import run_vit_training
-from training import loop
+from training import step as step_module
 
 
 def main(argv: list[str]) -> int:
     rank, step, *names = os.environ["SIGNAL_AT"].replace("SIG", "").split()
     assert os.getpgrp() == os.getpid()  # nobody else's processes are in the group
-    forward_backward = loop.forward_backward
+    forward_backward = step_module.forward_backward
 
     def interrupted(model, backend, done, micro_batches):
         loss = forward_backward(model, backend, done, micro_batches)
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
                 subprocess.run(["kill", "-s", name, "--", f"-{os.getpid()}"], check=False)
         return loss
 
-    loop.forward_backward = interrupted
+    step_module.forward_backward = interrupted
     return run_vit_training.main(argv)
 
 

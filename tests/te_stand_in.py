@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import run_vit_training
-from gpu_fsdp import options, te_block
+from gpu_fsdp import resolve_gpu, te_block
 from tests.megatron_on_cpu import without_cuda
 
 
@@ -54,12 +54,27 @@ class LayerNormMLP(nn.Module):
 
 class TransformerLayer(nn.Module):
     def __init__(
-        self, hidden_size, ffn_hidden_size, num_attention_heads, *, layernorm_epsilon=1e-5,
-        hidden_dropout=0.1, attention_dropout=0.1, drop_path_rate=0.0,
-        self_attn_mask_type="causal", attn_input_format="sbhd", fuse_qkv_params=False,
-        qkv_weight_interleaved=True, bias=True, activation="gelu", normalization="LayerNorm",
-        qk_norm_type=None, qk_norm_eps=1e-6, params_dtype=None, device="cuda",
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size,
+        ffn_hidden_size,
+        num_attention_heads,
+        *,
+        layernorm_epsilon=1e-5,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        drop_path_rate=0.0,
+        self_attn_mask_type="causal",
+        attn_input_format="sbhd",
+        fuse_qkv_params=False,
+        qkv_weight_interleaved=True,
+        bias=True,
+        activation="gelu",
+        normalization="LayerNorm",
+        qk_norm_type=None,
+        qk_norm_eps=1e-6,
+        params_dtype=None,
+        device="cuda",
+    ) -> None:
         super().__init__()
         assert fuse_qkv_params
         assert activation == "gelu"
@@ -105,14 +120,16 @@ def autocast(enabled=True, recipe=None):
 
 
 STAND_IN = SimpleNamespace(
-    TransformerLayer=TransformerLayer, checkpoint=checkpoint, autocast=autocast,
+    TransformerLayer=TransformerLayer,
+    checkpoint=checkpoint,
+    autocast=autocast,
     is_fp8_available=lambda return_reason: (False, "compute capability 8.9 or higher required"),
     is_mxfp8_available=lambda return_reason: (False, "Device compute capability 10.0 or higher"),
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     te_block.import_te = lambda: STAND_IN
     if "megatron" in sys.argv:
         without_cuda()
-        options.check_megatron_runs_here = lambda: None
+        resolve_gpu.check_megatron_runs_here = lambda: None
     sys.exit(run_vit_training.main())

@@ -9,18 +9,17 @@ import pytest
 from PIL import Image
 
 import run_vit_training
-from gpu_fsdp import options
+from gpu_fsdp import resolve_gpu
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
+from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
-from training.arguments import parse_arguments
-from training.validation import check_run
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
-    monkeypatch.setattr(options, "device_type", lambda: "cpu")
+    monkeypatch.setattr(resolve_gpu, "device_type", lambda: "cpu")
 
 
 def complaint(capsys, ckpt_dir, *flags):
@@ -40,10 +39,10 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 is unknown. Known, for example: v4"),
         ("--compile_only --tpu_topology v5e:0x4", "v5e:0x4 is unknown. Known, for example: v4"),
         ("--compile_only --tpu_topology v5e:8x4", "(global) is no multiple of the 32"),
-        ("--tpu_topology v5e:4x4", "--tpu_topology needs --compile_only"),
+        ("--tpu_topology v5e:4x4", "--tpu_topology v5e:4x4 needs --compile_only"),
         (
             "--compile_only --tpu_topology v5e:4x2 --mark_step_after_forward --no_grad_ckpt",
-            "--compile_only with a cut graph needs --grad_ckpt full",
+            "--compile_only with a broken graph needs --grad_ckpt full",
         ),
         (
             "--compile_only --tpu_topology v5e:2x4 --grad_accum_steps 4",
@@ -59,7 +58,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--batch_size 2000", "1438 training images, fewer than one batch"),
         ("--image_size 17", "--image_size 17 is not a multiple of --patch_size 4"),
         ("--num_heads 5", "--embed_dim 32 is not a multiple of --num_heads 5"),
-        ("--model vit_11b", "invalid choice: 'vit_11b'"),
+        ("--model vit_11b", "--model vit_11b is unknown: choose one of vit_10b, "),
         ("--global_pool token", "--global_pool token needs --class_token"),
         ("--patch_drop_rate 0.99", "leaves no patch"),
         ("--data_dir /does/not/exist", "/does/not/exist/train is not a folder"),
@@ -71,7 +70,11 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--scale 0 0", "leaves no image"),
         ("--ratio 2 1", "--ratio 2.0 1.0"),
         ("--backend cuda --cpu_devices 2", "--cpu_devices needs --backend xla, this is cuda"),
-        ("--backend xla --dp_outer 2", "--dp_outer needs --backend cuda, this is xla"),
+        (
+            "--backend xla --dp_outer 2",
+            "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1",
+        ),
+        ("--backend xla --profile 1:2", "--profile 1:2 needs --backend cuda, this is xla"),
         ("--grad_ckpt selective", "--grad_ckpt selective needs --backend cuda"),
         ("--precision fp16", "--precision fp16 needs --backend cuda"),
         ("--grad_accum_steps 3", "no multiple of the 1 devices x --grad_accum_steps 3"),
@@ -80,7 +83,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--zero_dp_strategy 4", "'4' is none of 0, 1, 2, 3, no_shard, optim"),
         ("--xla_fsdp spmd --flatten_parameters", "--flatten_parameters needs --xla_fsdp nested"),
         ("--xla_fsdp nested --cpu_devices 2", "nested FSDP runs on 1 CPU device"),
-        ("--shard_on_cpu --run_without_fsdp", "drop it or --run_without_fsdp"),
+        ("--shard_on_cpu --run_without_fsdp", "does not go with --run_without_fsdp: drop"),
         ("--compile_cache_dir setup.cfg", "is a file"),
         (
             "--mesh_dcn 2 --cpu_devices 3",
@@ -98,8 +101,11 @@ def complaint(capsys, ckpt_dir, *flags):
         ),
         ("--mesh_dcn 2 --xla_fsdp nested", "--mesh_dcn needs --xla_fsdp spmd"),
         ("--mesh_fsdp 1 --shard_on_cpu", "--mesh_fsdp needs --xla_fsdp spmd"),
-        ("--mesh_tensor 2 --run_without_fsdp", "--mesh_tensor shapes FSDP: drop it or"),
-        ("--backend cuda --mesh_tensor 2", "--mesh_tensor needs --backend xla, this is cuda"),
+        (
+            "--mesh_tensor 2 --run_without_fsdp",
+            "does not go with --run_without_fsdp: drop",
+        ),
+        ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 needs --backend xla, this is cuda"),
         ("--mesh_dcn 0", "must be at least 1"),
         (
             "--compile_only --tpu_topology v5e:2x2 --mesh_dcn 2 --mesh_fsdp 8",
@@ -127,7 +133,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 leaves no MLP"),
         ("--fake_data --batch_size 1281168", "1281167 training images, fewer than one batch"),
         ("--data_dir=", "--data_dir is empty"),
-        ("--batch 16", "unrecognized arguments: --batch 16"),
+        ("--batch 16", "unknown flag --batch: did you mean --batch_size?"),
     ],
 )
 def test_flags(flags, words, capsys, tmp_path, monkeypatch):
@@ -146,13 +152,16 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--dp_outer 3", "--dp_outer 3 x --dp_shard 1 is not the 4 process(es)"),
-        ("--dp_shard 2", "--dp_outer 1 x --dp_shard 2 is not the 4 process(es)"),
+        ("--dp_outer 3", "--mesh_dcn 3 x --mesh_fsdp 1 x --mesh_tensor 1 is not the 4 process(es)"),
+        ("--dp_shard 2", "--mesh_dcn 1 x --mesh_fsdp 2 x --mesh_tensor 1 is not the 4 process(es)"),
         ("--zero_dp_strategy 1", "--fsdp fsdp2 has no --zero_dp_strategy 1"),
-        ("--zero_dp_strategy 0 --dp_outer 2", "--dp_outer shapes sharding"),
+        ("--zero_dp_strategy 0 --dp_outer 2", "--mesh_dcn shapes sharding"),
         ("--run_without_fsdp --zero_dp_strategy 3", "means --zero_dp_strategy 0, not 3"),
         ("--no_reshard_after_forward --zero_dp_strategy 3", "means --zero_dp_strategy 2, not 3"),
-        ("--no_reshard_after_forward --run_without_fsdp", "drop it or --run_without_fsdp"),
+        (
+            "--no_reshard_after_forward --run_without_fsdp",
+            "does not go with --run_without_fsdp: drop",
+        ),
         ("--outer_dp_sharding_strategy 1 --dp_outer 2", "needs --fsdp megatron"),
         ("--outer_dp_sharding_strategy 2", "is 0 (no_shard) or 1 (optim), not 2"),
         ("--no_preserve_fp32_weights", "needs --fsdp megatron, this is fsdp2"),
@@ -161,12 +170,12 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
         ("--no-meta_init", "needs --fsdp megatron, this is fsdp2"),
         ("--fsdp megatron", "--fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2"),
         ("--fsdp megatron --cpu_offload", "--cpu_offload needs --fsdp fsdp2, this is megatron"),
-        ("--fsdp megatron --forward_prefetch 2", "--forward_prefetch needs --fsdp fsdp2"),
+        ("--fsdp megatron --forward_prefetch 2", "--forward_prefetch 2 needs --fsdp fsdp2"),
         ("--cpu_offload", "--cpu_offload needs CUDA"),
         ("--precision fp16", "--precision fp16 needs CUDA"),
         ("--reduce_dtype fp16", "--reduce_dtype fp16 needs --precision fp16"),
         ("--tf32", "--tf32 needs CUDA"),
-        ("--fp8 delayed", "--fp8 needs --block te"),
+        ("--fp8 delayed", "--fp8 delayed needs --block te"),
         ("--block te", "TransformerEngine is not installed: see requirements-gpu.txt"),
         ("--batch_size 18", "--batch_size 18 (global) is no multiple of the 4 devices"),
     ],
@@ -183,20 +192,23 @@ def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
     ("flags", "words"),
     [
         ("--zero_dp_strategy 0 --meta_init", "--meta_init needs --zero_dp_strategy 1, 2 or 3"),
-        ("--zero_dp_strategy 2 --no-overlap_grad_reduce", "2 always overlaps"),
-        ("--no-overlap_param_gather", "3 always overlaps"),
-        ("--zero_dp_strategy 1 --dp_outer 2 --no-overlap_grad_reduce", "without --dp_outer"),
-        ("--outer_dp_sharding_strategy 1", "needs --dp_outer of 2 or more"),
-        ("--outer_dp_sharding_strategy 1 --dp_outer 2 --zero_dp_strategy 2", "not 2"),
+        ("--zero_dp_strategy 2 --no-overlap_grad_reduce", "needs --zero_dp_strategy 0 or"),
+        ("--no-overlap_param_gather", "0, --zero_dp_strategy 1 or --zero_dp_strategy 2"),
+        (
+            "--zero_dp_strategy 1 --dp_outer 2 --no-overlap_grad_reduce",
+            "does not go with --mesh_dcn 2",
+        ),
+        ("--outer_dp_sharding_strategy 1", "strategy 1 needs --mesh_dcn"),
+        ("--outer_dp_sharding_strategy 1 --dp_outer 2 --zero_dp_strategy 2", "3, this is 2"),
         ("--no_preserve_fp32_weights", "needs --precision bf16"),
         ("--no_preserve_fp32_weights --precision bf16", "needs --reduce_dtype bf16"),
-        ("--reduce_dtype bf16 --dp_outer 4", "needs --dp_shard of 2 or more"),
+        ("--reduce_dtype bf16 --dp_outer 4", "needs --mesh_fsdp of 2 or more"),
     ],
 )
 def test_megatron_flags(flags, words, capsys, tmp_path, monkeypatch):
     """As if it could run here, to reach what it refuses for other reasons."""
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(options, "check_megatron_runs_here", lambda: None)
+    monkeypatch.setattr(resolve_gpu, "check_megatron_runs_here", lambda: None)
     flags = f"--backend cuda --fsdp megatron {flags}"
     assert words in complaint(capsys, tmp_path / "ckpt", *flags.split())
 
@@ -250,7 +262,7 @@ def test_wandb_with_a_login(login, tmp_path, monkeypatch):
         monkeypatch.setenv("WANDB_MODE", "offline")
     else:
         monkeypatch.setenv("RANK", "1")
-    check_run(parse_arguments(["--wandb", "p"]), 1)
+    on_xla("--wandb p")
 
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("1", 0), ("0", 1)])
@@ -333,8 +345,12 @@ def test_as_a_program(tmp_path):
     """The same through the real command line."""
     done = subprocess.run(
         [sys.executable, "run_vit_training.py", "--image_size", "15", "--ckpt_dir", tmp_path / "x"],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "run_vit_training.py: error: --image_size 15 is not a multiple of --patch_size 14\n"

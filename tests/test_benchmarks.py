@@ -9,9 +9,15 @@ from tests.cli import TINY_MODEL, run_program
 def test_xla_step():
     forms = ["spmd", "unrolled", "wrapper", "nested"]
     done = run_program(
-        *"benchmarks/xla_step.py --devices 1 --steps 1 --repeats 1 --forms".split(), *forms,
-        *TINY_MODEL, "--batch_size", "4", "--model", "vit_tiny_patch16_224", warm=False,
-    )  # fmt: skip
+        *"benchmarks/xla_step.py --devices 1 --steps 1 --repeats 1 --forms".split(),
+        *forms,
+        *TINY_MODEL,
+        "--batch_size",
+        "4",
+        "--model",
+        "vit_tiny_patch16_224",
+        warm=False,
+    )
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[-len(forms) :]]
     assert [row[0] for row in rows] == forms

@@ -63,8 +63,12 @@ def test_metadata_cannot_run_code(tmp_path):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(payload))
         with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
             SafeReader(tmp_path).read_metadata()
-    for module, name in (("torch", "load"), ("torch.serialization", "os.system"),
-                         ("pathlib", "os.system"), ("builtins", "eval")):  # fmt: skip
+    for module, name in (
+        ("torch", "load"),
+        ("torch.serialization", "os.system"),
+        ("pathlib", "os.system"),
+        ("builtins", "eval"),
+    ):
         (tmp_path / ".metadata").write_bytes(
             f"\x80\x04\x8c{chr(len(module))}{module}\x8c{chr(len(name))}{name}\x93.".encode(
                 "latin1"
@@ -132,10 +136,17 @@ def test_manifest_names_every_file_with_size_and_checksum(tmp_path):
     for name, (size, digest) in files.items():
         assert size == (folder / name).stat().st_size
         tool = subprocess.run(
-            [sys.executable, "-c", "import sys, xxhash; print(xxhash.xxh3_128(open(sys.argv[1], "
-             "'rb').read()).hexdigest())", folder / name],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                "import sys, xxhash; print(xxhash.xxh3_128(open(sys.argv[1], "
+                "'rb').read()).hexdigest())",
+                folder / name,
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert digest == tool.stdout.strip() == checksum(folder / name)
     assert quick_problem(folder) is None
     assert damage(folder) is None
@@ -174,9 +185,12 @@ def garble_manifest(folder):
 
 @pytest.mark.parametrize(
     ("harm", "told"),
-    [(truncate, "has 100 bytes, not "), (lose, "__0_0.distcp is missing"),
-     (garble_manifest, "manifest.json is damaged")],
-)  # fmt: skip
+    [
+        (truncate, "has 100 bytes, not "),
+        (lose, "__0_0.distcp is missing"),
+        (garble_manifest, "manifest.json is damaged"),
+    ],
+)
 def test_damage_that_sizes_show_is_passed_over_and_named(harm, told, tmp_path):
     write_checkpoint(tmp_path, 5)
     harm(write_checkpoint(tmp_path, 10))
@@ -213,9 +227,16 @@ def left(ckpt_dir):
 
 @pytest.mark.parametrize(
     ("keep", "kept"),
-    [(0, [1, 2, 3, 4, 9]), (1, [4, 9]), (2, [3, 4, 9]), (3, [2, 3, 4, 9]), (4, [1, 2, 3, 4, 9]),
-     (5, [1, 2, 3, 4, 9]), (10**9, [1, 2, 3, 4, 9])],
-)  # fmt: skip
+    [
+        (0, [1, 2, 3, 4, 9]),
+        (1, [4, 9]),
+        (2, [3, 4, 9]),
+        (3, [2, 3, 4, 9]),
+        (4, [1, 2, 3, 4, 9]),
+        (5, [1, 2, 3, 4, 9]),
+        (10**9, [1, 2, 3, 4, 9]),
+    ],
+)
 def test_keep_the_newest(keep, kept, tmp_path):
     for step in (1, 2, 3, 4):
         write_checkpoint(tmp_path, step)

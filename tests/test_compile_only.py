@@ -29,8 +29,20 @@ def compile_for(topology, *flags, code=0):
 
 
 def parameter_sizes(depth=DEPTH):
-    block = [3 * WIDTH**2, 3 * WIDTH, WIDTH**2, WIDTH, 4 * WIDTH**2, 4 * WIDTH, 4 * WIDTH**2, WIDTH,
-             WIDTH, WIDTH, WIDTH, WIDTH]  # fmt: skip
+    block = [
+        3 * WIDTH**2,
+        3 * WIDTH,
+        WIDTH**2,
+        WIDTH,
+        4 * WIDTH**2,
+        4 * WIDTH,
+        4 * WIDTH**2,
+        WIDTH,
+        WIDTH,
+        WIDTH,
+        WIDTH,
+        WIDTH,
+    ]
     rest = [3 * PATCH**2 * WIDTH, WIDTH, TOKENS * WIDTH, WIDTH, WIDTH, CLASSES * WIDTH, CLASSES]
     return block * depth + rest
 
@@ -153,8 +165,10 @@ def test_cut_graph():
 
 
 def test_equal_graphs_are_compiled_once():
-    first, again, last = (Graph(hlo, {}, (), {}, (Value(size, REPLICATED),))
-                          for hlo, size in ((b"add", 4), (b"add", 8), (b"step", 0)))  # fmt: skip
+    first, again, last = (
+        Graph(hlo, {}, (), {}, (Value(size, REPLICATED),))
+        for hlo, size in ((b"add", 4), (b"add", 8), (b"step", 0))
+    )
     assert Step([first, last, again], 1, 0, "").distinct() == [[first, again], [last]]
 
 
@@ -169,14 +183,20 @@ def test_bytes_of_a_device():
 @pytest.mark.parametrize(
     ("message", "asked"),
     [
-        ("Used 17.12G of 15.75G hbm. Exceeded hbm capacity by 1.37G.\n\n    program 1.12G\n"
-         "    arguments 16.00G", 17.12 * 2**30),
+        (
+            "Used 17.12G of 15.75G hbm. Exceeded hbm capacity by 1.37G.\n\n    program 1.12G\n"
+            "    arguments 16.00G",
+            17.12 * 2**30,
+        ),
         ("Used 33.50G of 15.75G hbm. [...] HLO temp 33.50G\n    arguments  0B", 43.5 * 2**30),
-        ("RESOURCE_EXHAUSTED: Allocation (size=68719476736) would exceed memory "
-         "(size=17179869184) :: #allocation371 [shape = 'f32[4,2048,256,8192]', [...]", 74 * 2**30),
+        (
+            "RESOURCE_EXHAUSTED: Allocation (size=68719476736) would exceed memory "
+            "(size=17179869184) :: #allocation371 [shape = 'f32[4,2048,256,8192]', [...]",
+            74 * 2**30,
+        ),
         ("Unsupported version: expected <= 7 but got 8", None),
     ],
-)  # fmt: skip
+)
 def test_what_a_refusal_asks_for(message, asked):
     """libtpu's messages, shortened; 10 GiB of arguments, which the first one has counted."""
     found = hbm_asked_for(message, 10 * 2**30)
@@ -229,9 +249,16 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
     refused = Compiled(False, None, None, None, 20 * 2**30, capacity, [], "", 2.0)
     graphs = [CompiledGraph(1, refused, None, 4e12, 2**30), CompiledGraph(2, None, None, 6e12, 0)]
     report = make_report(
-        topology=topology, graphs=graphs, model_flops=8e12, parameters=10, batch_size=4,
-        sharding="", state_bytes=120, trace_s=1.0, versions={},
-    )  # fmt: skip
+        topology=topology,
+        graphs=graphs,
+        model_flops=8e12,
+        parameters=10,
+        batch_size=4,
+        sharding="",
+        state_bytes=120,
+        trace_s=1.0,
+        versions={},
+    )
     assert not report.fits
     assert report.peak_hbm_bytes == 21 * 2**30
     assert (report.graphs, report.distinct_graphs) == (3, 2)
@@ -245,8 +272,12 @@ def test_table_and_picture(v5e, v5p, tmp_path):
     document = tmp_path / "tpu.md"
     document.write_text(f"before\n{tpu_table.BEGIN}\nold\n{tpu_table.END}\nafter\n")
     small = v5e | {"fits": False, "peak_hbm_bytes": 20 * 2**30}
-    reports = {("v5e-64", "vit_10b"): v5e, ("v5p-64", "vit_10b"): v5p,
-               ("v5e-64", "vit_60b"): small, ("v5p-64", "vit_60b"): None}  # fmt: skip
+    reports = {
+        ("v5e-64", "vit_10b"): v5e,
+        ("v5p-64", "vit_10b"): v5p,
+        ("v5e-64", "vit_60b"): small,
+        ("v5p-64", "vit_60b"): None,
+    }
     tpu_table.write_table(document, reports, ["v5e-64", "v5p-64"], ["vit_10b", "vit_60b"], [])
     tpu_table.plot(reports, tmp_path / "table.png")
     text = document.read_text()

@@ -1,6 +1,5 @@
 """Data: the digits tree, order, sharing among processes, augmentation, complete validation."""
 
-import argparse
 from itertools import chain
 
 import numpy as np
@@ -10,11 +9,13 @@ import torchvision.transforms as T
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from data.build import build_loaders, open_data
+from data.config import DataConfig
 from data.digits import main, write_digits
 from data.errors import DataFolderError
 from data.folder_index import check_folder, index_split
+from data.registry import open_data
 from data.sampler import GlobalBatchSampler
+from data.source import Wanted
 from models.config import VitConfig
 
 CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)
@@ -22,15 +23,26 @@ CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)
 
 def arguments(data_dir, **changes):
     values = {
-        "fake_data": False, "data_dir": str(data_dir), "batch_size": 100, "seed": 3,
-        "grad_accum_steps": 1, "num_workers": 0,
-        "scale": (0.3, 1.0), "ratio": (0.75, 1.33), "hflip": 0.5,
-    }  # fmt: skip
-    return argparse.Namespace(**values | changes)
+        "data_dir": str(data_dir),
+        "batch_size": 100,
+        "num_workers": 0,
+        "scale": (0.3, 1.0),
+        "ratio": (0.75, 1.33),
+        "hflip": 0.5,
+    }
+    return DataConfig(**values | changes)
 
 
-def loaders(args, rank=0, world_size=1, config=CONFIG):
-    return build_loaders(open_data(args, config), args, config, rank, world_size)
+def wanted(config, model=CONFIG, seed=3):
+    return Wanted(config, model.in_chans, model.img_size, model.num_classes, seed)
+
+
+def loaders(config, rank=0, world_size=1, model=CONFIG, seed=3):
+    source = open_data(wanted(config, model, seed))
+    return (
+        source.train_loader(config.batch_size, rank, world_size),
+        source.val_loader(config.pass_size, rank, world_size),
+    )
 
 
 def test_digits_tree_holds_scikit_learns_images(tmp_path):
@@ -118,11 +130,14 @@ def test_validation_images_are_system_as(digits):
     """Resize to size * 256/224, centre crop, ImageNet mean and deviation, as torchvision does."""
     _, val = loaders(arguments(digits))
     images, labels = next(val.epoch(0))
-    reference = T.Compose([
-        T.Resize(16 * 256 // 224, interpolation=T.InterpolationMode.BICUBIC),
-        T.CenterCrop(16), T.ToTensor(),
-        T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    ])  # fmt: skip
+    reference = T.Compose(
+        [
+            T.Resize(16 * 256 // 224, interpolation=T.InterpolationMode.BICUBIC),
+            T.CenterCrop(16),
+            T.ToTensor(),
+            T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
     file = sorted((digits / "val" / "0").iterdir())[0]
     torch.testing.assert_close(images[0], reference(Image.open(file).convert("RGB")))
     assert labels[0] == 0
@@ -132,12 +147,25 @@ def test_validation_images_are_system_as(digits):
 
 
 def test_grey_images(digits):
-    train, _ = loaders(arguments(digits), config=VitConfig(in_chans=1, img_size=16, num_classes=10))
+    train, _ = loaders(arguments(digits), model=VitConfig(in_chans=1, img_size=16, num_classes=10))
     assert next(train.epoch(0))[0].shape == (100, 1, 16, 16)
 
 
+def test_digits_in_memory_are_those_in_the_folder(digits):
+    """The same images, labels and order, and the same random crops."""
+    in_memory = loaders(arguments("unused", data_source="digits"))
+    for there, here in zip(loaders(arguments(digits)), in_memory, strict=True):
+        assert len(there) == len(here)
+        for expected, found in zip(there.epoch(1), here.epoch(1), strict=True):
+            assert expected[0].equal(found[0])
+            assert expected[1].equal(found[1])
+    few = VitConfig(img_size=16, patch_size=4, num_classes=9)
+    with pytest.raises(DataFolderError, match="10 classes, more than --num_classes 9"):
+        open_data(wanted(arguments("unused", data_source="digits"), few))
+
+
 def test_fake_data_is_one_batch_of_zeros():
-    args = arguments("unused", fake_data=True, batch_size=1024)
+    args = arguments("unused", data_source="fake", batch_size=1024)
     train, val = loaders(args, rank=1, world_size=4)
     assert (len(train), len(val)) == (1_281_167 // 1024, -(-50_000 // 1024))
     batches = train.epoch(0)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from run_vit_training import OWN
 from tests.cli import DIGITS, ROOT, train_tiny_gpu
 from tests.documented_commands import (
     Command,
@@ -35,7 +36,8 @@ from tests.typed_with_stand_ins import (
     only_gclouds_words,
     trains,
 )
-from training.arguments import build_parser
+from training.config import RunConfig
+from training.flag_rules import by_field
 
 
 @dataclass
@@ -76,8 +78,12 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             r"runs/digits-\S+/step_660, log \S+/metrics\.jsonl, plot \S+/curves\.png\n\Z",
         ),
         leaves=(
-            "datasets/digits/train/9", "runs/digits-*/step_660", "runs/digits-*/metrics.jsonl",
-            "runs/digits-*/curves.png", "runs/digits-*/tensorboard", "runs/digits-*/run.json",
+            "datasets/digits/train/9",
+            "runs/digits-*/step_660",
+            "runs/digits-*/metrics.jsonl",
+            "runs/digits-*/curves.png",
+            "runs/digits-*/tensorboard",
+            "runs/digits-*/run.json",
         ),
         long=True,
     ),
@@ -87,9 +93,12 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         (r"^Requirement already satisfied: torch_xla==",)
     ),
     "python3 run_vit_training.py --help": Run((r"^  --fake_data ",)),
+    "python3 run_vit_training.py --help all": Run((r"^  --flatten_parameters ",)),
+    "python3 run_vit_training.py --help xla": Run((r"^  --flatten_parameters ",)),
     "python3 run_vit_training.py --fake_data": Run(
         (
-            r"^data: fake data \(zeros\)", r"^epoch 1 step 10, lr: ",
+            r"^data: fake data \(zeros\)",
+            r"^epoch 1 step 10, lr: ",
             r"^epoch 1 step 10, val loss: [\d.]+, accuracy on val: .* of 80 images$",
             r"^training completed: step 10, .*, checkpoint /tmp/vit_fsdp/step_10, log ",
         ),
@@ -123,7 +132,8 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     ),
     "python3 run_vit_training.py --eval_only": Run(
         (r"^val loss: [\d.]+, accuracy on val: [\d.]+ % of 359 images$",),
-        trained=True, private=True,
+        trained=True,
+        private=True,
     ),
     "make test-long": Elsewhere("it runs this test", make_knows),
     # docs/slurm.md
@@ -140,8 +150,10 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python benchmarks/gpu_step.py --json": Elsewhere("needs a GPU", benchmark_takes),
     "python benchmarks/gpu_step.py --models": Run(
         (
-            *(rf"^\| vit_tiny_patch16_224 \| {variant} \| 4 \| \d+\.\d+ \| [\d.]+ \| [\d.]+ \|"
-              for variant in ("timm", "fsdp2", r"fsdp2\+compile")),
+            *(
+                rf"^\| vit_tiny_patch16_224 \| {variant} \| 4 \| \d+\.\d+ \| [\d.]+ \| [\d.]+ \|"
+                for variant in ("timm", "fsdp2", r"fsdp2\+compile")
+            ),
             r"\| megatron \| 4 \| --fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2 \|",
             r"\| te \| 4 \| --block te: TransformerEngine is not installed",
             r"\| te\+fp8 \| 4 \| --block te: TransformerEngine is not installed",
@@ -173,7 +185,8 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         (
             r"^slice +v5p:4x4x8, 128 chips$",
             r"^model +10,077,917,160 parameters, global batch 1024$",
-            r"^verdict +fits, ", r"^HBM a chip, peak +3\.\d\d GiB of 95\.74 GiB$",
+            r"^verdict +fits, ",
+            r"^HBM a chip, peak +3\.\d\d GiB of 95\.74 GiB$",
             r"^highest MFU +8\d\.\d %$",
         ),
         long=True,
@@ -190,25 +203,34 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "make bench": Run((ROW % ("spmd", 1), ROW % ("nested", 1)), long=True),
     "make bench-gpu": Elsewhere("needs a GPU", make_knows),
     "make clean": Run(removes=(".venv", "datasets", "runs")),
-}  # fmt: skip
+}
 
 DOCUMENTED = documented_commands()
 
 
 def beginning(command: Command) -> str | None:
     """The entry that it has in COMMANDS: the longest that it begins with, word for word."""
-    fitting = [start for start in COMMANDS if f"{command.text} ".startswith(start)
-               and (start == command.text or not start.startswith("make "))]  # fmt: skip
+    fitting = [
+        start
+        for start in COMMANDS
+        if f"{command.text} ".startswith(start)
+        and (start == command.text or not start.startswith("make "))
+    ]
     return max(fitting, key=len, default=None)
 
 
 def all_that_are(kind: type) -> list:
     found = [(command, COMMANDS.get(beginning(command) or "")) for command in DOCUMENTED]
     return [
-        pytest.param(command, entry, id=beginning(command),
-                     marks=[pytest.mark.long] if getattr(entry, "long", False) else [])
-        for command, entry in found if isinstance(entry, kind)
-    ]  # fmt: skip
+        pytest.param(
+            command,
+            entry,
+            id=beginning(command),
+            marks=[pytest.mark.long] if getattr(entry, "long", False) else [],
+        )
+        for command, entry in found
+        if isinstance(entry, kind)
+    ]
 
 
 def test_every_command_is_here_once():
@@ -275,13 +297,20 @@ def test_message_of_a_stop(printed, _, tmp_path, monkeypatch):
     assert promised.replace("1207", "2") in done.stdout.splitlines()
 
 
+def known_flags() -> set[str]:
+    """Every flag of the program, in all its spellings."""
+    known = {"--help", "-h"}
+    for option in by_field(RunConfig, *OWN.values()).values():
+        known |= {*option.names, *option.flag.shorthands}
+        known |= {f"--no-{name[2:]}" for name in option.names if option.has_negation}
+    return known
+
+
 def test_help_lists_every_flag(machine):
-    (command,) = [c for c in DOCUMENTED if c.text == "python3 run_vit_training.py --help"]
+    (command,) = [c for c in DOCUMENTED if c.text == "python3 run_vit_training.py --help all"]
     shown = machine.run(command).stdout
-    for action in build_parser()._actions:
-        for flag in action.option_strings:
-            assert re.search(rf"(?m)^  (.*, )?{flag}\b", shown), flag
-        assert action.help
+    for flag in known_flags():
+        assert re.search(rf"(?m)^  (.*, )?{flag}\b", shown), flag
 
 
 # -- what is named --------------------------------------------------------------------
@@ -289,7 +318,7 @@ def test_help_lists_every_flag(machine):
 
 def test_flags_and_files_that_documents_name_are_there():
     flags, paths = flags_and_paths()
-    known = {flag for action in build_parser()._actions for flag in action.option_strings}
+    known = known_flags()
     for path in [*(ROOT / "launch").iterdir(), *(ROOT / "benchmarks").rglob("*.py")]:
         if path.is_file():
             known |= set(re.findall(r"--\w[\w-]+", path.read_text()))

@@ -24,8 +24,10 @@ def test_values():
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout.splitlines()[-1])
     assert {(case["blocks"] > 1, case["masked"]) for case in cases} == {
-        (False, True), (False, False), (True, True),
-    }  # fmt: skip
+        (False, True),
+        (False, False),
+        (True, True),
+    }
     for case in cases:
         assert max(case["errors"]) < (1e-5 if case["dtype"] == "torch.float32" else 2e-2), case
         assert case["without_gradient"]
@@ -33,9 +35,20 @@ def test_values():
 
 @pytest.mark.parametrize(
     ("tokens", "padded"),
-    [(196, 256), (256, 256), (257, 384), (512, 512), (577, 768), (1024, 1024), (1025, 1152),
-     (4097, 4224), (5329, 5376), (16384, 16384), (21316, 21504)],
-)  # fmt: skip
+    [
+        (196, 256),
+        (256, 256),
+        (257, 384),
+        (512, 512),
+        (577, 768),
+        (1024, 1024),
+        (1025, 1152),
+        (4097, 4224),
+        (5329, 5376),
+        (16384, 16384),
+        (21316, 21504),
+    ],
+)
 def test_padding(tokens, padded):
     assert padded_tokens(tokens) == padded
     assert padded % Shape(1, 1, padded, 64, tokens, None).block == 0
@@ -81,14 +94,20 @@ def test_nested():
     [
         ("--fake_data", "--attention flash needs a TPU: its kernels run nowhere else"),
         ("--backend cuda", "--attention needs --backend xla, this is cuda"),
-        ("--compile_only --tpu_topology v5e:2x2 --mesh_tensor 2",
-         "--attention flash does not go with --mesh_tensor 2: use --attention sdpa"),
-        ("--compile_only --tpu_topology v5e:2x2 --att_dropout 0.1",
-         "--attention flash has no dropout, here --att_dropout 0.1"),
-        ("--compile_only --tpu_topology v5e:2x2 --num_heads 16",
-         "--attention flash takes heads up to 256 wide, not --embed_dim / --num_heads = 320"),
+        (
+            "--compile_only --tpu_topology v5e:2x2 --mesh_tensor 2",
+            "--attention flash does not go with --mesh_tensor 2: use --attention sdpa",
+        ),
+        (
+            "--compile_only --tpu_topology v5e:2x2 --att_dropout 0.1",
+            "--attention flash has no dropout, here --att_dropout 0.1",
+        ),
+        (
+            "--compile_only --tpu_topology v5e:2x2 --num_heads 16",
+            "--attention flash takes heads up to 256 wide, not --embed_dim / --num_heads = 320",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refused(flags, said):
     done = run_program("run_vit_training.py", "--attention", "flash", *flags.split())
     assert done.returncode == 2

@@ -15,14 +15,14 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from data.build import open_data
 from data.decode import read_image
 from data.errors import BrokenImageError, DataFolderError
 from data.folder_index import check_folder, index_split
 from data.image_folder import substitute
+from data.registry import open_data
 from models.config import VitConfig
 from tests.cli import ROOT
-from tests.test_data import arguments, loaders
+from tests.test_data import arguments, loaders, wanted
 
 CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)
 
@@ -39,9 +39,19 @@ def test_order_is_torchvisions(tmp_path):
     """Folders in folders, capitals, what sorts oddly, links, other files, names of any byte."""
     top = tmp_path / "train"
     for name in (
-        "b/z.png", "b/a.JPEG", "b/a/2.png", "b/a-/1.png", "b/a b/3.webp", "b/a/deep/er/0.bmp",
-        "B/1.png", ".hidden/1.png", "c/10.png", "c/9.png", "c/\udcff.png", "\udcfe/1.png",
-    ):  # fmt: skip
+        "b/z.png",
+        "b/a.JPEG",
+        "b/a/2.png",
+        "b/a-/1.png",
+        "b/a b/3.webp",
+        "b/a/deep/er/0.bmp",
+        "B/1.png",
+        ".hidden/1.png",
+        "c/10.png",
+        "c/9.png",
+        "c/\udcff.png",
+        "\udcfe/1.png",
+    ):
         image(top / name)
     image(tmp_path / "elsewhere" / "sub" / "1.png")
     (top / "linked").symlink_to(tmp_path / "elsewhere")
@@ -109,13 +119,13 @@ def test_a_file_in_the_place_of_a_class(tmp_path):
 def test_what_is_left_out_is_said(tmp_path):
     for split in ("train", "val"):
         image(tmp_path / split / "a" / "1.png")
-    assert str(open_data(arguments(tmp_path, batch_size=1), CONFIG)) == (
+    assert str(open_data(wanted(arguments(tmp_path, batch_size=1), CONFIG))) == (
         f"{tmp_path}: 1 training, 1 validation images"
     )
     for number, name in enumerate(("a.gif", "b.gif", "c", "d.txt", "e\n.\udcff")):
         (tmp_path / "train" / "a" / name).touch()
         (tmp_path / "val" / "a" / f"{number}.gif").touch()
-    assert str(open_data(arguments(tmp_path, batch_size=1), CONFIG)).endswith(
+    assert str(open_data(wanted(arguments(tmp_path, batch_size=1), CONFIG))).endswith(
         "1 validation images; 10 files left out (.gif 7, no extension 1, .txt 1, .\\udcff 1)"
     )
 
@@ -127,8 +137,17 @@ PICTURE = np.linspace(0, 255, 64).round().astype(np.uint8).reshape(8, 8)
 
 def tiff(content, bits, photometric):
     """A grey 8x8 picture in one strip, little-endian: of kinds that Pillow does not write."""
-    tags = {256: 8, 257: 8, 258: bits, 259: 1, 262: photometric, 273: 200, 277: 1, 278: 8,
-            279: len(content)}  # fmt: skip
+    tags = {
+        256: 8,
+        257: 8,
+        258: bits,
+        259: 1,
+        262: photometric,
+        273: 200,
+        277: 1,
+        278: 8,
+        279: len(content),
+    }
     head = struct.pack("<2sHIH", b"II", 42, 8, len(tags))
     head += b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     return (head + bytes(4)).ljust(200, b"\0") + content
@@ -153,8 +172,10 @@ def test_tiffs_of_12_bits_and_with_white_as_zero(tmp_path):
     )
     wide = PICTURE.astype("<u2") * 257
     for content, bits, photometric in (
-        (packed, 12, 1), ((255 - PICTURE).tobytes(), 8, 0), ((65535 - wide).tobytes(), 16, 0)
-    ):  # fmt: skip
+        (packed, 12, 1),
+        ((255 - PICTURE).tobytes(), 8, 0),
+        ((65535 - wide).tobytes(), 16, 0),
+    ):
         (tmp_path / "x.tif").write_bytes(tiff(content, bits, photometric))
         assert np.array_equal(np.asarray(read_image(str(tmp_path / "x.tif")))[..., 0], PICTURE)
 
@@ -206,8 +227,11 @@ def test_large_images_are_read_without_warnings(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "large.png")],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.stdout, done.stderr) == ("(40, 30)\n", "")
 
 
@@ -291,12 +315,12 @@ def test_nothing_can_be_read(tmp_path, num_workers):
 
 def test_a_split_can_be_sent_to_a_process(half_broken):
     """Loader processes may be started by spawn."""
-    source = open_data(arguments(half_broken[0], batch_size=8), CONFIG)
-    there = pickle.loads(pickle.dumps(source.train))
-    for ours, theirs in zip(source.train[1, 0], there[1, 0], strict=True):
+    source = open_data(wanted(arguments(half_broken[0], batch_size=8), CONFIG))
+    there = pickle.loads(pickle.dumps(source._train))
+    for ours, theirs in zip(source._train[1, 0], there[1, 0], strict=True):
         assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
 
 
 def test_largest_seed(half_broken):
-    train, _ = loaders(arguments(half_broken[0], batch_size=8, seed=2**63 - 1))
+    train, _ = loaders(arguments(half_broken[0], batch_size=8), seed=2**63 - 1)
     assert len(list(train.epoch(3))) == 5

@@ -63,11 +63,17 @@ def test_torchrun_of_a_node_that_never_comes(tmp_path):
     """The nodes have met, then the first one is gone: torchrun waits in compiled code."""
     port = free_port()
     host = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from launch import meet\n"
-         "args = meet.parse(sys.argv[1:]); print(*meet.meet(args, meet.Watch(0)))",
-         *f"--nodes 2 --rank 0 --address 127.0.0.1 --port {port} --limit 0 -- x".split()],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import sys; from launch import meet\n"
+            "args = meet.parse(sys.argv[1:]); print(*meet.meet(args, meet.Watch(0)))",
+            *f"--nodes 2 --rank 0 --address 127.0.0.1 --port {port} --limit 0 -- x".split(),
+        ],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
     node = start(TORCHRUN, "--fake_data", **TWO_NODES, MASTER_PORT=port, NODE_RANK="1")
     read_until(node, "waiting for torchrun of the other nodes, ")
     node.send_signal(signal.SIGINT)
@@ -126,8 +132,14 @@ def test_strangers_do_not_end_a_meeting(host):
     ]
     assert [speak(host.port, data) for data in nothing] == [b""] * len(nothing)
     greeting = {"name": "1", "nodes": 3, "rdzv_id": ""}
-    wrong = [{}, greeting | {"name": "3"}, greeting | {"name": None}, greeting | {"name": "0"},
-             greeting | {"nodes": [3]}, greeting | {"rdzv_id": "\x1b[2J"}]  # fmt: skip
+    wrong = [
+        {},
+        greeting | {"name": "3"},
+        greeting | {"name": None},
+        greeting | {"name": "0"},
+        greeting | {"nodes": [3]},
+        greeting | {"rdzv_id": "\x1b[2J"},
+    ]
     for message in wrong:
         answer = speak(host.port, json.dumps(message).encode() + b"\n")
         assert b'"refused"' in answer
@@ -183,14 +195,31 @@ def test_a_process_that_never_comes(tmp_path):
     for rank, who in (("1", "rank 0 at 127.0.0.1:{} (Connection refused)"), ("0", "rank 1 of 2")):
         port = free_port()
         variables = environment() | {
-            "RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "RANK": rank,
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
             "JOIN_TIMEOUT": "11",
-        }  # fmt: skip
+        }
         process = subprocess.Popen(
-            [sys.executable, "run_vit_training.py", "--backend", "cuda", "--data_dir", DIGITS,
-             *TINY_MODEL, *TINY_RUN, "--ckpt_dir", tmp_path / rank],
-            cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "run_vit_training.py",
+                "--backend",
+                "cuda",
+                "--data_dir",
+                DIGITS,
+                *TINY_MODEL,
+                *TINY_RUN,
+                "--ckpt_dir",
+                tmp_path / rank,
+            ],
+            cwd=ROOT,
+            env=variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         waited_for[process] = f"run_vit_training.py: rank {rank}: ", who.format(port)
     for process, (beginning, who) in waited_for.items():
         code, _, stderr = finish(process)
@@ -238,9 +267,12 @@ def test_torchrun_starts_a_killed_process_again(nodes, tmp_path):
     flags = ["--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, "--max_steps", "24"]
     flags += ["--ckpt_step_interval", "4", "--ckpt_dir", run]
     variables = {
-        "MAX_RESTARTS": "1", "PYTHONPATH": str(tmp_path), "KILL_WHEN": str(run / "step_8"),
-        "NOTES": str(notes), "MASTER_PORT": free_port(),
-    }  # fmt: skip
+        "MAX_RESTARTS": "1",
+        "PYTHONPATH": str(tmp_path),
+        "KILL_WHEN": str(run / "step_8"),
+        "NOTES": str(notes),
+        "MASTER_PORT": free_port(),
+    }
     if len(nodes) > 1:
         variables |= TWO_NODES
     started = [start(TORCHRUN, *flags, **variables | node) for node in nodes]
@@ -272,9 +304,11 @@ def test_a_lost_node_is_started_again(tmp_path):
     flags = ["--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, "--num_epochs", "9", "--ckpt_dir", run]
     flags += ["--max_steps", "200", "--ckpt_step_interval", "20"]
     variables = TWO_NODES | {
-        "RDZV_ID": "job-1", "MAX_RESTARTS": "2", "PYTHONPATH": str(tmp_path),
+        "RDZV_ID": "job-1",
+        "MAX_RESTARTS": "2",
+        "PYTHONPATH": str(tmp_path),
         "MASTER_PORT": free_port(),
-    }  # fmt: skip
+    }
     stays = start(TORCHRUN, *flags, PIDS=str(first), **variables)
     read_until(stays, "waiting for 1 of 2 nodes")
     lost = start(TORCHRUN, *flags, PIDS=str(second), **variables)
@@ -306,20 +340,36 @@ def test_a_host_that_never_starts_the_tpu_runtime(tmp_path):
     library = tmp_path / "libtpu.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "waits.c"], check=True)
     slice_of_two = {
-        "PJRT_DEVICE": "TPU", "TPU_LIBRARY_PATH": str(library), "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v4-16", "TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b",
-        "TPU_PROCESS_BOUNDS": "1,1,2", "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1",
-    }  # fmt: skip
+        "PJRT_DEVICE": "TPU",
+        "TPU_LIBRARY_PATH": str(library),
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v4-16",
+        "TPU_WORKER_ID": "1",
+        "TPU_WORKER_HOSTNAMES": "a,b",
+        "TPU_PROCESS_BOUNDS": "1,1,2",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1",
+    }
     program = (
         "import sys; from torch_xla._internal import tpu; import run_vit_training as program\n"
         "from xla_fsdp import starting; starting.FIRST_SECONDS = starting.EVERY_SECONDS = 1.0\n"
         "tpu.num_available_chips = lambda: 4; sys.exit(program.main(sys.argv[1:]))"
     )
     run = subprocess.Popen(
-        [sys.executable, "-c", program, "--fake_data", "--batch_size", "8",
-         "--ckpt_dir", tmp_path / "run"],
-        cwd=ROOT, env=environment() | slice_of_two, text=True, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            program,
+            "--fake_data",
+            "--batch_size",
+            "8",
+            "--ckpt_dir",
+            tmp_path / "run",
+        ],
+        cwd=ROOT,
+        env=environment() | slice_of_two,
+        text=True,
+        stderr=subprocess.PIPE,
+    )
     told = "all 2 hosts of the slice, of which this is 1 (0: a, ... 1: b)"
     read_until(run, told)
     read_until(run, told)

@@ -62,10 +62,14 @@ def test_checkpoint_may_take_longer_than_torchrun_waits(nodes, tmp_path):
     )
     several = {"NNODES": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     runs = [
-        start(tmp_path / "launch" / "torchrun.sh", cwd=tmp_path, NPROC_PER_NODE="1",
-              **(several | {"NODE_RANK": str(rank)} if nodes > 1 else {}))
+        start(
+            tmp_path / "launch" / "torchrun.sh",
+            cwd=tmp_path,
+            NPROC_PER_NODE="1",
+            **(several | {"NODE_RANK": str(rank)} if nodes > 1 else {}),
+        )
         for rank in range(nodes)
-    ]  # fmt: skip
+    ]
     while len(list(tmp_path.glob("started*"))) < nodes:
         assert runs[0].poll() is None
         time.sleep(0.1)

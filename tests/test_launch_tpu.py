@@ -19,9 +19,26 @@ from tests.test_launch_gpu import finish, free_port, losses
 # -- what arrives ---------------------------------------------------------------------
 
 NASTY = [
-    "", " ", "a b", "it's", '"quoted"', "$HOME `id` $(id)", "back\\slash\\n", "two\nlines", "*",
-    "~", "ünï ☃ 你好", "--", "--tpu=other", "!x; exit 7 #", "-c", "\t", "100%", "a=b", "\udcff",
-]  # fmt: skip
+    "",
+    " ",
+    "a b",
+    "it's",
+    '"quoted"',
+    "$HOME `id` $(id)",
+    "back\\slash\\n",
+    "two\nlines",
+    "*",
+    "~",
+    "ünï ☃ 你好",
+    "--",
+    "--tpu=other",
+    "!x; exit 7 #",
+    "-c",
+    "\t",
+    "100%",
+    "a=b",
+    "\udcff",
+]
 
 
 def test_arguments_and_environment_arrive_as_given(pod):
@@ -95,8 +112,12 @@ def test_the_workers_end_needs_no_new_python():
     """Images of TPU VMs bring 3.8 or 3.10; what runs there is this file alone."""
     source = (ROOT / "launch" / "pod_worker.py").read_text()
     tree = ast.parse(source, feature_version=(3, 8))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
-                for alias in node.names}  # fmt: skip
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     assert imported <= sys.stdlib_module_names
     assert "from launch" not in source
 
@@ -174,9 +195,12 @@ def test_gcloud_connects_again_after_a_break(pod):
     read_until(run, "ready", 4)
     (call,) = [call for call in pod.calls() if "--worker=1" in call]
     again = subprocess.run(
-        [pod.folder / "bin" / "gcloud", *call], env=pod.variables, stdin=subprocess.PIPE,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [pod.folder / "bin" / "gcloud", *call],
+        env=pod.variables,
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        text=True,
+    )
     assert again.returncode == 254
     assert "the connection to this worker broke" in again.stderr
     assert "ready" not in again.stdout
@@ -191,9 +215,12 @@ def test_restart_flag_ends_what_was_left(pod):
     home.mkdir()
     (pod.folder / "workers").write_text("1")  # else each would end the others' programs
     orphan = subprocess.Popen(
-        [sys.executable, REMOTE, "wait"], start_new_session=True, stdout=subprocess.PIPE, cwd=home,
+        [sys.executable, REMOTE, "wait"],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        cwd=home,
         env=environment() | {"HOME": str(home), "RANK": "0", "XLA_DIST_JOB": "another"},
-    )  # fmt: skip
+    )
     assert orphan.stdout
     orphan.stdout.readline()
     assert pod.run("true")[0] == 0
@@ -212,9 +239,19 @@ def test_restarted_training_resumes(tmp_path):
     flags = [word for item in variables.items() for word in ("--env", "=".join(item))]
     once = 'mkdir "$HOME/once" 2> /dev/null && kill=5 || kill=99; SIGNAL_AT="1 $kill SIGKILL" "$@"'
     training = [
-        sys.executable, WARM_PYTHON, "-m", "tests.signal_at_step", "--backend", "cuda",
-        "--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, "--ckpt_step_interval", "2",
-    ]  # fmt: skip
+        sys.executable,
+        WARM_PYTHON,
+        "-m",
+        "tests.signal_at_step",
+        "--backend",
+        "cuda",
+        "--data_dir",
+        DIGITS,
+        *TINY_MODEL,
+        *TINY_RUN,
+        "--ckpt_step_interval",
+        "2",
+    ]
     command = ["sh", "-c", once, "sh", *training, "--ckpt_dir"]
     flags += ["--workdir", str(ROOT), "--grace", "2"]
     run = pod.launch(*command, tmp_path / "run", flags=(*flags, "--max_restarts", "1"))

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from launch.xla_dist import STEP_TIMEOUT_SECONDS
+from run_vit_training import read_flags
 from tests.cli import ROOT
 from tests.pod_stand_in import REMOTE, StandIn, gcloud_accepts, read_until
 from tests.test_launch_gpu import finish, script
-from training.arguments import build_parser
 
 SETUP, QUEUED = ROOT / "launch" / "setup_pod.sh", ROOT / "launch" / "queued_resource.sh"
 SLICE = "--tpu=pod --type=v5litepod-16 --version=v2-alpha-tpuv5-lite --zone=us-central1-a".split()
@@ -27,9 +27,10 @@ def fresh_pod(pod):
     """Its workers have a Python 3.11 whose venv notes what pip is asked for."""
     pip = """printf '#!/bin/sh\\necho "$*" >> "$HOME/pip"\\n' > .venv/bin/python"""
     script(
-        pod.folder / "bin" / "python3.11", '[ "$1 $2 $3" = "-m venv .venv" ] || exit 3',
+        pod.folder / "bin" / "python3.11",
+        '[ "$1 $2 $3" = "-m venv .venv" ] || exit 3',
         f"mkdir -p .venv/bin; {pip}; chmod +x .venv/bin/python",
-    )  # fmt: skip
+    )
     (pod.folder / "states_to_come").write_text("ACCEPTED\nPROVISIONING\nPROVISIONING\nACTIVE")
     pod.variables["POLL_SECONDS"] = "0.1"
     return pod
@@ -41,9 +42,13 @@ def run_script(pod: StandIn, path: Path, *words: object) -> tuple[int, str, str]
 
 def start_script(pod: StandIn, path: Path, *words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        ["bash", str(path), *map(str, words)], cwd=pod.cwd, env=pod.variables, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        ["bash", str(path), *map(str, words)],
+        cwd=pod.cwd,
+        env=pod.variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def test_setup_copies_and_installs(fresh_pod):
@@ -77,10 +82,16 @@ def test_queued_resource_from_request_to_deletion(fresh_pod):
     made = [call[3:] for call in calls if call[2] == "queued-resources" and call[3] != "describe"]
     where = ["pod", "--zone=us-central1-a", "--quiet"]
     assert made == [
-        ["create", *where, "--node-id=pod", "--accelerator-type=v5litepod-16",
-         "--runtime-version=v2-alpha-tpuv5-lite", "--spot"],
+        [
+            "create",
+            *where,
+            "--node-id=pod",
+            "--accelerator-type=v5litepod-16",
+            "--runtime-version=v2-alpha-tpuv5-lite",
+            "--spot",
+        ],
         ["delete", *where, "--force", "--async"],
-    ]  # fmt: skip
+    ]
 
 
 def test_queued_resource_passes_signals_on_and_is_used_again(fresh_pod):
@@ -169,29 +180,35 @@ def test_gke_file():
     machines = math.prod(map(int, topology.split("x"))) // chips
     assert job["parallelism"] == job["completions"] == machines
     assert container["command"] == ["python3", "-u", "run_vit_training.py"]
-    args = build_parser().parse_args(container["args"])
-    assert args.data_dir.startswith(mounts["datasets"] + "/")
-    assert args.ckpt_dir.startswith(mounts["checkpoints"] + "/")
-    assert args.resume == "auto"
+    asked = read_flags(container["args"]).run
+    assert asked.data.data_dir.startswith(mounts["datasets"] + "/")
+    assert asked.checkpoints.ckpt_dir.startswith(mounts["checkpoints"] + "/")
+    assert asked.checkpoints.resume == "auto"
     variables = {variable["name"]: variable for variable in container["env"]}
     assert variables["STEP_TIMEOUT_S"]["value"] == str(STEP_TIMEOUT_SECONDS)
     assert variables["RUN_JOB_ID"]["value"] == "$(JOBSET_NAME)-$(JOBSET_UID)"
-    labels = {"JOBSET_NAME": "jobset-name", "JOBSET_UID": "jobset-uid",
-              "RUN_ATTEMPT": "restart-attempt"}  # fmt: skip
+    labels = {
+        "JOBSET_NAME": "jobset-name",
+        "JOBSET_UID": "jobset-uid",
+        "RUN_ATTEMPT": "restart-attempt",
+    }
     for name, label in labels.items():
         path = variables[name]["valueFrom"]["fieldRef"]["fieldPath"]
         assert path == f"metadata.labels['jobset.sigs.k8s.io/{label}']"
-    assert args.batch_size % (machines * chips) == 0
+    assert asked.data.batch_size % (machines * chips) == 0
 
 
 # -- the real gcloud ------------------------------------------------------------------
 
 QUEUED_CALLS = [
-    ["create", *"pod --node-id=pod --accelerator-type=v5litepod-16 --spot".split(),
-     "--runtime-version=v2-alpha-tpuv5-lite"],
+    [
+        "create",
+        *"pod --node-id=pod --accelerator-type=v5litepod-16 --spot".split(),
+        "--runtime-version=v2-alpha-tpuv5-lite",
+    ],
     ["describe", "pod", "--format=value(state.state)"],
     ["delete", *"pod --force --async".split()],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("call", QUEUED_CALLS, ids=lambda call: call[0])

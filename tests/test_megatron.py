@@ -8,9 +8,9 @@ import torch
 
 from models.vit import build_vit, fsdp_units, initialize_module
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu
+from tests.resolved import on_gpus
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
 from tests.test_sharding import assert_same_curves, assert_same_training
-from training.arguments import model_config, parse_arguments
 
 
 def train(folder, *flags, processes=2):
@@ -62,11 +62,16 @@ def test_clipped_like_plain_pytorch(fsdp, tmp_path):
 
 @pytest.mark.parametrize(
     ("processes", "flags"),
-    [(2, "--fsdp megatron"), (2, "--fsdp megatron --meta_init"), (2, "--fsdp fsdp2"),
-     (2, "--fsdp megatron --zero_dp_strategy 0"), (2, "--fsdp megatron --precision bf16"),
-     # A width for which parts would begin inside rows of another parameter.
-     (2, "--fsdp megatron --image_size 24 --embed_dim 140 --num_classes 70 --reg_tokens 4")],
-)  # fmt: skip
+    [
+        (2, "--fsdp megatron"),
+        (2, "--fsdp megatron --meta_init"),
+        (2, "--fsdp fsdp2"),
+        (2, "--fsdp megatron --zero_dp_strategy 0"),
+        (2, "--fsdp megatron --precision bf16"),
+        # A width for which parts would begin inside rows of another parameter.
+        (2, "--fsdp megatron --image_size 24 --embed_dim 140 --num_classes 70 --reg_tokens 4"),
+    ],
+)
 def test_weights_after_sharding_are_those_before(processes, flags, tmp_path):
     flags = [*flags.split(), "--backend", "cuda", "--ckpt_dir", str(tmp_path)]
     done = run_program("-m", "tests.save_initial", *flags, processes=processes)
@@ -75,7 +80,7 @@ def test_weights_after_sharding_are_those_before(processes, flags, tmp_path):
     convert = "-m torch.distributed.checkpoint.format_utils dcp_to_torch".split()
     assert run_program(*convert, str(tmp_path / "initial"), str(target)).returncode == 0
     state = torch.load(target, weights_only=True)
-    config = model_config(parse_arguments([*TINY_MODEL, *flags]))
+    config = on_gpus([*TINY_MODEL, *flags, "--fsdp", "fsdp2"]).model
     model = build_vit(config)
     for name, unit in fsdp_units(model):
         initialize_module(unit, name, seed=0, num_classes=config.num_classes)

@@ -1,19 +1,18 @@
 """Meshes of dcn x fsdp x tensor: the same training as on one device."""
 
-import argparse
 import json
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from models.config import VitConfig
 from tests.cli import TINY_MODEL, run_program, train_tiny
+from tests.resolved import on_xla
 from tests.test_sharding import assert_same_curves, assert_same_training
 from training.errors import UsageError
-from xla_fsdp import options
+from training.mesh import Mesh
+from xla_fsdp import resolve_xla
 from xla_fsdp.sharding.hosts import by_slice_and_host, in_global_batch, local_groups
-from xla_fsdp.sharding.mesh import MeshShape
 
 # What each block may have more, so that every kind of parameter is cut.
 FULL_BLOCK = "--qk_norm --scale_attn_norm --scale_mlp_norm --init_values 0.5 --class_token".split()
@@ -87,7 +86,7 @@ def test_state_is_cut():
 
 
 def test_specs():
-    mesh = MeshShape(2, 4, 8)
+    mesh = Mesh(dcn=2, fsdp=4, tensor=8)
     assert str(mesh) == "mesh dcn 2 x fsdp 4 x tensor 8"
     assert mesh.parameter_spec((48, 64), tensor_dim=1) == (("fsdp",), ("tensor",))
     assert mesh.parameter_spec((3, 64, 48), tensor_dim=1) == ((), ("tensor",), ("fsdp",))
@@ -95,30 +94,32 @@ def test_specs():
     assert mesh.parameter_spec((10, 64)) == ((), ("fsdp", "tensor"))
     assert mesh.parameter_spec((12,)) == (("fsdp",),)
     assert mesh.parameter_spec((3,)) == ((),)
-    assert MeshShape(1, 4, 1).parameter_spec((5, 8), tensor_dim=0) == ((), ("fsdp",))
+    assert Mesh(fsdp=4).parameter_spec((5, 8), tensor_dim=0) == ((), ("fsdp",))
 
 
 def test_copies_follow_slices(monkeypatch):
-    monkeypatch.setattr(options, "device_type", lambda: "TPU")
-    monkeypatch.setattr(options, "slice_count", lambda: 2)
-    args = argparse.Namespace(mesh_dcn=3, mesh_fsdp=None, mesh_tensor=1)
+    monkeypatch.setattr(resolve_xla, "device_type", lambda: "TPU")
+    monkeypatch.setattr(resolve_xla, "slice_count", lambda: 2)
+    monkeypatch.setattr(resolve_xla, "device_count", lambda own: 6)
     with pytest.raises(UsageError, match="--mesh_dcn 3 is no multiple of the 2 slices"):
-        options.check_devices(args, VitConfig(), 6)
+        on_xla("--mesh_dcn 3 --batch_size 6")
 
 
 def test_devices_along_tensor_share_a_host():
     """Two slices of 4 x 4 chips, hosts of 2 x 2: numbered along rows, not host by host."""
     attributes = [
         {"name": f"TPU:{16 * slice_ + 4 * y + x}", "coords": [x, y, 0], "slice_index": slice_}
-        for slice_ in (1, 0) for y in range(4) for x in range(4)
-    ]  # fmt: skip
+        for slice_ in (1, 0)
+        for y in range(4)
+        for x in range(4)
+    ]
     here = {18, 19, 22, 23}  # the second host of the second slice
     order = by_slice_and_host(attributes, here)
     assert order[:8] == [0, 1, 4, 5, 2, 3, 6, 7]
     assert order[16:24] == [16, 17, 20, 21, 18, 19, 22, 23]
-    assert local_groups(MeshShape(2, 4, 4), order, here) == [5]
-    assert local_groups(MeshShape(2, 8, 2), order, here) == [10, 11]
+    assert local_groups(Mesh(dcn=2, fsdp=4, tensor=4), order, here) == [5]
+    assert local_groups(Mesh(dcn=2, fsdp=8, tensor=2), order, here) == [10, 11]
     with pytest.raises(UsageError, match="must divide the 4 devices of a host"):
-        local_groups(MeshShape(2, 2, 8), order, here)
+        local_groups(Mesh(dcn=2, fsdp=2, tensor=8), order, here)
     share = torch.arange(6).view(6, 1)
     assert in_global_batch(share, [1, 3], of=4)[[3, 4, 5, 9, 10, 11]].equal(share)

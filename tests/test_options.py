@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
-from data.build import build_loaders, open_data
+from data.registry import open_data
 from models.vit import build_vit, fsdp_units, initialize_module
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, train_tiny, train_tiny_gpu
 from tests.option_cases import DROPOUT, FORMS, HOW, MODEL, allowed, pairwise
-from training.arguments import model_config, parse_arguments
+from tests.resolved import on_xla
+from training.validation import wanted_images
 
 STEPS = 2
 RUN = [*f"--max_steps {STEPS} --warmup_steps 0 --lr 1e-3 --scale 0.8 1".split()]
@@ -38,18 +39,21 @@ def plain(case):
     """Losses and gradient norms of timm's model and PyTorch's AdamW, under autocast for bf16."""
     options = [flag for name, flags in case.items() if name in MODEL for flag in flags.split()]
     source = ["--data_dir", str(DIGITS), "--hflip", "0"]
-    args = parse_arguments([*source, *TINY_MODEL, *TINY_RUN, *RUN, *options])
-    config = model_config(args)
+    run = on_xla([*source, *TINY_MODEL, *TINY_RUN, *RUN, *options])
+    config, how = run.model, run.config.optimizer
     filled = build_vit(config)
     for name, unit in fsdp_units(filled):
         initialize_module(
-            unit, name, seed=args.seed, num_classes=config.num_classes,
+            unit,
+            name,
+            seed=run.config.seed,
+            num_classes=config.num_classes,
             weight_init=config.weight_init,
-        )  # fmt: skip
+        )
     model = VisionTransformer(**{**asdict(config), "weight_init": "skip"})
     model.load_state_dict(filled.state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    loader, _ = build_loaders(open_data(args, config), args, config, 0, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
+    loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, 0, 1)
     losses, norms = [], []
     for _, (images, labels) in zip(range(STEPS), loader.epoch(0), strict=False):
         with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in case["precision"]):

@@ -14,10 +14,10 @@ import run_vit_training
 from data.preprocessing import INTERPOLATIONS, Preprocessing
 from data.transforms import val_transform
 from tests.cli import TINY_MODEL, train_tiny
+from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
-from training.arguments import parse_arguments
 from training.checkpoints.reader import read_saved_run
-from training.preprocessing import take_preprocessing
+from training.preprocessing import with_preprocessing
 
 NAME = "vit_tiny_patch16_224"
 
@@ -109,10 +109,10 @@ def test_what_the_file_says_itself(place, timms, picture, capsys, tmp_path):
 
 
 def test_another_architecture_than_the_presets_has_new_weights_preprocessing():
-    args = parse_arguments(["--model", NAME, "--num_blocks", "3"])
-    take_preprocessing(args, None)
-    assert Preprocessing.of_arguments(args) == Preprocessing()
-    assert (args.mean, args.crop_pct) == ([0.485, 0.456, 0.406], 0.875)
+    run = with_preprocessing(on_xla(["--model", NAME, "--num_blocks", "3"]), None)
+    assert run.config.data.preprocessing == Preprocessing()
+    assert run.config.data.mean == (0.485, 0.456, 0.406)
+    assert run.config.data.crop_pct == 0.875
 
 
 def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
@@ -120,10 +120,9 @@ def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
     flags = "--mean 0.1 0.2 0.3 --crop_pct 0.7 --interpolation nearest".split()
     run = train_tiny(tmp_path, "--max_steps", "1", *flags)
     saved = read_saved_run(tmp_path / "step_1")
-    args = parse_arguments(TINY_MODEL)
-    take_preprocessing(args, saved)
+    run_now = with_preprocessing(on_xla(TINY_MODEL), saved)
     expected = Preprocessing((0.1, 0.2, 0.3), crop_pct=0.7, interpolation="nearest")
-    assert Preprocessing.of_arguments(args) == expected
+    assert run_now.config.data.preprocessing == expected
     evaluated = ["--eval_only", "--json", "--ckpt_dir", tmp_path, "--batch_size", 359]
     evaluated += ["--data_dir", run.run_file["arguments"]["data_dir"], "--backend", "cuda"]
     assert run_vit_training.main(list(map(str, evaluated))) == 0

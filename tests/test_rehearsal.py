@@ -167,10 +167,12 @@ PUT_BACK = {
     "memory_asked_of_torch_xla": (HOST, "", "MemoryInfo not supported for SPMD virtual device"),
     "share_taken_for_the_batch": (TWO_HOSTS, "", "losses"),
     "devices_in_the_order_of_their_numbers": (
-        FOUR_HOSTS, "--mesh_dcn 4 --mesh_tensor 4 --num_heads 4", "--mesh_tensor 4"
+        FOUR_HOSTS,
+        "--mesh_dcn 4 --mesh_tensor 4 --num_heads 4",
+        "--mesh_tensor 4",
     ),
     "one_host_computes_more": (TWO_HOSTS, "", "programs"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.rehearse

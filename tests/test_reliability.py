@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,38 +22,18 @@ from tests.cli import (
     WARM_PYTHON,
     Result,
     environment,
-    run_program,
     tiny,
     train_tiny_gpu,
     warm_python,
 )
+from tests.short_runs import QUICK, mistake, program, train_ten_steps
 from tests.test_checkpoints import HOLD, flip, left, truncate
-from tests.test_launch_gpu import free_port
-
-# Eleven steps an epoch, of 4 tokens an image; an evaluation has 3 batches.
-QUICK = "--patch_size 8 --batch_size 128 --num_epochs 3 --ckpt_epoch_interval 1".split()
-
-
-def program(ckpt_dir, *flags, module="", **how):
-    """The program on digits, which may fail: the finished process."""
-    start = ["-m", module] if module else ["run_vit_training.py"]
-    flags = (*tiny(ckpt_dir), *QUICK, "--backend", "cuda", *map(str, flags))
-    return run_program(*start, *flags, **how)
-
-
-def mistake(done):
-    """The one line of a mistake."""
-    assert done.returncode == 2, done.stdout + done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("run_vit_training.py")]
-    assert "Traceback" not in done.stderr
-    return line.removeprefix("run_vit_training.py: error: ")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Steps 5 and 10 of 10."""
-    folder = tmp_path_factory.mktemp("trained")
-    return train_tiny_gpu(folder, *QUICK, "--max_steps", "10", "--ckpt_step_interval", "5")
+    return train_ten_steps(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture
@@ -131,11 +110,25 @@ def test_second_job_in_a_folder(run, monkeypatch):
     monkeypatch.setenv("WARM_PYTHON", warm_python(xla=False))
     endless = [*QUICK, *"--num_epochs 99999 --max_steps 99999 --test_epoch_interval 9999".split()]
     first = subprocess.Popen(
-        [sys.executable, WARM_PYTHON, "run_vit_training.py", "--data_dir", DIGITS,
-         "--ckpt_dir", run, *TINY_MODEL, *TINY_RUN, *endless, "--backend", "cuda"],
-        cwd=ROOT, env=environment() | {"WARM_PYTHON": warm_python(xla=False)},
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            WARM_PYTHON,
+            "run_vit_training.py",
+            "--data_dir",
+            DIGITS,
+            "--ckpt_dir",
+            run,
+            *TINY_MODEL,
+            *TINY_RUN,
+            *endless,
+            "--backend",
+            "cuda",
+        ],
+        cwd=ROOT,
+        env=environment() | {"WARM_PYTHON": warm_python(xla=False)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         while "epoch 2 step" not in first.stdout.readline():
             assert first.poll() is None
@@ -167,8 +160,16 @@ def test_restart_resumes_what_the_first_start_still_writes(run, trained, monkeyp
     )
     try:
         assert holder.stdout.readline() == "held\n"
-        command = [sys.executable, "run_vit_training.py", *tiny(run), *QUICK, "--backend", "cuda",
-                   "--max_steps", "11"]  # fmt: skip
+        command = [
+            sys.executable,
+            "run_vit_training.py",
+            *tiny(run),
+            *QUICK,
+            "--backend",
+            "cuda",
+            "--max_steps",
+            "11",
+        ]
         second = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
         )
@@ -343,144 +344,17 @@ def test_crash_between_saving_and_evaluating(trained, run):
 
 @pytest.mark.parametrize(
     ("flags", "images"),
-    [("", 359), ("--eval_batches 0", 359), ("--eval_batches 1", 128), ("--eval_batches 2", 256),
-     ("--eval_batches 3", 359), ("--eval_batches 999", 359),
-     ("--fake_data", 128), ("--fake_data --eval_batches 2", 256)],
-)  # fmt: skip
+    [
+        ("", 359),
+        ("--eval_batches 0", 359),
+        ("--eval_batches 1", 128),
+        ("--eval_batches 2", 256),
+        ("--eval_batches 3", 359),
+        ("--eval_batches 999", 359),
+        ("--fake_data", 128),
+        ("--fake_data --eval_batches 2", 256),
+    ],
+)
 def test_eval_batches(flags, images, tmp_path):
     done = train_tiny_gpu(tmp_path, *QUICK, *flags.split(), "--max_steps", "1")
     assert [e["val_images"] for e in done.evaluations] == [images]
-
-
-# -- several processes ----------------------------------------------------------------
-
-
-def processes(*each, timeout=120, prefix=()):
-    """Processes of one run, each with flags and a folder of its own: (flags, folder).
-
-    As torchrun does, ends the others soon after one has failed. ``prefix`` are words of a command
-    that starts the last one.
-    """
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(len(each)),
-              "WARM_PYTHON": warm_python(xla=False), "LOCAL_RANK": "0"}  # fmt: skip
-    plain = (sys.executable, ROOT / WARM_PYTHON)
-    started = [
-        subprocess.Popen(
-            [*(prefix if prefix and rank + 1 == len(each) else plain),
-             ROOT / "run_vit_training.py", "--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, *QUICK,
-             "--backend", "cuda", *flags],
-            cwd=folder, env=environment() | common | {"RANK": str(rank)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank, (flags, folder) in enumerate(each)
-    ]  # fmt: skip
-    deadline = time.monotonic() + timeout
-    while any(p.poll() is None for p in started) and time.monotonic() < deadline:
-        if any(p.poll() for p in started):
-            deadline = min(deadline, time.monotonic() + 20)
-        time.sleep(0.1)
-    done = []
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        stdout, stderr = process.communicate()
-        done.append(subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr))
-    return done
-
-
-def lines_of(done):
-    return [
-        line.removeprefix("run_vit_training.py: error: ")
-        for each in done
-        for line in each.stderr.splitlines()
-        if line.startswith("run_vit_training.py: error: ")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--lr 2e-2", "differ in --lr: 0.01 for process 0 on "),
-        ("--seed 7", "differ in --seed: 0 for process 0 on "),
-        ("--data_dir {less}", "differ in the number of training images: "),
-        ("--data_dir {renamed}", "differ in the class folders: "),
-        ("--data_dir {swapped}", "differ in the names or order of the files in train/: "),
-    ],
-)
-def test_processes_that_differ_all_end(flags, told, tmp_path):
-    less, renamed, swapped = (tmp_path / n / "digits" for n in ("less", "renamed", "swapped"))
-    for folder in (less, renamed, swapped):
-        shutil.copytree(DIGITS, folder)
-    next((less / "train" / "3").iterdir()).unlink()
-    for split in ("train", "val"):
-        (renamed / split / "9").rename(renamed / split / "nine")
-    image = next((swapped / "train" / "3").iterdir())
-    image.rename(image.with_name("zzz.png"))
-    other = flags.format(less=less, renamed=renamed, swapped=swapped).split()
-    # The same name for the data in all processes: what is in it differs.
-    if "--data_dir" in other:
-        (tmp_path / "first").mkdir()
-        (tmp_path / "first" / "digits").symlink_to(DIGITS)
-        other, where = ["--data_dir", "digits"], os.path.dirname(other[1])
-        each = ((other, tmp_path / "first"), (other, where))
-    else:
-        each = (([], tmp_path), (other, tmp_path))
-    ckpt_dir = ["--ckpt_dir", str(tmp_path / "run"), "--max_steps", "2"]
-    done = processes(*(([*flags, *ckpt_dir], folder) for flags, folder in each))
-    assert [each.returncode for each in done] == [2, 2]
-    (line,) = lines_of(done)
-    assert told in line
-    assert "process 1 on " in line
-    assert not (tmp_path / "run").exists()
-
-
-def test_folders_that_nodes_do_not_share(tmp_path, monkeypatch):
-    """The same relative name in two folders, as on disks of two nodes."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    flags = ["--ckpt_dir", "run", "--max_steps", "2"]
-    done = processes((flags, tmp_path / "a"), (flags, tmp_path / "b"))
-    assert [each.returncode for each in done] == [2, 2]
-    (line,) = lines_of(done)
-    assert line.startswith("process 1 on ")
-    assert (
-        "is not the folder that the first process sees under this name: give one that all" in line
-    )
-    assert not list(tmp_path.rglob("step_*"))
-
-
-def test_a_node_that_sees_other_checkpoints(run):
-    """One folder, but for the newest checkpoint: on the second node another disk lies over it."""
-    hide = 'mount -t tmpfs none "$1" && shift && exec "$@"'
-    if subprocess.run(["unshare", "-m", "true"], check=False).returncode:
-        pytest.skip("no right to mount anything")
-    prefix = ["unshare", "-m", "sh", "-c", hide, "sh", str(run / "step_10"), sys.executable]
-    flags = ["--ckpt_dir", str(run), "--max_steps", "12"]
-    done = processes((flags, run), (flags, run), prefix=prefix)
-    assert [each.returncode for each in done] == [2, 2]
-    (line,) = lines_of(done)
-    assert f"does not see the checkpoint {run}/step_10 that the first process is about" in line
-    assert left(run) == [5, 10]
-
-
-def test_a_mistake_on_one_process_alone_is_told(tmp_path):
-    done = processes(([], tmp_path), (["--data_dir", "/does/not/exist"], tmp_path), timeout=60)
-    assert done[1].returncode == 2
-    assert "/does/not/exist/train is not a folder" in done[1].stderr
-
-
-def test_sigkill_of_one_job_leaves_the_folder_free(run):
-    """The lock goes with the process, and the next start goes on at once."""
-    first = subprocess.Popen(
-        [sys.executable, "run_vit_training.py", "--data_dir", DIGITS, "--ckpt_dir", run,
-         *TINY_MODEL, *TINY_RUN, *QUICK, "--backend", "cuda", "--max_steps", "9999",
-         "--num_epochs", "9999", "--num_workers", "2", "--test_epoch_interval", "9999"],
-        cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    metrics, before = run / "metrics.jsonl", len((run / "metrics.jsonl").read_text())
-    while len(metrics.read_text()) <= before:
-        assert first.poll() is None
-        time.sleep(0.1)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    assert program(run, "--max_steps", "12").returncode == 0

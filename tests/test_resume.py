@@ -46,8 +46,11 @@ def test_mid_epoch_resume_is_exact(uninterrupted, copy_of_stopped):
         assert resumed.column(name) == uninterrupted.column(name)
     assert resumed.evaluations[-1] == uninterrupted.evaluations[-1]
     assert sorted(p.name for p in copy_of_stopped.glob("step_*")) == [
-        "step_10", "step_12", "step_5", "step_7"
-    ]  # fmt: skip
+        "step_10",
+        "step_12",
+        "step_5",
+        "step_7",
+    ]
 
 
 def test_gradient_checkpointing_repeats_the_dropout(tmp_path):

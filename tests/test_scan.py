@@ -19,9 +19,7 @@ def test_values_and_gradients(found):
     assert found["gradient"] < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("kind", "kept"), [("dropout", 0.8**4), ("drop_path", 0.9 * 0.8 * 0.6)]
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "kept"), [("dropout", 0.8**4), ("drop_path", 0.9 * 0.8 * 0.6)])
 def test_masks(kind, kept, found):
     """Drawn anew in each round: else all blocks would keep the same places."""
     masks = found[kind]

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 import run_vit_training
-from data.build import open_data
+from data.registry import open_data
 from models.vit import build_vit, parameter_count, train_flops_per_image
 from tests.cli import DIGITS, TINY_MODEL, run_program
-from training.arguments import build_parser, model_config
+from tests.resolved import on_xla
 from training.checkpoints.lock import FolderLock
-from training.preprocessing import take_preprocessing
+from training.preprocessing import with_preprocessing
 from training.self_check.folder import check_disk
 from training.self_check.machine import check_decoding, check_memory
 from training.self_check.table import Table
+from training.validation import wanted_images
 
 RUN = ["--self_check", "--data_dir", str(DIGITS), *TINY_MODEL, "--batch_size", "16"]
 RUN += ["--num_workers", "0"]
@@ -176,9 +177,7 @@ def test_mistakes(flags, words, tmp_path, capsys):
 
 
 def arguments(ckpt_dir, *flags):
-    args = build_parser().parse_args([*RUN, "--ckpt_dir", str(ckpt_dir), *flags])
-    take_preprocessing(args, None)
-    return args
+    return with_preprocessing(on_xla([*RUN, "--ckpt_dir", str(ckpt_dir), *flags]), None)
 
 
 def line(capsys):
@@ -187,9 +186,8 @@ def line(capsys):
 
 
 def test_room_on_the_disk(tmp_path, monkeypatch, capsys):
-    args = arguments(tmp_path, "--keep_checkpoints", "2")
-    config = model_config(args)
-    size = 12 * sum(p.numel() for p in build_vit(config).parameters())
+    run = arguments(tmp_path, "--keep_checkpoints", "2")
+    size = 12 * sum(p.numel() for p in build_vit(run.model).parameters())
     for complete, free, verdict in [
         (0, 3, "pass"),
         (0, 2.9, "FAIL"),
@@ -201,7 +199,7 @@ def test_room_on_the_disk(tmp_path, monkeypatch, capsys):
             (tmp_path / f"step_{number}" / "manifest.json").write_text("{}")
         usage = SimpleNamespace(free=int(free * size))
         monkeypatch.setattr("shutil.disk_usage", lambda _, usage=usage: usage)
-        check_disk(args, config, Table(silent=False))
+        check_disk(run, Table(silent=False))
         assert line(capsys).startswith(f"{verdict}  disk "), (complete, free)
         for path in tmp_path.glob("step_*"):
             shutil.rmtree(path)
@@ -209,20 +207,23 @@ def test_room_on_the_disk(tmp_path, monkeypatch, capsys):
 
 def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
     asked, small = arguments(tmp_path), arguments(tmp_path, "--num_blocks", "1")
-    ratio = parameter_count(model_config(asked)) / parameter_count(model_config(small))
+    ratio = parameter_count(asked.model) / parameter_count(small.model)
     backend: Any = SimpleNamespace(
-        rank=0, world_size=1, device_count=2, state_bytes=lambda: {"all": 1000},
-    )  # fmt: skip
+        rank=0,
+        world_size=1,
+        device_count=2,
+        state_bytes=lambda: {"all": 1000},
+    )
     for limit, verdict in ((int(1000 * ratio) + 1, "pass"), (int(1000 * ratio) - 1, "FAIL")):
         backend.memory = lambda limit=limit: {"used": 1, "limit": limit}
         check_memory(asked, small, backend, Table(silent=False))
         assert line(capsys).startswith(f"{verdict}  memory")
     monkeypatch.setattr("training.self_check.machine._SECONDS", 0.3)
-    data = open_data(asked, model_config(asked))
-    flops = train_flops_per_image(model_config(asked))
+    data = open_data(wanted_images(asked))
+    flops = train_flops_per_image(asked.model)
     for images_a_second, verdict in ((1, "pass"), (1e7, "FAIL")):
         backend.peak_flops = lambda speed=images_a_second: speed * flops
-        check_decoding(asked, model_config(asked), data, backend, Table(silent=False))
+        check_decoding(asked, data, backend, Table(silent=False))
         told = line(capsys)
         assert told.startswith(f"{verdict}  data")
         assert told.endswith(f"the devices take {images_a_second:,.0f} at 50% of their peak")
@@ -230,7 +231,7 @@ def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
     for path in (tmp_path / "broken" / "train").rglob("*.png"):
         path.write_bytes(b"no image")
     shutil.copytree(DIGITS / "val", tmp_path / "broken" / "val")
-    asked.data_dir = str(tmp_path / "broken")
-    data = open_data(asked, model_config(asked))
-    check_decoding(asked, model_config(asked), data, backend, Table(silent=False))
+    asked = asked.with_data(data_dir=str(tmp_path / "broken"))
+    data = open_data(wanted_images(asked))
+    check_decoding(asked, data, backend, Table(silent=False))
     assert re.match(r"FAIL  data .*is not a readable image", line(capsys))

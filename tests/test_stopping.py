@@ -30,9 +30,18 @@ def stop(monkeypatch, ckpt_dir, signal_at, *flags, processes=1):
     """The run of ``flags`` with signals in a step: the finished program."""
     monkeypatch.setenv("SIGNAL_AT", signal_at)
     return run_program(
-        "-m", "tests.signal_at_step", "--data_dir", str(DIGITS), "--ckpt_dir", str(ckpt_dir),
-        *TINY_MODEL, *TINY_RUN, *RUN, *flags, processes=processes,
-    )  # fmt: skip
+        "-m",
+        "tests.signal_at_step",
+        "--data_dir",
+        str(DIGITS),
+        "--ckpt_dir",
+        str(ckpt_dir),
+        *TINY_MODEL,
+        *TINY_RUN,
+        *RUN,
+        *flags,
+        processes=processes,
+    )
 
 
 @pytest.fixture(scope="module")

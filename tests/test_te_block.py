@@ -10,10 +10,10 @@ from torch import nn
 from gpu_fsdp import te_block
 from models.config import VitConfig
 from models.vit import build_vit, fsdp_units, initialize_module
-from tests.cli import train_tiny_gpu
+from tests.cli import TINY_MODEL, train_tiny_gpu
+from tests.resolved import on_gpus
 from tests.te_stand_in import STAND_IN
 from tests.test_sharding import assert_same_curves
-from training.arguments import parse_arguments
 from training.errors import UsageError
 
 CONFIG = VitConfig(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=10)
@@ -92,24 +92,23 @@ def test_with_megatron(flags, tmp_path):
         ("--block te --init_values 1e-5", "has no --init_values"),
         ("--block te --no-qkv_bias", "has no --qkv_bias unlike --proj_bias"),
         ("--block te --mlp_dropout 0.1", "has no --mlp_dropout"),
-        ("--block te --fp8 delayed", "--fp8 needs --precision bf16"),
+        ("--block te --fp8 delayed", "--fp8 delayed needs --precision bf16"),
         ("--block te --fp8 delayed --precision bf16", "8.9 or higher required: use --fp8 none"),
         ("--block te --fp8 mxfp8 --precision bf16", "10.0 or higher: use --fp8 delayed"),
     ],
 )
 def test_refused(flags, words, stand_in):
-    args = parse_arguments(["--backend", "cuda", *flags.split()])
-    config = VitConfig(**{**vars(CONFIG), "qkv_bias": args.qkv_bias is not False,
-                          "init_values": args.init_values,
-                          "proj_drop_rate": args.proj_drop_rate or 0.0})  # fmt: skip
     with pytest.raises(UsageError, match=re.escape(words)):
-        te_block.check(args, config)
+        on_gpus([*TINY_MODEL, "--batch_size", "16", *flags.split()])
 
 
-def test_fp8_batch():
+def test_fp8_batch(stand_in, monkeypatch):
     """197 tokens: only the number of images can make their product a multiple of 16."""
-    config = VitConfig(patch_size=16, class_token=True)
-    args = parse_arguments("--fp8 delayed --batch_size 96 --grad_accum_steps 2".split())
-    te_block.check_batch(args, config, processes=3)
+    monkeypatch.setattr(stand_in, "is_fp8_available", lambda return_reason: (True, ""))
+    flags = "--model vit_tiny_patch16_224 --block te --precision bf16 --fp8 delayed "
+    flags += "--batch_size 96 --grad_accum_steps 2"
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    on_gpus(flags)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="24 images a pass and GPU x 197 tokens"):
-        te_block.check_batch(args, config, processes=2)
+        on_gpus(flags)

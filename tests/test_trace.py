@@ -34,9 +34,10 @@ def ran(folder, monkeypatch, *flags):
     graphs = (folder / "graphs.0").read_text().split("[ScheduleSyncTensorsGraph]")[1:]
     called_from = [graph.partition("Root Hashes")[0] for graph in graphs]
     return [
-        interface(hlo) for hlo, stack in zip(graphs, called_from, strict=True)
+        interface(hlo)
+        for hlo, stack in zip(graphs, called_from, strict=True)
         if "evaluate" not in stack
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Parts of training/ that stand alone: shards, prefetch, safe loading, reports, plots, flags."""
 
-import argparse
 import json
 import math
 import re
@@ -12,9 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from models.config import VitConfig
-from training.arguments import build_parser, model_config, parse_arguments
+from models.config import VitConfig, vit_config
+from run_vit_training import read_flags
+from tests.resolved import on_xla
 from training.checkpoints.reader import SafeReader, quiet_dcp
+from training.flag_rules import flat
 from training.metrics import read_metrics
 from training.plots import plot_curves
 from training.prefetch import prefetch
@@ -67,8 +68,9 @@ def test_checkpoint_is_read_under_another_cutting(before, after, tmp_path):
     with quiet_dcp():
         dcp.save(
             {"a": {"b": sharded(values, *before)}},
-            storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True,
-        )  # fmt: skip
+            storage_writer=dcp.FileSystemWriter(tmp_path),
+            no_dist=True,
+        )
         dcp.load(
             {"a": {"b": sharded(target, *after)}}, storage_reader=SafeReader(tmp_path), no_dist=True
         )
@@ -143,9 +145,13 @@ def value(skipped=0.0, **numbers):
 def test_reports_write_every_form(tmp_path, capsys):
     def reports(first_step):
         return Reports(
-            tmp_path, SilentBackend(), first_step=first_step, total_steps=40,
-            batch_size=1000, flops_per_image=1e9,
-        )  # fmt: skip
+            tmp_path,
+            SilentBackend(),
+            first_step=first_step,
+            total_steps=40,
+            batch_size=1000,
+            flops_per_image=1e9,
+        )
 
     run = reports(0)
     waiting: Future = Future()
@@ -166,8 +172,12 @@ def test_reports_write_every_form(tmp_path, capsys):
     assert second["data_wait"] == pytest.approx(0.1, rel=0.05)
     assert second["mfu"] == pytest.approx(2000 * 1e9 / (4 * 100e12), rel=0.05)
     assert evaluation == {
-        "step": 20, "epoch": 1, "val_loss": 0.9, "val_top1": 75.0, "val_images": 50
-    }  # fmt: skip
+        "step": 20,
+        "epoch": 1,
+        "val_loss": 0.9,
+        "val_top1": 75.0,
+        "val_images": 50,
+    }
     line = capsys.readouterr().out.splitlines()[1]
     assert re.search(r"loss: 1\.0000 \(mean of 2: 1\.5000\), .*sec/iter: 0\.50", line)
     assert re.search(r"images/s: 20\d\d.*MFU: 0\.5%, device memory: 3\.00 GiB$", line)
@@ -207,22 +217,37 @@ def test_peak_flops_by_kind_of_tpu():
 
 # -- arguments ------------------------------------------------------------------------
 
-SYSTEM_A = {
-    "data_dir": "/datasets/imagenet-1k", "fake_data": False, "num_workers": 4,
-    "ckpt_dir": "/tmp/vit_fsdp", "resume_epoch": 0, "ckpt_epoch_interval": 10,
-    "test_epoch_interval": 10, "log_step_interval": 20, "batch_size": 1024, "num_epochs": 300,
-    "lr": 1e-3, "weight_decay": 0.1, "clip_grad_norm": 1.0, "warmup_steps": 10000,
-    "grad_ckpt": "full", "reshard_after_forward": True, "flatten_parameters": False,
-    "run_without_fsdp": False, "shard_on_cpu": False, "mark_step_after_forward": False,
-}  # fmt: skip
+VIT_10B_EXAMPLE = {
+    "data_dir": "/datasets/imagenet-1k",
+    "data_source": "folder",
+    "num_workers": 4,
+    "ckpt_dir": "/tmp/vit_fsdp",
+    "resume_epoch": 0,
+    "ckpt_epoch_interval": 10,
+    "test_epoch_interval": 10,
+    "log_step_interval": 20,
+    "batch_size": 1024,
+    "num_epochs": 300,
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "clip_grad_norm": 1.0,
+    "warmup_steps": 10000,
+    "grad_ckpt": "full",
+    "reshard_after_forward": True,
+    "flatten_parameters": False,
+    "run_without_fsdp": False,
+    "shard_on_cpu": False,
+    "mark_step_after_forward": False,
+}
 
 
-def test_system_as_flags_and_defaults(monkeypatch):
+def test_flags_and_defaults_of_pytorch_xlas_example(monkeypatch):
     monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
-    args = parse_arguments([])
-    assert {name: getattr(args, name) for name in SYSTEM_A} == SYSTEM_A
-    assert model_config(args) == VitConfig()
-    assert parse_arguments(["--no_grad_ckpt"]).grad_ckpt == "none"
+    asked = read_flags([])
+    values = flat(asked.run, asked.xla)
+    assert {name: values[name] for name in VIT_10B_EXAMPLE} == VIT_10B_EXAMPLE
+    assert vit_config(asked.run.model) == VitConfig()
+    assert read_flags(["--no_grad_ckpt"]).run.sharding.grad_ckpt == "none"
     command = (
         "--data_dir D --fake_data --num_workers 1 --ckpt_dir C --resume_epoch 2 "
         "--ckpt_epoch_interval 3 --test_epoch_interval 4 --log_step_interval 5 --image_size 224 "
@@ -232,33 +257,18 @@ def test_system_as_flags_and_defaults(monkeypatch):
         "--warmup_steps 10000 --no_grad_ckpt --no_reshard_after_forward --flatten_parameters "
         "--run_without_fsdp --shard_on_cpu --mark_step_after_forward"
     )
-    config = model_config(parse_arguments(command.split()))
+    config = vit_config(read_flags(command.split()).run.model)
     expected = VitConfig(pos_drop_rate=0.1, attn_drop_rate=0.2, proj_drop_rate=0.3)
     assert config == expected
 
 
 def test_a_flag_overrides_its_preset():
-    config = model_config(parse_arguments("--model vit_base_patch16_224 --depth 3".split()))
+    config = on_xla("--model vit_base_patch16_224 --depth 3").model
     assert (config.depth, config.embed_dim, config.class_token) == (3, 768, True)
-    config = model_config(
-        parse_arguments("--model vit_base_patch16_224 --no-class_token --global_pool avg".split())
-    )
+    config = on_xla("--model vit_base_patch16_224 --no-class_token --global_pool avg").model
     assert not config.class_token
 
 
-def test_every_flag_has_help_with_its_default(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    parser = build_parser()
-    text = re.sub(r"\s+", " ", parser.format_help())
-    for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
-            continue
-        assert action.help, action.dest
-        described = parser._get_formatter()._get_help_string(action)
-        assert "default" in described, action.dest
-        assert f"{action.option_strings[0]} " in text
-
-
-def test_arguments_survive_json():
-    args = parse_arguments([])
-    assert json.loads(json.dumps(vars(args)))["lr"] == args.lr
+def test_values_survive_json():
+    run = on_xla()
+    assert json.loads(json.dumps(run.values))["lr"] == run.config.optimizer.lr

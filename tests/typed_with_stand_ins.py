@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,15 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks import gpu_step
 from launch import meet
+from run_vit_training import read_flags
 from tests.cli import ROOT
 from tests.documented_commands import Command
 from tests.new_machine import Machine
 from tests.pod_stand_in import gcloud_accepts
 from tests.test_launch_gpu import script
-from training.arguments import build_parser, model_config
-from training.backend_arguments import check_foreign_flags
-from training.validation import check_model, check_run
+from training.flag_rules import check_foreign, check_needs
+from training.mesh import Mesh
+from training.resolve import Run, check_batch, resolve_common, resolve_model
 
 
 def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
@@ -40,11 +42,12 @@ def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
 
 
 def program_takes(flags: list[str], backend: str) -> None:
-    parser = build_parser()
-    args = parser.parse_args(flags)
-    check_foreign_flags(parser, args, backend)
-    check_model(model_config(args))
-    check_run(args, 64)
+    asked = read_flags(flags)
+    check_foreign(asked.own, backend)
+    config, model = resolve_model(asked.run)
+    own = replace(asked.own[backend], **{"xla": {}, "cuda": {"fsdp": "fsdp2"}}[backend])
+    check_needs(replace(resolve_common(config), backend=backend), own)
+    check_batch(Run(config, own, model, Mesh(fsdp=64)))
 
 
 def slurm_stand_ins(machine: Machine) -> None:
@@ -108,9 +111,10 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
     (pod / "states_to_come").write_text("ACTIVE")
     # The stand-in's only slice is called pod.
     machine.stand_in(
-        "gcloud", 'for word; do [[ $word != "$NAME" ]] || word=pod; words+=("$word"); done',
+        "gcloud",
+        'for word; do [[ $word != "$NAME" ]] || word=pod; words+=("$word"); done',
         f'exec {sys.executable} {ROOT}/tests/gcloud_stand_in.py "${{words[@]}}"',
-    )  # fmt: skip
+    )
     machine.variables["STAND_IN"] = str(pod)
     done = machine.run(command)
     assert done.returncode == 0, done.stdout + done.stderr

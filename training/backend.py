@@ -42,12 +42,14 @@ class Backend(Protocol):
     def describe(self) -> str:
         """One line: devices, sharding and precision that were chosen."""
 
-    def shard(self, model: nn.Module, units: list[tuple[str, nn.Module]],
-              initialize: InitializeModule) -> nn.Module:  # fmt: skip
+    def shard(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
         """Fill, shard and place the model, one unit after the other."""
 
-    def build_optimizer(self, *, betas: tuple[float, float], eps: float,
-                        weight_decay: float) -> None:  # fmt: skip
+    def build_optimizer(
+        self, *, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
         """AdamW over the sharded model, its state allocated."""
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Loss and top-1 accuracy over a whole validation set, each image counted once."""
+"""Loss and top-1 accuracy over a validation set, each image counted once, and when."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,10 @@ from torch import nn
 from data.loader import BatchLoader
 from data.sampler import PADDING
 from training.backend import Backend
+from training.checkpoints.content import Position
+from training.config import LogConfig
 from training.prefetch import prefetch
+from training.session import Session
 
 _AHEAD = 8
 """Batches that the host may be ahead of the devices: enough that these never wait."""
@@ -42,8 +45,10 @@ class _Totals:
     def add(self, values: Future[dict[str, list[float]]]) -> None:
         loss, correct, images = values.result()["totals"]
         self.loss, self.correct, self.images = (
-            self.loss + loss, self.correct + correct, self.images + images
-        )  # fmt: skip
+            self.loss + loss,
+            self.correct + correct,
+            self.images + images,
+        )
 
 
 @torch.no_grad()
@@ -83,3 +88,58 @@ def evaluate(
         return None
     count = totals.images or float("nan")  # where no image could be read
     return Evaluation(totals.loss / count, 100 * totals.correct / count, int(totals.images))
+
+
+@dataclass
+class Evaluations:
+    """Evaluates the model after the steps and epochs that the flags name, and at the end."""
+
+    config: LogConfig
+    session: Session
+    model: nn.Module
+    loader: BatchLoader
+    done: set[int]
+    """Steps after which the run's folder has an evaluation."""
+    best: float = -1.0
+    """Highest top-1 so far, in percent."""
+    _count: int = field(default=0, init=False)
+
+    def due_after_step(self, step: int) -> bool:
+        interval = self.config.test_step_interval
+        return bool(step and interval) and step % interval == 0
+
+    def owed(self, at: Position) -> bool:
+        """Whether this step is one to be evaluated after, and has not been."""
+        if at.step in self.done:
+            return False
+        if at.step >= self.session.last_step:
+            return True
+        if at.step and at.images_in_epoch == 0 and at.epoch % self.config.test_epoch_interval == 0:
+            return True
+        return self.due_after_step(at.step)
+
+    def evaluate(self, at: Position) -> Evaluation | None:
+        """Evaluate and report; None if a signal has stopped that."""
+        session, count = self.session, len(self.loader)
+        batches = min(self.config.eval_batches or count, count)
+        with (
+            session.first_run("evaluation", self._count == 0),
+            session.reports.evaluating(batches) as bar_moves,
+        ):
+
+            def batch_done() -> bool:
+                bar_moves()
+                if self._count:
+                    session.watchdog.alive()
+                return session.stop.due()
+
+            result = evaluate(self.model, self.loader, session.backend, batches, batch_done)
+        self._count += 1
+        session.watchdog.alive()
+        if result is None:
+            return None
+        session.bad_images.collect([self.loader])
+        epoch = at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
+        session.reports.evaluation(at.step, epoch, result.loss, result.top1, result.images)
+        self.done.add(at.step)
+        return result

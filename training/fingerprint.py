@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 import socket
 from importlib.metadata import PackageNotFoundError, version
@@ -11,16 +10,32 @@ from typing import Any
 
 import xxhash
 
-from data.build import DataSource
+from data.source import DataSource
 from training import processes
 from training.errors import UsageError
+from training.flag_rules import by_field
+from training.resolve import Run
 
 _PACKAGES = (
-    "torch", "torch_xla", "megatron-fsdp", "transformer-engine", "timm", "torchvision", "numpy"
-)  # fmt: skip
+    "torch",
+    "torch_xla",
+    "megatron-fsdp",
+    "transformer-engine",
+    "timm",
+    "torchvision",
+    "numpy",
+)
 _FREE_FLAGS = {"num_workers", "step_timeout_s"}
 """Flags that may differ from host to host: they change no result."""
-_CODE = ("run_vit_training.py", "training", "models", "data", "xla_fsdp", "gpu_fsdp")
+_CODE = (
+    "run_vit_training.py",
+    "config_fields.py",
+    "training",
+    "models",
+    "data",
+    "xla_fsdp",
+    "gpu_fsdp",
+)
 
 
 def versions() -> dict[str, str | None]:
@@ -47,10 +62,14 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def check_alike(args: argparse.Namespace, data: DataSource) -> None:
+def check_alike(run: Run, data: DataSource) -> None:
     """Raises UsageError in all processes if two are about to train differently."""
-    mine: dict[str, Any] = {f"--{flag}": value for flag, value in vars(args).items()
-                            if flag not in _FREE_FLAGS}  # fmt: skip
+    names = by_field(type(run.config), type(run.own))
+    mine: dict[str, Any] = {
+        names[field].names[0]: value
+        for field, value in run.values.items()
+        if field not in _FREE_FLAGS
+    }
     mine |= {f"the version of {name}": value for name, value in versions().items()}
     mine["the version of Python"] = platform.python_version()
     mine["the program's code, by checksum"] = code_digest()

@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from data.build import DataSource, build_val_loader, open_validation_data
 from data.errors import printable
 from data.folder_index import class_folders
 from data.image_files import FoundImages, find_images, read_batches
 from data.loader import BadImage
-from data.preprocessing import Preprocessing
+from data.registry import open_data
+from data.source import DataSource
 from data.transforms import val_transform
-from models.config import PRESETS
+from models.config import PRESETS, ModelConfig, vit_config
 from models.vit import build_vit, fsdp_units
-from training.arguments import DEFAULT_MODEL, MODEL_FLAG, model_config
 from training.backend import Backend
 from training.checkpoints.choose import Candidates
 from training.checkpoints.content import SavedRun
+from training.config import RunConfig
 from training.errors import UsageError
 from training.evaluation import evaluate
 from training.fingerprint import check_alike
-from training.preprocessing import take_preprocessing, take_preprocessing_of_file
-from training.processes import failing_together
+from training.flag_rules import from_values
+from training.mesh import Mesh
+from training.preprocessing import with_preprocessing, with_preprocessing_of_file
+from training.resolve import Run, resolve_model
 from training.start import choose_checkpoint
 from training.validation import (
     bad_data_is_the_users,
-    check_model,
-    check_run,
     check_same_classes,
     check_same_model,
+    wanted_images,
 )
 from training.weights import Weights, find_weights
 
@@ -49,34 +50,49 @@ _BAR_FROM = 10  # images
 _KINDS = 5  # of files passed over, named in a line
 
 
-def open_trained(args: argparse.Namespace) -> Weights:
-    """Find the weights that the flags name; a checkpoint's own model becomes that of ``args``.
+@dataclass(frozen=True)
+class _PlainPyTorch:
+    """The backend's configuration where there is none."""
 
-    ``args.model`` is None if the command line does not give it. Raises UsageError for a
+    keeps_fp32_weights = True
+    product_multiple = 1
+
+    def shrunk(self) -> Self:
+        return self
+
+
+def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
+    """Find the weights that the flags name, and the configuration with the model that they are of.
+
+    A checkpoint's own model takes the place of what was not given. Raises UsageError for a
     checkpoint that cannot be read, and for one that contradicts the model flags.
     """
-    weights = find_weights(Path(args.ckpt_dir), args.resume, args.resume_epoch)
+    of = config.checkpoints
+    weights = find_weights(Path(of.ckpt_dir), of.resume, of.resume_epoch)
     if weights.run:
-        _take_model(args, weights.run)
-    args.model = args.model or DEFAULT_MODEL
-    config = model_config(args)
-    check_model(config)
-    weights.check_fits(config)
-    if weights.run:
-        take_preprocessing(args, weights.run)
-        return weights
-    return replace(weights, note=take_preprocessing_of_file(args, weights.path))
+        config = replace(config, model=_model_of(weights.run, config.model))
+    config, model = resolve_model(config)
+    weights.check_fits(model)
+    return config, weights
 
 
-def _take_model(args: argparse.Namespace, run: SavedRun) -> None:
-    saved = {name: run.arguments.get(name) for name in ("model", *MODEL_FLAG)}
-    if saved["model"] not in PRESETS:
-        raise UsageError(f"{run.path} was trained with --model {saved['model']}, unknown here")
-    given = {name: getattr(args, name) for name in saved}
-    if given["model"] in (None, saved["model"]):  # a flag alone; another preset brings all its own
-        given = saved | {name: value for name, value in given.items() if value is not None}
-    check_same_model(run, model_config(argparse.Namespace(**given)))
-    vars(args).update(saved)
+def _model_of(run: SavedRun, asked: ModelConfig) -> ModelConfig:
+    saved: ModelConfig = from_values(ModelConfig, run.arguments)
+    if saved.model not in PRESETS:
+        raise UsageError(f"{run.path} was trained with --model {saved.model}, unknown here")
+    given = asked
+    if asked.model in (None, saved.model):  # a flag alone; another preset brings all its own
+        given = replace(saved, **asked.overrides())  # type: ignore[arg-type]
+    check_same_model(run, vit_config(given))
+    return saved
+
+
+def _with_preprocessing(weights: Weights, run: Run) -> tuple[Weights, Run]:
+    """The run with the weights' preprocessing, and the weights with what is to be said of it."""
+    if weights.run:
+        return weights, with_preprocessing(run, weights.run)
+    run, note = with_preprocessing_of_file(run, weights.path)
+    return replace(weights, note=note), run
 
 
 def _tell(line: str) -> None:
@@ -88,20 +104,38 @@ def _tell(line: str) -> None:
 
 
 @bad_data_is_the_users()
-def predict(args: argparse.Namespace, weights: Weights) -> None:
-    """Print the likeliest classes of every image of ``args.predict``, in plain PyTorch."""
-    config = model_config(args)
-    found = find_images(args.predict)
+def predict(config: RunConfig, weights: Weights) -> None:
+    """Print the likeliest classes of every image of ``--predict``, in plain PyTorch."""
+    config, model_config = resolve_model(config)
+    weights, run = _with_preprocessing(weights, Run(config, _PlainPyTorch(), model_config, Mesh()))
+    config = run.config
+    assert config.use.predict is not None
+    found = find_images(config.use.predict)
     _say_passed_over(found)
     if weights.note:
         _tell(weights.note)
-    names = _class_names(weights, args.data_dir, config.num_classes)
+    names = _class_names(weights, config.data.data_dir, model_config.num_classes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if args.verify_checkpoint:
+    if config.checkpoints.verify_checkpoint:
         weights.check_undamaged()
-    model = weights.plain_model(config, device)
-    how = Preprocessing.of_arguments(args)
-    transform = val_transform(how, config.img_size, config.in_chans)
+    model = weights.plain_model(model_config, device)
+    broken = _predict_each(run, model, found, names)
+    mistakes = [line for path, line in broken.items() if path in found.named]
+    for line in mistakes[:-1]:
+        _tell(line)
+    if mistakes:  # told with the others' results there
+        raise UsageError(mistakes[-1])
+    if len(broken) == len(found.paths):
+        raise UsageError("none of the images can be read")
+
+
+def _predict_each(
+    run: Run, model: nn.Module, found: FoundImages, names: list[str]
+) -> dict[Path, str]:
+    """Print the classes of all images; returns what is wrong with those that cannot be read."""
+    as_json, precision = run.config.use.json, run.config.sharding.precision
+    how = run.config.data.preprocessing
+    transform = val_transform(how, run.model.img_size, run.model.in_chans)
     results: list[dict] = []
     broken: dict[Path, str] = {}
     hide = None if len(found.paths) >= _BAR_FROM else True  # None: shown on a terminal
@@ -114,23 +148,17 @@ def predict(args: argparse.Namespace, weights: Weights) -> None:
             bar.update()
 
         for paths, batch in read_batches(found.paths, transform, _BATCH_SIZE, leave_out):
-            for path, top in zip(paths, _top_classes(model, batch, args.precision), strict=True):
-                if args.json:
+            for path, top in zip(paths, _top_classes(model, batch, precision), strict=True):
+                if as_json:
                     likely = [{"class": names[i], "index": i, "probability": p} for i, p in top]
                     results.append({"image": str(path), "top5": likely})
                 else:
                     rows = (f"{p:10.2%}  {printable(names[i])}" for i, p in top)
                     tqdm.write("\n".join([printable(str(path)), *rows]))
             bar.update(len(paths))
-    if args.json:
+    if as_json:
         print(json.dumps(results, indent=2))
-    mistakes = [line for path, line in broken.items() if path in found.named]
-    for line in mistakes[:-1]:
-        _tell(line)
-    if mistakes:  # told with the others' results there
-        raise UsageError(mistakes[-1])
-    if len(broken) == len(found.paths):
-        raise UsageError("none of the images can be read")
+    return broken
 
 
 def _say_passed_over(found: FoundImages) -> None:
@@ -172,39 +200,35 @@ def _class_names(weights: Weights, data_dir: str, num_classes: int) -> list[str]
 
 
 @bad_data_is_the_users()
-def prepare_evaluation(
-    weights: Weights, args: argparse.Namespace, device_count: int
-) -> Callable[[argparse.Namespace, Backend], None]:
-    """The body of every process, once everything was checked. Raises UsageError."""
-    check_run(args, device_count)
-    data = open_validation_data(args, model_config(args))
+def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+    """The run with its data, and the body of every process. Raises UsageError."""
+    weights, run = _with_preprocessing(weights, run)
+    data = open_data(wanted_images(run, with_train=False))
     check_same_classes(weights.run.classes if weights.run else None, weights.path, data)
-    return functools.partial(_evaluate_weights, weights, data)
+    return run, functools.partial(_evaluate_weights, weights, data)
 
 
 @bad_data_is_the_users()
-def _evaluate_weights(
-    weights: Weights, data: DataSource, args: argparse.Namespace, backend: Backend
-) -> None:
-    config = model_config(args)
-    lines = sys.stderr if args.json else sys.stdout
+def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Backend) -> None:
+    as_json = run.config.use.json
+    lines = sys.stderr if as_json else sys.stdout
 
     def say(text: str) -> None:
         if backend.is_main:
             print(text, file=lines, flush=True)
 
-    with failing_together():
-        check_run(args, backend.device_count)  # as many as were expected?
-    check_alike(args, data)
+    check_alike(run, data)
     if weights.tensors is None:
         choose_checkpoint(
-            Candidates([weights.path]), lambda saved: None, verify=args.verify_checkpoint
+            Candidates([weights.path]),
+            lambda saved: None,
+            verify=run.config.checkpoints.verify_checkpoint,
         )
-    loader = build_val_loader(data, args, config, backend.rank, backend.world_size)
-    model = build_vit(config)
+    loader = data.val_loader(run.config.data.pass_size, backend.rank, backend.world_size)
+    model = build_vit(run.model)
+    count = sum(parameter.numel() for parameter in model.parameters())
     say(f"data: {data}")
-    say(f"model: {args.model}, {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"weights of {weights.path}")  # fmt: skip
+    say(f"model: {run.config.model.model}, {count:,} parameters, weights of {weights.path}")
     if weights.note:
         say(weights.note)
     sharded = backend.shard(model, list(fsdp_units(model)), weights.initialize)
@@ -214,17 +238,25 @@ def _evaluate_weights(
     say("evaluating" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
     result = evaluate(sharded, loader, backend)
     assert result is not None  # nothing stops it
-    left_out = _count_bad_images(loader.bad_images(), args.max_bad_images)
+    left_out = _count_bad_images(loader.bad_images(), run.config.data.max_bad_images)
     if not result.images:
         raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
-    say(f"val loss: {result.loss:.4f}, accuracy on val: {result.top1:.2f} % of "
+    say(
+        f"val loss: {result.loss:.4f}, accuracy on val: {result.top1:.2f} % of "
         f"{result.images:,} images"
-        + (f"; {left_out:,} unreadable ones left out" if left_out else ""))  # fmt: skip
-    if args.json and backend.is_main:
-        print(json.dumps({
-            "val_loss": result.loss, "val_top1": result.top1, "val_images": result.images,
-            "bad_images": left_out,
-        }))  # fmt: skip
+        + (f"; {left_out:,} unreadable ones left out" if left_out else "")
+    )
+    if as_json and backend.is_main:
+        print(
+            json.dumps(
+                {
+                    "val_loss": result.loss,
+                    "val_top1": result.top1,
+                    "val_images": result.images,
+                    "bad_images": left_out,
+                }
+            )
+        )
 
 
 def _count_bad_images(found: list[BadImage], most: int) -> int:

@@ -67,9 +67,14 @@ def _open_store(rank: int, world_size: int, patience: _Patience) -> Store:
             patience.wait(lambda who=who: who)  # type: ignore[misc]
             time.sleep(0.5)
     return TCPStore(
-        address, port, world_size, is_master=serves, timeout=_STORE_TIMEOUT,
-        wait_for_workers=False, multi_tenant=True,
-    )  # fmt: skip
+        address,
+        port,
+        world_size,
+        is_master=serves,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 def _missing(store: Store, rank: int, world_size: int) -> str:
@@ -98,8 +103,12 @@ class _Patience:
                 self._say(f"waiting for {who}, {now - self._begin:.0f} s so far")
         if self._limit and now - self._begin >= self._limit:
             who = missing()
-            self.end(f"{who} did not come within {self._limit} s (JOIN_TIMEOUT): the log of "
-                     "their node says why" if who else "")  # fmt: skip
+            self.end(
+                f"{who} did not come within {self._limit} s (JOIN_TIMEOUT): the log of "
+                "their node says why"
+                if who
+                else ""
+            )
 
     def end(self, reason: str) -> None:
         """A failure, not a mistake: launchers try again."""

@@ -26,9 +26,13 @@ def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
 
 def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, dict[str, Any]]:
     """The evaluations up to ``last_step``, by step; without those whose loss was not finite."""
-    return {r["step"]: r for r in read_metrics(ckpt_dir)
-            if r.get("val_top1") is not None and r.get("val_loss") is not None
-            and r["step"] <= last_step}  # fmt: skip
+    return {
+        r["step"]: r
+        for r in read_metrics(ckpt_dir)
+        if r.get("val_top1") is not None
+        and r.get("val_loss") is not None
+        and r["step"] <= last_step
+    }
 
 
 def as_json(record: dict[str, Any]) -> str:

@@ -30,8 +30,12 @@ def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
                 axis.plot(steps, values, label=label, marker=marker, markersize=4)
                 if key == "val_top1":
                     axis.set_ylim(0, 102)
-                    axis.annotate(f"{values[-1]:.1f} %", (steps[-1], values[-1]), (-30, -15),
-                                  textcoords="offset points")  # fmt: skip
+                    axis.annotate(
+                        f"{values[-1]:.1f} %",
+                        (steps[-1], values[-1]),
+                        (-30, -15),
+                        textcoords="offset points",
+                    )
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.tick_params(labelbottom=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -12,47 +11,48 @@ from typing import Any
 from safetensors import safe_open
 
 from data.preprocessing import INTERPOLATIONS, Preprocessing
-from models.config import PRESETS
-from training.arguments import model_config
+from models.config import PRESETS, VitConfig
 from training.checkpoints.content import SavedRun
 from training.errors import UsageError
+from training.resolve import Run
 
 _NAMES = tuple(field.name for field in fields(Preprocessing))
 _CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
 
 
-def take_preprocessing(args: argparse.Namespace, saved: SavedRun | None) -> None:
-    """Give the flags that were not given the values of ``saved``, or of new weights.
+def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
+    """The run with what was not asked as ``saved`` has it, or as for new weights.
 
     Raises UsageError if ``saved`` has values that cannot be.
     """
     base = _checked(saved.arguments, saved.path) if saved else Preprocessing()
-    _settle(args, base)
+    return _settled(run, base)
 
 
-def take_preprocessing_of_file(args: argparse.Namespace, path: Path) -> str:
-    """The same for a file of weights alone: what it says, or timm's for the model's name.
+def with_preprocessing_of_file(run: Run, path: Path) -> tuple[Run, str]:
+    """The same for a file of weights alone: as it says, or as timm has it for the model's name.
 
-    Returns a line that tells what was taken from where; "" for the values of new weights. Raises
-    UsageError for values that cannot be.
+    Returns a line, too, that tells what was taken from where; "" for the values of new weights.
+    Raises UsageError for values that cannot be.
     """
     found, source = _told_by_file(path), f"{path} and its {_CONFIG_FILE}"
-    if found is None and _is_timms_model(args):
-        found, source = _timms(args.model), f"timm's {args.model}"
+    name = run.config.model.model or ""
+    if found is None and _is_timms_model(name, run.model):
+        found, source = _timms(name), f"timm's {name}"
     base = Preprocessing() if found is None else _checked(found, path)
-    _settle(args, base)
+    run = _settled(run, base)
     if found is None:
-        return ""
-    line = f"preprocessing: {Preprocessing.of_arguments(args)} (as {source} has it)"
+        return run, ""
+    line = f"preprocessing: {run.config.data.preprocessing} (as {source} has it)"
     if found.get("crop_mode") not in (None, "", "center"):
         line += f"; its crop_mode {found['crop_mode']} is not known here: center"
-    return line
+    return run, line
 
 
-def _settle(args: argparse.Namespace, base: Preprocessing) -> None:
-    for name, value in asdict(base).items():
-        if getattr(args, name) is None:
-            setattr(args, name, list(value) if isinstance(value, tuple) else value)
+def _settled(run: Run, base: Preprocessing) -> Run:
+    asked = run.config.data
+    left = {name: value for name, value in asdict(base).items() if getattr(asked, name) is None}
+    return run.with_data(**left)
 
 
 def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
@@ -99,13 +99,15 @@ def _told_by_file(path: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def _is_timms_model(args: argparse.Namespace) -> bool:
+def _is_timms_model(name: str, model: VitConfig) -> bool:
     """Whether the model is that of its preset, but for what fine-tuning and dropout change."""
-    config, preset = model_config(args), PRESETS[args.model]
-    free = {name: getattr(config, name) for name in asdict(config)
-            if name in ("img_size", "in_chans", "num_classes", "weight_init")
-            or name.endswith("_rate")}  # fmt: skip
-    return config == replace(preset, **free)
+    free = {
+        field: getattr(model, field)
+        for field in asdict(model)
+        if field in ("img_size", "in_chans", "num_classes", "weight_init")
+        or field.endswith("_rate")
+    }
+    return model == replace(PRESETS[name], **free)
 
 
 def _timms(name: str) -> Mapping[str, Any] | None:

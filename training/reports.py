@@ -85,10 +85,13 @@ class Reports:
         if not active:
             return
         self._sinks = open_sinks(
-            ckpt_dir, self.say, first_step=first_step,
+            ckpt_dir,
+            self.say,
+            first_step=first_step,
             kept_up_to=first_step if keep_records and first_step else -1,
-            wandb_project=wandb_project, arguments=arguments or {},
-        )  # fmt: skip
+            wandb_project=wandb_project,
+            arguments=arguments or {},
+        )
         self._bar = tqdm(
             total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None
         )
@@ -127,9 +130,13 @@ class Reports:
         """A bar for an evaluation of so many batches; gives what moves it on by one."""
         hide = None if self._active else True  # None: shown on a terminal
         with tqdm(
-            total=batches, unit="batch", desc="evaluating", leave=False, dynamic_ncols=True,
+            total=batches,
+            unit="batch",
+            desc="evaluating",
+            leave=False,
+            dynamic_ncols=True,
             disable=hide,
-        ) as bar:  # fmt: skip
+        ) as bar:
             yield bar.update
         if self._active:
             self._bar.unpause()
@@ -216,12 +223,19 @@ class Reports:
         self.flush()
         self.last_top1 = top1
         self._compilations = -1  # the evaluation compiled its own step
-        self._write({
-            "step": step, "epoch": epoch,
-            "val_loss": loss, "val_top1": top1, "val_images": images,
-        })  # fmt: skip
-        self.say(f"epoch {epoch} step {step}, val loss: {loss:.4f}, "
-                 f"accuracy on val: {top1:.2f} % of {images:,} images")  # fmt: skip
+        self._write(
+            {
+                "step": step,
+                "epoch": epoch,
+                "val_loss": loss,
+                "val_top1": top1,
+                "val_images": images,
+            }
+        )
+        self.say(
+            f"epoch {epoch} step {step}, val loss: {loss:.4f}, "
+            f"accuracy on val: {top1:.2f} % of {images:,} images"
+        )
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:

@@ -63,10 +63,14 @@ class WeightsAndBiases:
 
         name = ckpt_dir.resolve()
         self._run = wandb.init(
-            project=project, name=name.name, dir=str(ckpt_dir), config=arguments, resume="allow",
+            project=project,
+            name=name.name,
+            dir=str(ckpt_dir),
+            config=arguments,
+            resume="allow",
             id=hashlib.sha256(str(name).encode()).hexdigest()[:16],
             settings=wandb.Settings(console="off"),
-        )  # fmt: skip
+        )
 
     def write(self, record: dict[str, Any]) -> None:
         self._run.log(grouped(record) | {"epoch": record["epoch"]}, step=record["step"])
@@ -124,9 +128,14 @@ class Guarded:
 
 
 def open_sinks(
-    ckpt_dir: Path, say: Callable[[str], None], *, first_step: int, kept_up_to: int,
-    wandb_project: str | None, arguments: dict[str, Any],
-) -> list[Guarded]:  # fmt: skip
+    ckpt_dir: Path,
+    say: Callable[[str], None],
+    *,
+    first_step: int,
+    kept_up_to: int,
+    wandb_project: str | None,
+    arguments: dict[str, Any],
+) -> list[Guarded]:
     """All sinks of a run that goes on after ``first_step``, in a folder that exists.
 
     Of earlier records those up to ``kept_up_to`` stay.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,11 +110,10 @@ def leave_later_ones(ckpt_dir: Path, resume: SavedRun | None, *, is_main: bool) 
     return processes.gather(notes)[0]
 
 
-def check_folder_writable(args: argparse.Namespace) -> None:
+def check_folder_writable(folder: Path) -> None:
     """Raises UsageError if nothing can be written to ``--ckpt_dir``; leaves nothing there."""
     import tempfile
 
-    folder = Path(args.ckpt_dir)
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

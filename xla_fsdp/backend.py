@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import argparse
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,10 +23,10 @@ from training.checkpoints.reader import SafeReader, quiet_dcp
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stopping import largest_of_all
 from xla_fsdp import chips
-from xla_fsdp.attention.choice import describe_attention
 from xla_fsdp.blocks import compute_in_bf16, cut_every
 from xla_fsdp.memory import DeviceMemory
 from xla_fsdp.optimizer import build_adamw, set_lr, step_unless
+from xla_fsdp.resolve_xla import XlaRun
 
 
 class XlaBackend(abc.ABC):
@@ -38,8 +37,8 @@ class XlaBackend(abc.ABC):
     compiles = True
     _scans = False  # blocks run as one loop, which recomputes them by itself
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
+    def __init__(self, run: XlaRun) -> None:
+        self._run, self._own, self._sharding = run, run.own, run.config.sharding
         self._device = torch_xla.device()
         self._memory = DeviceMemory(self._device)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
@@ -100,15 +99,15 @@ class XlaBackend(abc.ABC):
             initialize(unit, name)
             if unit is model:
                 self._model = self._shard_root(model)
-                if self._args.precision == "bf16":
+                if self._sharding.precision == "bf16":
                     compute_in_bf16(self._model)
                 continue
-            if self._args.grad_ckpt == "full" and not self._scans:
+            if self._sharding.grad_ckpt == "full" and not self._scans:
                 checkpoint_module(unit)
             blocks.append(self._shard_block(model, name, unit))
             self._cut_graph()  # the device takes this unit before the next one is made
-        if self._args.mark_step_every_n_blocks:
-            cut_every(blocks, self._args.mark_step_every_n_blocks, self._cut_graph)
+        if self._own.mark_step_every_n_blocks:
+            cut_every(blocks, self._own.mark_step_every_n_blocks, self._cut_graph)
         self._cut_graph(wait=True)
         return self._model
 
@@ -132,10 +131,10 @@ class XlaBackend(abc.ABC):
     def begin_step(self, pass_index: int) -> None:
         # torch_xla moves its random state on at each execution, and moves it otherwise with
         # checkpointing than without: set anew, masks depend on seed and step alone.
-        xm.set_rng_state(pass_seed(self._args.seed, pass_index, self._rng_stream))
+        xm.set_rng_state(pass_seed(self._run.config.seed, pass_index, self._rng_stream))
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        if self._args.mark_step_after_forward:
+        if self._own.mark_step_after_forward:
             self._cut_graph()
         loss.backward()
         if not is_last:  # a graph a micro-batch: one for all would hold all activations
@@ -166,11 +165,11 @@ class XlaBackend(abc.ABC):
 
     def wait(self) -> None:
         xm.wait_device_ops()
-        if self._args.compile_cache_dir and self.is_main:
+        if self._own.compile_cache_dir and self.is_main:
             counts = self.counters()
             tqdm.write(
                 f"compile cache: {counts['cache_hits']} program(s) so far came from "
-                f"{self._args.compile_cache_dir}, {counts['compilations']} were compiled, of which "
+                f"{self._own.compile_cache_dir}, {counts['compilations']} were compiled, of which "
                 f"it had {counts['cache_unreadable']} that torch_xla cannot read"
             )
 
@@ -201,7 +200,7 @@ class XlaBackend(abc.ABC):
             "executions": cached + compiled,  # each execution looks up its graph
             "device_to_host": transfers[0] if transfers else 0,
         }
-        if self._args.compile_cache_dir:
+        if self._own.compile_cache_dir:
             counts["cache_hits"] = counter("PersistentCacheHit")
             counts["cache_unreadable"] = counter("PersistentCacheDeserializeFailure")
         return counts
@@ -218,7 +217,7 @@ class XlaBackend(abc.ABC):
 
     def rounding(self) -> float:
         # A TPU takes fp32 products as bf16, too.
-        lower = self._args.precision == "bf16" or xr.device_type() == "TPU"
+        lower = self._sharding.precision == "bf16" or xr.device_type() == "TPU"
         return torch.finfo(torch.bfloat16 if lower else torch.float32).eps / 2
 
     def peak_flops(self) -> float | None:
@@ -226,16 +225,16 @@ class XlaBackend(abc.ABC):
 
     def _describe_common(self) -> str:
         cuts = []
-        if self._args.mark_step_after_forward:
+        if self._own.mark_step_after_forward:
             cuts.append("after the forward pass")
-        if self._args.mark_step_every_n_blocks:
-            cuts.append(f"every {self._args.mark_step_every_n_blocks} blocks")
+        if self._own.mark_step_every_n_blocks:
+            cuts.append(f"every {self._own.mark_step_every_n_blocks} blocks")
         return (
-            f"{self._devices()}, {self._args.precision}, "
-            f"gradient checkpointing {'on' if self._args.grad_ckpt == 'full' else 'off'}"
-            + describe_attention(self._args)
+            f"{self._devices()}, {self._sharding.precision}, "
+            f"gradient checkpointing {'on' if self._sharding.grad_ckpt == 'full' else 'off'}"
+            + self._run.why.get("attention", "")
             + (f", graph cut {' and '.join(cuts)}" if cuts else "")
-            + (self._describe_cache() if self._args.compile_cache_dir else "")
+            + (self._describe_cache() if self._own.compile_cache_dir else "")
         )
 
     def _devices(self) -> str:
@@ -243,7 +242,7 @@ class XlaBackend(abc.ABC):
 
     def _describe_cache(self) -> str:
         return (
-            f", compiled programs kept in {self._args.compile_cache_dir} (torch_xla 2.9 writes but "
+            f", compiled programs kept in {self._own.compile_cache_dir} (torch_xla 2.9 writes but "
             "cannot read them: each run compiles anew)"
         )
 

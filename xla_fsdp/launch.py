@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import signal
@@ -15,30 +14,30 @@ from training.errors import StoppedBySignal
 from training.parent import end_with
 from training.stopping import ProcessSignals, process_signals
 from xla_fsdp import libtpu_flags
-from xla_fsdp.options import device_type, fsdp_form
+from xla_fsdp.resolve_xla import XlaRun, device_type
 from xla_fsdp.starting import StartWatch, watch
 
-Run = Callable[[argparse.Namespace, Backend], None]
+Body = Callable[[XlaRun, Backend], None]
 
 
-def launch(run: Run, args: argparse.Namespace) -> None:
-    """Call ``run(args, backend)``: once a host for SPMD, once a device for nested FSDP."""
+def launch(body: Body, run: XlaRun) -> None:
+    """Call ``body(run, backend)``: once a host for SPMD, once a device for nested FSDP."""
     os.environ.setdefault("PJRT_DEVICE", device_type())
-    os.environ["CPU_NUM_DEVICES"] = str(args.cpu_devices)
+    os.environ["CPU_NUM_DEVICES"] = str(run.own.cpu_devices)
     # XLA on the CPU has a thread a core; virtual devices that wait for each other need more.
-    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * args.cpu_devices)))
+    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * run.own.cpu_devices)))
     import torch_xla
 
     if device_type() == "TPU":
         libtpu_flags.set_for_this_tpu()
-    if fsdp_form(args) == "spmd":
-        _run_spmd(run, args)
+    if run.own.xla_fsdp == "spmd":
+        _run_spmd(body, run)
     else:
         single = device_type() == "CPU"
         if not single:
             signal.signal(signal.SIGTERM, _tell_children)
         parent = None if single else os.getpid()
-        given_to_all = (process_signals, watch, run, args, parent)
+        given_to_all = (process_signals, watch, body, run, parent)
         try:
             torch_xla.launch(_run_nested, args=given_to_all, debug_single_process=single)
         except BrokenProcessPool:
@@ -57,45 +56,49 @@ def _tell_children(number: int, frame: FrameType | None) -> None:
         child.terminate()
 
 
-def _prepare(args: argparse.Namespace) -> None:
+def _prepare(run: XlaRun) -> None:
     import torch.distributed as dist
     import torch_xla.runtime as xr
 
-    if args.compile_cache_dir:
-        xr.initialize_cache(args.compile_cache_dir)
+    if run.own.compile_cache_dir:
+        xr.initialize_cache(run.own.compile_cache_dir)
     if xr.process_count() > 1:  # checkpoints are planned together
         import torch_xla.distributed.xla_backend  # noqa: F401 - registers xla://
 
         dist.init_process_group("gloo", init_method="xla://")
 
 
-def _run_spmd(run: Run, args: argparse.Namespace) -> None:
+def _run_spmd(body: Body, run: XlaRun) -> None:
     import torch_xla.runtime as xr
 
     if device_type() == "TPU":
         watch.begin(os.getpid())
     xr.use_spmd()
-    _prepare(args)
+    _prepare(run)
     watch.end()
     from xla_fsdp.spmd import SpmdBackend
 
-    run(args, SpmdBackend(args))
+    run = run.on(xr.global_runtime_device_count())
+    body(run, SpmdBackend(run))
 
 
 def _run_nested(
     index: int,
     _installed: ProcessSignals,
     begun: StartWatch,
-    run: Run,
-    args: argparse.Namespace,
+    body: Body,
+    run: XlaRun,
     parent: int | None,
 ) -> None:
     """``_installed`` and ``begun`` come along to be unpickled, see there; ``parent`` is the process
     that starts the others, None if there are no others."""
     if parent is not None:
         end_with(parent)
-    _prepare(args)
+    _prepare(run)
     begun.end()
+    import torch_xla.runtime as xr
+
     from xla_fsdp.nested import NestedBackend
 
-    run(args, NestedBackend(args))
+    run = run.on(xr.global_runtime_device_count())
+    body(run, NestedBackend(run))

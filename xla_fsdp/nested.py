@@ -7,7 +7,6 @@ the SPMD form, not FSDP's compute_dtype: with that, convolutions fail (torch_xla
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 
@@ -20,10 +19,9 @@ from torch_xla.distributed.fsdp.utils import BucketizedReduceScatter
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
-from xla_fsdp.attention.choice import attention_form
 from xla_fsdp.attention.flash import use_flash
 from xla_fsdp.backend import XlaBackend
-from xla_fsdp.options import why_this_form
+from xla_fsdp.resolve_xla import XlaRun
 
 _FLAT = "flat_param_"
 _WRAPPERS = {"", "_fsdp_wrapped_module", "_fpw_module"}
@@ -45,10 +43,10 @@ class _FlatReduceScatter(BucketizedReduceScatter):
 
 
 class NestedBackend(XlaBackend):
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, run: XlaRun) -> None:
         self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
-        super().__init__(args)
-        self._fsdp = not args.run_without_fsdp
+        super().__init__(run)
+        self._fsdp = not run.config.sharding.run_without_fsdp
 
     @property
     def _rng_stream(self) -> int:
@@ -58,16 +56,16 @@ class NestedBackend(XlaBackend):
         if not self._fsdp:
             form = "data parallel, a process a device (--run_without_fsdp)"
         else:
-            zero = "ZeRO-3" if self._args.reshard_after_forward else "ZeRO-2"
+            zero = "ZeRO-3" if self._sharding.reshard_after_forward else "ZeRO-2"
             form = f"nested FSDP ({zero}), each block a unit"
-            form += ", flat parameters" if self._args.flatten_parameters else ""
-            form += ", sharded on the host" if self._args.shard_on_cpu else ""
-        return f"XLA: {self._describe_common()}, {form}{why_this_form(self._args)}"
+            form += ", flat parameters" if self._own.flatten_parameters else ""
+            form += ", sharded on the host" if self._own.shard_on_cpu else ""
+        return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
 
     # -- sharding ---------------------------------------------------------------------
 
     def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
-        if attention_form(self._args) == "flash":
+        if self._own.attention == "flash":
             use_flash(block, cut=None)
         wrapped = self._wrap(block)
         model.set_submodule(name, wrapped)
@@ -83,19 +81,19 @@ class NestedBackend(XlaBackend):
         # on a TPU, so each gathered weight and gradient would be copied. (Padding a first
         # dimension, of 1 in the position embedding, could take many times the memory.)
         left = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
-        by_row = not self._args.flatten_parameters and all(
+        by_row = not self._own.flatten_parameters and all(
             p.shape[0] % self.world_size == 0 for p in left
         )
         unit = XlaFullyShardedDataParallel(
-            module if self._args.shard_on_cpu else module.to(self._device),
-            reshard_after_forward=self._args.reshard_after_forward,
-            flatten_parameters=self._args.flatten_parameters,
+            module if self._own.shard_on_cpu else module.to(self._device),
+            reshard_after_forward=self._sharding.reshard_after_forward,
+            flatten_parameters=self._own.flatten_parameters,
             shard_param_on_dim_0=by_row,
             execute_sharding_on_init=False,  # shard() does, after each unit
             # Pinned, a gathering is an all-reduce of padded whole weights, other on each rank.
             pin_layout_in_collective_ops=False,
             # FSDP's own linear layer runs its backward in fp32 under autocast.
-            _use_xla_patched_linear=self._args.precision == "fp32",
+            _use_xla_patched_linear=self._sharding.precision == "fp32",
         )
         if not by_row:
             unit.reduce_scatter_op = _FlatReduceScatter(

@@ -7,7 +7,6 @@ names stay those of the plain model.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 
@@ -20,35 +19,31 @@ from torch import nn
 from torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard, XLAShardedTensor
 
 from data.loader import Batch
+from training.mesh import Axes, Spec
 from training.shards import Chunk, ShardedTensor
-from xla_fsdp.attention.choice import attention_form
 from xla_fsdp.attention.flash import Cut, use_flash
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
-from xla_fsdp.options import scans_blocks, why_this_form
+from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
 from xla_fsdp.sharding.hosts import in_global_batch, local_groups
 from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
-from xla_fsdp.sharding.mesh import BATCH, Axes, Spec, mesh_shape
 from xla_fsdp.sharding.placement import Sharding, device_order, local_devices, partition_spec
 from xla_fsdp.sharding.plain_names import device_part, is_stacked, plain_values
 from xla_fsdp.sharding.root import compute_with_whole
 from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS, Marks, cut_block, is_packed
 
-BETWEEN: tuple[Axes, ...] = (("tensor",), ())
-"""How tokens and features are cut between the halves of a block."""
-
 
 class SpmdBackend(XlaBackend):
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, run: XlaRun) -> None:
         self.rank, self.world_size = xr.process_index(), xr.process_count()
-        super().__init__(args)
-        self._shape = mesh_shape(args, self.device_count)
+        super().__init__(run)
+        self._shape = run.mesh
         live = self._shape.live
         order = self._device_order()
         self._mesh = xs.Mesh(order, tuple(live.values()), tuple(live))
         self._replicated_bytes = 0
-        self._scans = scans_blocks(args)
+        self._scans = bool(run.own.scan_blocks)
         self._specs: dict[torch.Tensor, Spec] = {}
 
     def _device_order(self) -> list[int]:
@@ -59,7 +54,7 @@ class SpmdBackend(XlaBackend):
         return 0  # every host traces the same program
 
     def describe(self) -> str:
-        if self._args.run_without_fsdp:
+        if self._sharding.run_without_fsdp:
             form = "SPMD data parallel, parameters replicated (--run_without_fsdp)"
         else:
             form = "SPMD FSDP (ZeRO-3), each block a unit"
@@ -68,9 +63,9 @@ class SpmdBackend(XlaBackend):
             if self._replicated_bytes:
                 form += (
                     f", {self._replicated_bytes:,} bytes of parameters replicated "
-                    f"(no dimension is a multiple of {self._shape.smallest_cut})"
+                    f"(no dimension is a multiple of {self._shape.fewest_parts})"
                 )
-        return f"XLA: {self._describe_common()}, {form}{why_this_form(self._args)}"
+        return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
 
     # -- sharding ---------------------------------------------------------------------
 
@@ -95,7 +90,7 @@ class SpmdBackend(XlaBackend):
                 constant=self._constant,
                 mark_tokens=self._mark_tokens,
                 gather=self._gather,
-                bf16=self._args.precision == "bf16",
+                bf16=self._sharding.precision == "bf16",
             )
             self._choose_attention(self._stack.block)
         self._fill(index, block)
@@ -104,8 +99,8 @@ class SpmdBackend(XlaBackend):
         return block
 
     def _choose_attention(self, block: nn.Module) -> None:
-        if attention_form(self._args) == "flash":
-            (batch,) = partition_spec(self._shape.spec(BATCH))
+        if self._own.attention == "flash":
+            (batch,) = partition_spec(self._shape.lying("batch"))
             use_flash(block, Cut(self._mesh, batch))
 
     def _fill(self, index: int, block: nn.Module) -> None:
@@ -128,9 +123,9 @@ class SpmdBackend(XlaBackend):
         """A parameter of values that lie on the devices as ``spec`` says."""
         parameter = nn.Parameter(values)
         self._specs[parameter] = spec
-        if self._shape.parts(spec) < self._shape.smallest_cut:
+        if self._shape.parts(spec) < self._shape.fewest_parts:
             self._replicated_bytes += parameter.nbytes
-        if self._args.grad_accum_steps > 1 or self._args.mark_step_every_n_blocks:
+        if self._run.config.data.grad_accum_steps > 1 or self._own.mark_step_every_n_blocks:
             parameter.register_post_accumulate_grad_hook(self._cut_gradient)
         return parameter
 
@@ -141,7 +136,7 @@ class SpmdBackend(XlaBackend):
         parameter.grad = self._mark(parameter.grad * 1, self._specs[parameter])
 
     def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        lower = self._args.precision == "bf16" and weight.dim() > 1
+        lower = self._sharding.precision == "bf16" and weight.dim() > 1
         dtype = torch.bfloat16 if lower else weight.dtype
         cut = functools.partial(self._mark, spec=self._block_spec(name, weight))
         whole = self._shape.gathered_spec(weight.shape, TENSOR_DIMS.get(name))
@@ -168,7 +163,7 @@ class SpmdBackend(XlaBackend):
         return self._spec(parameter.shape, TENSOR_DIMS.get(name))
 
     def _spec(self, shape: torch.Size, tensor_dim: int | None) -> Spec:
-        if self._args.run_without_fsdp:
+        if self._sharding.run_without_fsdp:
             return ((),) * len(shape)
         return self._shape.parameter_spec(shape, tensor_dim)
 
@@ -176,14 +171,15 @@ class SpmdBackend(XlaBackend):
         xs.mark_sharding(x, self._mesh, partition_spec(spec))
         return x
 
-    def _activations(self, dimensions: int, *last: Axes) -> Spec:
-        """Cut along the batch, dimension 0, and the last ones as given."""
-        between = ((),) * (dimensions - 1 - len(last))
-        return self._shape.spec(BATCH, *between, *last)
+    def _activations(self, dimensions: int, *last: str) -> Spec:
+        """The spec of activations: dimension 0 is the batch, the last are of the kinds given."""
+        between: tuple[Axes, ...] = ((),) * (dimensions - 1 - len(last))
+        return (*self._shape.lying("batch"), *between, *self._shape.lying(*last))
 
     def _mark_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """What lies between blocks, and between the halves of a block: (batch, tokens, width)."""
-        return self._mark(x, self._activations(x.dim(), *BETWEEN))
+        kinds = ("tokens between the halves of a block", "width")
+        return self._mark(x, self._activations(x.dim(), *kinds))
 
     def _mark_images(self, x: torch.Tensor) -> torch.Tensor:
         """What is whole for each image: features, logits."""
@@ -195,7 +191,7 @@ class SpmdBackend(XlaBackend):
 
     def _tensor_marks(self) -> Marks:
         def columns(x: torch.Tensor) -> torch.Tensor:
-            return self._mark(x, self._activations(x.dim(), ("tensor",)))
+            return self._mark(x, self._activations(x.dim(), "heads"))
 
         return Marks(
             gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_images),
@@ -228,11 +224,11 @@ class SpmdBackend(XlaBackend):
         spec = self._activations(share.dim())
         if self.world_size == 1:
             return self._send(share, spec)
-        if self._shape.tensor == 1:  # torch_xla cuts a host's share over its devices by itself
+        if self._shape.devices_a_part == 1:  # torch_xla divides a host's share by itself
             return self._send(share, spec, minibatch=True)
         mesh = self._shape
         groups = local_groups(mesh, self._mesh.device_ids, local_devices())
-        return self._send(in_global_batch(share, groups, mesh.dcn * mesh.fsdp), spec)
+        return self._send(in_global_batch(share, groups, mesh.batch_parts), spec)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return value  # the program's tensors are global

@@ -46,13 +46,17 @@ FAULTS = {
         "processes with different flags", others.differing_flags, 1, 1, several=True, refused=True
     ),
     "folders": Fault(
-        "a folder that the nodes do not share", others.folder_not_shared, 1, 1, several=True,
+        "a folder that the nodes do not share",
+        others.folder_not_shared,
+        1,
+        1,
+        several=True,
         refused=True,
     ),
     "owed_evaluation": Fault(
         "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
     ),
-}  # fmt: skip
+}
 # What the results depend on.
 CODE = (
     "run_vit_training.py training models data xla_fsdp gpu_fsdp launch benchmarks/faults "
@@ -82,30 +86,56 @@ def main() -> int:
                 lost += 1
                 bar.set_postfix({"not survived": lost})
                 where = kept / _name(job, args.seed)
-                tqdm.write(f"NOT SURVIVED: {job[0]} on {job[1]}, try {job[2]}, seed {args.seed}: "
-                           f"{result.moment}: {result.problem}\n  see {where}")  # fmt: skip
+                tqdm.write(
+                    f"NOT SURVIVED: {job[0]} on {job[1]}, try {job[2]}, seed {args.seed}: "
+                    f"{result.moment}: {result.problem}\n  see {where}"
+                )
     return report(args, results)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults", description=__doc__,
+        prog="python -m benchmarks.faults",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     backends = [name for name in SETUPS if name != "alone"]
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=[*FAULTS], metavar="FAULT",
-                        help=f"of {', '.join(FAULTS)}; default: all")  # fmt: skip
-    parser.add_argument("--backends", nargs="+", choices=SETUPS, default=backends,
-                        metavar="BACKEND",
-                        help=f"of {', '.join(SETUPS)}; default: {' '.join(backends)}")  # fmt: skip
-    parser.add_argument("--tries", type=int, metavar="N",
-                        help="of each fault on each backend; default: 30 of sigkill, 10 of "
-                        "sigterm, 3 or 1 of the others")  # fmt: skip
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        choices=FAULTS,
+        default=[*FAULTS],
+        metavar="FAULT",
+        help=f"of {', '.join(FAULTS)}; default: all",
+    )
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=SETUPS,
+        default=backends,
+        metavar="BACKEND",
+        help=f"of {', '.join(SETUPS)}; default: {' '.join(backends)}",
+    )
+    parser.add_argument(
+        "--tries",
+        type=int,
+        metavar="N",
+        help="of each fault on each backend; default: 30 of sigkill, 10 of "
+        "sigterm, 3 or 1 of the others",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all that is random; default: 0")
-    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "faults",
-                        help="for results and logs; default: runs/faults")  # fmt: skip
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "reliability.md",
-                        help="file with the markers; default: docs/reliability.md")  # fmt: skip
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=ROOT / "runs" / "faults",
+        help="for results and logs; default: runs/faults",
+    )
+    parser.add_argument(
+        "--document",
+        type=Path,
+        default=ROOT / "docs" / "reliability.md",
+        help="file with the markers; default: docs/reliability.md",
+    )
     return parser.parse_args()
 
 
@@ -145,13 +175,20 @@ def attempt(job: Job, seed: int, kept: Path, reference: Reference) -> table.Resu
     except Skipped as skipped:
         result = table.Result(*about, None, str(skipped))
     except NotSurvived as problem:
-        return table.Result(*about, False, one.moment, problem=str(problem),
-                            seconds=time.monotonic() - began)  # fmt: skip
+        return table.Result(
+            *about, False, one.moment, problem=str(problem), seconds=time.monotonic() - began
+        )
     else:
         result = table.Result(
-            *about, True, outcome.moment, outcome.steps_lost, outcome.step, outcome.while_saving,
-            outcome.starts, seconds=time.monotonic() - began,
-        )  # fmt: skip
+            *about,
+            True,
+            outcome.moment,
+            outcome.steps_lost,
+            outcome.step,
+            outcome.while_saving,
+            outcome.starts,
+            seconds=time.monotonic() - began,
+        )
     shutil.rmtree(folder)
     return result
 
@@ -168,8 +205,11 @@ def report(args: argparse.Namespace, results: table.Results) -> int:
     print("\n".join(lines))
     lost = [result for found in rows.values() for result in found if result.survived is False]
     for result in lost:
-        print(f"not survived: {result.fault} on {result.backend}, try {result.number}: "
-              f"{result.moment}: {result.problem}", file=sys.stderr)  # fmt: skip
+        print(
+            f"not survived: {result.fault} on {result.backend}, try {result.number}: "
+            f"{result.moment}: {result.problem}",
+            file=sys.stderr,
+        )
     return int(bool(lost))
 
 

@@ -69,8 +69,16 @@ class Setup:
 
     def of_one_process(self, ckpt_dir: Path | str, *flags: str) -> list[str]:
         """The command line of one of several processes, to be started without torchrun."""
-        return [*_python(self.module), *self.flags, "--data_dir", str(DIGITS),
-                "--ckpt_dir", str(ckpt_dir), *FLAGS, *flags]  # fmt: skip
+        return [
+            *_python(self.module),
+            *self.flags,
+            "--data_dir",
+            str(DIGITS),
+            "--ckpt_dir",
+            str(ckpt_dir),
+            *FLAGS,
+            *flags,
+        ]
 
 
 def _python(module: str) -> list[str]:
@@ -80,15 +88,15 @@ def _python(module: str) -> list[str]:
 FAULTY = "tests.fault_in_first_start"
 SETUPS = {
     "xla": Setup("XLA, 2 devices", ("--backend", "xla", "--cpu_devices", "2")),
-    "fsdp2": Setup(
-        "FSDP2, 2 processes", ("--backend", "cuda", "--fsdp", "fsdp2"), processes=2
-    ),
+    "fsdp2": Setup("FSDP2, 2 processes", ("--backend", "cuda", "--fsdp", "fsdp2"), processes=2),
     "megatron": Setup(
-        "Megatron-FSDP, 2 processes", ("--backend", "cuda", "--fsdp", "megatron"),
-        module="tests.megatron_on_cpu", processes=2,
+        "Megatron-FSDP, 2 processes",
+        ("--backend", "cuda", "--fsdp", "megatron"),
+        module="tests.megatron_on_cpu",
+        processes=2,
     ),
     "alone": Setup("FSDP2, 1 process", ("--backend", "cuda", "--fsdp", "fsdp2")),
-}  # fmt: skip
+}
 
 
 # -- processes ------------------------------------------------------------------------
@@ -125,9 +133,14 @@ class Running:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as file:
             self.root = subprocess.Popen(
-                command, cwd=cwd, env=kept | ours | variables, stdin=subprocess.DEVNULL,
-                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                command,
+                cwd=cwd,
+                env=kept | ours | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self._known: list[int] = []
 
     def members(self) -> list[Member]:
@@ -158,15 +171,21 @@ class Running:
         root = members.get(self.root.pid)
         if any(member.rank is not None for member in members.values()):
             parents = {m.pid for m in members.values() if m.rank is not None}
-            return {m.rank: m for m in members.values()
-                    if m.rank is not None and m.parent not in parents}  # fmt: skip
+            return {
+                m.rank: m
+                for m in members.values()
+                if m.rank is not None and m.parent not in parents
+            }
         return {0: root} if root else {}
 
     def loaders(self) -> list[Member]:
         """The processes that load images: copies of the training processes."""
         training = {member.pid: member for member in self.ranks().values()}
-        return [m for m in self.members()
-                if m.parent in training and m.command == training[m.parent].command]  # fmt: skip
+        return [
+            m
+            for m in self.members()
+            if m.parent in training and m.command == training[m.parent].command
+        ]
 
     def signal(self, number: int, pids: list[int] | None = None) -> None:
         """Send a signal to all processes, or to some that were members."""

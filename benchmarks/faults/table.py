@@ -135,9 +135,15 @@ def plot(rows: Mapping[tuple[str, str], list[Result]], path: Path) -> None:
         marker = {"sigkill": "o", "sigterm": "x"}[fault]
         # Beside each other where they would hide each other.
         shift = 0.12 * (list(SETUPS).index(backend) - 1) + (0.06 if fault == "sigterm" else 0)
-        axes.plot([x for x, _ in points], [y + shift for _, y in points], marker, alpha=0.7,
-                  color=colours.get(backend, "tab:gray"), markersize=5,
-                  label=f"{fault.upper()}, {SETUPS[backend].title}")  # fmt: skip
+        axes.plot(
+            [x for x, _ in points],
+            [y + shift for _, y in points],
+            marker,
+            alpha=0.7,
+            color=colours.get(backend, "tab:gray"),
+            markersize=5,
+            label=f"{fault.upper()}, {SETUPS[backend].title}",
+        )
     axes.set_xlabel("last step in the log at the signal")
     axes.set_ylabel("steps computed again")
     axes.set_title(f"A checkpoint every {SAVE_INTERVAL} steps")

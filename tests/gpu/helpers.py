@@ -5,7 +5,7 @@
 
 import pytest
 
-from gpu_fsdp import options, te_block
+from gpu_fsdp import resolve_gpu, te_block
 from training.errors import UsageError
 
 LEARNED_STEPS = 240
@@ -20,7 +20,7 @@ def need_form(form):
     """The package of this form of FSDP."""
     if form == "megatron":
         try:
-            options.check_megatron_runs_here()
+            resolve_gpu.check_megatron_runs_here()
         except UsageError as error:
             pytest.skip(str(error))
 

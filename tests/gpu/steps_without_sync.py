@@ -4,23 +4,21 @@ Takes flags of run_vit_training.py; prints the losses as a JSON line. PyTorch no
 to the host, ``item`` and waiting for a stream, but not torch.cuda.synchronize.
 """
 
-import argparse
 import json
 import sys
 
 import torch
 
 from benchmarks.gpu_step_child import own_step, random_batches
-from gpu_fsdp import options
 from gpu_fsdp.launch import launch
+from gpu_fsdp.resolve_gpu import GpuRun
 from tests.cli import TINY_MODEL, TINY_RUN
-from training.arguments import model_config, parse_arguments
+from tests.resolved import on_gpus
 from training.backend import Backend
 
 
-def run(args: argparse.Namespace, backend: Backend) -> None:
-    config = model_config(args)
-    step = own_step(args, config, backend, random_batches(args, config, backend))
+def steps(run: GpuRun, backend: Backend) -> None:
+    step = own_step(run, backend, random_batches(run, backend))
     for number in range(3):  # the first ones allocate and compile
         step(number)
     backend.wait()
@@ -43,6 +41,4 @@ def run(args: argparse.Namespace, backend: Backend) -> None:
 
 
 if __name__ == "__main__":
-    args = parse_arguments([*TINY_MODEL, *TINY_RUN, "--backend", "cuda", *sys.argv[1:]])
-    options.check(args, model_config(args))
-    launch(run, args)
+    launch(steps, on_gpus([*TINY_MODEL, *TINY_RUN, "--backend", "cuda", *sys.argv[1:]]))

@@ -10,9 +10,14 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(
     "flags",
-    ["--fsdp fsdp2", "--fsdp fsdp2 --cpu_offload", "--fsdp fsdp2 --precision fp16",
-     "--fsdp fsdp2 --precision fp16 --cpu_offload", "--fsdp megatron --precision bf16"],
-)  # fmt: skip
+    [
+        "--fsdp fsdp2",
+        "--fsdp fsdp2 --cpu_offload",
+        "--fsdp fsdp2 --precision fp16",
+        "--fsdp fsdp2 --precision fp16 --cpu_offload",
+        "--fsdp megatron --precision bf16",
+    ],
+)
 def test_bad_steps_change_nothing(flags, tmp_path, monkeypatch):
     """Against a run whose optimizer was never called in these steps.
 

@@ -105,9 +105,21 @@ def test_mxfp8_is_refused_before_blackwell(tmp_path):
     if torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("this GPU has MXFP8")
     done = run_program(
-        "run_vit_training.py", "--backend", "cuda", "--fake_data", "--ckpt_dir", str(tmp_path),
-        *TINY_MODEL, *TE, "--batch_size", "32", "--max_steps", "1", "--fp8", "mxfp8",
-    )  # fmt: skip
+        "run_vit_training.py",
+        "--backend",
+        "cuda",
+        "--fake_data",
+        "--ckpt_dir",
+        str(tmp_path),
+        *TINY_MODEL,
+        *TE,
+        "--batch_size",
+        "32",
+        "--max_steps",
+        "1",
+        "--fp8",
+        "mxfp8",
+    )
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if "error:" in line]
     assert "--fp8 mxfp8: " in line

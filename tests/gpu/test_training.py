@@ -36,8 +36,11 @@ def assert_near(result, reference, rel):
 
 def columns(result):
     """A run's losses and norms, in the form of ``plain``."""
-    return {"loss": result.column("loss"), "grad_norm": result.column("grad_norm"),
-            "val_loss": result.evaluations[0]["val_loss"]}  # fmt: skip
+    return {
+        "loss": result.column("loss"),
+        "grad_norm": result.column("grad_norm"),
+        "val_loss": result.evaluations[0]["val_loss"],
+    }
 
 
 @pytest.mark.parametrize(
@@ -54,15 +57,18 @@ def columns(result):
         ("megatron", "", "Megatron-FSDP ZeRO-3"),
         ("megatron", "--zero_dp_strategy 2", "Megatron-FSDP ZeRO-2"),
         ("megatron", "--zero_dp_strategy 1", "Megatron-FSDP ZeRO-1"),
-        ("megatron", "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce",
-         "Megatron-FSDP ZeRO-1"),
+        (
+            "megatron",
+            "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce",
+            "Megatron-FSDP ZeRO-1",
+        ),
         ("megatron", "--zero_dp_strategy 0", "Megatron-FSDP no sharding"),
         ("megatron", "--meta_init", "meta init"),
         ("megatron", "--grad_ckpt selective", "activation checkpointing selective"),
         ("megatron", "--channels_last", "channels last"),
         ("megatron", "--grad_accum_steps 2", "Megatron-FSDP"),
     ],
-)  # fmt: skip
+)
 def test_same_as_plain_pytorch_on_the_cpu(form, flags, told, plain, tmp_path):
     result = train(tmp_path, form, *flags.split())
     backend = result.run_file["backend"]
@@ -133,9 +139,14 @@ def test_resumed_run_is_the_whole_run(form, fp32, tmp_path):
 
 @pytest.mark.parametrize(
     "flags",
-    ["--fsdp fsdp2", "--fsdp fsdp2 --grad_ckpt none --compile", "--fsdp megatron",
-     "--fsdp megatron --zero_dp_strategy 0", "--fsdp fsdp2 --precision fp16"],
-)  # fmt: skip
+    [
+        "--fsdp fsdp2",
+        "--fsdp fsdp2 --grad_ckpt none --compile",
+        "--fsdp megatron",
+        "--fsdp megatron --zero_dp_strategy 0",
+        "--fsdp fsdp2 --precision fp16",
+    ],
+)
 def test_host_never_waits_in_a_step(flags):
     need_form(flags.split()[1])
     done = run_program("-m", "tests.gpu.steps_without_sync", "--precision", "bf16", *flags.split())
@@ -148,8 +159,9 @@ def test_host_never_waits_in_a_step(flags):
 
 def predict(folder):
     """By image the classes, likeliest first, and their probabilities."""
-    done = run_program("run_vit_training.py", "--predict", str(DIGITS / "val"), "--json",
-                       "--resume", str(folder))  # fmt: skip
+    done = run_program(
+        "run_vit_training.py", "--predict", str(DIGITS / "val"), "--json", "--resume", str(folder)
+    )
     assert done.returncode == 0, done.stderr
     return {entry["image"]: entry["top5"] for entry in json.loads(done.stdout)}
 

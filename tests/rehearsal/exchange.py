@@ -43,8 +43,13 @@ class Exchange:
             return [value]
         mine = self._mine
         if not hasattr(mine, "store"):
-            client = dist.TCPStore("127.0.0.1", self._here.store_port, is_master=False,
-                                   wait_for_workers=False, timeout=WAIT)  # fmt: skip
+            client = dist.TCPStore(
+                "127.0.0.1",
+                self._here.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=WAIT,
+            )
             thread = getattr(threading.current_thread(), "rehearsal", "main")
             mine.store = dist.PrefixStore(f"{self._start}/{thread}", client)
             mine.number = 0

@@ -25,8 +25,9 @@ class Here:
 
     def __init__(self) -> None:
         told = json.loads(Path(os.environ["REHEARSAL"]).read_text())
-        self.slice = Slice(**{k: tuple(v) if isinstance(v, list) else v
-                              for k, v in told["slice"].items()})  # fmt: skip
+        self.slice = Slice(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in told["slice"].items()}
+        )
         self.worker = int(os.environ["REHEARSAL_WORKER"])
         self.pci = told["pci"] + "/"
         self.notes = Path(told["pci"]).parent / f"programs_{os.environ['REHEARSAL_START']}"

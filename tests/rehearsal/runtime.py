@@ -89,22 +89,29 @@ def _shards(here: Here, exchange: Exchange) -> None:
     """torch_xla/distributed/spmd/xla_sharded_tensor.py, lines 136 and 149, sees local ones only."""
     local = set(local_of(here))
     shards, places, load = (
-        XLAC._get_local_shards, XLAC._get_local_shard_replica_and_indices, XLAC._load_local_shards
-    )  # fmt: skip
+        XLAC._get_local_shards,
+        XLAC._get_local_shard_replica_and_indices,
+        XLAC._load_local_shards,
+    )
 
     def get_local_shards(tensors: list[torch.Tensor]) -> list:
-        return [[one for one in of_tensor if number_of(one[1]) in local]
-                for of_tensor in shards(tensors)]  # fmt: skip
+        return [
+            [one for one in of_tensor if number_of(one[1]) in local]
+            for of_tensor in shards(tensors)
+        ]
 
     def get_places(tensors: list[torch.Tensor]) -> list:
-        return [[one for number, one in enumerate(of_tensor) if number in local]
-                for of_tensor in places(tensors)]  # fmt: skip
+        return [
+            [one for number, one in enumerate(of_tensor) if number in local]
+            for of_tensor in places(tensors)
+        ]
 
     def load_local_shards(tensor: torch.Tensor, data: list, devices: list[str]) -> None:
         if {number_of(device) for device in devices} != local:
             raise RuntimeError(f"{devices} are not this host's devices")
-        every = [pair for pairs in exchange.gather((data, devices))
-                 for pair in zip(*pairs, strict=True)]  # fmt: skip
+        every = [
+            pair for pairs in exchange.gather((data, devices)) for pair in zip(*pairs, strict=True)
+        ]
         every.sort(key=lambda pair: number_of(pair[1]))
         load(tensor, *map(list, zip(*every, strict=True)))
 

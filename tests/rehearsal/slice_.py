@@ -117,9 +117,11 @@ def describe(what: Slice, folder: Path, metadata_ports: list[int], store_port: i
     path.write_text(
         json.dumps(
             {
-                "slice": asdict(what), "pci": str(folder / "pci"),
-                "metadata_ports": metadata_ports, "store_port": store_port,
+                "slice": asdict(what),
+                "pci": str(folder / "pci"),
+                "metadata_ports": metadata_ports,
+                "store_port": store_port,
             }
         )
-    )  # fmt: skip
+    )
     return path

@@ -12,9 +12,14 @@ import shutil
 import sys
 
 PACKAGES = {
-    "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client",
-    "munged": "munge", "ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux",
-}  # fmt: skip
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "munged": "munge",
+    "ip": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+}
 NAMESPACES = "--mount --net --uts --pid --fork --kill-child --mount-proc".split()
 
 

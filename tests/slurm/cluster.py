@@ -66,11 +66,16 @@ class Cluster:
         self.folder = folder
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.variables = {
-            **{name: value for name, value in os.environ.items()
-               if not name.startswith(("SLURM_", "SBATCH_"))},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("SLURM_", "SBATCH_"))
+            },
             "SLURM_CONF": str(folder / "slurm.conf"),
-            "PYTHON": sys.executable, "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            "PYTHON": sys.executable,
+            "NPROC_PER_NODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         self._write_files()
 
     def _write_files(self) -> None:
@@ -102,14 +107,23 @@ class Cluster:
 
     def start(self) -> None:
         ip = "ip link set lo up; ip link add cluster type bridge; ip link set cluster up; "
-        shell(f"hostname {LOGIN}; mount --bind {self.folder}/hosts /etc/hosts; {ip}"
-              f"ip address add {ADDRESSES[LOGIN]}/24 dev cluster")  # fmt: skip
+        shell(
+            f"hostname {LOGIN}; mount --bind {self.folder}/hosts /etc/hosts; {ip}"
+            f"ip address add {ADDRESSES[LOGIN]}/24 dev cluster"
+        )
         # Of its own: most machines have control groups v2 only, which slurmd shares with systemd.
         shell(f"mount -t cgroup -o freezer cgroup {self.folder}/cgroup/freezer")
         munge = f"{self.folder}/munge"
-        self._start("munged", "munged", "--foreground", "--force", f"--socket={munge}/socket",
-                    f"--key-file={munge}/key", f"--seed-file={munge}/seed",
-                    f"--pid-file={munge}/pid")  # fmt: skip
+        self._start(
+            "munged",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={munge}/socket",
+            f"--key-file={munge}/key",
+            f"--seed-file={munge}/seed",
+            f"--pid-file={munge}/pid",
+        )
         until(lambda: (self.folder / "munge" / "socket").exists(), 30, "munged's socket")
         self._start("slurmctld", "slurmctld", "-D")
         for node in NODES:
@@ -119,17 +133,27 @@ class Cluster:
     def start_node(self, node: str) -> None:
         """The node waits for its network, then becomes slurmd."""
         waiting = self._start(
-            node, "unshare", "--net", "--uts",
-            "bash", "-c", 'read -r && exec slurmd -D -N "$0"', node,
-        )  # fmt: skip
+            node,
+            "unshare",
+            "--net",
+            "--uts",
+            "bash",
+            "-c",
+            'read -r && exec slurmd -D -N "$0"',
+            node,
+        )
         login = os.stat("/proc/self/ns/net").st_ino
         namespace = Path("/proc", str(waiting.pid), "ns", "net")
         until(lambda: os.stat(namespace).st_ino != login, 30, f"{node}'s network")
-        shell(f"ip link add to{node} type veth peer name eth0 netns {waiting.pid}; "
-              f"ip link set to{node} master cluster up")  # fmt: skip
-        shell(f"nsenter --target {waiting.pid} --net --uts sh -ec 'hostname {node}; "
-              f"ip link set lo up; ip address add {ADDRESSES[node]}/24 dev eth0; "
-              "ip link set eth0 up'")  # fmt: skip
+        shell(
+            f"ip link add to{node} type veth peer name eth0 netns {waiting.pid}; "
+            f"ip link set to{node} master cluster up"
+        )
+        shell(
+            f"nsenter --target {waiting.pid} --net --uts sh -ec 'hostname {node}; "
+            f"ip link set lo up; ip address add {ADDRESSES[node]}/24 dev eth0; "
+            "ip link set eth0 up'"
+        )
         assert waiting.stdin is not None
         waiting.stdin.write(b"\n")
         waiting.stdin.flush()
@@ -151,9 +175,13 @@ class Cluster:
     def _start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.out").open("ab") as output:
             daemon = subprocess.Popen(
-                command, env=self.variables, cwd=self.folder,
-                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                command,
+                env=self.variables,
+                cwd=self.folder,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         self._daemons[name] = daemon
         return daemon
 
@@ -173,9 +201,14 @@ class Cluster:
 
     def run(self, *command: object) -> str:
         done = subprocess.run(
-            [str(word) for word in command], env=self.variables, cwd=ROOT, text=True,
-            capture_output=True, check=False, timeout=120,
-        )  # fmt: skip
+            [str(word) for word in command],
+            env=self.variables,
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=120,
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -234,9 +267,10 @@ class Job:
     def rank(self, number: int) -> int:
         """The process that trains as this rank, not a loader of it."""
         ranks = [
-            each.pid for each in self._processes()
+            each.pid
+            for each in self._processes()
             if f"RANK={number}" in each.variables and "run_vit_training.py" in " ".join(each.words)
-        ]  # fmt: skip
+        ]
         return min(ranks)
 
     def _processes(self) -> Iterator[Running]:

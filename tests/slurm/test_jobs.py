@@ -20,10 +20,15 @@ pytestmark = pytest.mark.slurm
 
 # A quarter of a minute of training, at least: time for Slurm to act.
 RUN = [
-    "--data_dir", str(DIGITS), "--hflip", "0", *TINY_MODEL, *TINY_RUN,
+    "--data_dir",
+    str(DIGITS),
+    "--hflip",
+    "0",
+    *TINY_MODEL,
+    *TINY_RUN,
     *"--batch_size 128 --num_epochs 14 --max_steps 150 --mlp_dropout 0.1 --num_workers 1 "
     "--test_epoch_interval 4 --ckpt_epoch_interval 99".split(),
-]  # fmt: skip
+]
 COMPARED = "step epoch loss lr grad_norm val_loss val_top1 val_images".split()
 LONGER = "--num_epochs 50 --max_steps 500".split()
 STOPPED = r"^training stopped by SIGTERM: step (\d+),"
@@ -67,8 +72,9 @@ def submit(cluster, tmp_path):
 
     def submit(options="", *flags):
         folder = tmp_path / "run"
-        jobs.append(cluster.submit(tmp_path / "output", *RUN, "--ckpt_dir", folder, *flags,
-                                   options=options))  # fmt: skip
+        jobs.append(
+            cluster.submit(tmp_path / "output", *RUN, "--ckpt_dir", folder, *flags, options=options)
+        )
         return jobs[-1], folder
 
     yield submit
@@ -154,8 +160,12 @@ def test_cancelled(options, state, cluster, submit):
     assert len(job.processes()) > 6  # batch script, srun; torchrun, rank and loader on both nodes
     cluster.run("scancel", *options.split(), job.number)
     job.wait(state)
-    until(lambda: not job.processes(), KILL_WAIT_SECONDS + 30, "its processes to end",
-          lambda: str(job.processes()))  # fmt: skip
+    until(
+        lambda: not job.processes(),
+        KILL_WAIT_SECONDS + 30,
+        "its processes to end",
+        lambda: str(job.processes()),
+    )
     (step,) = re.findall(STOPPED, job.output, re.MULTILINE)
     assert (folder / f"step_{step}" / "manifest.json").exists()
 

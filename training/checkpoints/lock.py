@@ -55,8 +55,12 @@ class FolderLock:
                 )
             time.sleep(0.2)
         token = secrets.token_hex(8)
-        content = {"host": socket.gethostname(), "pid": os.getpid(), "token": token,
-                   "since": time.strftime("%Y-%m-%d %H:%M:%S")}  # fmt: skip
+        content = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "token": token,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps(content).encode(), 0)
         os.fsync(self._file)

@@ -21,15 +21,20 @@ METADATA = ".metadata"
 """The file that DCP writes when all parts of a checkpoint are there: names, shapes, places."""
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "ChunkStorageMetadata",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size"} | {name for name, value in vars(torch).items()
-                         if isinstance(value, torch.dtype)},
+    "torch": {"Size"}
+    | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "pathlib": {"PosixPath"},
-}  # fmt: skip
+}
 
 
 class _MetadataUnpickler(pickle.Unpickler):

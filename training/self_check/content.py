@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from torch.utils.data import Dataset
 
 from data.loader import Batch, DatasetLoader, Sample
 from data.sampler import GlobalBatchSampler
-from training.arguments import model_config
+from training.resolve import Run
 
 
 def _generator(*what: object) -> torch.Generator:
@@ -40,13 +39,13 @@ UPDATES = 3
 """That are compared. There is one batch more, to go on with."""
 
 
-def batches(args: argparse.Namespace, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-    """A process's share of each global batch, cut as the loader cuts real ones."""
-    config = model_config(args)
-    shape = (config.in_chans, config.img_size, config.img_size)
-    images = _Images(args.batch_size * (UPDATES + 1), shape, config.num_classes, args.seed)
+def batches(run: Run, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    """A process's share of each global batch, divided as the loader divides real ones."""
+    model, seed, batch_size = run.model, run.config.seed, run.config.data.batch_size
+    shape = (model.in_chans, model.img_size, model.img_size)
+    images = _Images(batch_size * (UPDATES + 1), shape, model.num_classes, seed)
     sampler = GlobalBatchSampler(
-        len(images), args.batch_size, shuffle=True, seed=args.seed, rank=rank, world_size=world_size
+        len(images), batch_size, shuffle=True, seed=seed, rank=rank, world_size=world_size
     )
     return DatasetLoader(images, sampler, num_workers=0).epoch(0)
 

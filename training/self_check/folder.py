@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import secrets
 import shutil
@@ -12,10 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from models.config import VitConfig
 from models.vit import build_vit, parameter_count
 from training import processes
-from training.arguments import model_config
 from training.backend import Backend
 from training.checkpoints.choose import complete_checkpoints, folder_of
 from training.checkpoints.content import Position
@@ -24,6 +21,7 @@ from training.checkpoints.manifest import damage
 from training.checkpoints.reader import SafeReader, quiet_dcp, reason_of
 from training.checkpoints.saver import CheckpointSaver
 from training.errors import RunFailed, UsageError
+from training.resolve import Run
 from training.self_check.reference import MOMENTS, Tensors
 from training.self_check.table import Table, size_of
 from training.start import enter_folder
@@ -32,12 +30,12 @@ State = dict[str, Tensors]
 
 
 @contextlib.contextmanager
-def own_folder(args: argparse.Namespace, backend: Backend, table: Table) -> Iterator[Path | None]:
+def own_folder(run: Run, backend: Backend, table: Table) -> Iterator[Path | None]:
     """A new folder in ``--ckpt_dir``, which is locked meanwhile; it is removed afterwards.
 
     None where no run could write there.
     """
-    ckpt_dir = Path(args.ckpt_dir)
+    ckpt_dir = run.ckpt_dir
     lock = FolderLock(ckpt_dir)
     folder = ckpt_dir / processes.gather(f"self_check_{secrets.token_hex(4)}")[0]
     try:
@@ -72,10 +70,8 @@ def _make(folder: Path, backend: Backend) -> None:
 class Checkpoints:
     """Writes checkpoints as training does, and reads them whole, in the first process."""
 
-    def __init__(
-        self, folder: Path | None, args: argparse.Namespace, backend: Backend, table: Table
-    ) -> None:
-        self._folder, self._args, self._backend, self._table = folder, args, backend, table
+    def __init__(self, folder: Path | None, run: Run, backend: Backend, table: Table) -> None:
+        self._folder, self._run, self._backend, self._table = folder, run, backend, table
         self.states: dict[int, State] = {}
         """By number; in the first process."""
         self.usable = folder is not None
@@ -85,7 +81,7 @@ class Checkpoints:
         if self._folder is None or not self.usable:
             return
         saver = CheckpointSaver(
-            self._folder, self._backend, lambda text: None, vars(self._args), None, 0, 1
+            self._folder, self._backend, lambda text: None, self._run.values, None, 0, 1
         )
         try:
             saver.save(Position(number), must=True)
@@ -98,10 +94,12 @@ class Checkpoints:
 
     def _read(self, path: Path) -> State:
         """Model and moments under their plain names. Raises UsageError if that is not possible."""
-        names = {n: p.shape for n, p in build_vit(model_config(self._args)).named_parameters()}
+        names = {n: p.shape for n, p in build_vit(self._run.model).named_parameters()}
         # Not a number: what the checkpoint does not hold is seen to be missing.
-        empty = {n: {kind: torch.full(shape, torch.nan) for kind in ("weights", *MOMENTS)}
-                 for n, shape in names.items()}  # fmt: skip
+        empty = {
+            n: {kind: torch.full(shape, torch.nan) for kind in ("weights", *MOMENTS)}
+            for n, shape in names.items()
+        }
         model = {n: each["weights"] for n, each in empty.items()}
         state = {n: {kind: each[kind] for kind in MOMENTS} for n, each in empty.items()}
         try:
@@ -141,24 +139,27 @@ class Checkpoints:
         text = f"{len(tensors)} tensors loaded over those of another update: the same bits"
         if unlike:
             kind, name = unlike[0]
-            text = (f"{len(unlike)} of {len(tensors)} tensors are other ones once loaded and "
-                    f"written again; the first: {kind} of {name}")  # fmt: skip
+            text = (
+                f"{len(unlike)} of {len(tensors)} tensors are other ones once loaded and "
+                f"written again; the first: {kind} of {name}"
+            )
         self._table.line(not unlike, "checkpoint read", text)
 
 
 # -- the real model's size ------------------------------------------------------------
 
 
-def checkpoint_bytes(args: argparse.Namespace, config: VitConfig) -> int:
-    """Of a checkpoint of the whole model: weights and AdamW's two moments."""
-    each = 4 if args.preserve_fp32_weights else 2
-    return 3 * each * parameter_count(config)
+def checkpoint_bytes(run: Run) -> int:
+    """The size of a checkpoint of the whole model: weights and AdamW's two moments."""
+    each = 4 if run.own.keeps_fp32_weights else 2
+    return 3 * each * parameter_count(run.model)
 
 
-def check_disk(args: argparse.Namespace, config: VitConfig, table: Table) -> None:
-    """Room for the checkpoints that the run will keep, and the one that is written before the
-    oldest is removed; with ``--keep_checkpoints 0``, all, for one."""
-    folder = Path(args.ckpt_dir)
+def check_disk(run: Run, table: Table) -> None:
+    """Check the room for the checkpoints that the run will keep, and for the one that is written
+    before the oldest is removed; with ``--keep_checkpoints 0``, all, for one."""
+    ckpt_dir, keep = run.ckpt_dir, run.config.checkpoints.keep_checkpoints
+    folder = ckpt_dir
     while not folder.exists():
         folder = folder.parent
     try:
@@ -166,12 +167,12 @@ def check_disk(args: argparse.Namespace, config: VitConfig, table: Table) -> Non
     except OSError as error:
         table.line(False, "disk", f"{folder}: {error.strerror}")
         return
-    size = checkpoint_bytes(args, config)
-    there = len(complete_checkpoints(Path(args.ckpt_dir)))
-    wanted = max(1, args.keep_checkpoints + 1 - there) if args.keep_checkpoints else 1
+    size = checkpoint_bytes(run)
+    there = len(complete_checkpoints(ckpt_dir))
+    wanted = max(1, keep + 1 - there) if keep else 1
     text = f"{size_of(free)} free, a checkpoint of the whole model takes {size_of(size)}: "
-    if args.keep_checkpoints:
-        text += f"--keep_checkpoints {args.keep_checkpoints} and one more, {there} there"
+    if keep:
+        text += f"--keep_checkpoints {keep} and one more, {there} there"
     else:
         text += f"room for {free // size:,} (--keep_checkpoints 0: none is removed)"
     table.line(free >= wanted * size, "disk", text)

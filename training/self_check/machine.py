@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
 import time
 
 import torch
 import torch.distributed as dist
 
-from data.build import DataSource
 from data.errors import DataFolderError
-from data.loader import DatasetLoader
-from data.sampler import GlobalBatchSampler
-from models.config import VitConfig
+from data.source import DataSource
 from models.vit import parameter_count, train_flops_per_image
 from training import processes
-from training.arguments import model_config
 from training.backend import Backend
+from training.resolve import Run
 from training.self_check.table import Table, size_of
 
 _MFU = 0.5
@@ -41,14 +37,12 @@ def check_hosts(backend: Backend, table: Table) -> None:
     table.line(all(processes.gather(good)), "hosts", text)
 
 
-def check_memory(
-    asked: argparse.Namespace, args: argparse.Namespace, backend: Backend, table: Table
-) -> None:
-    """What a device tells of its memory, and the least that the run of ``asked`` takes of it.
+def check_memory(asked: Run, run: Run, backend: Backend, table: Table) -> None:
+    """Compare a device's memory with the least that the run of ``asked`` takes of it.
 
-    ``args`` is the small run: of its state a device holds the same share.
+    ``run`` is the small one: of its state a device holds the same share.
     """
-    of = [parameter_count(model_config(each)) for each in (asked, args)]
+    of = [parameter_count(each.model) for each in (asked, run)]
     state = sum(backend.state_bytes().values()) * of[0] / of[1]
     text = f"weights and AdamW of the whole model: about {size_of(state)} a device"
     told = backend.memory()
@@ -60,46 +54,38 @@ def check_memory(
     table.line(state < told["limit"], "memory", text)
 
 
-def check_decoding(
-    args: argparse.Namespace, config: VitConfig, data: DataSource, backend: Backend, table: Table
-) -> None:
-    """Images a second that the loader gives, against what the devices could take."""
-    if data.train is None:
+def check_decoding(run: Run, data: DataSource, backend: Backend, table: Table) -> None:
+    """Compare the images a second that the loader gives with what the devices could take."""
+    if not data.decodes:
         table.line(None, "data", "not read: --fake_data")
         return
-    found = _measure(args, data, backend)
+    workers = run.config.data.num_workers
+    found = _measure(workers, data, backend)
     speeds = processes.gather(found if isinstance(found, float) else str(found))
     problem = next((each for each in speeds if isinstance(each, str)), None)
     if problem:
         table.line(False, "data", problem)
         return
     speed = sum(speeds)
-    text = f"{speed:,.0f} images/s decoded by {len(speeds)} x {args.num_workers} workers"
+    text = f"{speed:,.0f} images/s decoded by {len(speeds)} x {workers} workers"
     peak = backend.peak_flops()
     if peak is None:
         table.line(None, "data", f"{text}; the peak of these devices is not known")
         return
-    needed = _MFU * peak * backend.device_count / train_flops_per_image(config)
+    needed = _MFU * peak * backend.device_count / train_flops_per_image(run.model)
     text += f", the devices take {needed:,.0f} at {_MFU:.0%} of their peak"
     table.line(speed >= needed, "data", text)
 
 
-def _measure(
-    args: argparse.Namespace, data: DataSource, backend: Backend
-) -> float | DataFolderError:
-    """Of this process, all of them reading at once, from the first batch on."""
-    assert data.train is not None
-    share = min(_SHARE, len(data.train) // backend.world_size)
-    sampler = GlobalBatchSampler(
-        len(data.train), share * backend.world_size, shuffle=True, seed=args.seed,
-        rank=backend.rank, world_size=backend.world_size,
-    )  # fmt: skip
-    loader = DatasetLoader(data.train, sampler, args.num_workers)
+def _measure(workers: int, data: DataSource, backend: Backend) -> float | DataFolderError:
+    """Images a second of this process, all of them reading at once, from the first batch on."""
+    share = min(_SHARE, data.train_length // backend.world_size)
+    loader = data.train_loader(share * backend.world_size, backend.rank, backend.world_size)
     images, epoch = 0, 0
     began = end = 0.0
     try:
         # Each worker has batches of its own under way: what is ready at the start is not counted.
-        left = 2 * max(1, args.num_workers)
+        left = 2 * max(1, workers)
         while not began or time.perf_counter() < began + _SECONDS:
             for loaded, _ in loader.epoch(epoch):
                 end = time.perf_counter()

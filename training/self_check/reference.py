@@ -1,8 +1,7 @@
-"""What the devices should compute: the same updates in plain PyTorch on the CPU, nothing cut."""
+"""What the devices should compute: the same updates in plain PyTorch on the CPU, unsharded."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from torch import nn
 
 from data.loader import Batch
 from models.vit import build_vit
-from training.arguments import model_config
+from training.resolve import Run
 from training.self_check.content import UPDATES, FirstWeights, batches
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,39 +47,42 @@ class Outcome:
     """By update: "weights", and each of MOMENTS."""
 
 
-def compute(args: argparse.Namespace) -> tuple[Settings, Outcome, Outcome]:
+def compute(run: Run) -> tuple[Settings, Outcome, Outcome]:
     """How to update, what then comes out in fp32, and what with everything rounded to bf16."""
-    data = list(batches(args))[:UPDATES]
-    plain = _Training(args, torch.float32, torch.float32)
+    data = list(batches(run))[:UPDATES]
+    plain = _Training(run, torch.float32, torch.float32)
     _, norm = plain.gradients(data[0])
-    clips = args.clip_grad_norm > 0
+    clips = run.config.optimizer.clip_grad_norm > 0
     count = sum(parameter.numel() for parameter in plain.weights.values())
     typical = norm / (2.0 if clips else 1.0) / math.sqrt(count)
     settings = Settings(_LR, typical, norm / 2 if clips else 0.0)
-    stored = torch.float32 if args.preserve_fp32_weights else torch.bfloat16
-    rounded = _Training(args, torch.bfloat16, stored)
+    stored = torch.float32 if run.own.keeps_fp32_weights else torch.bfloat16
+    rounded = _Training(run, torch.bfloat16, stored)
     return settings, plain.run(data, settings), rounded.run(data, settings)
 
 
 class _Training:
     """Weights kept in one precision, computed with in another."""
 
-    def __init__(
-        self, args: argparse.Namespace, computed: torch.dtype, stored: torch.dtype
-    ) -> None:
-        self._args = args
-        self._model = build_vit(model_config(args))
-        FirstWeights(args.seed)(self._model, "")
-        self.weights = {name: nn.Parameter(each.detach().to(stored, copy=True))
-                        for name, each in self._model.named_parameters()}  # fmt: skip
+    def __init__(self, run: Run, computed: torch.dtype, stored: torch.dtype) -> None:
+        self._config = run.config.optimizer
+        self._model = build_vit(run.model)
+        FirstWeights(run.config.seed)(self._model, "")
+        self.weights = {
+            name: nn.Parameter(each.detach().to(stored, copy=True))
+            for name, each in self._model.named_parameters()
+        }
         self._model.to(computed)
 
     def run(self, data: Sequence[Batch], settings: Settings) -> Outcome:
-        args, outcome = self._args, Outcome()
+        config, outcome = self._config, Outcome()
         optimizer: Any = torch.optim.AdamW(
-            self.weights.values(), lr=settings.lr, betas=tuple(args.betas), eps=settings.eps,
-            weight_decay=args.weight_decay,
-        )  # fmt: skip
+            self.weights.values(),
+            lr=settings.lr,
+            betas=config.betas,
+            eps=settings.eps,
+            weight_decay=config.weight_decay,
+        )
         outcome.states[0] = {"weights": self._copies(self.weights)}
         for update, batch in enumerate(data, 1):
             loss, norm = self.gradients(batch)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import asdict, replace
 from typing import Any
 
 from models.config import VitConfig
-from training.arguments import model_config
+from training.resolve import Run
 
 _GRID, _PATCH = 4, 4
 _DEPTH = 3
@@ -21,34 +20,34 @@ _WIDTH = 32
 _MICRO_BATCHES = 3
 _ROWS, _FEW_ROWS, _FROM_REPLICAS = 4, 2, 8
 """Images a replica and pass; the smaller number from so many replicas on."""
-_FP8_MULTIPLE = 32
+_ROWS_OF_MULTIPLES = 32
+"""For FP8, whatever its recipe."""
 _LAYER_SCALE = 0.1
 
 
-def shrink(args: argparse.Namespace, devices: int) -> argparse.Namespace:
-    """The arguments of the small run.
+def shrink(run: Run) -> Run:
+    """The small run in the place of ``run``: the same choices, on the same devices.
 
     What depends on random masks is left out: dropout of all kinds.
     """
-    config = _small_model(model_config(args), args, devices)
-    small = argparse.Namespace(**vars(args) | asdict(config))
-    small.grad_accum_steps = min(args.grad_accum_steps, _MICRO_BATCHES)
-    small.mark_step_every_n_blocks = min(args.mark_step_every_n_blocks, 1)
-    replicas = devices // args.mesh_tensor
-    most = args.batch_size // (replicas * args.grad_accum_steps)
-    rows = min(most, _ROWS if replicas < _FROM_REPLICAS else _FEW_ROWS)
-    if args.fp8 != "none":
-        rows = _FP8_MULTIPLE
-    small.batch_size = replicas * small.grad_accum_steps * rows
-    return small
+    data, mesh = run.config.data, run.mesh
+    passes = min(data.grad_accum_steps, _MICRO_BATCHES)
+    most = data.pass_size // mesh.batch_parts
+    rows = min(most, _ROWS if mesh.batch_parts < _FROM_REPLICAS else _FEW_ROWS)
+    if run.own.product_multiple > 1:
+        rows = _ROWS_OF_MULTIPLES
+    small = replace(run, model=_small_model(run), own=run.own.shrunk())
+    return small.with_data(grad_accum_steps=passes, batch_size=mesh.batch_parts * passes * rows)
 
 
-def _small_model(config: VitConfig, args: argparse.Namespace, devices: int) -> VitConfig:
-    heads = args.mesh_tensor if args.mesh_tensor > 1 else min(config.num_heads, _HEADS)
+def _small_model(run: Run) -> VitConfig:
+    config, tensor, devices = run.model, run.mesh.tensor, run.mesh.devices
+    multiple = 1 if run.own.product_multiple == 1 else _ROWS_OF_MULTIPLES
+    heads = tensor if tensor > 1 else min(config.num_heads, _HEADS)
     # All devices hold a part of each large parameter, as of the real model's.
-    step = math.lcm(heads * _HEAD_WIDTH, devices, 1 if args.fp8 == "none" else _FP8_MULTIPLE)
+    step = math.lcm(heads * _HEAD_WIDTH, devices, multiple)
     width = step * -(-_WIDTH // step)
-    part = math.lcm(args.mesh_tensor, 1 if args.fp8 == "none" else _FP8_MULTIPLE)
+    part = math.lcm(tensor, multiple)
     hidden = part * max(1, round(width * config.mlp_ratio / part))
     grid = min(config.img_size // config.patch_size, _GRID)
     patch = min(config.patch_size, _PATCH)

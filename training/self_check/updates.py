@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,11 +12,12 @@ from torch import nn
 from data.loader import Batch
 from training import processes
 from training.backend import Backend
-from training.loop import forward_backward, put_micro_batches
+from training.resolve import Run
 from training.self_check.compare import Tolerances, apart, distance
 from training.self_check.content import UPDATES, batches
 from training.self_check.reference import MOMENTS, Outcome, Settings, Tensors
 from training.self_check.table import Table
+from training.step import put_micro_batches, train_step
 
 _TRIES = 24
 """In fp16: a loss scale that is too large is halved, and its update not made."""
@@ -31,7 +31,7 @@ EQUAL = 1e-5
 class Devices:
     """The small run on the backend."""
 
-    args: argparse.Namespace
+    run: Run
     backend: Backend
     model: nn.Module
     settings: Settings
@@ -42,17 +42,23 @@ class Devices:
         share = (self.backend.rank, self.backend.world_size)
         # The one after the last update is for going on from a checkpoint.
         self.batches = [
-            put_micro_batches(self.backend, batch, self.args.grad_accum_steps)
-            for batch in batches(self.args, *share)
+            put_micro_batches(self.backend, batch, self.run.config.data.grad_accum_steps)
+            for batch in batches(self.run, *share)
         ]
 
     def update(self, number: int) -> tuple[float, float]:
         """Make the update of this number, from 1 on; returns its loss and gradient norm."""
-        tries = _TRIES if self.args.precision == "fp16" else 1
+        tries = _TRIES if self.run.config.sharding.precision == "fp16" else 1
         for _ in range(tries):
             batch = self.batches[number - 1]
-            loss = forward_backward(self.model, self.backend, number - 1, batch)
-            norm, _ = self.backend.optimizer_step(self.settings.lr, self.settings.max_norm, loss)
+            loss, norm, _ = train_step(
+                self.model,
+                self.backend,
+                number - 1,
+                batch,
+                lr=self.settings.lr,
+                max_norm=self.settings.max_norm,
+            )
             found = self.backend.read({"loss": loss, "norm": norm}).result()
             if math.isfinite(found["norm"][0]):
                 break
@@ -73,19 +79,19 @@ def check_rows(devices: Devices, table: Table) -> None:
 
     Each row's label times a weighted sum of its pixels, summed by ``Backend.sum`` and ``mean``.
     """
-    backend, args = devices.backend, devices.args
+    backend, batch_size = devices.backend, devices.run.config.data.batch_size
     micro_batches = devices.batches[0]
     total = _sum_of_rows(micro_batches)
     count = sum(len(labels) for _, labels in micro_batches)
     values = {"sum": backend.sum(total), "mean": backend.mean(total / count)}
     backend.end_step()
     found = backend.read(values).result()
-    rows = _weights_of_rows(next(iter(batches(args))))
+    rows = _weights_of_rows(next(iter(batches(devices.run))))
     expected = rows.sum().item()
-    for name, value in (("sum", found["sum"][0]), ("mean", found["mean"][0] * args.batch_size)):
+    for name, value in (("sum", found["sum"][0]), ("mean", found["mean"][0] * batch_size)):
         off = abs(value - expected) / rows.abs().mean().item()
         off = max(map(float, processes.gather(repr(off))))
-        what = f"{name} over the devices of a batch of {args.batch_size}, a row as the unit"
+        what = f"{name} over the devices of a batch of {batch_size}, a row as the unit"
         table.within(f"rows, {name}", off, _ROW, what)
 
 
@@ -121,11 +127,14 @@ def check_scalars(
 
 
 def check_states(
-    found: dict[int, dict[str, Tensors]], plain: Outcome, allowed: Tolerances,
-    args: argparse.Namespace, table: Table,
-) -> None:  # fmt: skip
+    found: dict[int, dict[str, Tensors]],
+    plain: Outcome,
+    allowed: Tolerances,
+    run: Run,
+    table: Table,
+) -> None:
     """Gradients, moments and weights, tensor by tensor, in the first process."""
-    moved_from = plain.states[0]["weights"] if args.preserve_fp32_weights else None
+    moved_from = plain.states[0]["weights"] if run.own.keeps_fp32_weights else None
 
     def compare(name: str, update: int, kinds: Sequence[str], what: str) -> None:
         figures = []

@@ -6,15 +6,14 @@ placeholder, and that a graph is kept where it would be run.
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
 from torch import nn
 
-from training.loop import forward_backward, put_micro_batches
-from training.run import shard_and_optimize
+from training.step import forward_backward, put_micro_batches, shard_and_optimize
 from xla_fsdp.compile_only.graphs import Step
+from xla_fsdp.resolve_xla import XlaRun
 
 
 def start_xla(devices: int, form: str) -> None:
@@ -32,25 +31,26 @@ def start_xla(devices: int, form: str) -> None:
         xr.global_ordinal = lambda: 0
 
 
-def trace_step(args: argparse.Namespace, model: nn.Module, config, form: str) -> Step:
-    """Shard and step once on ``args``, as in training. Call ``start_xla`` before."""
+def trace_step(run: XlaRun, model: nn.Module) -> Step:
+    """The graphs of one step of ``run``, sharded as in training. Call ``start_xla`` before."""
     from xla_fsdp.compile_only import tracing_backend
 
     backend: tracing_backend.TracingBackend
-    if form == "spmd":
-        backend = tracing_backend.TracingSpmdBackend(args)
+    if run.own.xla_fsdp == "spmd":
+        backend = tracing_backend.TracingSpmdBackend(run)
     else:
-        backend = tracing_backend.TracingNestedBackend(args)
-    sharded = shard_and_optimize(model, args, config, backend)
+        backend = tracing_backend.TracingNestedBackend(run)
+    sharded = shard_and_optimize(run, model, backend)
     sharded.train()
-    share = args.batch_size // backend.world_size
-    shape = (share, config.in_chans, config.img_size, config.img_size)
+    data, optimizer = run.config.data, run.config.optimizer
+    share = data.batch_size // backend.world_size
+    shape = (share, run.model.in_chans, run.model.img_size, run.model.img_size)
     batch = torch.empty(shape, device="meta"), torch.empty(share, dtype=torch.int64, device="meta")
     backend.start_recording()
-    micro_batches = put_micro_batches(backend, batch, args.grad_accum_steps)
+    micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)
     with backend.recorder.seeing_saved_tensors():
         loss = forward_backward(sharded, backend, 0, micro_batches)
-    outcome = backend.optimizer_step(args.lr, args.clip_grad_norm, loss)
+    outcome = backend.optimizer_step(optimizer.lr, optimizer.clip_grad_norm, loss)
     del loss, outcome  # until here they live, and so are results
     return Step(
         graphs=backend.recorder.graphs,

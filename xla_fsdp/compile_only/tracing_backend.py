@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import abc
-import argparse
 
 import torch
 from torch import nn
 
 from data.loader import Batch
 from training.backend import InitializeModule
+from training.mesh import Spec
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.compile_only.recorder import Recorder
 from xla_fsdp.nested import NestedBackend
-from xla_fsdp.sharding.mesh import Spec
+from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.spmd import SpmdBackend
 
 
 class TracingBackend(XlaBackend):
     """What the two share. Values are zeros that are never computed, then placeholders."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, run: XlaRun) -> None:
         self.recorder = Recorder()
         self._records = False
-        super().__init__(args)
+        super().__init__(run)
 
     def start_recording(self) -> None:
         """Model and optimizer are there: what follows is a step."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from training.errors import UsageError
-from xla_fsdp.sharding.mesh import MeshShape
+from training.mesh import Mesh
 
 
 def number_of(device: str) -> int:
@@ -36,14 +36,14 @@ def by_slice_and_host(attributes: Sequence[dict[str, Any]], local: Collection[in
     return sorted(places, key=key)
 
 
-def local_groups(mesh: MeshShape, order: Sequence[int], local: Collection[int]) -> list[int]:
-    """Which of the ``dcn * fsdp`` parts of a batch are this host's.
+def local_groups(mesh: Mesh, order: Sequence[int], local: Collection[int]) -> list[int]:
+    """Which of the parts of a batch are this host's.
 
-    Raises UsageError where devices along "tensor", which share a part, are on several hosts.
+    Raises UsageError where devices that share a part are on several hosts.
     """
     places = [place for place, number in enumerate(order) if number in local]
-    groups = sorted({place // mesh.tensor for place in places})
-    if len(groups) * mesh.tensor != len(places):
+    groups = sorted({mesh.batch_part(place) for place in places})
+    if len(groups) * mesh.devices_a_part != len(places):
         raise UsageError(
             f"--mesh_tensor {mesh.tensor} must divide the {len(places)} devices of a host"
         )

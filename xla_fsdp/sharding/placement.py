@@ -6,8 +6,8 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
+from training.mesh import Mesh, Spec
 from xla_fsdp.sharding.hosts import by_slice_and_host, number_of
-from xla_fsdp.sharding.mesh import MeshShape, Spec, counts_by_host
 
 
 def partition_spec(spec: Spec) -> tuple:
@@ -30,8 +30,8 @@ def local_devices() -> set[int]:
     return {number_of(name) for name in torch_xla._XLAC._xla_get_runtime_devices()}
 
 
-def device_order(mesh: MeshShape) -> list[int]:
+def device_order(mesh: Mesh) -> list[int]:
     """The numbers of all devices in the mesh's order."""
-    if not counts_by_host(mesh) or mesh.devices == xr.addressable_runtime_device_count():
+    if not mesh.counts_by_host or mesh.devices == xr.addressable_runtime_device_count():
         return list(range(mesh.devices))
     return by_slice_and_host(xr.global_runtime_device_attributes(), local_devices())

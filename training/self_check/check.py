@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
-import copy
 import functools
 from collections.abc import Callable
 
-from data.build import DataSource, open_data
+from data.registry import open_data
+from data.source import DataSource
 from models.config import VitConfig
 from models.vit import build_vit, fsdp_units, parameter_count
 from training import processes
-from training.arguments import model_config
 from training.backend import Backend
 from training.checkpoints.reader import reason_of
 from training.errors import SelfCheckFailed, UsageError
 from training.fingerprint import check_alike
-from training.preprocessing import take_preprocessing
+from training.preprocessing import with_preprocessing
+from training.resolve import Run
 from training.self_check.compare import Tolerances, apart
 from training.self_check.content import UPDATES, FirstWeights
 from training.self_check.folder import Checkpoints, check_disk, own_folder
@@ -25,44 +24,36 @@ from training.self_check.reference import Outcome, Settings, compute
 from training.self_check.shrink import shrink
 from training.self_check.table import Table
 from training.self_check.updates import EQUAL, Devices, check_rows, check_scalars, check_states
-from training.validation import bad_data_is_the_users, check_model, check_run
+from training.validation import bad_data_is_the_users, wanted_images
 from training.watchdog import Watchdog
 
 _SILENT_S = 600.0
 """Without ``--step_timeout_s``, what a line of the table may take before it counts as a hang."""
 
 
-def prepare_self_check(
-    args: argparse.Namespace, device_count: int
-) -> Callable[[argparse.Namespace, Backend], None]:
-    """Check what needs no device, as for training, and shrink ``args``. Raises UsageError."""
-    config = model_config(args)
-    check_model(config)
-    check_run(args, device_count)
-    take_preprocessing(args, None)
+def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+    """The small run in the place of ``run``, and the body of every process.
+
+    Checks what needs no device, as for training. Raises UsageError.
+    """
+    run = with_preprocessing(run, None)
     with bad_data_is_the_users():
-        data = open_data(args, config)
-    asked = copy.copy(args)
-    vars(args).update(vars(shrink(args, device_count)))
-    return functools.partial(_self_check, asked, data)
+        data = open_data(wanted_images(run))
+    return shrink(run), functools.partial(_self_check, run, data)
 
 
-def _self_check(
-    asked: argparse.Namespace, data: DataSource, args: argparse.Namespace, backend: Backend
-) -> None:
-    """``asked`` is the user's run, ``args`` the small one."""
-    with processes.failing_together():
-        check_run(asked, backend.device_count)  # as many as were expected?
+def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> None:
+    """Check ``run``, the small one, on the devices, and what else ``asked``, the user's, needs."""
     check_alike(asked, data)
     table = Table(silent=not backend.is_main)
-    watchdog = Watchdog(asked.step_timeout_s or _SILENT_S)
+    watchdog = Watchdog(asked.config.log.step_timeout_s or _SILENT_S)
     watchdog.alive()
     try:
-        _check_devices(asked, args, backend, table, watchdog)
-        check_disk(asked, model_config(asked), table)
+        _check_devices(asked, run, backend, table, watchdog)
+        check_disk(asked, table)
         watchdog.alive()
-        check_decoding(asked, model_config(asked), data, backend, table)
-        check_memory(asked, args, backend, table)
+        check_decoding(asked, data, backend, table)
+        check_memory(asked, run, backend, table)
     except UsageError:
         raise
     except Exception as error:
@@ -76,28 +67,28 @@ def _self_check(
 
 
 def _check_devices(
-    asked: argparse.Namespace, args: argparse.Namespace, backend: Backend, table: Table,
-    watchdog: Watchdog,
-) -> None:  # fmt: skip
-    settings, plain, allowed = _reference(args, backend)
-    model = build_vit(model_config(args))
-    sharded = backend.shard(model, list(fsdp_units(model)), FirstWeights(args.seed))
+    asked: Run, run: Run, backend: Backend, table: Table, watchdog: Watchdog
+) -> None:
+    settings, plain, allowed = _reference(run, backend)
+    model = build_vit(run.model)
+    sharded = backend.shard(model, list(fsdp_units(model)), FirstWeights(run.config.seed))
+    optimizer = run.config.optimizer
     backend.build_optimizer(
-        betas=(args.betas[0], args.betas[1]), eps=settings.eps, weight_decay=args.weight_decay
+        betas=optimizer.betas, eps=settings.eps, weight_decay=optimizer.weight_decay
     )
     sharded.train()
     table.say(backend.describe())
-    table.say(_describe(asked, args))
+    table.say(_describe(asked, run))
     table.say(
         "figures: relative distance from plain PyTorch on the CPU, in brackets what is allowed"
     )
     check_hosts(backend, table)
     watchdog.alive()
-    devices = Devices(args, backend, sharded, settings)
+    devices = Devices(run, backend, sharded, settings)
     check_rows(devices, table)
     watchdog.alive()
-    with own_folder(args, backend, table) as folder:
-        checkpoints = Checkpoints(folder, args, backend, table)
+    with own_folder(run, backend, table) as folder:
+        checkpoints = Checkpoints(folder, run, backend, table)
         devices.updates(1, 1)
         watchdog.alive()
         checkpoints.save(1)
@@ -106,7 +97,7 @@ def _check_devices(
         watchdog.alive()
         check_scalars(devices, plain, allowed, table)
         if plain and allowed and checkpoints.usable:
-            check_states(checkpoints.states, plain, allowed, args, table)
+            check_states(checkpoints.states, plain, allowed, run, table)
         _check_going_on(devices, checkpoints, table)
     backend.memory()  # some answer a question late: this one is for check_memory
 
@@ -131,26 +122,24 @@ def _check_going_on(devices: Devices, checkpoints: Checkpoints, table: Table) ->
     table.within("resumed", max(map(float, everyone)), allowed, what)
 
 
-def _reference(
-    args: argparse.Namespace, backend: Backend
-) -> tuple[Settings, Outcome | None, Tolerances | None]:
+def _reference(run: Run, backend: Backend) -> tuple[Settings, Outcome | None, Tolerances | None]:
     """What to compare with, in the first process, and how all of them update."""
     plain = allowed = None
     told: list[float] = []
     if backend.is_main:
-        settings, plain, rounded = compute(args)
+        settings, plain, rounded = compute(run)
         allowed = Tolerances(backend.rounding(), plain, rounded)
         told = [settings.lr, settings.eps, settings.max_norm]
     return Settings(*processes.gather(told)[0]), plain, allowed
 
 
-def _describe(asked: argparse.Namespace, args: argparse.Namespace) -> str:
-    real, small = model_config(asked), model_config(args)
+def _describe(asked: Run, run: Run) -> str:
+    real, small, data = asked.model, run.model, run.config.data
     return (
-        f"model: {asked.model}, {parameter_count(real):,} parameters, shrunk to "
+        f"model: {asked.config.model.model}, {parameter_count(real):,} parameters, shrunk to "
         f"{parameter_count(small):,}: {small.depth} blocks, {small.embed_dim} wide, "
-        f"{small.num_heads} head(s), {small.num_tokens} tokens; {args.batch_size} images a step"
-        + (f" in {args.grad_accum_steps} passes" if args.grad_accum_steps > 1 else "")
+        f"{small.num_heads} head(s), {small.num_tokens} tokens; {data.batch_size} images a step"
+        + (f" in {data.grad_accum_steps} passes" if data.grad_accum_steps > 1 else "")
         + ("; dropout off, its masks would differ" if _drops(real) else "")
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -11,13 +10,10 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 
-from models.config import VitConfig
 from models.vit import build_vit, train_flops_per_image
-from training.arguments import model_config
+from training.config import RunConfig
 from training.errors import UsageError
-from training.validation import check_model, check_run
-from xla_fsdp import libtpu_flags, options
-from xla_fsdp.attention.choice import check_attention
+from xla_fsdp import libtpu_flags
 from xla_fsdp.compile_only.compiler import Compiled, as_stablehlo, check_installed, compile_graph
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.graphs import Graph, Result, Step, local_bytes
@@ -25,67 +21,62 @@ from xla_fsdp.compile_only.hlo import measure
 from xla_fsdp.compile_only.report import CompiledGraph, Report, as_json, as_table, make_report
 from xla_fsdp.compile_only.topologies import KNOWN, Topology, parse_topology
 from xla_fsdp.compile_only.trace import start_xla, trace_step
-from xla_fsdp.sharding.mesh import check_mesh, counts_by_host, mesh_shape
+from xla_fsdp.config import XlaConfig
+from xla_fsdp.resolve_xla import XlaRun, resolve_for_slice
 
 DOES_NOT_FIT = 3
 """The exit code, for scripts that look for the smallest slice."""
 
 
-def compile_only(args: argparse.Namespace) -> int:
+def compile_only(config: RunConfig, own: XlaConfig) -> int:
     """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
 
     Raises UsageError.
     """
     libtpu_args = os.environ.get(libtpu_flags.VARIABLE, "")  # before torch_xla adds to them
-    if not args.tpu_topology:
+    if not own.tpu_topology:
         raise UsageError(f"--compile_only needs --tpu_topology. Known, for example: {KNOWN}")
     check_installed()
-    topology = parse_topology(args.tpu_topology, args.mesh_dcn)
-    config = model_config(args)
-    check_model(config)
-    options.check(args)
-    check_mesh(args, config, topology.devices)
-    check_attention(args)
-    check_run(args, topology.devices)
-    _check_cuts(args)
-    report = _compile(args, topology, config, libtpu_args)
-    print(json.dumps(as_json(report)) if args.json else as_table(report))
+    topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
+    run = resolve_for_slice(config, own, topology.devices)
+    _check_breaks(run)
+    report = _compile(run, topology, libtpu_args)
+    print(json.dumps(as_json(report)) if config.use.json else as_table(report))
     return 0 if report.fits else DOES_NOT_FIT
 
 
-def _check_cuts(args: argparse.Namespace) -> None:
-    if args.grad_ckpt != "full" and (args.mark_step_after_forward or args.mark_step_every_n_blocks):
+def _check_breaks(run: XlaRun) -> None:
+    breaks = run.own.mark_step_after_forward or run.own.mark_step_every_n_blocks
+    if breaks and run.config.sharding.grad_ckpt != "full":
         raise UsageError(
-            "--compile_only with a cut graph needs --grad_ckpt full: of activations that are kept, "
-            "PyTorch does not show all"
+            "--compile_only with a broken graph needs --grad_ckpt full: of activations that are "
+            "kept, PyTorch does not show all"
         )
 
 
-def _compile(
-    args: argparse.Namespace, topology: Topology, config: VitConfig, libtpu_args: str
-) -> Report:
-    form = options.fsdp_form(args)
-    start_xla(topology.devices, form)
-    model = build_vit(config)
+def _compile(run: XlaRun, topology: Topology, libtpu_args: str) -> Report:
+    start_xla(topology.devices, run.own.xla_fsdp)
+    model = build_vit(run.model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    _say(f"tracing {args.model}, {parameters:,} parameters, for {topology.devices} devices ...")
+    name, batch_size = run.config.model.model, run.config.data.batch_size
+    _say(f"tracing {name}, {parameters:,} parameters, for {topology.devices} devices ...")
     start = time.perf_counter()
-    step = trace_step(args, model, config, form)
+    step = trace_step(run, model)
     trace_s = time.perf_counter() - start
     compile_for = functools.partial(
         compile_graph,
         replicas=step.replicas,
         topology=topology,
-        by_host=counts_by_host(mesh_shape(args, topology.devices)),
+        by_host=run.mesh.counts_by_host,
         variables=libtpu_flags.as_on_a_tpu(topology.generation, libtpu_args),
     )
     graphs = _compile_graphs(step, topology, compile_for)
     return make_report(
         topology=topology,
         graphs=graphs,
-        model_flops=train_flops_per_image(config) * args.batch_size,
+        model_flops=train_flops_per_image(run.model) * batch_size,
         parameters=parameters,
-        batch_size=args.batch_size,
+        batch_size=batch_size,
         sharding=step.description,
         state_bytes=step.state_bytes,
         trace_s=trace_s,

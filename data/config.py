@@ -1,0 +1,109 @@
+"""What a run is asked to read, and how images become tensors. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from config_fields import bounded, count, flag, fraction, positive
+from data.preprocessing import Preprocessing
+
+_NEW = Preprocessing()
+"""What new weights are trained with."""
+Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images are read, in which batches, and how they are changed on the way."""
+
+    group: ClassVar[str] = "data"
+
+    data_dir: str = flag(
+        "/datasets/imagenet-1k", "folder with train/<class>/* and val/<class>/* images", common=True
+    )
+    data_source: Literal["folder", "fake", "digits"] = flag(
+        "folder",
+        "folder: the images of --data_dir; fake: all-zero images with label 0, as many as ImageNet "
+        "has, no host work; digits: scikit-learn's handwritten digits, no files",
+        shorthands={"--fake_data": "fake"},
+        common=True,
+    )
+    num_workers: int = flag(
+        4,
+        "loader processes per training process; 0: load in it, between steps",
+        kind=bounded(int, 0, 1024),
+        common=True,
+    )
+    batch_size: int = flag(
+        1024,
+        "images per optimizer step over all devices (global); the devices must divide it",
+        kind=positive,
+        common=True,
+    )
+    grad_accum_steps: int = flag(
+        1,
+        "micro-batches per optimizer step: --batch_size is divided into as many passes",
+        kind=positive,
+    )
+    scale: tuple[float, float] = flag(
+        (0.08, 1.0),
+        "random-resized-crop area, as a share of the image",
+        kind=fraction,
+        metavar=("MIN", "MAX"),
+    )
+    ratio: tuple[float, float] = flag(
+        (3 / 4, 4 / 3),
+        "random-resized-crop aspect ratio",
+        kind=bounded(float, 0.1, 10),
+        metavar=("MIN", "MAX"),
+    )
+    hflip: float = flag(0.5, "probability of a horizontal flip", kind=fraction)
+    max_bad_images: int = flag(
+        100,
+        "image files that may be unreadable: in training another image takes the place of each, in "
+        "validation they are left out; --ckpt_dir/bad_images.txt lists them; one more ends the "
+        "program; 0: the first does",
+        kind=count,
+        metavar="N",
+    )
+    mean: tuple[float, float, float] | None = flag(
+        None,
+        "what is subtracted from each colour (0 to 1); grey images: the mean of the three "
+        f"(default: that of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.mean))})",
+        kind=fraction,
+        metavar=("R", "G", "B"),
+    )
+    std: tuple[float, float, float] | None = flag(
+        None,
+        "what each colour is divided by, then; grey images: the mean of the three (default: that "
+        f"of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.std))})",
+        kind=bounded(float, 1e-3, 1),
+        metavar=("R", "G", "B"),
+    )
+    crop_pct: float | None = flag(
+        None,
+        "in validation, side of the centre crop as a share of the resized image's shorter side "
+        f"(default: that of the weights; new ones: {_NEW.crop_pct})",
+        kind=bounded(float, 0.1, 1),
+        metavar="SHARE",
+    )
+    interpolation: Interpolation | None = flag(
+        None,
+        f"of resized images (default: that of the weights; new ones: {_NEW.interpolation})",
+    )
+
+    @property
+    def pass_size(self) -> int:
+        """Images of one forward pass over all devices."""
+        return self.batch_size // self.grad_accum_steps
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How images are resized and normalised; what is not given is as for new weights."""
+        given = {
+            name: getattr(self, name)
+            for name in ("mean", "std", "crop_pct", "interpolation")
+            if getattr(self, name) is not None
+        }
+        return Preprocessing(**given)

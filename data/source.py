@@ -1,0 +1,140 @@
+"""What a run asks of any source of images, and what those that read one image at a time share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import Dataset
+
+from data.config import DataConfig
+from data.errors import printable
+from data.loader import BatchLoader, DatasetLoader
+from data.sampler import GlobalBatchSampler
+
+_KINDS = 5  # of files, named in the log
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run wants its images to be."""
+
+    config: DataConfig
+    channels: int
+    image_size: int
+    """Height and width, pixels."""
+    num_classes: int
+    seed: int
+    with_train: bool = True
+    """Training images are wanted beside those for validation."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of one image: (channels, height, width)."""
+        return (self.channels, self.image_size, self.image_size)
+
+
+class DataSource(Protocol):
+    """Images for training and for validation, found but not loaded: made before devices start."""
+
+    name: str
+    train_length: int
+    """Training images; 0 if only validation is wanted."""
+    val_length: int
+    classes: list[str] | None
+    """Names by label, if the source has any."""
+    decodes: bool
+    """Loading takes work for each image, so that its speed matters."""
+
+    def train_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
+        """Shuffled global batches of ``batch_size``: the share of loading process ``rank``.
+
+        The position in them is the loader's: ``BatchLoader.epoch`` begins at any batch.
+        """
+
+    def val_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
+        """All validation images once, in order; the last batch is filled up with padding."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides which image a step trains on, under names for a person to read."""
+
+
+class Split(Protocol):
+    """A map-style dataset of ``Sample``, indexed by (epoch, image index)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: tuple[int, int]) -> Any: ...
+
+    def digest(self) -> str:
+        """A checksum of what its images are, in order."""
+
+
+class SplitSource:
+    """A ``DataSource`` of two splits that are read by worker processes."""
+
+    decodes = True
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        name: str,
+        train: Split | None,
+        val: Split,
+        classes: list[str] | None,
+        left_out: Counter[str] | None = None,
+    ) -> None:
+        """``left_out``: how many files of a folder are no images, by extension."""
+        self.name, self.classes = name, classes
+        self.train_length, self.val_length = len(train) if train else 0, len(val)
+        self._wanted, self._train, self._val = wanted, train, val
+        self._left_out = left_out or Counter[str]()
+
+    def train_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
+        assert self._train is not None
+        return self._loader(self._train, batch_size, rank, world_size, shuffle=True)
+
+    def val_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
+        return self._loader(self._val, batch_size, rank, world_size, shuffle=False)
+
+    def _loader(
+        self, split: Any, batch_size: int, rank: int, world_size: int, *, shuffle: bool
+    ) -> BatchLoader:
+        sampler = GlobalBatchSampler(
+            len(split),
+            batch_size,
+            shuffle=shuffle,
+            seed=self._wanted.seed,
+            rank=rank,
+            world_size=world_size,
+        )
+        workers = self._wanted.config.num_workers
+        dataset: Dataset = split
+        return DatasetLoader(dataset, sampler, workers if shuffle else min(workers, len(sampler)))
+
+    def fingerprint(self) -> dict[str, Any]:
+        splits = {"train": self._train, "val": self._val}
+        return {
+            "the number of training images": self.train_length,
+            "the number of validation images": self.val_length,
+            "the class folders": self.classes,
+        } | {
+            f"the names or order of the files in {name}/": split.digest()
+            for name, split in splits.items()
+            if split is not None
+        }
+
+    def __str__(self) -> str:
+        text = describe(self)
+        if not self._left_out:
+            return text
+        kinds = ", ".join(f"{kind} {n:,}" for kind, n in self._left_out.most_common(_KINDS))
+        more = ", ..." if len(self._left_out) > _KINDS else ""
+        return f"{text}; {self._left_out.total():,} files left out ({printable(kinds)}{more})"
+
+
+def describe(source: DataSource) -> str:
+    """The source's name and sizes in one line."""
+    training = f"{source.train_length:,} training, " if source.train_length else ""
+    return f"{printable(source.name)}: {training}{source.val_length:,} validation images"

@@ -1,0 +1,169 @@
+"""Which form of FSDP, which mesh, which device a run on GPUs has; decided before any starts."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from gpu_fsdp import te_block
+from gpu_fsdp.config import GpuConfig
+from training.config import RunConfig
+from training.errors import UsageError
+from training.flag_rules import check_needs
+from training.mesh import Mesh, make_mesh
+from training.resolve import Run, check_batch, resolve_common, resolve_model
+
+ZERO_NAMES = ("no sharding", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+GpuRun = Run[GpuConfig]
+
+
+def world_size() -> int:
+    """Processes of the run, as torchrun tells."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device_type() -> str:
+    """ "cuda", or "cpu" (with gloo) where there is no GPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
+    """The run that the flags ask for on the processes that torchrun has started.
+
+    Raises UsageError.
+    """
+    config, model = resolve_model(config)
+    config = resolve_common(replace(config, backend="cuda"))
+    _check_devices()
+    own = _resolve_form(own)
+    own = replace(own, zero_dp_strategy=_zero_dp_strategy(config, own))
+    check_needs(config, own)
+    _check_strategy(config, own)
+    _check_form(config, own)
+    mesh = _mesh(config, own)
+    _check_precision(config, own, mesh)
+    run = GpuRun(config, own, model, mesh)
+    te_block.check(run)
+    check_batch(run)
+    te_block.check_batch(run)
+    return run
+
+
+def _resolve_form(own: GpuConfig) -> GpuConfig:
+    if own.fsdp != "auto":
+        return own
+    return replace(own, fsdp="megatron" if device_type() == "cuda" else "fsdp2")
+
+
+def _zero_dp_strategy(config: RunConfig, own: GpuConfig) -> int:
+    """0 to 3, from ``--zero_dp_strategy`` or the flags of PyTorch/XLA's ViT-10B example for 0, 2.
+
+    Raises UsageError where they contradict each other.
+    """
+    shortcuts = {
+        "--run_without_fsdp": (config.sharding.run_without_fsdp, 0),
+        "--no_reshard_after_forward": (not config.sharding.reshard_after_forward, 2),
+    }
+    strategy = own.zero_dp_strategy
+    for flag, (given, means) in shortcuts.items():
+        if given and own.zero_dp_strategy not in (None, means):
+            raise UsageError(
+                f"{flag} means --zero_dp_strategy {means}, not {own.zero_dp_strategy}: drop one"
+            )
+        if given and strategy is None:
+            strategy = means
+    return 3 if strategy is None else strategy
+
+
+def _mesh(config: RunConfig, own: GpuConfig) -> Mesh:
+    """The mesh of a run. Without sharding FSDP2 has one of copies: it all-reduces gradients."""
+    size = world_size()
+    if own.zero_dp_strategy == 0 and own.fsdp == "fsdp2":
+        return Mesh(dcn=size)
+    return make_mesh(
+        config.sharding, size,
+        "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
+    )  # fmt: skip
+
+
+def _check_devices() -> None:
+    if device_type() == "cpu" and not dist.is_gloo_available():
+        raise UsageError("--backend cuda: no CUDA device here, nor PyTorch with gloo for the CPU")
+    if device_type() == "cuda":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if here > torch.cuda.device_count():
+            raise UsageError(
+                f"torchrun started {here} processes on this node, which has "
+                f"{torch.cuda.device_count()} GPUs: a process a GPU, --nproc-per-node "
+                f"{torch.cuda.device_count()} or fewer"
+            )
+
+
+def _check_strategy(config: RunConfig, own: GpuConfig) -> None:
+    strategy = own.zero_dp_strategy
+    if config.sharding.mesh_tensor > 1:
+        raise UsageError(
+            f"--mesh_tensor {config.sharding.mesh_tensor} needs --backend xla, this is cuda"
+        )
+    if strategy == 1 and own.fsdp == "fsdp2":
+        raise UsageError("--fsdp fsdp2 has no --zero_dp_strategy 1: use 2 or 3, or --fsdp megatron")
+    for name in ("mesh_dcn", "mesh_fsdp"):
+        if strategy == 0 and getattr(config.sharding, name) not in (None, 1):
+            raise UsageError(f"--{name} shapes sharding, --zero_dp_strategy 0 has none: drop one")
+
+
+def _check_form(config: RunConfig, own: GpuConfig) -> None:
+    """Raises UsageError for what the form of FSDP cannot do, here or at all."""
+    if own.fsdp == "fsdp2":
+        if own.meta_init is False:
+            raise UsageError("--no-meta_init needs --fsdp megatron, this is fsdp2")
+        if own.cpu_offload and device_type() == "cpu":
+            raise UsageError("--cpu_offload needs CUDA: here everything is in host memory anyway")
+        return
+    check_megatron_runs_here()
+    if own.zero_dp_strategy == 0 and own.meta_init:
+        raise UsageError("--meta_init needs --zero_dp_strategy 1, 2 or 3: Megatron-FSDP refuses 0")
+
+
+def check_megatron_runs_here() -> None:
+    """Raises UsageError where Megatron-FSDP cannot run."""
+    if device_type() != "cuda":
+        raise UsageError("--fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2")
+    try:
+        with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
+            warnings.simplefilter("ignore")
+            import megatron_fsdp  # noqa: F401
+    except ImportError:
+        raise UsageError("--fsdp megatron needs the package megatron-fsdp: python3 -m pip install "
+                         "-r requirements-gpu.txt, or use --fsdp fsdp2") from None  # fmt: skip
+    except (OSError, RuntimeError, AssertionError) as error:  # it imports TransformerEngine
+        reason = str(error).splitlines()[0]
+        raise UsageError("--fsdp megatron: TransformerEngine is installed but broken "
+                         f"({reason}): repair or uninstall it") from None  # fmt: skip
+
+
+def _check_precision(config: RunConfig, own: GpuConfig, mesh: Mesh) -> None:
+    cuda, precision = device_type() == "cuda", config.sharding.precision
+    if precision == "fp16":
+        if not cuda:
+            raise UsageError("--precision fp16 needs CUDA: on the CPU use bf16 or fp32")
+        if own.fsdp == "megatron":
+            raise UsageError("--precision fp16 needs --fsdp fsdp2: with megatron use bf16")
+    if "bf16" in (precision, own.reduce_dtype) and cuda:
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+        if not supported:
+            name = torch.cuda.get_device_name()
+            raise UsageError(f"{name} has no bf16: use --precision fp16 or fp32")
+    if own.fsdp == "megatron" and own.reduce_dtype != "fp32" and mesh.fsdp == 1:
+        raise UsageError(
+            f"--reduce_dtype {own.reduce_dtype} needs --mesh_fsdp of 2 or more with --fsdp megatron"
+        )
+    if own.tf32 and not cuda:
+        raise UsageError("--tf32 needs CUDA")
+    if own.reduce_dtype == "fp16" and precision != "fp16":
+        raise UsageError("--reduce_dtype fp16 needs --precision fp16, whose loss is scaled")

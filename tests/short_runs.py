@@ -1,0 +1,26 @@
+"""Runs of a few steps on the GPU backend, in one process: it starts at once."""
+
+from tests.cli import run_program, tiny, train_tiny_gpu
+
+# Eleven steps an epoch, of 4 tokens an image; an evaluation has 3 batches.
+QUICK = "--patch_size 8 --batch_size 128 --num_epochs 3 --ckpt_epoch_interval 1".split()
+
+
+def program(ckpt_dir, *flags, module="", **how):
+    """The program on digits, which may fail: the finished process."""
+    start = ["-m", module] if module else ["run_vit_training.py"]
+    flags = (*tiny(ckpt_dir), *QUICK, "--backend", "cuda", *map(str, flags))
+    return run_program(*start, *flags, **how)
+
+
+def mistake(done):
+    """The one line of a mistake."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("run_vit_training.py")]
+    assert "Traceback" not in done.stderr
+    return line.removeprefix("run_vit_training.py: error: ")
+
+
+def train_ten_steps(folder):
+    """A finished run with checkpoints of steps 5 and 10."""
+    return train_tiny_gpu(folder, *QUICK, "--max_steps", "10", "--ckpt_step_interval", "5")

@@ -1,0 +1,265 @@
+"""What a run is asked to be: the flags that every backend takes, as typed and frozen values.
+
+A field is a flag (``config_fields.flag``). A value None means that the program decides;
+``training/resolve.py`` does, and then nothing is None that a run needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from config_fields import (
+    count,
+    flag,
+    non_negative,
+    number,
+    positive,
+    positive_number,
+    rate,
+    seconds,
+    seed,
+    step_range,
+)
+from data.config import DataConfig
+from models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How weights are updated."""
+
+    group: ClassVar[str] = "optimization"
+
+    lr: float = flag(1e-3, "peak learning rate (AdamW)", kind=non_negative, common=True)
+    weight_decay: float = flag(0.1, "AdamW's", kind=non_negative, common=True)
+    betas: tuple[float, float] = flag(
+        (0.9, 0.999), "AdamW's", kind=rate, metavar=("BETA1", "BETA2")
+    )
+    eps: float = flag(1e-8, "AdamW's", kind=positive_number)
+    clip_grad_norm: float = flag(
+        1.0, "largest global gradient norm, over all shards; 0 or less: no clipping", kind=number
+    )
+    warmup_steps: int = flag(
+        10000,
+        "steps of linear warmup from 0; then cosine to 0 at the last step of --num_epochs",
+        kind=count,
+        common=True,
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Which checkpoints are written, kept and resumed."""
+
+    group: ClassVar[str] = "checkpoints"
+
+    ckpt_dir: str = flag("/tmp/vit_fsdp", "folder for checkpoints, metrics and plots", common=True)
+    resume: str = flag(
+        "auto",
+        "auto: newest complete checkpoint of --ckpt_dir, if any; none: start anew; best or "
+        "lowest_loss: of its evaluated ones that with the highest top-1 or lowest val loss; "
+        "PATH: a checkpoint, or another run's --ckpt_dir",
+        metavar="auto|none|best|lowest_loss|PATH",
+        common=True,
+    )
+    resume_epoch: int = flag(
+        0,
+        "resume from the checkpoint written after this epoch; 0: as --resume says",
+        kind=count,
+    )
+    ckpt_epoch_interval: int = flag(10, "epochs", kind=positive, common=True)
+    ckpt_step_interval: int = flag(0, "steps; 0: only after epochs", kind=count, common=True)
+    keep_checkpoints: int = flag(0, "newest ones to keep; 0: all", kind=count, common=True)
+    max_failed_saves: int = flag(
+        2,
+        "checkpoints in a row that may fail to be written before the run ends, with code 4",
+        kind=positive,
+    )
+    verify_checkpoint: bool = flag(
+        True,
+        "resume without comparing the files' checksums with the manifest (default: compared)",
+        names=("--no_verify_checkpoint",),
+    )
+    ckpt_best: bool = flag(
+        False,
+        "also write one after each evaluation with the highest top-1 so far, and keep it",
+    )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """How often a run reports and evaluates, and what it takes as a failure."""
+
+    group: ClassVar[str] = "logging and evaluation"
+
+    log_step_interval: int = flag(
+        20, "steps; the first is always logged", kind=positive, common=True
+    )
+    test_epoch_interval: int = flag(
+        10,
+        "epochs between evaluations on val/; the last is always evaluated",
+        kind=positive,
+    )
+    test_step_interval: int = flag(0, "steps; 0: only after epochs", kind=count)
+    eval_batches: int | None = flag(
+        None,
+        "batches of an evaluation; 0: all of val/ (default: 0; with --fake_data as many as "
+        "--max_steps)",
+        kind=count,
+        metavar="N",
+    )
+    max_bad_steps: int = flag(
+        10,
+        "steps in a row whose loss or gradient norm is not finite, and which are skipped, before "
+        "the run ends, with code 3; 0: never",
+        kind=count,
+    )
+    step_timeout_s: float = flag(
+        0.0,
+        "seconds without the end of a step, a batch evaluated or a checkpoint after which the "
+        "process prints its threads' stacks and ends with code 1; from the first step on; 0: never "
+        "(default: STEP_TIMEOUT_S of the environment, or 0)",
+        kind=seconds,
+        env="STEP_TIMEOUT_S",
+    )
+    wandb: str | None = flag(
+        None,
+        "log to this Weights & Biases project too; needs the package wandb (default: none)",
+        metavar="PROJECT",
+    )
+    profile: tuple[int, int] | None = flag(
+        None,
+        "on GPUs: write a torch profiler trace of these steps to --ckpt_dir/profile, and on CUDA "
+        "a memory snapshot (default: none)",
+        kind=step_range,
+        metavar="FIRST:LAST",
+        needs=("backend=cuda",),
+    )
+
+
+@dataclass(frozen=True)
+class UseConfig:
+    """What is done with a trained model in the place of training."""
+
+    group: ClassVar[str] = "use a trained model instead of training"
+
+    predict: list[str] | None = flag(
+        None,
+        "print the likeliest classes of these images, in plain PyTorch on one GPU or the CPU; "
+        "--resume names the weights: a checkpoint, or a file of torch.save or .safetensors; "
+        "unreadable images are left out, the exit code is 2 if one was named itself (default: "
+        "none)",
+        metavar="IMAGE_OR_FOLDER",
+        conflicts=("eval_only",),
+        common=True,
+    )
+    eval_only: bool = flag(
+        False,
+        "print loss and accuracy on val/ with the weights of --resume, computed on the backend; "
+        "write nothing",
+        common=True,
+    )
+    json: bool = flag(
+        False,
+        "print the result as JSON, and nothing else on stdout",
+        needs=("predict|eval_only|compile_only",),
+    )
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """How a run lies on its devices, on every backend."""
+
+    group: ClassVar[str] = "sharding and memory"
+
+    precision: Literal["fp32", "bf16", "fp16"] = flag(
+        "fp32",
+        "of computation, and on GPUs of gathered weights; stored weights and optimizer state stay "
+        "fp32; fp16: GPUs with --fsdp fsdp2, with loss scaling",
+        names=("--precision", "--param_dtype"),
+        common=True,
+    )
+    grad_ckpt: Literal["full", "selective", "none"] = flag(
+        "full",
+        "what of a block's activations is recomputed in the backward pass; selective: all but "
+        "attention and every other matrix product (GPU)",
+        shorthands={"--no_grad_ckpt": "none"},
+        common=True,
+    )
+    run_without_fsdp: bool = flag(
+        False,
+        "plain data parallel, for comparison; on GPUs the same as --zero_dp_strategy 0",
+    )
+    reshard_after_forward: bool = flag(
+        True,
+        "keep gathered weights from forward to backward (ZeRO-2) (default: ZeRO-3); on XLA with "
+        "nested FSDP",
+        names=("--no_reshard_after_forward",),
+        conflicts=("run_without_fsdp",),
+    )
+    mesh_dcn: int = flag(
+        1,
+        "copies of the parameters: a TPU slice each where there are several, HSDP's groups of "
+        "GPUs; gradients are summed over them, the batch is sharded over all",
+        kind=positive,
+        names=("--mesh_dcn", "--dp_outer"),
+        metavar="N",
+        common=True,
+        conflicts=("run_without_fsdp",),
+    )
+    mesh_fsdp: int | None = flag(
+        None,
+        "devices that a copy is sharded over (default: all / (--mesh_dcn x --mesh_tensor))",
+        kind=positive,
+        names=("--mesh_fsdp", "--dp_shard"),
+        metavar="N",
+        common=True,
+        conflicts=("run_without_fsdp",),
+    )
+    mesh_tensor: int = flag(
+        1,
+        "devices that attention heads and MLP columns of each block are sharded over, for the "
+        "same images (tensor parallel); on XLA with SPMD",
+        kind=positive,
+        metavar="N",
+        common=True,
+        conflicts=("run_without_fsdp",),
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All that every backend takes."""
+
+    group: ClassVar[str] = "run"
+
+    backend: Literal["auto", "xla", "cuda"] = flag(
+        "auto",
+        "cuda: NVIDIA GPUs, or gloo on the CPU where there are none; auto: TPU if there is one, "
+        "else CUDA, else XLA on the CPU",
+        common=True,
+    )
+    seed: int = flag(0, "of weights, shuffling, dropout", kind=seed, common=True)
+    num_epochs: int = flag(300, "passes over train/", kind=positive, common=True)
+    max_steps: int | None = flag(
+        None,
+        "end after so many optimizer steps, counted over all resumed parts (default: no limit)",
+        kind=positive,
+        common=True,
+    )
+    self_check: bool = flag(
+        False,
+        "train nothing: prove these flags on these devices with a small model, its updates against "
+        "plain PyTorch, the disk and the speed of the data; prints a table (docs/self_check.md), "
+        "the exit code is 1 if a line fails",
+        common=True,
+        conflicts=("predict", "eval_only", "compile_only"),
+    )
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    use: UseConfig = field(default_factory=UseConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)

@@ -1,0 +1,175 @@
+"""Configurations seen as flags: their names in messages, which need which, and as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from config_fields import Flag, flag_of
+from training.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field that is a flag, with what its type says of it."""
+
+    field: dataclasses.Field
+    flag: Flag
+    type: Any
+    """Without None: ``int`` for ``int | None``."""
+    group: str
+    """The title of the group in ``--help`` that it belongs to."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.flag.names or (f"--{self.field.name}",)
+
+    @property
+    def is_switch(self) -> bool:
+        return self.type is bool
+
+    @property
+    def has_negation(self) -> bool:
+        """``--no-x`` beside ``--x``, for what is on, or decided by the program, by default."""
+        turned_off = self.names[0].startswith("--no_") and self.field.default is True
+        return self.is_switch and self.field.default is not False and not turned_off
+
+    def typed(self, value: Any) -> str:
+        """How a person gives the field this value, for messages."""
+        if isinstance(value, (list, tuple)):
+            between = ":" if ":" in (self.flag.metavar or "") else " "
+            return f"{self.names[0]} {between.join(map(str, value))}"
+        if not self.is_switch:
+            return f"{self.names[0]} {value}"
+        if self.has_negation and value is False:
+            return f"--no-{self.names[0].removeprefix('--')}"
+        return self.names[0]
+
+
+def options(config: type) -> Iterator[Option]:
+    """The flags of a configuration's class and of those nested in it, in their order.
+
+    Its class attribute ``group`` is their group's title in ``--help``.
+    """
+    hints = typing.get_type_hints(config)
+    nested = []
+    for field in dataclasses.fields(config):
+        kind, told = hints[field.name], flag_of(field)
+        if dataclasses.is_dataclass(kind):
+            nested.append(kind)
+        elif told:
+            is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+            parts = typing.get_args(kind) if is_union else (kind,)
+            plain = next(part for part in parts if part is not type(None))
+            yield Option(field, told, plain, config.group)  # type: ignore[attr-defined]
+    for each in nested:
+        yield from options(each)  # type: ignore[arg-type]
+
+
+def by_field(*configs: type) -> dict[str, Option]:
+    """The flags of several configurations by their fields' names."""
+    return {option.field.name: option for config in configs for option in options(config)}
+
+
+# -- instances as plain values, and back ------------------------------------------------
+
+
+def flat(*configs: Any) -> dict[str, Any]:
+    """The values of several configurations by their fields' names, those of nested ones too."""
+    values: dict[str, Any] = {}
+    for config in configs:
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            values |= flat(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return values
+
+
+def from_values(config: type, values: Mapping[str, Any]) -> Any:
+    """A configuration of the values that ``flat`` or JSON has of it, and of the defaults.
+
+    Names that it does not know are passed over.
+    """
+    known, hints = {o.field.name: o for o in options(config)}, typing.get_type_hints(config)
+    chosen: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(hints[field.name]):
+            chosen[field.name] = from_values(hints[field.name], values)
+        elif field.name in values and field.name in known:
+            value = values[field.name]
+            is_tuple = typing.get_origin(known[field.name].type) is tuple
+            chosen[field.name] = tuple(value) if is_tuple and value is not None else value
+    return config(**chosen)
+
+
+# -- what goes with what ----------------------------------------------------------------
+
+
+def check_needs(*configs: Any) -> None:
+    """Raise UsageError for a flag that was given without what it needs, or with what it excludes.
+
+    The configurations must be resolved: conditions are on final values.
+    """
+    values, known = flat(*configs), by_field(*map(type, configs))
+    for name, option in known.items():
+        if values[name] != option.field.default:
+            _check_one(option, values, known)
+
+
+def check_switches(*configs: Any) -> None:
+    """The same for what chooses what the program does, before anything is resolved."""
+    values, known = flat(*configs), by_field(*map(type, configs))
+    for name in ("predict", "json", "self_check", "tpu_topology"):
+        if values[name] != known[name].field.default:
+            _check_one(known[name], values, known)
+
+
+def _check_one(option: Option, values: Mapping[str, Any], known: Mapping[str, Option]) -> None:
+    given = option.typed(values[option.field.name])
+    for condition in option.flag.needs:
+        alternatives = condition.split("|")
+        if not any(_holds(each, values, known) for each in alternatives):
+            raise UsageError(f"{given} needs {_needed(alternatives, values, known)}")
+    for other in option.flag.conflicts:
+        if other in known and values[other] != known[other].field.default:
+            excluded = known[other].typed(values[other])
+            raise UsageError(f"{given} does not go with {excluded}: drop one of the two")
+
+
+def _holds(condition: str, values: Mapping[str, Any], known: Mapping[str, Option]) -> bool:
+    name, asks_value, wanted = condition.partition("=")
+    if name not in known:  # of a backend that this run is not on
+        return False
+    if asks_value:
+        return str(values[name]) == wanted
+    return values[name] != known[name].field.default
+
+
+def _needed(alternatives: list[str], values: Mapping[str, Any], known: Mapping[str, Option]) -> str:
+    texts = []
+    for condition in alternatives:
+        name, asks_value, wanted = condition.partition("=")
+        texts.append(known[name].names[0] + (f" {wanted}" if asks_value else ""))
+    if len(texts) > 1:
+        return f"{', '.join(texts[:-1])} or {texts[-1]}"
+    return texts[0] + (f", this is {values[name]}" if asks_value else "")
+
+
+def check_foreign(others: Mapping[str, Any], backend: str) -> None:
+    """Raise UsageError for a flag of another backend than ``backend``: it would do nothing.
+
+    ``others`` are the configurations of all backends by their names.
+    """
+    for owner, config in others.items():
+        if owner == backend:
+            continue
+        for option in options(type(config)):
+            default = option.field.default
+            if option.flag.env and os.environ.get(option.flag.env):
+                continue  # the environment may be made for several programs
+            if getattr(config, option.field.name) != default:
+                raise UsageError(f"{option.names[0]} needs --backend {owner}, this is {backend}")

@@ -1,0 +1,171 @@
+"""From what was asked to what is done: every choice made, and checked, before a device starts.
+
+A backend's ``resolve`` (``xla_fsdp/resolve_xla.py``, ``gpu_fsdp/resolve_gpu.py``) makes a ``Run``
+by these functions and its own choices. Nothing below asks again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from models.config import DEFAULT_MODEL, PRESETS, ModelConfig, VitConfig, vit_config
+from training.config import RunConfig
+from training.errors import UsageError, is_first_of_torchrun
+from training.flag_rules import by_field, flat
+from training.mesh import Mesh, make_mesh
+
+
+class BackendConfig(Protocol):
+    """What is asked of a backend's own configuration, a frozen dataclass of flags."""
+
+    @property
+    def keeps_fp32_weights(self) -> bool:
+        """Weights are stored in fp32, whatever is computed with."""
+
+    @property
+    def product_multiple(self) -> int:
+        """Sizes of matrix products must be multiples of this."""
+
+    def shrunk(self) -> Self:
+        """The same for a model of a few blocks."""
+
+
+Own = TypeVar("Own", bound=BackendConfig)
+
+
+@dataclass(frozen=True)
+class Run(Generic[Own]):
+    """A run with every choice made: what all below the entrypoint is given."""
+
+    config: RunConfig
+    own: Own
+    """The backend's."""
+    model: VitConfig
+    mesh: Mesh
+    why: Mapping[str, str] = field(default_factory=dict)
+    """By field, for the line that describes the run: what has decided an "auto"."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All flags' final values by their fields' names, for checkpoints, records and messages."""
+        return flat(self.config, self.own)
+
+    @property
+    def ckpt_dir(self) -> Path:
+        return Path(self.config.checkpoints.ckpt_dir)
+
+    def with_data(self, **changes: Any) -> Self:
+        """The same with other values in ``config.data``."""
+        return replace(self, config=replace(self.config, data=replace(self.config.data, **changes)))
+
+    def on(self, devices: int) -> Self:
+        """The same on as many devices as were found.
+
+        Raises UsageError if the flags do not go with them.
+        """
+        if devices == self.mesh.devices:
+            return self
+        run = replace(self, mesh=make_mesh(self.config.sharding, devices))
+        check_batch(run)
+        return run
+
+
+MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).items()}
+"""The flag that a person types, by timm's name."""
+
+
+def resolve_model(config: RunConfig) -> tuple[RunConfig, VitConfig]:
+    """The configuration with a model named, and that model. Raises UsageError."""
+    name = config.model.model or DEFAULT_MODEL
+    if name not in PRESETS:
+        raise UsageError(f"--model {name} is unknown: choose one of {', '.join(sorted(PRESETS))}")
+    named = replace(config.model, model=name)
+    model = vit_config(named)
+    check_model(model)
+    return replace(config, model=named), model
+
+
+def check_model(config: VitConfig) -> None:
+    """Raises UsageError for a model that cannot be built."""
+    if config.img_size % config.patch_size:
+        raise UsageError(
+            f"--image_size {config.img_size} is not a multiple of --patch_size {config.patch_size}"
+        )
+    if config.embed_dim % config.num_heads:
+        raise UsageError(
+            f"--embed_dim {config.embed_dim} is not a multiple of --num_heads {config.num_heads}"
+        )
+    if config.embed_dim * config.mlp_ratio < 1:
+        raise UsageError(f"--mlp_ratio {config.mlp_ratio} leaves no MLP")
+    if config.global_pool == "token" and not config.class_token:
+        raise UsageError("--global_pool token needs --class_token")
+    if config.patch_drop_rate and int(config.num_patches * (1 - config.patch_drop_rate)) < 1:
+        raise UsageError(f"--patch_drop_rate {config.patch_drop_rate} leaves no patch")
+
+
+def resolve_common(config: RunConfig) -> RunConfig:
+    """The configuration with what no backend decides. Raises UsageError."""
+    _check_common(config)
+    if config.log.eval_batches is not None:
+        return config
+    most = config.max_steps or 0 if config.data.data_source == "fake" else 0
+    return replace(config, log=replace(config.log, eval_batches=most))
+
+
+def _check_common(config: RunConfig) -> None:
+    data, ckpt_dir = config.data, Path(config.checkpoints.ckpt_dir)
+    for name, (low, high) in (("--scale", data.scale), ("--ratio", data.ratio)):
+        if low > high:
+            raise UsageError(f"{name} {low} {high}: the first must not be above the second")
+    if data.scale[1] == 0:
+        raise UsageError("--scale 0 0 leaves no image to crop")
+    if ckpt_dir.exists() and not ckpt_dir.is_dir():
+        raise UsageError(f"--ckpt_dir {ckpt_dir} is a file, not a folder")
+    if config.log.wandb:
+        _check_wandb()
+
+
+def check_batch(run: Run) -> None:
+    """Raises UsageError if the batch cannot be divided over the devices and the passes."""
+    data, mesh = run.config.data, run.mesh
+    if data.batch_size % (mesh.batch_parts * data.grad_accum_steps):
+        together = f" / --mesh_tensor {mesh.tensor}" if mesh.tensor > 1 else ""
+        passes = (
+            f" x --grad_accum_steps {data.grad_accum_steps}" if data.grad_accum_steps > 1 else ""
+        )
+        raise UsageError(
+            f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
+            f"{together}{passes}"
+        )
+
+
+def _check_wandb() -> None:
+    """Raises UsageError without wandb, or a login for it; asks no server."""
+    if importlib.util.find_spec("wandb") is None:
+        raise UsageError("--wandb needs the package wandb: python3 -m pip install wandb")
+    if not is_first_of_torchrun():  # the others do not log
+        return
+    from wandb.sdk import wandb_setup
+
+    try:
+        from wandb.sdk.lib.wbauth import authenticate_session
+    except ImportError:  # another version: wandb itself will say so, later
+        return
+    try:
+        settings = wandb_setup.singleton().settings
+        logged_in = settings.mode in ("offline", "disabled", "dryrun") or authenticate_session(
+            host=settings.base_url, source="--wandb", prompt=False, update_session=False
+        )
+    except TypeError:  # another version's function
+        return
+    except Exception as error:  # noqa: BLE001 - of a key or variable that cannot be
+        raise UsageError("--wandb: " + ", ".join(str(error).splitlines()[:3])) from None
+    if not logged_in:
+        raise UsageError(
+            "--wandb needs a login on this host: wandb login, or WANDB_API_KEY; WANDB_MODE=offline "
+            "goes without"
+        )

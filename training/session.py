@@ -1,0 +1,37 @@
+"""What one start of a run has from its first step to its last, shared by those who do its work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from training.backend import Backend
+from training.bad_images import BadImages
+from training.reports import Reports
+from training.stopping import StopRequest
+from training.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Session:
+    """The backend, and who is told what happens on it."""
+
+    backend: Backend
+    reports: Reports
+    stop: StopRequest
+    watchdog: Watchdog
+    bad_images: BadImages
+    last_step: int
+    """The step that the run ends with."""
+
+    @contextlib.contextmanager
+    def first_run(self, what: str, is_first: bool) -> Iterator[None]:
+        """Around ``what``, which compiles if it ``is_first`` of its kind: say so, and wait."""
+        if not (is_first and self.backend.compiles):
+            yield
+            return
+        self.watchdog.rest()  # a compilation may take minutes
+        with self.reports.compiling(what):
+            yield
+            self.backend.wait()

@@ -1,0 +1,75 @@
+"""A training step, shared by the loop, ``--compile_only``, ``--self_check`` and the benchmarks."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data.loader import Batch
+from models.vit import fsdp_units, initialize_module
+from training.backend import Backend
+from training.resolve import Run
+
+
+class Outcome(NamedTuple):
+    """What a step leaves on the device, besides new weights."""
+
+    loss: torch.Tensor
+    """The mean over the global batch."""
+    grad_norm: torch.Tensor
+    """Before clipping."""
+    skipped: torch.Tensor
+    """The counts of steps skipped so far (``training.skipped_steps``)."""
+
+
+def shard_and_optimize(run: Run, model: nn.Module, backend: Backend) -> nn.Module:
+    """Fill the model, which is on meta, shard it on the backend, and make its optimizer there."""
+    initialize = functools.partial(
+        initialize_module,
+        seed=run.config.seed,
+        num_classes=run.model.num_classes,
+        weight_init=run.model.weight_init,
+    )
+    sharded = backend.shard(model, list(fsdp_units(model)), initialize)
+    optimizer = run.config.optimizer
+    backend.build_optimizer(
+        betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
+    )
+    return sharded
+
+
+def put_micro_batches(backend: Backend, batch: Batch, count: int) -> list[Batch]:
+    """Put a process's share of a batch on the devices, as ``count`` micro-batches."""
+    images, labels = (part.chunk(count) for part in batch)
+    return [backend.put(micro_batch) for micro_batch in zip(images, labels, strict=True)]
+
+
+def forward_backward(
+    model: nn.Module, backend: Backend, step: int, micro_batches: list[Batch]
+) -> torch.Tensor:
+    """Leave the gradients of the mean loss over all micro-batches; return that loss."""
+    count, losses = len(micro_batches), []
+    for index, (images, labels) in enumerate(micro_batches):
+        backend.begin_step(step * count + index)
+        loss = F.cross_entropy(model(images).float(), labels) / count
+        losses.append(loss.detach())
+        backend.backward(loss, is_last=index == count - 1)
+    return backend.mean(sum(losses[1:], start=losses[0]))
+
+
+def train_step(
+    model: nn.Module,
+    backend: Backend,
+    step: int,
+    micro_batches: list[Batch],
+    *,
+    lr: float,
+    max_norm: float,
+) -> Outcome:
+    """Update the weights once; ``step`` is the number of updates before."""
+    loss = forward_backward(model, backend, step, micro_batches)
+    return Outcome(loss, *backend.optimizer_step(lr, max_norm, loss))

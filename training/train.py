@@ -1,0 +1,342 @@
+"""A whole training: what is checked before any device starts, and what happens on a backend."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import signal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import nn
+
+from data.registry import open_data
+from data.source import DataSource
+from models.vit import build_vit, train_flops_per_image
+from training.backend import Backend
+from training.bad_images import BadImages
+from training.checkpoints.choose import RUN_FILE, Candidates, find_resume, first_readable
+from training.checkpoints.content import Position, SavedRun
+from training.checkpoints.lock import FolderLock
+from training.checkpoints.manifest import replace_file
+from training.checkpoints.saver import CheckpointSaver
+from training.config import CheckpointConfig
+from training.errors import NOT_FINITE, RunFailed, StoppedBySignal
+from training.evaluation import Evaluations
+from training.fingerprint import check_alike, versions
+from training.loop import Trainer
+from training.metrics import METRICS_FILE, evaluations, read_metrics
+from training.preprocessing import with_preprocessing
+from training.processes import failing_together
+from training.profiling import PROFILE_DIR, StepProfiler
+from training.reports import Reports
+from training.resolve import Run
+from training.saving import Saves
+from training.schedule import WarmupCosine
+from training.session import Session
+from training.start import (
+    Start,
+    check_folder_writable,
+    choose_checkpoint,
+    enter_folder,
+    leave_later_ones,
+)
+from training.step import shard_and_optimize
+from training.step_log import StepLog
+from training.stopping import NOT_FINITE as STOPPED_NOT_FINITE
+from training.stopping import StopRequest
+from training.train_batches import TrainBatches
+from training.validation import (
+    bad_data_is_the_users,
+    check_same_classes,
+    check_same_model,
+    wanted_images,
+)
+from training.watchdog import Watchdog
+
+
+@dataclass
+class Plan:
+    """What was found to be possible before any device starts."""
+
+    data: DataSource
+    candidates: Candidates
+    """Checkpoints to resume, as this process sees them."""
+
+
+def prepare(run: Run) -> tuple[Run, Plan]:
+    """Check everything that can be checked without a device; returns the run with its data.
+
+    Raises UsageError.
+    """
+    check_folder_writable(run.ckpt_dir)
+    resume, candidates = _candidates(run.config.checkpoints)
+    run = with_preprocessing(run, resume)
+    with bad_data_is_the_users():
+        data = open_data(wanted_images(run))
+    if resume:
+        _check_resume(resume, run, data)
+    return run, Plan(data, candidates)
+
+
+def _candidates(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
+    found = find_resume(Path(config.ckpt_dir), config.resume, config.resume_epoch)
+    return first_readable(found)
+
+
+def _check_resume(resume: SavedRun, run: Run, data: DataSource) -> None:
+    check_same_model(resume, run.model)
+    check_same_classes(resume.classes, resume.path, data)
+
+
+def train(plan: Plan, run: Run, backend: Backend) -> None:
+    """Train, or resume and train, on ``backend``; the body of every process."""
+    lock = FolderLock(run.ckpt_dir)
+    try:
+        _train(plan, run, backend, lock)
+    finally:
+        lock.release()
+
+
+def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
+    start = _begin(plan, run, backend, lock)
+    data, share = run.config.data, (backend.rank, backend.world_size)
+    train_loader = plan.data.train_loader(data.batch_size, *share)
+    position, last_step = _positions(start.resume, run, len(train_loader))
+    so_far = _so_far(start.resume, run.ckpt_dir, position)
+    session = _session(run, backend, position.step, last_step, so_far)
+    saver = CheckpointSaver(
+        run.ckpt_dir,
+        backend,
+        session.reports.say,
+        run.values,
+        plan.data.classes,
+        run.config.checkpoints.keep_checkpoints,
+        run.config.checkpoints.max_failed_saves,
+        newest=start.resume.path if start.resume else None,
+    )
+    try:
+        with bad_data_is_the_users():
+            for note in start.notes:
+                session.reports.say(note)
+            model = _place(plan, run, session, start, position)
+            batches = TrainBatches(train_loader, backend, data.batch_size, data.grad_accum_steps)
+            val_loader = plan.data.val_loader(data.pass_size, *share)
+            log = run.config.log
+            trainer = Trainer(
+                run,
+                session,
+                model,
+                batches,
+                _schedule(run, len(train_loader)),
+                StepLog(log, session, batches),
+                Saves(run.config.checkpoints, session, saver, so_far.best_step),
+                Evaluations(log, session, model, val_loader, so_far.evaluated, so_far.best_top1),
+                StepProfiler(log.profile, run.ckpt_dir / PROFILE_DIR, backend.rank),
+            )
+            with session.stop:
+                trainer.train(position)
+            trainer.profiler.close()
+            _say_profile(session.reports, run, trainer.profiler)
+    finally:
+        session.watchdog.rest()
+        curves = session.reports.close()
+    _end(run, session, saver, curves)
+
+
+def _session(
+    run: Run, backend: Backend, first_step: int, last_step: int, so_far: _SoFar
+) -> Session:
+    data = run.config.data
+    reports = Reports(
+        run.ckpt_dir,
+        backend,
+        first_step=first_step,
+        total_steps=last_step,
+        batch_size=data.batch_size,
+        flops_per_image=train_flops_per_image(run.model),
+        keep_records=so_far.goes_on,
+        wandb_project=run.config.log.wandb,
+        arguments=run.values,
+    )
+    if last_step in so_far.evaluated:  # by an earlier start
+        reports.last_top1 = evaluations(run.ckpt_dir).get(last_step, {}).get("val_top1")
+    return Session(
+        backend,
+        reports,
+        StopRequest(backend),
+        Watchdog(run.config.log.step_timeout_s),
+        BadImages(run.ckpt_dir, data.max_bad_images, is_main=backend.is_main, say=reports.say),
+        last_step,
+    )
+
+
+def _begin(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> Start:
+    """Make all processes agree, or end all: until here each was for itself."""
+    ckpt_dir = run.ckpt_dir
+    check_alike(run, plan.data)
+    enter_folder(ckpt_dir, lock, is_main=backend.is_main)
+    candidates = plan.candidates
+    with failing_together():
+        if backend.is_main:  # who had the lock until now may have written and removed some
+            candidates = _candidates(run.config.checkpoints)[1]
+    start = choose_checkpoint(
+        candidates,
+        functools.partial(_check_resume, run=run, data=plan.data),
+        verify=run.config.checkpoints.verify_checkpoint,
+    )
+    start.notes += leave_later_ones(ckpt_dir, start.resume, is_main=backend.is_main)
+    return start
+
+
+def _place(plan: Plan, run: Run, session: Session, start: Start, position: Position) -> nn.Module:
+    """The model on the devices, with the values of what is resumed."""
+    say, backend = session.reports.say, session.backend
+    say(f"data: {plan.data}")
+    plain = build_vit(run.model)
+    count = sum(parameter.numel() for parameter in plain.parameters())
+    say(f"model: {run.config.model.model}, {count:,} parameters")
+    model = shard_and_optimize(run, plain, backend)
+    if start.resume:
+        backend.load(start.resume.path)
+    _say_plan(run, session, start.resume, position)
+    return model
+
+
+def _schedule(run: Run, steps_per_epoch: int) -> WarmupCosine:
+    optimizer = run.config.optimizer
+    total = steps_per_epoch * run.config.num_epochs
+    return WarmupCosine(optimizer.lr, optimizer.warmup_steps, total)
+
+
+def _positions(resume: SavedRun | None, run: Run, steps_per_epoch: int) -> tuple[Position, int]:
+    """Where to begin, and the step to end at.
+
+    A step is an update, counted over the whole run. With another batch size the run goes on at the
+    same place in the data, and so in the schedule, with as many more steps as are left there.
+    """
+    at, batch_size = resume.position if resume else Position(), run.config.data.batch_size
+    batches = at.images_in_epoch // batch_size
+    if batches >= steps_per_epoch:
+        at, batches = Position(at.step, at.epoch + 1, 0), 0
+    at = Position(at.step, at.epoch, batches * batch_size)
+    total = run.config.num_epochs * steps_per_epoch
+    end = at.step + max(0, total - (at.epoch * steps_per_epoch + batches))
+    return at, max(at.step, min(end, run.config.max_steps or end))
+
+
+@dataclass(frozen=True)
+class _SoFar:
+    """What the run has done in its folder before this start."""
+
+    goes_on: bool
+    """The folder's records are of this run. In another one's place no evaluation is owed."""
+    evaluated: set[int]
+    """The steps that have an evaluation."""
+    best_step: int = 0
+    best_top1: float = -1.0
+    """In percent."""
+
+
+def _so_far(resume: SavedRun | None, ckpt_dir: Path, start: Position) -> _SoFar:
+    if resume is None or resume.path.parent.resolve() != ckpt_dir.resolve():
+        return _SoFar(False, {start.step} if start.step else set())
+    done = evaluations(ckpt_dir, start.step)
+    top1, best = max(((record["val_top1"], at) for at, record in done.items()), default=(-1.0, 0))
+    evaluated = {r["step"] for r in read_metrics(ckpt_dir) if "val_images" in r}
+    return _SoFar(True, evaluated, best, top1)
+
+
+# -- what is said ---------------------------------------------------------------------
+
+
+def _say_plan(run: Run, session: Session, resume: SavedRun | None, start: Position) -> None:
+    backend, say, batch_size = session.backend, session.reports.say, run.config.data.batch_size
+    size = backend.state_bytes()
+    say(backend.describe())
+    say(
+        f"state a device: {size['parameters'] / 2**20:,.2f} MiB of parameters, "
+        f"{size['optimizer'] / 2**20:,.2f} MiB of optimizer state"
+    )
+    if resume:
+        say(f"resuming {resume.path} at step {start.step}, epoch {start.epoch + 1}")
+        before = resume.arguments.get("batch_size")
+        if before != batch_size:
+            say(
+                f"note: --batch_size was {before} before: the run goes on at the same place in "
+                "the data and in the schedule, steps are counted on"
+            )
+    if session.last_step <= start.step:
+        say(f"nothing is left to train: step {start.step} is reached")
+    else:
+        say(f"training to step {session.last_step:,}, global batch {batch_size}")
+    if backend.is_main:
+        try:
+            _write_run_file(run, backend)
+        except OSError as error:
+            say(f"note: {RUN_FILE} cannot be written ({error.strerror})")
+
+
+def _write_run_file(run: Run, backend: Backend) -> None:
+    """Keep in the run's folder what was resolved and what it runs on. Raises OSError."""
+    content = {
+        "job": os.environ.get("RUN_JOB_ID"),
+        "arguments": run.values,
+        "model": asdict(run.model),
+        "backend": backend.describe(),
+        "devices": backend.device_count,
+        "mesh": asdict(run.mesh),
+        "state_bytes_per_device": backend.state_bytes(),
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+    replace_file(run.ckpt_dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
+
+
+def _say_profile(reports: Reports, run: Run, profiler: StepProfiler) -> None:
+    if run.config.log.profile is None:
+        return
+    first, last = run.config.log.profile
+    if profiler.finished:
+        reports.say(f"profile of steps {first} to {last}: {run.ckpt_dir / PROFILE_DIR}")
+    else:
+        reports.say(f"no profile: this run had none of the steps {first} to {last}")
+
+
+def _end(run: Run, session: Session, saver: CheckpointSaver, curves: Path | None) -> None:
+    """Say how it ended. Raises StoppedBySignal or RunFailed if it was not at the last step."""
+    reports, stop, is_main = session.reports, session.stop, session.backend.is_main
+    newest = saver.newest
+    if stop.number == STOPPED_NOT_FINITE:
+        raise RunFailed(
+            f"{reports.longest_row_skipped} steps in a row had a loss or gradient norm that is not "
+            f"finite: the last good checkpoint is {newest or 'none'}; try a lower --lr, more "
+            "--warmup_steps or another --precision",
+            NOT_FINITE,
+        )
+    if stop.number:
+        if is_main:
+            print(
+                f"training stopped by {signal.Signals(stop.number).name}: "
+                f"step {newest.name[5:] if newest else 0}, checkpoint {newest}; "
+                f"{_again(run.config.checkpoints)} resumes there",
+                flush=True,
+            )
+        session.backend.barrier()  # torchrun ends all when one has ended
+        raise StoppedBySignal(stop.number)
+    if is_main:
+        top1 = "" if reports.last_top1 is None else f"val top-1 {reports.last_top1:.2f} %, "
+        print(
+            f"training completed: step {session.last_step}, {top1}checkpoint {newest}, "
+            f"log {run.ckpt_dir / METRICS_FILE}, plot {curves}",
+            flush=True,
+        )
+
+
+def _again(config: CheckpointConfig) -> str:
+    """The command that goes on from the newest checkpoint."""
+    if config.resume_epoch:
+        return f"the same command without --resume_epoch {config.resume_epoch}"
+    return "the same command" if config.resume == "auto" else "the same command with --resume auto"

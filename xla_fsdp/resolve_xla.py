@@ -1,0 +1,197 @@
+"""Which form of FSDP, mesh and attention a run on XLA has; decided before any device starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from models.config import VitConfig
+from training.config import RunConfig
+from training.errors import UsageError
+from training.flag_rules import by_field, check_needs
+from training.mesh import Mesh, make_mesh
+from training.resolve import Run, check_batch, resolve_common, resolve_model
+from xla_fsdp import libtpu_flags
+from xla_fsdp.attention.choice import resolve_attention
+from xla_fsdp.config import XlaConfig
+
+XlaRun = Run[XlaConfig]
+
+_GOOGLE = "0x1ae0"
+
+
+def device_type() -> str:
+    """ "TPU" or "CPU": what PJRT_DEVICE says, else TPU where chips are attached."""
+    chosen = os.environ.get("PJRT_DEVICE")
+    if chosen:
+        return chosen
+    return "TPU" if tpu_is_attached() else "CPU"
+
+
+def tpu_is_attached() -> bool:
+    """Whether this host has TPU chips (a look at PCI, starts nothing)."""
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    if all(vendor.read_text().strip() != _GOOGLE for vendor in vendors):
+        return False  # without the seconds that importing torch_xla takes
+    # Imported, torch_xla would choose the device by itself, and warn of it.
+    os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")
+    from torch_xla._internal import tpu
+
+    return tpu.num_available_chips() > 0
+
+
+def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
+    """The run that the flags ask for on the devices of this machine, or on its slice's.
+
+    Raises UsageError.
+    """
+    return _resolve(config, own, device_type(), None)
+
+
+def resolve_for_slice(config: RunConfig, own: XlaConfig, devices: int) -> XlaRun:
+    """The run as it would be on so many TPU devices, none of which is here. Raises UsageError."""
+    return _resolve(config, own, "TPU", devices)
+
+
+def _resolve(config: RunConfig, own: XlaConfig, device: str, devices: int | None) -> XlaRun:
+    config, model = resolve_model(config)
+    config = resolve_common(replace(config, backend="xla"))
+    _check_precision(config)
+    own, why_form = _resolve_form(config, own)
+    own, why_attention = resolve_attention(config, own, model, on_tpu=device == "TPU")
+    own = _resolve_scan(config, own)
+    check_needs(config, own)
+    _check_form(config, own, device)
+    if devices is None:
+        devices = device_count(own)
+        mesh = make_mesh(config.sharding, devices)
+        if device == "TPU":
+            _check_slices(mesh)
+    else:
+        mesh = make_mesh(config.sharding, devices)
+    check_mesh(mesh, model)
+    run = XlaRun(config, own, model, mesh, {"xla_fsdp": why_form, "attention": why_attention})
+    check_batch(run)
+    return run
+
+
+# -- the form of FSDP -----------------------------------------------------------------
+
+
+def _asks_for_nested(config: RunConfig, own: XlaConfig) -> str | None:
+    """The flag that only nested FSDP has, if one is given."""
+    given = {
+        "--no_reshard_after_forward": not config.sharding.reshard_after_forward,
+        "--flatten_parameters": own.flatten_parameters,
+        "--shard_on_cpu": own.shard_on_cpu,
+    }
+    return next((name for name, is_given in given.items() if is_given), None)
+
+
+def _resolve_form(config: RunConfig, own: XlaConfig) -> tuple[XlaConfig, str]:
+    """``--xla_fsdp`` decided, and what has decided it."""
+    if own.xla_fsdp != "auto":
+        return own, ""
+    flag = _asks_for_nested(config, own)
+    reason = f"{flag} asks for it" if flag else "by the TPU compiler lighter than nested"
+    return replace(own, xla_fsdp="nested" if flag else "spmd"), f" (--xla_fsdp auto: {reason})"
+
+
+def _resolve_scan(config: RunConfig, own: XlaConfig) -> XlaConfig:
+    hindered_by = _hinders_scan(config, own)
+    if own.scan_blocks is None:
+        return replace(own, scan_blocks=hindered_by is None)
+    if own.scan_blocks and hindered_by:
+        raise UsageError(f"--scan_blocks does not go with {hindered_by}: drop one of the two")
+    return own
+
+
+def _hinders_scan(config: RunConfig, own: XlaConfig) -> str | None:
+    if own.xla_fsdp == "nested":
+        return "--xla_fsdp nested"
+    if config.sharding.grad_ckpt != "full":
+        return f"--grad_ckpt {config.sharding.grad_ckpt}"
+    if own.mark_step_every_n_blocks:
+        return "--mark_step_every_n_blocks"
+    return None
+
+
+def _check_precision(config: RunConfig) -> None:
+    if config.sharding.grad_ckpt == "selective":
+        raise UsageError("--grad_ckpt selective needs --backend cuda: here it is full or none")
+    if config.sharding.precision == "fp16":
+        raise UsageError("--precision fp16 needs --backend cuda: on XLA use bf16")
+
+
+def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
+    sharding, known = config.sharding, by_field(RunConfig)
+    if own.xla_fsdp == "nested":
+        for name in ("mesh_dcn", "mesh_fsdp", "mesh_tensor"):
+            if getattr(sharding, name) != known[name].field.default:
+                raise UsageError(
+                    f"{known[name].names[0]} needs --xla_fsdp spmd: nested FSDP shards over all "
+                    "devices"
+                )
+    elif not sharding.reshard_after_forward:
+        raise UsageError("--no_reshard_after_forward needs --xla_fsdp nested, not spmd")
+    if device == "CPU" and own.xla_fsdp == "nested" and own.cpu_devices > 1:
+        raise UsageError(
+            f"nested FSDP runs on 1 CPU device, not {own.cpu_devices} (XLA's CPU collectives "
+            "hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
+        )
+    if own.compile_cache_dir and Path(own.compile_cache_dir).is_file():
+        raise UsageError(f"--compile_cache_dir {own.compile_cache_dir} is a file, not a folder")
+
+
+# -- devices --------------------------------------------------------------------------
+
+
+def device_count(own: XlaConfig) -> int:
+    """Devices the run will use, all hosts together, told without starting them."""
+    if device_type() == "CPU":
+        return own.cpu_devices
+    from torch_xla._internal import tpu
+
+    return tpu.num_expected_global_devices() * slice_count()  # it counts this slice's
+
+
+def slice_count() -> int:
+    """TPU slices of this run, as libtpu is told: by the environment or the TPU VM's metadata."""
+    from torch_xla._internal import tpu
+
+    told = os.environ.get("MEGASCALE_NUM_SLICES") or tpu.get_tpu_env().get("MEGASCALE_NUM_SLICES")
+    return int(told or 1)
+
+
+def check_mesh(mesh: Mesh, model: VitConfig) -> None:
+    """Raises UsageError for a model that cannot be sharded so."""
+    if model.num_heads % mesh.tensor:
+        raise UsageError(
+            f"--mesh_tensor {mesh.tensor} does not divide --num_heads {model.num_heads}"
+        )
+    hidden = int(model.embed_dim * model.mlp_ratio)
+    if hidden % mesh.tensor:
+        raise UsageError(f"--mesh_tensor {mesh.tensor} does not divide the MLP's width, {hidden}")
+
+
+def _check_slices(mesh: Mesh) -> None:
+    """Raises UsageError for a mesh that does not fit the slices and hosts of this run."""
+    slices = slice_count()
+    if mesh.dcn % slices:
+        raise UsageError(
+            f"--mesh_dcn {mesh.dcn} is no multiple of the {slices} slices of this run "
+            "(MEGASCALE_NUM_SLICES)"
+        )
+    from torch_xla._internal import tpu
+
+    here = tpu.num_available_devices()
+    if mesh.devices > here and here % mesh.tensor:
+        raise UsageError(f"--mesh_tensor {mesh.tensor} must divide the {here} devices of a host")
+
+
+def check_libtpu() -> None:
+    """Raises UsageError on a TPU if libtpu would end the run for what LIBTPU_INIT_ARGS says."""
+    if device_type() == "TPU":
+        libtpu_flags.set_for_this_tpu()
+        libtpu_flags.check()
