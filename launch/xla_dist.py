@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -115,7 +115,13 @@ def build_parser() -> argparse.ArgumentParser:
         "workers, which can write a checkpoint; a second Ctrl-C kills them. When one fails, the "
         "others are ended. Exit code: that of the first that failed.",
     )
-    add = parser.add_argument
+    _add_pod(parser.add_argument)
+    _add_watching(parser.add_argument)
+    return parser
+
+
+def _add_pod(add: Callable) -> None:
+    """Add which pod it is, and what the program is given there."""
     add(
         "--tpu", metavar="NAME", type=tpu_name, required=True, help="the TPU VM, as gcloud names it"
     )
@@ -144,6 +150,10 @@ def build_parser() -> argparse.ArgumentParser:
         default="~",
         help="folder on the workers to run COMMAND in (default: the home folder there)",
     )
+
+
+def _add_watching(add: Callable) -> None:
+    """Add what is done before, and where a program ends."""
     add(
         "--restart-tpuvm-pod-server",
         action="store_true",
@@ -177,7 +187,6 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the gcloud commands, quoted for a shell, and run nothing",
     )
-    return parser
 
 
 def variable(text: str) -> tuple[str, str]:
