@@ -51,11 +51,10 @@ def choose_backend(choice: str) -> str:
     """ "xla" or "cuda": what was asked for; for auto TPU, else CUDA, else XLA on the CPU."""
     if choice != "auto":
         return choice
-    import torch
-
+    from gpu_fsdp import devices
     from xla_fsdp.resolve_xla import device_type
 
-    if device_type() == "CPU" and torch.cuda.is_available():
+    if device_type() == "CPU" and not devices.choose().is_host:
         return "cuda"
     return "xla"
 

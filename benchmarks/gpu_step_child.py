@@ -117,7 +117,7 @@ def measure(run: GpuRun, backend: Backend, *, build: BuildStep, warmup: int, ste
         step(number)
     backend.barrier()
     backend.wait()
-    on_gpu = resolve_gpu.device_type() == "cuda"
+    on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()

@@ -14,8 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from data.loader import Batch
-from gpu_fsdp import chips, te_block
+from gpu_fsdp import adamw, te_block
 from gpu_fsdp.blocks import checkpoint_activations, compile_block
+from gpu_fsdp.devices import Device
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
 from training.backend import InitializeModule, pass_seed
 from training.checkpoints.reader import SafeReader, quiet_dcp
@@ -33,7 +34,7 @@ class GpuBackend(abc.ABC):
     DTensors would cost the host their dispatch at every step.
     """
 
-    def __init__(self, run: GpuRun, device: torch.device) -> None:
+    def __init__(self, run: GpuRun, device: Device) -> None:
         self._run, self._device = run, device
         self._own, self._sharding = run.own, run.config.sharding
         rank, mesh = dist.get_rank(), run.mesh
@@ -43,9 +44,8 @@ class GpuBackend(abc.ABC):
         assert run.own.zero_dp_strategy is not None  # resolved
         self._zero = run.own.zero_dp_strategy
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
-        self._copies = torch.cuda.Stream() if device.type == "cuda" else None
         self._locals: dict[str, nn.Parameter] = {}
-        self._skipped = no_counts().to(device)
+        self._skipped = no_counts().to(device.where)
 
     # -- the form of FSDP -------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class GpuBackend(abc.ABC):
     def _prepare_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
         """The block that is to be sharded: timm's, or TransformerEngine's in its place."""
         if self._own.block == "te":
-            block = te_block.replace_block(block, str(self._device))
+            block = te_block.replace_block(block, str(self._device.where))
             model.set_submodule(name, block)
             if self._sharding.grad_ckpt != "none":
                 te_block.checkpoint_activations(block)
@@ -116,8 +116,9 @@ class GpuBackend(abc.ABC):
         self, *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         self._optimizer = torch.optim.AdamW(
-            self._locals.values(), betas=betas, eps=eps, weight_decay=weight_decay, fused=True
-        )
+            self._locals.values(), betas=betas, eps=eps, weight_decay=weight_decay,
+            fused=self._device.fused_adamw,
+        )  # fmt: skip
         for part in self._locals.values():
             self._optimizer.state[part] = {
                 "step": torch.zeros((), device=part.device),
@@ -131,22 +132,13 @@ class GpuBackend(abc.ABC):
         images, labels = batch
         if self._own.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        if self._copies is None:
-            return images, labels
-        # On a stream of their own, so that copies run beside the step; the device is set anew
-        # because this runs in a thread.
-        with torch.cuda.device(self._device), torch.cuda.stream(self._copies):
-            moved = [t.pin_memory().to(self._device, non_blocking=True) for t in (images, labels)]
-            self._copies.synchronize()
-            for tensor in moved:
-                tensor.record_stream(torch.cuda.default_stream())
-        return moved[0], moved[1]
+        images, labels = self._device.put([images, labels])
+        return images, labels
 
     def begin_step(self, pass_index: int) -> None:
         seed = pass_seed(self._run.config.seed, pass_index, self.rank)
         torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        self._device.seed(seed)
 
     @abc.abstractmethod
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None: ...
@@ -171,6 +163,9 @@ class GpuBackend(abc.ABC):
 
     def _update(self, skipped: torch.Tensor) -> None:
         """Take AdamW's step, unless ``skipped`` is 1.0."""
+        if not self._device.fused_adamw:
+            adamw.step_unless(self._optimizer, skipped)
+            return
         optimizer: Any = self._optimizer
         # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:
         # it must be there now, AdamW's own copying would not wait.
@@ -191,7 +186,7 @@ class GpuBackend(abc.ABC):
         parts = list(self._locals.values())
         gradients = [part.grad for part in parts if part.grad is not None]
         norm = nn.utils.get_total_norm(gradients, foreach=True)
-        square = norm.to(self._device).square()
+        square = norm.to(self._device.where).square()
         for group in self._norm_groups():
             dist.all_reduce(square, group=group)
         norm = square.sqrt()
@@ -211,19 +206,15 @@ class GpuBackend(abc.ABC):
         """Nothing: an eager device was handed everything as it was called."""
 
     def wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        self._device.synchronize()
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
-        host = {name: value.detach().to("cpu", non_blocking=True) for name, value in values.items()}
-        copied = torch.cuda.Event(blocking=True) if self._device.type == "cuda" else None
-        if copied:
-            copied.record()
+        names = list(values)
+        host = self._device.read([value.detach() for value in values.values()])
 
         def arrived() -> dict[str, list[float]]:
-            if copied:
-                copied.synchronize()
-            return {name: value.flatten().tolist() for name, value in host.items()}
+            found = zip(names, host(), strict=True)
+            return {name: value.flatten().tolist() for name, value in found}
 
         return self._reader.submit(arrived)
 
@@ -241,10 +232,8 @@ class GpuBackend(abc.ABC):
 
     def describe(self) -> str:
         own, sharding, mesh = self._own, self._sharding, self._run.mesh
-        cuda = self._device.type == "cuda"
-        name = torch.cuda.get_device_name() if cuda else "CPU"
         parts = [
-            f"{self.device_count} {name} device(s), {'NCCL' if cuda else 'gloo'}",
+            f"{self.device_count} {self._device.name} device(s), {self._device.collectives_name}",
             self._describe_form(),
             str(mesh),
             sharding.precision + (" with TF32" if own.tf32 else ""),
@@ -262,13 +251,7 @@ class GpuBackend(abc.ABC):
         return {"compilations": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
     def memory(self) -> dict[str, int]:
-        if self._device.type == "cpu":
-            return {}
-        return {
-            "used": torch.cuda.memory_allocated(),
-            "peak": torch.cuda.max_memory_allocated(),
-            "limit": torch.cuda.get_device_properties(self._device).total_memory,
-        }
+        return self._device.memory()
 
     def state_bytes(self) -> dict[str, int]:
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
@@ -285,13 +268,11 @@ class GpuBackend(abc.ABC):
         return max(used) / 2
 
     def peak_flops(self) -> float | None:
-        if self._device.type == "cpu":
-            return None
         own = self._own
         kind: str = "fp8" if own.fp8 != "none" else self._sharding.precision
         if kind == "fp32" and own.tf32:
             kind = "tf32"
-        return chips.peak_of(torch.cuda.get_device_name(), kind)
+        return self._device.peak_flops(kind)
 
     # -- checkpoints ------------------------------------------------------------------
 

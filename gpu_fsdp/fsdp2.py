@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gpu_fsdp.backend import OUTER, SHARD, GpuBackend
+from gpu_fsdp.devices import Device
 from gpu_fsdp.loss_scale import LossScale
 from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name
@@ -27,12 +28,13 @@ from training.skipped_steps import not_finite
 
 
 class Fsdp2Backend(GpuBackend):
-    def __init__(self, run: GpuRun, device: torch.device) -> None:
+    def __init__(self, run: GpuRun, device: Device) -> None:
         super().__init__(run, device)
-        self._loss_scale = LossScale(device) if self._sharding.precision == "fp16" else None
+        is_fp16 = self._sharding.precision == "fp16"
+        self._loss_scale = LossScale(device.where) if is_fp16 else None
         self._dtensors: dict[str, DTensor] = {}
         self._mesh = dist.init_device_mesh(
-            device.type, (run.mesh.dcn, run.mesh.fsdp), mesh_dim_names=(OUTER, SHARD)
+            device.where.type, (run.mesh.dcn, run.mesh.fsdp), mesh_dim_names=(OUTER, SHARD)
         )
 
     def _describe_form(self) -> str:

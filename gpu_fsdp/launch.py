@@ -7,14 +7,14 @@ import gc
 import os
 import socket
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 
-import torch
 import torch.distributed as dist
 
+from gpu_fsdp import devices
 from gpu_fsdp.backend import GpuBackend
-from gpu_fsdp.resolve_gpu import GpuRun, device_type
+from gpu_fsdp.devices import Device
+from gpu_fsdp.resolve_gpu import GpuRun
 from training import joining
 from training.backend import Backend
 from training.errors import UsageError
@@ -24,9 +24,9 @@ Body = Callable[[GpuRun, Backend], None]
 
 def launch(body: Body, run: GpuRun) -> None:
     """Call ``body(run, backend)`` in this process, one of a process group's."""
-    device = _device()
-    if device.type == "cuda":
-        _choose_tf32(run.own.tf32)
+    device = devices.choose()
+    device.start()
+    device.set_tf32(run.own.tf32)
     with _without_greetings():
         _join(device)
         backend = _backend(run, device)
@@ -40,17 +40,6 @@ def launch(body: Body, run: GpuRun) -> None:
         del backend
         gc.collect()
         dist.destroy_process_group()
-
-
-def _choose_tf32(allowed: bool) -> None:
-    """PyTorch's own default is TF32 in convolutions but not in matrix products.
-
-    PyTorch 2.9 warns of this interface; its torch.compile still asks it, and refuses a mixture.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Please use the new API settings")
-        torch.set_float32_matmul_precision("high" if allowed else "highest")
-        torch.backends.cudnn.allow_tf32 = allowed
 
 
 @contextlib.contextmanager
@@ -67,19 +56,8 @@ def _without_greetings() -> Iterator[None]:
         os.close(stdout)
 
 
-def _device() -> torch.device:
-    if device_type() == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _join(device: torch.device) -> None:
+def _join(device: Device) -> None:
     """torchrun tells rank and meeting point; a process started without it is alone."""
-    # gloo beside NCCL: checkpoints are planned, and offloaded gradients summed, on the CPU.
-    backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    bound = device if device.type == "cuda" else None
     if "RANK" in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store: dist.Store = joining.join(rank, world_size)
@@ -87,29 +65,38 @@ def _join(device: torch.device) -> None:
     else:
         rank, world_size, store = 0, 1, dist.HashStore()
     dist.init_process_group(
-        backends, store=store, rank=rank, world_size=world_size, device_id=bound
+        device.collectives,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        device_id=device.bound_to,
     )
 
 
-def _check_devices_alike(store: dist.Store, world_size: int, device: torch.device) -> None:
-    """Raises UsageError in all processes if some have a GPU and some not: NCCL would wait for all,
-    and without ``--fsdp`` they would even choose different forms of it."""
-    store.add(f"on_{device.type}", 1)
-    if device.type == "cpu":
-        store.set("without_gpu", socket.gethostname())
+def _check_devices_alike(store: dist.Store, world_size: int, device: Device) -> None:
+    """Raises UsageError in all processes if some have an accelerator and some not: its collectives
+    would wait for all, and without ``--fsdp`` they might even choose different forms of it."""
+    if device.is_host:
+        store.set("without", socket.gethostname())
+    else:
+        store.add("with", 1)
+        store.set("accelerator", device.noun)
+        store.set("status_command", device.status_command)
     if store.add("told_device", 1) == world_size:
         store.set("all_told_device", "")
     store.wait(["all_told_device"])
-    if 0 < store.add("on_cuda", 0) < world_size:
-        host = store.get("without_gpu").decode()
+    if 0 < store.add("with", 0) < world_size:
+        host, wanted, command = (
+            store.get(key).decode() for key in ("without", "accelerator", "status_command")
+        )
         raise UsageError(
-            f"PyTorch finds no CUDA GPU on {host}, but on other nodes: see what nvidia-smi says "
+            f"PyTorch finds no {wanted} on {host}, but on other nodes: see what {command} says "
             "there, or start without that node",
             agreed=True,
         )
 
 
-def _backend(run: GpuRun, device: torch.device) -> GpuBackend:
+def _backend(run: GpuRun, device: Device) -> GpuBackend:
     if run.own.fsdp == "megatron":
         from gpu_fsdp.megatron import MegatronBackend
 

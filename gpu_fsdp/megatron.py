@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gpu_fsdp.backend import OUTER, SHARD, GpuBackend
+from gpu_fsdp.devices import Device
 from gpu_fsdp.initial_values import InitialValues
 from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name
@@ -37,11 +38,12 @@ _META_SHARE = 0.25
 class MegatronBackend(GpuBackend):
     _model: MegatronFSDP
 
-    def __init__(self, run: GpuRun, device: torch.device) -> None:
+    def __init__(self, run: GpuRun, device: Device) -> None:
         super().__init__(run, device)
         # The package wants a tensor-parallel dimension, if only of size 1.
+        shape = (run.mesh.dcn, run.mesh.fsdp, 1)
         self._mesh = dist.init_device_mesh(
-            device.type, (run.mesh.dcn, run.mesh.fsdp, 1), mesh_dim_names=(OUTER, SHARD, TENSOR)
+            device.where.type, shape, mesh_dim_names=(OUTER, SHARD, TENSOR)
         )
         self._all = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
         self._parameters: dict[str, DTensor] = {}
@@ -72,7 +74,7 @@ class MegatronBackend(GpuBackend):
             if self._meta_init:  # the package calls it once it has given the part memory
                 part.reset_parameters = functools.partial(fill, name, part)
             else:
-                part.to_empty(device=self._device, recurse=False)
+                part.to_empty(device=self._device.where, recurse=False)
                 fill(name, part)
         model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
         self._model = fully_shard_model(model, **self._options(type(blocks[0])))
@@ -82,10 +84,11 @@ class MegatronBackend(GpuBackend):
         return self._model
 
     def _wants_meta_init(self, model: nn.Module) -> bool:
-        if self._own.meta_init is not None or self._zero == 0 or self._device.type == "cpu":
+        limit = self._device.memory().get("limit")
+        if self._own.meta_init is not None or self._zero == 0 or limit is None:
             return bool(self._own.meta_init)
         size = 4 * sum(parameter.numel() for parameter in model.parameters())
-        return size > _META_SHARE * torch.cuda.get_device_properties(self._device).total_memory
+        return size > _META_SHARE * limit
 
     @staticmethod
     @torch.no_grad()
@@ -106,7 +109,7 @@ class MegatronBackend(GpuBackend):
             "fsdp_unit_modules": [block, PatchEmbed],
             "zero_dp_strategy": self._zero,
             "outer_dp_sharding_strategy": own.outer_dp_sharding_strategy,
-            "device": self._device,
+            "device": self._device.where,
             "init_model_with_meta_device": self._meta_init,
             "mixed_precision_policy": self._precision_policy(),
             "overlap_grad_reduce": own.overlap_grad_reduce,

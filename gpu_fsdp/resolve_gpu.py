@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from gpu_fsdp import te_block
+from gpu_fsdp import devices, te_block
 from gpu_fsdp.config import GpuConfig
 from training.config import RunConfig
 from training.errors import UsageError
@@ -25,11 +25,6 @@ GpuRun = Run[GpuConfig]
 def world_size() -> int:
     """Processes of the run, as torchrun tells."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def device_type() -> str:
-    """ "cuda", or "cpu" (with gloo) where there is no GPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
@@ -57,7 +52,7 @@ def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
 def _resolve_form(own: GpuConfig) -> GpuConfig:
     if own.fsdp != "auto":
         return own
-    return replace(own, fsdp="megatron" if device_type() == "cuda" else "fsdp2")
+    return replace(own, fsdp="megatron" if devices.choose().runs_megatron else "fsdp2")
 
 
 def _zero_dp_strategy(config: RunConfig, own: GpuConfig) -> int:
@@ -92,16 +87,15 @@ def _mesh(config: RunConfig, own: GpuConfig) -> Mesh:
 
 
 def _check_devices() -> None:
-    if device_type() == "cpu" and not dist.is_gloo_available():
+    device = devices.choose()
+    if device.is_host and not dist.is_gloo_available():
         raise UsageError("--backend cuda: no CUDA device here, nor PyTorch with gloo for the CPU")
-    if device_type() == "cuda":
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if here > torch.cuda.device_count():
-            raise UsageError(
-                f"torchrun started {here} processes on this node, which has "
-                f"{torch.cuda.device_count()} GPUs: a process a GPU, --nproc-per-node "
-                f"{torch.cuda.device_count()} or fewer"
-            )
+    here, there_are = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device.count()
+    if there_are is not None and here > there_are:
+        raise UsageError(
+            f"torchrun started {here} processes on this node, which has {there_are} x "
+            f"{device.noun}: a process each, --nproc-per-node {there_are} or fewer"
+        )
 
 
 def _check_strategy(config: RunConfig, own: GpuConfig) -> None:
@@ -122,7 +116,7 @@ def _check_form(config: RunConfig, own: GpuConfig) -> None:
     if own.fsdp == "fsdp2":
         if own.meta_init is False:
             raise UsageError("--no-meta_init needs --fsdp megatron, this is fsdp2")
-        if own.cpu_offload and device_type() == "cpu":
+        if own.cpu_offload and devices.choose().is_host:
             raise UsageError("--cpu_offload needs CUDA: here everything is in host memory anyway")
         return
     check_megatron_runs_here()
@@ -132,7 +126,7 @@ def _check_form(config: RunConfig, own: GpuConfig) -> None:
 
 def check_megatron_runs_here() -> None:
     """Raises UsageError where Megatron-FSDP cannot run."""
-    if device_type() != "cuda":
+    if not devices.choose().runs_megatron:
         raise UsageError("--fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2")
     try:
         with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
@@ -148,22 +142,17 @@ def check_megatron_runs_here() -> None:
 
 
 def _check_precision(config: RunConfig, own: GpuConfig, mesh: Mesh) -> None:
-    cuda, precision = device_type() == "cuda", config.sharding.precision
-    if precision == "fp16":
-        if not cuda:
-            raise UsageError("--precision fp16 needs CUDA: on the CPU use bf16 or fp32")
-        if own.fsdp == "megatron":
-            raise UsageError("--precision fp16 needs --fsdp fsdp2: with megatron use bf16")
-    if "bf16" in (precision, own.reduce_dtype) and cuda:
-        supported = torch.cuda.is_bf16_supported(including_emulation=False)
-        if not supported:
-            name = torch.cuda.get_device_name()
-            raise UsageError(f"{name} has no bf16: use --precision fp16 or fp32")
+    device, precision = devices.choose(), config.sharding.precision
+    for used in (precision, "bf16" if own.reduce_dtype == "bf16" else "fp32"):
+        if reason := device.lacks(used):
+            raise UsageError(reason)
+    if precision == "fp16" and own.fsdp == "megatron":
+        raise UsageError("--precision fp16 needs --fsdp fsdp2: with megatron use bf16")
     if own.fsdp == "megatron" and own.reduce_dtype != "fp32" and mesh.fsdp == 1:
         raise UsageError(
             f"--reduce_dtype {own.reduce_dtype} needs --mesh_fsdp of 2 or more with --fsdp megatron"
         )
-    if own.tf32 and not cuda:
+    if own.tf32 and not device.has_tf32:
         raise UsageError("--tf32 needs CUDA")
     if own.reduce_dtype == "fp16" and precision != "fp16":
         raise UsageError("--reduce_dtype fp16 needs --precision fp16, whose loss is scaled")

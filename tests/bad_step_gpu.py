@@ -12,7 +12,7 @@ import sys
 import torch.nn.functional as F
 
 import run_vit_training
-from gpu_fsdp import resolve_gpu
+from gpu_fsdp import devices, resolve_gpu
 from gpu_fsdp.backend import GpuBackend
 from tests.megatron_on_cpu import without_cuda
 from training import step as step_module
@@ -55,9 +55,9 @@ def main(argv: list[str]) -> int:
 
     step_module.forward_backward, GpuBackend.optimizer_step = spoiled, step_or_not
     GpuBackend._clip_grad_norm = clip_spoiled
-    if resolve_gpu.device_type() == "cpu":
+    if devices.choose().is_host:
         resolve_gpu._check_precision = lambda *_: None
-    if resolve_gpu.device_type() == "cpu" and "megatron" in argv:
+    if devices.choose().is_host and "megatron" in argv:
         without_cuda()
         resolve_gpu.check_megatron_runs_here = lambda: None
     return run_vit_training.main(argv)

@@ -3,14 +3,13 @@
 import os
 import sys
 
-import torch
-
 import run_vit_training
-from gpu_fsdp import launch, resolve_gpu
+from gpu_fsdp import devices, resolve_gpu
+from gpu_fsdp.devices.cuda import Cuda
 
 if __name__ == "__main__":
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        resolve_gpu.device_type = launch.device_type = lambda: "cuda"
+        Cuda.start = lambda self: None
+        devices.choose = Cuda
         resolve_gpu._check_devices = lambda: None
-        torch.cuda.set_device = lambda device: None
     sys.exit(run_vit_training.main())

@@ -10,6 +10,7 @@ from PIL import Image
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
+from gpu_fsdp.devices.cpu import Cpu
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
@@ -19,7 +20,7 @@ from tests.usage_error import told_in_one_line
 def cpu(monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
-    monkeypatch.setattr(resolve_gpu, "device_type", lambda: "cpu")
+    monkeypatch.setattr("gpu_fsdp.devices.choose", Cpu)
 
 
 def complaint(capsys, ckpt_dir, *flags):
