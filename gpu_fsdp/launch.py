@@ -15,9 +15,9 @@ from gpu_fsdp import devices
 from gpu_fsdp.backend import GpuBackend
 from gpu_fsdp.devices import Device
 from gpu_fsdp.resolve_gpu import GpuRun
-from training import joining
+from training import joining, versions
 from training.backend import Backend
-from training.errors import UsageError
+from training.errors import UsageError, is_first_of_torchrun
 
 Body = Callable[[GpuRun, Backend], None]
 
@@ -98,6 +98,10 @@ def _check_devices_alike(store: dist.Store, world_size: int, device: Device) -> 
 
 def _backend(run: GpuRun, device: Device) -> GpuBackend:
     if run.own.fsdp == "megatron":
+        from gpu_fsdp import megatron_private
+
+        if is_first_of_torchrun():
+            versions.warn_of_others(megatron_private.WRITTEN_FOR)
         from gpu_fsdp.megatron import MegatronBackend
 
         return MegatronBackend(run, device)

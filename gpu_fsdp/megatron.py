@@ -18,6 +18,7 @@ from timm.layers import PatchEmbed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from gpu_fsdp import megatron_private
 from gpu_fsdp.backend import OUTER, SHARD, GpuBackend
 from gpu_fsdp.devices import Device
 from gpu_fsdp.initial_values import InitialValues
@@ -126,7 +127,7 @@ class MegatronBackend(GpuBackend):
         return MixedPrecisionPolicy(torch.float32, torch.float32, reduce_dtype)
 
     def _take_parameters(self) -> None:
-        distributed = dict(self._model.param_and_grad_buffer.optimizer_named_parameters)
+        distributed = megatron_private.optimizer_parameters(self._model)
         for name, _ in self._model.module.named_parameters():
             self._parameters[timm_name(name)] = distributed[name]
 
@@ -135,7 +136,7 @@ class MegatronBackend(GpuBackend):
         """The package took the fp32 weights from rounded ones: give them what was lost."""
         for name, parameter in self._parameters.items():
             local = parameter.to_local()
-            part = self._range(parameter)
+            part = megatron_private.own_range(parameter)
             local.copy_(initial[name].flatten()[part.start : part.stop].view(local.shape))
         self._install()
 
@@ -145,11 +146,6 @@ class MegatronBackend(GpuBackend):
             self._model.synchronize_param_gather()
         self._model.install_optimized_model_weights()
 
-    @staticmethod
-    def _range(parameter: DTensor) -> slice:
-        """Of a parameter's elements, flat, those that this process updates."""
-        return getattr(parameter, "megatron_fsdp_slice", slice(0, parameter.numel()))
-
     def _local_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         return ((name, part.to_local().detach()) for name, part in self._parameters.items())
 
@@ -158,7 +154,8 @@ class MegatronBackend(GpuBackend):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         # After the last micro-batch the package reduces what it has not yet; without overlap
         # finish_grad_sync does, and both would add gradients up twice.
-        self._model.is_last_microbatch = is_last and self._own.overlap_grad_reduce
+        is_last = is_last and self._own.overlap_grad_reduce
+        megatron_private.say_last_micro_batch(self._model, is_last)
         (loss / self.world_size).backward()
 
     def _take_gradients(self) -> None:
@@ -191,8 +188,8 @@ class MegatronBackend(GpuBackend):
     def close(self) -> None:
         super().close()
         model = getattr(self, "_model", None)  # not yet there where a mistake has ended the run
-        for hook in model.grad_acc_hooks.values() if model else ():  # in tensors; hold the model
-            hook.remove()
+        if model is not None:
+            megatron_private.remove_gradient_hooks(model)
 
     # -- checkpoints ------------------------------------------------------------------
 
@@ -200,7 +197,7 @@ class MegatronBackend(GpuBackend):
         parameter = self._parameters[name]
         if self._zero == 0:
             return values
-        part = self._range(parameter)
+        part = megatron_private.own_range(parameter)
         flat, chunks = values.view(-1), []
         for offsets, sizes, start in flat_range_boxes(parameter.shape, part.start, part.stop):
             at = start - part.start

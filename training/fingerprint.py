@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import socket
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from training import processes
 from training.errors import UsageError
 from training.flag_rules import by_field
 from training.resolve import Run
+from training.versions import installed_version
 
 _PACKAGES = (
     "torch",
@@ -40,14 +40,7 @@ _CODE = (
 
 def versions() -> dict[str, str | None]:
     """Of the packages that compute; None for one that is not installed."""
-    return {name: _version(name) for name in _PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {name: installed_version(name) for name in _PACKAGES}
 
 
 def code_digest() -> str:

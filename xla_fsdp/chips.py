@@ -33,9 +33,9 @@ def peak_flops() -> float | None:
 
     if xr.device_type() != "TPU":
         return None
-    from torch_xla._internal import tpu
+    from xla_fsdp.torch_xla_private import tpu_type
 
     try:
-        return peak_of(tpu.get_tpu_type())
+        return peak_of(tpu_type())
     except (OSError, KeyError):  # no metadata server, or none that names the slice
         return None

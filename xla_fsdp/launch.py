@@ -13,7 +13,8 @@ from training.backend import Backend
 from training.errors import StoppedBySignal
 from training.parent import end_with
 from training.stopping import ProcessSignals, process_signals
-from xla_fsdp import libtpu_flags
+from training.versions import warn_of_others
+from xla_fsdp import jax_private, libtpu_flags, torch_xla_private
 from xla_fsdp.resolve_xla import XlaRun, device_type
 from xla_fsdp.starting import StartWatch, watch
 
@@ -66,6 +67,8 @@ def _prepare(run: XlaRun) -> None:
         import torch_xla.distributed.xla_backend  # noqa: F401 - registers xla://
 
         dist.init_process_group("gloo", init_method="xla://")
+    if xr.process_index() == 0:
+        warn_of_others(torch_xla_private.WRITTEN_FOR | jax_private.WRITTEN_FOR)
 
 
 def _run_spmd(body: Body, run: XlaRun) -> None:

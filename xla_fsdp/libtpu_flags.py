@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from training.errors import UsageError
+from xla_fsdp import torch_xla_private
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 
@@ -46,36 +47,34 @@ def with_ours(given: str, generation: int) -> str:
 
 def set_for_this_tpu() -> None:
     """Call it after torch_xla was imported, which adds its own, and before libtpu starts."""
-    from torch_xla._internal import tpu
+    _set(torch_xla_private.tpu_generation())
 
-    os.environ[VARIABLE] = with_ours(os.environ.get(VARIABLE, ""), tpu.version())
+
+def _set(generation: int) -> None:
+    os.environ[VARIABLE] = with_ours(os.environ.get(VARIABLE, ""), generation)
 
 
 def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:
     """The variables of the environment that a run on such a TPU sets for libtpu: torch_xla's own
     function, made to believe that there is one, then ours. ``given`` is the user's variable."""
-    import torch_xla
-    from torch_xla._internal import tpu
+    import torch_xla  # noqa: F401 - sets its own when it is imported, too
 
-    with _put_back(tpu):
+    with _put_back():
         before = dict(os.environ)
         os.environ[VARIABLE] = given
-        tpu.num_available_chips = lambda: 1
-        tpu.version = lambda: generation
-        torch_xla._setup_default_env()
-        set_for_this_tpu()
+        torch_xla_private.set_libtpu_defaults(generation)
+        _set(generation)
         return {key: value for key, value in os.environ.items() if before.get(key) != value}
 
 
 @contextmanager
-def _put_back(tpu) -> Iterator[None]:
-    variables, functions = dict(os.environ), (tpu.num_available_chips, tpu.version)
+def _put_back() -> Iterator[None]:
+    variables = dict(os.environ)
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(variables)
-        tpu.num_available_chips, tpu.version = functions
 
 
 def check() -> None:

@@ -8,38 +8,29 @@ the SPMD form, not FSDP's compute_dtype: with that, convolutions fail (torch_xla
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
-from torch_xla.distributed.fsdp.utils import BucketizedReduceScatter
 
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.attention.flash import use_flash
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.resolve_xla import XlaRun
-
-_FLAT = "flat_param_"
-_WRAPPERS = {"", "_fsdp_wrapped_module", "_fpw_module"}
-
-
-def _plain(name: str) -> str:
-    """A parameter's name in the plain model: without what FSDP puts around modules."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-class _FlatReduceScatter(BucketizedReduceScatter):
-    """Of a flat gradient, as rows of 128: of one dimension, the TPU compiler makes an all-reduce.
-
-    FSDP pads flat gradients to whole rows a device.
-    """
-
-    def __call__(self, input: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
-        super().__call__(input.view(-1, 128), lambda shard: callback(shard.flatten()))
+from xla_fsdp.torch_xla_private import (
+    FLAT_PARAMETER,
+    flattened_parameters,
+    is_sharded,
+    keeps_linear,
+    original_name,
+    original_shape,
+    scatter_gradients_as_rows,
+    sharded_parameters,
+    without_wrappers,
+)
 
 
 class NestedBackend(XlaBackend):
@@ -80,7 +71,7 @@ class NestedBackend(XlaBackend):
         # Rows of a parameter as they are, where they divide up: a flat shard has another layout
         # on a TPU, so each gathered weight and gradient would be copied. (Padding a first
         # dimension, of 1 in the position embedding, could take many times the memory.)
-        left = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
+        left = [p for p in module.parameters() if not is_sharded(p)]
         by_row = not self._own.flatten_parameters and all(
             p.shape[0] % self.world_size == 0 for p in left
         )
@@ -93,12 +84,10 @@ class NestedBackend(XlaBackend):
             # Pinned, a gathering is an all-reduce of padded whole weights, other on each rank.
             pin_layout_in_collective_ops=False,
             # FSDP's own linear layer runs its backward in fp32 under autocast.
-            _use_xla_patched_linear=self._sharding.precision == "fp32",
+            **keeps_linear(self._sharding.precision != "fp32"),
         )
         if not by_row:
-            unit.reduce_scatter_op = _FlatReduceScatter(
-                0, shard_count=self.world_size, groups=None, pin_layout=False
-            )
+            scatter_gradients_as_rows(unit, self.world_size)
         return unit
 
     def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -144,10 +133,10 @@ class NestedBackend(XlaBackend):
         once for each unit (torch_xla 2.9).
         """
         return {
-            _plain(f"{unit_name}.{shard._orig_name}"): (unit, shard)
+            without_wrappers(f"{unit_name}.{original_name(shard)}"): (unit, shard)
             for unit_name, unit in self._model.named_modules()
             if isinstance(unit, XlaFullyShardedDataParallel)
-            for shard in unit.sharded_params
+            for shard in sharded_parameters(unit)
         }
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
@@ -156,12 +145,11 @@ class NestedBackend(XlaBackend):
     def _layout(self, name: str) -> list[tuple[str, torch.Size]]:
         """Names and shapes, in order, of the plain parameters behind a sharded one."""
         unit, shard = self._shards[name]
-        size: torch.Size = shard._orig_size  # type: ignore[attr-defined] # set by FSDP
         parent, _, last = name.rpartition(".")
-        if not last.startswith(_FLAT):
-            return [(name, size)]
-        names, shapes, _ = unit.module.metadata(int(last.removeprefix(_FLAT)))
-        plain = (_plain(f"{parent}.{inner}") for inner in names)
+        if not last.startswith(FLAT_PARAMETER):
+            return [(name, original_shape(shard))]
+        names, shapes = flattened_parameters(unit, int(last.removeprefix(FLAT_PARAMETER)))
+        plain = (without_wrappers(f"{parent}.{inner}") for inner in names)
         return list(zip(plain, shapes, strict=True))
 
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

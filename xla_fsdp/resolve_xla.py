@@ -12,7 +12,7 @@ from training.errors import UsageError
 from training.flag_rules import by_field, check_needs
 from training.mesh import Mesh, make_mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
-from xla_fsdp import libtpu_flags
+from xla_fsdp import libtpu_flags, torch_xla_private
 from xla_fsdp.attention.choice import resolve_attention
 from xla_fsdp.config import XlaConfig
 
@@ -36,9 +36,7 @@ def tpu_is_attached() -> bool:
         return False  # without the seconds that importing torch_xla takes
     # Imported, torch_xla would choose the device by itself, and warn of it.
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")
-    from torch_xla._internal import tpu
-
-    return tpu.num_available_chips() > 0
+    return torch_xla_private.available_chips() > 0
 
 
 def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
@@ -151,17 +149,13 @@ def device_count(own: XlaConfig) -> int:
     """Devices the run will use, all hosts together, told without starting them."""
     if device_type() == "CPU":
         return own.cpu_devices
-    from torch_xla._internal import tpu
-
-    return tpu.num_expected_global_devices() * slice_count()  # it counts this slice's
+    return torch_xla_private.expected_devices() * slice_count()  # it counts this slice's
 
 
 def slice_count() -> int:
     """TPU slices of this run, as libtpu is told: by the environment or the TPU VM's metadata."""
-    from torch_xla._internal import tpu
-
-    told = os.environ.get("MEGASCALE_NUM_SLICES") or tpu.get_tpu_env().get("MEGASCALE_NUM_SLICES")
-    return int(told or 1)
+    name = "MEGASCALE_NUM_SLICES"
+    return int(os.environ.get(name) or torch_xla_private.tpu_variables().get(name) or 1)
 
 
 def check_mesh(mesh: Mesh, model: VitConfig) -> None:
@@ -183,9 +177,7 @@ def _check_slices(mesh: Mesh) -> None:
             f"--mesh_dcn {mesh.dcn} is no multiple of the {slices} slices of this run "
             "(MEGASCALE_NUM_SLICES)"
         )
-    from torch_xla._internal import tpu
-
-    here = tpu.num_available_devices()
+    here = torch_xla_private.available_devices()
     if mesh.devices > here and here % mesh.tensor:
         raise UsageError(f"--mesh_tensor {mesh.tensor} must divide the {here} devices of a host")
 

@@ -12,7 +12,14 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
-from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
+
+from xla_fsdp.torch_xla_private import (
+    call_computation,
+    dynamic_slice,
+    dynamic_update_slice,
+    lowering_context,
+    seed_parameter,
+)
 
 Tensors = list[torch.Tensor]
 Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
@@ -59,7 +66,7 @@ class Scan:
             parameters.append(seeds)
         if self._computation is None:
             self._computation = self._build(parameters)
-        results = torch_xla._XLAC._xla_user_computation("xla::scan", parameters, self._computation)
+        results = call_computation("xla::scan", parameters, self._computation)
         first = 1 + self._state_count + self._input_count
         return results[1 : 1 + self._state_count], results[first : first + len(outputs)]
 
@@ -114,7 +121,7 @@ def _lower(
     rng_state = xm.get_rng_state()
     xm.set_rng_state(0)  # seeds that draws begin with are the round's own, nothing before them
     next_state, outputs = body(used[: len(state)], used[len(state) :])
-    context = torch_xla._XLAC.lowering.LoweringContext("Body")
+    context = lowering_context("Body")
     context.set_name_string("body")
     context.build([*next_state, *outputs])
     computation = xb.computation_from_module_proto("body", context.hlo())
@@ -123,11 +130,8 @@ def _lower(
     parameter_of.pop(-1, None)  # not used by the body
     others = context.device_parameter_id_tensor_mapping()
     others = {id_: tensor for id_, tensor in others.items() if id_ not in parameter_of}
-    seed = None
-    ids, nodes = torch_xla._XLAC._get_tensors_xla_device_data_node([*next_state, *outputs])
-    seed_id = torch_xla._XLAC._get_seed_info_id()
-    if seed_id in ids:
-        seed = context.tensor_parameter_id(nodes[ids.index(seed_id)])
+    seed = seed_parameter([*next_state, *outputs], context)
+    if seed is not None:
         del others[seed]
     constants: Tensors = []
     for id_, tensor in others.items():

@@ -11,12 +11,10 @@ import functools
 import math
 
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
-from torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard, XLAShardedTensor
 
 from data.loader import Batch
 from training.mesh import Axes, Spec
@@ -32,6 +30,7 @@ from xla_fsdp.sharding.placement import Sharding, device_order, local_devices, p
 from xla_fsdp.sharding.plain_names import device_part, is_stacked, plain_values
 from xla_fsdp.sharding.root import compute_with_whole
 from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS, Marks, cut_block, is_packed
+from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
 
 
 class SpmdBackend(XlaBackend):
@@ -244,16 +243,15 @@ class SpmdBackend(XlaBackend):
         return dict(self._model.named_parameters())
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
-        placements = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
-        _, indices = placements[0]
-        if indices is Ellipsis:
+        indices = local_shard_indices(tensor)[0]
+        if indices is REPLICATED:
             return tensor.nbytes
         return math.prod(i.stop - i.start for i in indices) * tensor.element_size()
 
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         chunks: dict[tuple[int, ...], Chunk] = {}
-        for shard in XLAShardedTensor(tensor).local_shards:
-            if shard.indices is Ellipsis:
+        for shard in xs.XLAShardedTensor(tensor).local_shards:
+            if shard.indices is REPLICATED:
                 return plain_values(name, shard.data, packed=False)
             offsets = tuple(index.start for index in shard.indices)
             chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: cut evenly
@@ -272,8 +270,8 @@ class SpmdBackend(XlaBackend):
             with torch.no_grad():  # (torch_xla's _replace_xla_tensor is undone by the next sync)
                 tensor.copy_(replicated)
             return
-        target = XLAShardedTensor(tensor.detach())
-        shards: list[XLAShard] = target.local_shards
+        target = xs.XLAShardedTensor(tensor.detach())
+        shards: list[xs.XLAShard] = target.local_shards
         for shard in shards:
             offsets = tuple(index.start for index in shard.indices)
             shard.data = device_part(cut, offsets, stacked=stacked, packed=self._packed(name))

@@ -73,10 +73,10 @@ def _begin_here() -> StartWatch:
 
 
 def _what_is_waited_for() -> str:
-    from torch_xla._internal import tpu
+    from xla_fsdp.torch_xla_private import hosts_of_slice
 
     try:
-        hosts, this = tpu.get_worker_ips(), tpu.worker_id()
+        hosts, this = hosts_of_slice()
     except Exception:  # noqa: BLE001 - whatever the metadata server says: the run can do without
         return "it starts when this program runs on all hosts of the slice"
     if len(hosts) == 1:

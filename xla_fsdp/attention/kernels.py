@@ -2,7 +2,7 @@
 
 They are those that ``torch_xla.experimental.custom_kernel.flash_attention`` calls, lowered on any
 machine (torch_xla's own way needs a TPU attached), in blocks that divide the sequence, and with
-what each of them costs noted in its call. Private functions of JAX: requirements-tpu.txt pins it.
+what each of them costs noted in its call.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch_xla
 
+from xla_fsdp import jax_private, torch_xla_private
 from xla_fsdp.attention.sizes import LANES, SUBLANES, Shape
 
 
@@ -44,7 +44,7 @@ class Kernel:
     dtypes: list[torch.dtype]
 
     def __call__(self, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-        return torch_xla._XLAC._xla_tpu_custom_call(
+        return torch_xla_private.call_tpu_kernel(
             arguments, self.config, [list(shape) for shape in self.shapes], self.dtypes
         )
 
@@ -86,30 +86,11 @@ def _lower(s: Shape, trace: Callable, arguments: list[str], results: list[str], 
 def _mosaic(trace: Callable, given: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
     """The one Pallas kernel of a JAX function of these arrays, as a TPU's custom call has it."""
     import jax
-    from jax._src import cloud_tpu_init
-    from jax._src.interpreters import mlir
-    from torch_xla.experimental.custom_kernel import _extract_backend_config
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is torch_xla's
-    # On a TPU's host JAX would ask that TPU, which it does not have, how old its software is.
-    on_tpu_host, cloud_tpu_init.running_in_cloud_tpu_vm = (
-        cloud_tpu_init.running_in_cloud_tpu_vm, False,
-    )  # fmt: skip
     names = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int32: "int32"}
     arrays = [jax.ShapeDtypeStruct(shape, names[dtype]) for shape, dtype in given]
-    try:
-        lowered = (
-            jax.jit(trace)
-            .trace(*arrays)
-            .lower(
-                lowering_platforms=("tpu",),
-                # As for export, in the format before the newest: libtpu 0.0.21 does not read that.
-                _private_parameters=mlir.LoweringParameters(for_export=True),
-            )
-        )
-    finally:
-        cloud_tpu_init.running_in_cloud_tpu_vm = on_tpu_host
-    config = _extract_backend_config(lowered.compiler_ir())
+    config = torch_xla_private.kernel_config(jax_private.lower_for_tpu(trace, arrays))
     assert config is not None
     return config
 
@@ -120,13 +101,11 @@ def _mosaic(trace: Callable, given: list[tuple[tuple[int, ...], torch.dtype]]) -
 
 def forward_function(s: Shape, scale: float, for_backward: bool) -> Callable:
     """(q, k, v, *rest) -> output, and if wanted each row's sum of exponentials, largest score."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
     def forward(q, k, v, *ids):
-        return pallas._flash_attention_impl(
-            q, k, v, None, pallas.SegmentIds(*ids) if ids else None, for_backward, False, scale,
-            1, s.block, s.block, s.block, False,
-        )  # fmt: skip
+        return jax_private.flash_forward(
+            q, k, v, ids, with_statistics=for_backward, scale=scale, block=s.block
+        )
 
     return forward
 
@@ -134,29 +113,25 @@ def forward_function(s: Shape, scale: float, for_backward: bool) -> Callable:
 def query_gradient_function(s: Shape, scale: float) -> Callable:
     """(q, k, v, *rest) -> q's gradient. ``rest`` ends with sums, largest scores, the gradient of
     the output, and the sum of it times the output over each row."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
     def query_gradient(q, k, v, *rest):
         *ids, sums, largest, grad, inner = rest
-        return pallas._flash_attention_bwd_dq(
-            q, k, v, None, pallas.SegmentIds(*ids) if ids else None, sums, largest, grad, inner,
-            block_q_major=s.block, block_k_major=s.block, block_k=s.block, sm_scale=scale,
-            causal=False, mask_value=pallas.DEFAULT_MASK_VALUE, debug=False,
-        )[0]  # fmt: skip
+        return jax_private.flash_query_gradient(
+            q, k, v, ids, sums=sums, largest=largest, grad=grad, inner=inner,
+            scale=scale, block=s.block,
+        )  # fmt: skip
 
     return query_gradient
 
 
 def key_gradients_function(s: Shape, scale: float) -> Callable:
     """The same arguments -> the gradients of k and v."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
     def key_gradients(q, k, v, *rest):
         *ids, sums, largest, grad, inner = rest
-        return pallas._flash_attention_bwd_dkv(
-            q, k, v, None, pallas.SegmentIds(*ids) if ids else None, sums, largest, grad, inner,
-            block_q_major=s.block, block_q=s.block, block_k_major=s.block, block_k=s.block,
-            sm_scale=scale, causal=False, mask_value=pallas.DEFAULT_MASK_VALUE, debug=False,
+        return jax_private.flash_key_gradients(
+            q, k, v, ids, sums=sums, largest=largest, grad=grad, inner=inner,
+            scale=scale, block=s.block,
         )  # fmt: skip
 
     return key_gradients

@@ -13,7 +13,8 @@ from importlib.metadata import version
 from models.vit import build_vit, train_flops_per_image
 from training.config import RunConfig
 from training.errors import UsageError
-from xla_fsdp import libtpu_flags
+from training.versions import warn_of_others
+from xla_fsdp import jax_private, libtpu_flags, torch_xla_private
 from xla_fsdp.compile_only.compiler import Compiled, as_stablehlo, check_installed, compile_graph
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.graphs import Graph, Result, Step, local_bytes
@@ -37,6 +38,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     if not own.tpu_topology:
         raise UsageError(f"--compile_only needs --tpu_topology. Known, for example: {KNOWN}")
     check_installed()
+    warn_of_others(torch_xla_private.WRITTEN_FOR | jax_private.WRITTEN_FOR)
     topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
     run = resolve_for_slice(config, own, topology.devices)
     _check_breaks(run)

@@ -1,8 +1,4 @@
-"""The TPU compiler, without a TPU: libtpu's compile-only client for a topology.
-
-Uses jaxlib's own layer over XLA (``jax._src``, ``jaxlib._jax``: not public, so the versions are
-pinned together in requirements-tpu.txt).
-"""
+"""The TPU compiler, without a TPU: libtpu's compile-only client for a topology."""
 
 from __future__ import annotations
 
@@ -20,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from training.errors import UsageError
-from xla_fsdp.compile_only.graphs import REPLICATED, Graph, local_bytes
+from xla_fsdp import jax_private
+from xla_fsdp.compile_only.graphs import Graph, local_bytes
 from xla_fsdp.compile_only.topologies import Topology
 from xla_fsdp.libtpu_flags import raise_if_refused
 
@@ -96,27 +93,13 @@ def _begin(stderr: str, variables: dict[str, str]) -> None:
 
 def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
     module = as_stablehlo(graph)
-    _annotate(module, graph)
-    from jax._src.lib import xla_client
-    from jaxlib import _jax
-
+    jax_private.mark_main(module, graph.sharding_of, graph.results, graph.donated)
     devices = _devices(topology)
-    partitions = topology.devices // replicas
-    options = xla_client.CompileOptions()
-    options.num_replicas, options.num_partitions = replicas, partitions
-    build = options.executable_build_options
-    build.use_spmd_partitioning = partitions > 1
+    numbers = np.array(_device_ids(devices, by_host)).reshape(replicas, -1)
     left = [mark is None for mark in graph.results]
-    build.allow_spmd_sharding_propagation_to_output = left
-    build.num_replicas, build.num_partitions = replicas, partitions
-    build.device_assignment = xla_client.DeviceAssignment.create(
-        np.array(_device_ids(devices, by_host)).reshape(replicas, partitions)
-    )
     start = time.perf_counter()
     try:
-        executable = devices[0].client.compile(
-            module.operation.get_asm(binary=True), _jax.DeviceList(tuple(devices)), options
-        )
+        executable = jax_private.compile_for(devices, numbers, module, left)
     except Exception as error:  # noqa: BLE001
         asked = hbm_asked_for(str(error), local_bytes(graph.arguments.values(), lambda _: None))
         if asked is None:
@@ -133,7 +116,7 @@ def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> 
         temporary_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
         capacity_bytes=topology.chip.hbm_bytes,
-        result_shardings=_result_shardings(executable),
+        result_shardings=jax_private.result_shardings(executable),
         hlo=executable.hlo_modules()[0].to_string(),
         seconds=seconds,
     )
@@ -170,47 +153,10 @@ def _device_ids(devices: list[Any], by_host: bool) -> list[int]:
     return [device.id for device in sorted(devices, key=place)]
 
 
-def _result_shardings(executable: Any) -> list[str]:
-    from jax._src.lib import xla_client
-
-    found = executable.get_output_shardings() or []
-    return [str(xla_client.HloSharding.from_proto(each)) for each in found]
-
-
 def as_stablehlo(graph: Graph) -> Any:
     """The program of all devices together."""
     _prepare_jax()
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
-
-    context = mlir.make_ir_context()
-    with context, ir.Location.unknown(context):
-        computation = xla_client.XlaComputation(graph.hlo)
-        return ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
-
-
-def _annotate(module: Any, graph: Graph) -> None:
-    """Mark arguments and results with their shardings, and which result replaces an argument."""
-    from jax._src.lib.mlir import ir
-
-    with module.context:
-        (main,) = (f for f in module.body.operations if f.name.value == "main")
-        arguments = []
-        for number in range(len(main.arguments)):
-            sharding = graph.arguments[number].sharding if number in graph.arguments else REPLICATED
-            assert isinstance(sharding, str)
-            marks = {"mhlo.sharding": ir.StringAttr.get(sharding)}
-            if number in graph.donated:
-                integer = ir.IntegerType.get_signless(32)
-                result = ir.IntegerAttr.get(integer, graph.donated[number])
-                marks["tf.aliasing_output"] = result
-            arguments.append(ir.DictAttr.get(marks))
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(arguments)
-        results = [
-            {"mhlo.sharding": ir.StringAttr.get(mark)} if mark else {} for mark in graph.results
-        ]
-        main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(m) for m in results])
+    return jax_private.stablehlo_of(graph.hlo)
 
 
 def hbm_asked_for(message: str, argument_bytes: int) -> int | None:

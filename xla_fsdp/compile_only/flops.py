@@ -6,6 +6,13 @@ import json
 import math
 from typing import Any
 
+from xla_fsdp.jax_private import (
+    contracted_dimensions,
+    first_integer,
+    kernel_output_dimension,
+    shape_of,
+)
+
 
 def count_flops(module: Any) -> float:
     """Of the whole program before it is cut up for devices: two operations a multiply-add.
@@ -20,7 +27,7 @@ def _of_block(block: Any, functions: dict[str, Any]) -> float:
     total = 0.0
     for op in _live(block):
         if op.name == "stablehlo.dot":
-            total += 2.0 * math.prod(_shape(op.results[0])) * _shape(op.operands[0])[-1]
+            total += 2.0 * math.prod(shape_of(op.results[0])) * shape_of(op.operands[0])[-1]
         elif op.name == "stablehlo.dot_general":
             total += _dot(op)
         elif op.name == "stablehlo.convolution":
@@ -53,28 +60,16 @@ def _live(block: Any) -> list[Any]:
     return live
 
 
-def _shape(value: Any) -> list[int]:
-    from jax._src.lib.mlir import ir
-
-    return list(ir.RankedTensorType(value.type).shape)
-
-
 def _dot(op: Any) -> float:
-    from jax._src.lib.mlir.dialects import hlo
-
-    numbers = hlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-    left = _shape(op.operands[0])
-    contracted = math.prod(left[d] for d in numbers.lhs_contracting_dimensions)
-    return 2.0 * math.prod(_shape(op.results[0])) * contracted
+    left = shape_of(op.operands[0])
+    contracted = math.prod(left[d] for d in contracted_dimensions(op))
+    return 2.0 * math.prod(shape_of(op.results[0])) * contracted
 
 
 def _convolution(op: Any) -> float:
-    from jax._src.lib.mlir.dialects import hlo
-
-    numbers = hlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
-    kernel = _shape(op.operands[1])
-    per_output = math.prod(kernel) // kernel[numbers.kernel_output_feature_dimension]
-    return 2.0 * math.prod(_shape(op.results[0])) * per_output
+    kernel = shape_of(op.operands[1])
+    per_output = math.prod(kernel) // kernel[kernel_output_dimension(op)]
+    return 2.0 * math.prod(shape_of(op.results[0])) * per_output
 
 
 def _kernel(op: Any) -> float:
@@ -85,19 +80,17 @@ def _kernel(op: Any) -> float:
     devices = 1.0
     part = op.operands[0]
     if getattr(part.owner, "name", "") == "stablehlo.custom_call":  # taken from a cut tensor
-        devices = math.prod(_shape(part.owner.operands[0])) / math.prod(_shape(part))
+        devices = math.prod(shape_of(part.owner.operands[0])) / math.prod(shape_of(part))
     return devices * float(cost["flops"])
 
 
 def _rounds(condition: Any, functions: dict[str, Any]) -> int:
     """The bound of the loop's counter, which begins at 0 and grows by 1 (xla_fsdp.scan)."""
-    from jax._src.lib.mlir import ir
-
     bounds = [1]
     for operation in condition.operations:
         op = operation.operation
         if op.name == "stablehlo.constant":
-            bounds.append(int(next(iter(ir.DenseIntElementsAttr(op.attributes["value"])))))
+            bounds.append(first_integer(op))
         elif op.name == "func.call":
             called = functions[op.attributes["callee"].value]
             bounds.append(_rounds(called.regions[0].blocks[0], functions))

@@ -58,6 +58,12 @@ class Graph:
             arguments[number] = Value(value.size, sharding)
         return replace(self, arguments=arguments)
 
+    def sharding_of(self, number: int) -> str:
+        """Return how an argument lies on the devices, in XLA's notation; it must be known."""
+        sharding = self.arguments[number].sharding if number in self.arguments else REPLICATED
+        assert isinstance(sharding, str)
+        return sharding
+
 
 @dataclass(frozen=True)
 class Step:

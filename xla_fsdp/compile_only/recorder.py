@@ -12,9 +12,8 @@ import torch_xla
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
+from xla_fsdp import torch_xla_private as private
 from xla_fsdp.compile_only.graphs import REPLICATED, Graph, Result, Value, tiles
-
-_XLAC = torch_xla._XLAC
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Recorder:
         living = _living()
         results = _recorded(living)
         # As after any execution: the next graph's collectives don't wait for this one's.
-        _XLAC._set_all_reduce_token(str(torch_xla.device()), None)
+        private.forget_all_reduces(str(torch_xla.device()))
         if not results:
             return
         graph = self._lower([same[0] for same in results], living)
@@ -73,7 +72,7 @@ class Recorder:
 
     def _mark(self, tensor: torch.Tensor) -> str | None:
         """How the program had it lie on the devices, now or before it was changed in place."""
-        marked = _XLAC._get_xla_sharding_spec(tensor)
+        marked = private.sharding_mark(tensor)
         if marked or tensor not in self._data:
             return marked or None
         known = self._data[tensor].sharding
@@ -86,7 +85,7 @@ class Recorder:
         shown = placeholder.clone()  # a mark on the placeholder itself would replace it
         for tensor in same:
             if tensor.numel() != tensor.shape.numel():  # a weight that FSDP has emptied so
-                _XLAC._replace_xla_tensor(tensor, shown)
+                private.replace_value(tensor, shown)
             else:
                 with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
                     tensor.data = shown
@@ -99,8 +98,8 @@ class Recorder:
         return list({id(data): data for data in found}.values())
 
     def _lower(self, results: list[torch.Tensor], living: list[torch.Tensor]) -> Graph:
-        hlo = _XLAC._get_xla_tensors_hlo_proto(results)
-        context = _XLAC.lowering.LoweringContext("Step")
+        hlo = private.hlo_proto(results)
+        context = private.lowering_context("Step")
         context.build(results)
 
         def number(data: _Data) -> int:  # -1: not an argument
@@ -129,15 +128,15 @@ def _living() -> list[torch.Tensor]:
             beside = (each._base, each.grad if each.is_leaf else None)  # may be known to C++ alone
             found += [each, *(other for other in beside if other is not None)]
     unique = {id(each): each for each in found}
-    return sorted(unique.values(), key=_XLAC._xla_get_tensor_id)
+    return sorted(unique.values(), key=private.recorded_number)
 
 
 def _recorded(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Those that are a graph so far and not data; what ``detach`` has doubled, together."""
     tensors = list(tensors)
-    needed = _XLAC._check_tensor_need_materialization(tensors)
+    needed = private.need_computing(tensors)
     found: dict[int, list[torch.Tensor]] = {}
     for tensor, wanted in zip(tensors, needed, strict=True):
         if wanted:
-            found.setdefault(_XLAC._xla_get_tensor_id(tensor), []).append(tensor)
+            found.setdefault(private.recorded_number(tensor), []).append(tensor)
     return list(found.values())

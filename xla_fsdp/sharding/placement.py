@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 from training.mesh import Mesh, Spec
 from xla_fsdp.sharding.hosts import by_slice_and_host, number_of
+from xla_fsdp.torch_xla_private import local_device_names, op_sharding_arguments
 
 
 def partition_spec(spec: Spec) -> tuple:
@@ -22,12 +22,12 @@ class Sharding(xs.ShardingSpec):
         (
             self._tile_assignment, self._group_assignment, self._replication_groups,
             self._sharding_type,
-        ) = self.mesh._get_op_sharding_args(self.partition_spec)  # fmt: skip
+        ) = op_sharding_arguments(self.mesh, self.partition_spec)  # fmt: skip
 
 
 def local_devices() -> set[int]:
     """The numbers of this host's devices."""
-    return {number_of(name) for name in torch_xla._XLAC._xla_get_runtime_devices()}
+    return {number_of(name) for name in local_device_names()}
 
 
 def device_order(mesh: Mesh) -> list[int]:

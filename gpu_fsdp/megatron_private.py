@@ -1,0 +1,30 @@
+"""What is used of megatron-fsdp beyond its documented interface, in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+WRITTEN_FOR = {"megatron-fsdp": "0.6.1"}
+
+
+def optimizer_parameters(model: Any) -> dict[str, DTensor]:
+    """Return, by its name in the module, the DTensor that the optimizer is to update of each."""
+    return dict(model.param_and_grad_buffer.optimizer_named_parameters)
+
+
+def own_range(parameter: DTensor) -> slice:
+    """Return which of a parameter's elements, flattened, this process updates."""
+    return getattr(parameter, "megatron_fsdp_slice", slice(0, parameter.numel()))
+
+
+def say_last_micro_batch(model: Any, is_last: bool) -> None:
+    """Tell the hooks of the coming backward pass whether they are to reduce what is left."""
+    model.is_last_microbatch = is_last
+
+
+def remove_gradient_hooks(model: Any) -> None:
+    """Remove the hooks in the parameters, which hold the model and would keep it alive."""
+    for hook in model.grad_acc_hooks.values():
+        hook.remove()

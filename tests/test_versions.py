@@ -1,0 +1,59 @@
+"""Private names of other packages: in one module a package, with the versions they are of."""
+
+import re
+
+import pytest
+
+from gpu_fsdp import megatron_private
+from tests.cli import ROOT, train_tiny
+from tests.test_launch_gpu import pins
+from training import versions
+from xla_fsdp import jax_private, torch_xla_private
+
+MODULES = {
+    "requirements-tpu.txt": (torch_xla_private, jax_private),
+    "requirements-gpu.txt": (megatron_private,),
+}
+PRIVATE = re.compile(
+    r"_XLAC|torch_xla\._(?!private)|jax\._src|jaxlib import _|cloud_tpu_init|pallas\._|_orig_name|"
+    r"param_and_grad_buffer|megatron_fsdp_slice|grad_acc_hooks"
+)
+
+
+@pytest.mark.parametrize("requirements", MODULES)
+def test_they_were_written_for_what_is_pinned(requirements):
+    pinned = pins(requirements)
+    for module in MODULES[requirements]:
+        assert module.WRITTEN_FOR
+        for package, version in module.WRITTEN_FOR.items():
+            assert pinned[package] == version
+
+
+@pytest.mark.parametrize("folder", ["xla_fsdp", "gpu_fsdp", "training"])
+def test_they_stand_nowhere_else(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        if not path.name.endswith("_private.py"):
+            assert not PRIVATE.findall(path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    ("installed", "told"),
+    [
+        ({"a": "1.2.3", "b": "4.5"}, None),
+        ({"a": "1.2.3+cu128", "b": None}, None),
+        ({"a": "1.3.0", "b": "4.5"}, "warning: a is 1.3.0, not 1.2.3, for which"),
+        ({"a": "1.3.0", "b": "4.6+cpu"}, "a is 1.3.0, not 1.2.3, b is 4.6+cpu, not 4.5, for which"),
+    ],
+)
+def test_what_is_told(installed, told, capsys, monkeypatch):
+    monkeypatch.setattr(versions, "installed_version", installed.get)
+    versions.warn_of_others({"a": "1.2.3", "b": "4.5"})
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (told is not None)
+    assert all(told in line for line in lines)
+
+
+def test_a_run_tells_it_once(tmp_path):
+    result = train_tiny(tmp_path, "--max_steps", "1", devices=2, program="tests.other_versions")
+    (line,) = [line for line in result.stderr.splitlines() if "warning: " in line]
+    assert line.startswith("run_vit_training.py: warning: torch_xla is 99.0.0, not 2.9.0, jax is ")

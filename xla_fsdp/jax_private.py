@@ -1,0 +1,251 @@
+"""What is used of jax and jaxlib beyond their documented interface, in one place.
+
+JAX is imported as these are called, and not before: ``compile_only`` first tells it, by the
+environment, to leave the TPU alone. Modules, operations and values of MLIR are jaxlib's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+WRITTEN_FOR = {"jax": "0.7.1", "jaxlib": "0.7.1"}
+
+
+def _ir() -> Any:
+    from jax._src.lib.mlir import ir
+
+    return ir
+
+
+def _hlo() -> Any:
+    from jax._src.lib.mlir.dialects import hlo
+
+    return hlo
+
+
+# -- StableHLO modules ----------------------------------------------------------------
+
+
+def stablehlo_of(hlo: bytes) -> Any:
+    """Return the module of a serialized HLO module of XLA."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+
+    ir, context = _ir(), mlir.make_ir_context()
+    with context, ir.Location.unknown(context):
+        computation = xla_client.XlaComputation(hlo)
+        return ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
+
+
+def mark_main(
+    module: Any,
+    arguments: Callable[[int], str],
+    results: Sequence[str | None],
+    donated: dict[int, int],
+) -> None:
+    """Write into the module's main function how its arguments and results lie on the devices.
+
+    ``arguments`` gives an argument's sharding by its number and ``results`` holds one for each
+    result, both in XLA's notation, None for what the compiler is to choose. ``donated`` maps an
+    argument to the result that takes its place.
+    """
+    ir = _ir()
+    with module.context:
+        (main,) = (f for f in module.body.operations if f.name.value == "main")
+        of_arguments = []
+        for number in range(len(main.arguments)):
+            marks = {"mhlo.sharding": ir.StringAttr.get(arguments(number))}
+            if number in donated:
+                integer = ir.IntegerType.get_signless(32)
+                marks["tf.aliasing_output"] = ir.IntegerAttr.get(integer, donated[number])
+            of_arguments.append(ir.DictAttr.get(marks))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(of_arguments)
+        of_results = [
+            {"mhlo.sharding": ir.StringAttr.get(mark)} if mark else {} for mark in results
+        ]
+        main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(m) for m in of_results])
+
+
+def shape_of(value: Any) -> list[int]:
+    """Return the sizes of a tensor that is a value of a module."""
+    return list(_ir().RankedTensorType(value.type).shape)
+
+
+def contracted_dimensions(dot_general: Any) -> list[int]:
+    """Return the dimensions of a dot_general's left side that are summed over."""
+    numbers = _hlo().DotDimensionNumbers(dot_general.attributes["dot_dimension_numbers"])
+    return list(numbers.lhs_contracting_dimensions)
+
+
+def kernel_output_dimension(convolution: Any) -> int:
+    """Return the dimension of a convolution's kernel that its output features are along."""
+    numbers = _hlo().ConvDimensionNumbers(convolution.attributes["dimension_numbers"])
+    return numbers.kernel_output_feature_dimension
+
+
+def first_integer(constant: Any) -> int:
+    """Return the first element of a constant operation of integers."""
+    return int(next(iter(_ir().DenseIntElementsAttr(constant.attributes["value"]))))
+
+
+# -- the compiler ---------------------------------------------------------------------
+
+
+def compile_for(
+    devices: Sequence[Any], numbers: Any, module: Any, chosen_by_compiler: list[bool]
+) -> Any:
+    """Compile a module for devices of a compile-only client; returns the executable.
+
+    ``numbers`` is the array (replicas, partitions) of the devices' ids, in the mesh's order;
+    ``chosen_by_compiler`` tells of each result whether its sharding is left open. Raises jaxlib's
+    own error if the compiler refuses.
+    """
+    from jax._src.lib import xla_client
+    from jaxlib import _jax
+
+    replicas, partitions = numbers.shape
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = replicas, partitions
+    build = options.executable_build_options
+    build.use_spmd_partitioning = partitions > 1
+    build.allow_spmd_sharding_propagation_to_output = chosen_by_compiler
+    build.num_replicas, build.num_partitions = replicas, partitions
+    build.device_assignment = xla_client.DeviceAssignment.create(numbers)
+    return devices[0].client.compile(
+        module.operation.get_asm(binary=True), _jax.DeviceList(tuple(devices)), options
+    )
+
+
+def result_shardings(executable: Any) -> list[str]:
+    """Return how each result of an executable lies on the devices, in XLA's notation."""
+    from jax._src.lib import xla_client
+
+    found = executable.get_output_shardings() or []
+    return [str(xla_client.HloSharding.from_proto(each)) for each in found]
+
+
+def lower_for_tpu(function: Callable, arrays: Sequence[Any]) -> Any:
+    """Lower a function of arrays of these shapes for TPUs, on any machine; returns the module.
+
+    It is written as for export, in the format before the newest: libtpu 0.0.21 does not read that.
+    """
+    import jax
+    from jax._src import cloud_tpu_init
+    from jax._src.interpreters import mlir
+
+    # On a TPU's host JAX would ask that TPU, which it does not have, how old its software is.
+    on_tpu_host = cloud_tpu_init.running_in_cloud_tpu_vm
+    cloud_tpu_init.running_in_cloud_tpu_vm = False
+    for_export = mlir.LoweringParameters(for_export=True)
+    try:
+        traced = jax.jit(function).trace(*arrays)
+        lowered = traced.lower(lowering_platforms=("tpu",), _private_parameters=for_export)
+    finally:
+        cloud_tpu_init.running_in_cloud_tpu_vm = on_tpu_host
+    return lowered.compiler_ir()
+
+
+# -- the Pallas kernels of flash attention, as functions of JAX arrays ----------------
+# q, k, v: (images, heads, tokens, width). ids: nothing, or of queries and of keys (images, tokens):
+# a query takes the keys of its own number. sums, largest, inner: (images, heads, tokens).
+
+
+def flash_forward(
+    q: Any, k: Any, v: Any, ids: Sequence[Any], *, with_statistics: bool, scale: float, block: int
+) -> Any:
+    """Return the output; with statistics also each row's sum of exponentials, largest score."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    return pallas._flash_attention_impl(
+        q=q,
+        k=k,
+        v=v,
+        ab=None,
+        segment_ids=pallas.SegmentIds(*ids) if ids else None,
+        save_residuals=with_statistics,
+        causal=False,
+        sm_scale=scale,
+        block_b=1,
+        block_q=block,
+        block_k_major=block,
+        block_k=block,
+        debug=False,
+    )
+
+
+def flash_query_gradient(
+    q: Any,
+    k: Any,
+    v: Any,
+    ids: Sequence[Any],
+    *,
+    sums: Any,
+    largest: Any,
+    grad: Any,
+    inner: Any,
+    scale: float,
+    block: int,
+) -> Any:
+    """Return q's gradient, for the output's gradient ``grad``.
+
+    ``inner`` is the sum over each row of the output times its gradient.
+    """
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    gradient, _ = pallas._flash_attention_bwd_dq(
+        q,
+        k,
+        v,
+        ab=None,
+        segment_ids=pallas.SegmentIds(*ids) if ids else None,
+        l=sums,
+        m=largest,
+        do=grad,
+        di=inner,
+        block_q_major=block,
+        block_k_major=block,
+        block_k=block,
+        sm_scale=scale,
+        causal=False,
+        mask_value=pallas.DEFAULT_MASK_VALUE,
+        debug=False,
+    )
+    return gradient
+
+
+def flash_key_gradients(
+    q: Any,
+    k: Any,
+    v: Any,
+    ids: Sequence[Any],
+    *,
+    sums: Any,
+    largest: Any,
+    grad: Any,
+    inner: Any,
+    scale: float,
+    block: int,
+) -> tuple[Any, Any]:
+    """Return the gradients of k and of v; the arguments are those of ``flash_query_gradient``."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    return pallas._flash_attention_bwd_dkv(
+        q,
+        k,
+        v,
+        ab=None,
+        segment_ids=pallas.SegmentIds(*ids) if ids else None,
+        l=sums,
+        m=largest,
+        do=grad,
+        di=inner,
+        block_q_major=block,
+        block_q=block,
+        block_k_major=block,
+        block_k=block,
+        sm_scale=scale,
+        causal=False,
+        mask_value=pallas.DEFAULT_MASK_VALUE,
+        debug=False,
+    )
