@@ -30,7 +30,7 @@ def test_same_losses_as_xla(tmp_path):
         (2, "", "ZeRO-3, each block a unit, mesh dp_outer 1 x dp_shard 2"),
         (2, "--zero_dp_strategy 2 --forward_prefetch 0 --backward_prefetch 0", "ZeRO-2"),
         (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
-        (2, "--zero_dp_strategy no_shard", "data parallel (no sharding)"),
+        (2, "--zero_dp_strategy no_shard", "(no sharding), mesh dp_outer 2 x dp_shard 1"),
         (2, "--run_without_fsdp --channels_last", "channels last"),
         (4, "--forward_prefetch 2 --backward_prefetch 2", "dp_outer 1 x dp_shard 4"),
         (4, "--dp_outer 2", "dp_outer 2 x dp_shard 2"),

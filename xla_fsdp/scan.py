@@ -7,6 +7,8 @@ once: a later call costs the host the same for any number of rounds and any size
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 import torch_xla
@@ -26,6 +28,58 @@ Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 """(state, one slice of each input) -> (next state, one slice of each output)."""
 
 
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class _Carried(Generic[T]):
+    """What goes round the loop: tensors before it is built, ops while it is built."""
+
+    number: T
+    """The round's, from 0: an int32 scalar."""
+    state: list[T]
+    inputs: list[T]
+    """Stacked: a round takes its slice of each. They stay as they are."""
+    outputs: list[T]
+    """Stacked: a round writes its slice of each."""
+    constants: list[T]
+    """What the body uses without being given it."""
+    seeds: list[T]
+    """int64 (rounds,), if the body draws random numbers, else none."""
+
+    def flat(self) -> list[T]:
+        """Return everything in the order of the fields, as XLA's loop carries it."""
+        return [
+            self.number, *self.state, *self.inputs, *self.outputs, *self.constants, *self.seeds,
+        ]  # fmt: skip
+
+    def like(self, flat: Sequence[U]) -> _Carried[U]:
+        """Return what is in the places of another loop's ``flat``, by field."""
+        number, *rest = flat
+        parts = []
+        for part in (self.state, self.inputs, self.outputs, self.constants, self.seeds):
+            parts.append(rest[: len(part)])
+            rest = rest[len(part) :]
+        assert not rest
+        return _Carried(number, *parts)
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """The loop's body as a computation of its own."""
+
+    computation: object
+    order: list[int]
+    """For each of its parameters the index among (state, slices of inputs, constants, seed)."""
+    outputs: list[tuple[tuple[int, ...], torch.dtype]]
+    """Shape and dtype of one slice of each output."""
+    constants: Tensors
+    """The tensors that it uses without being given them."""
+    draws: bool
+    """Whether it takes a seed, because it draws random numbers."""
+
+
 class Scan:
     """The loop, traced for tensors of these shapes; ``reverse`` runs it from last to first.
 
@@ -39,16 +93,13 @@ class Scan:
     ) -> None:  # fmt: skip
         self._rounds = len(inputs[0])
         self._reverse = reverse
-        self._state_count, self._input_count = len(state), len(inputs)
-        self._body, self._order, self._outputs, self._constants, self._seed = _lower(
-            body, state, inputs
-        )
-        self._computation: object | None = None
+        self._body = _lower(body, state, inputs)
+        self._loop: object | None = None
 
     @property
     def draws(self) -> bool:
         """Whether the body draws random numbers, so that the call needs seeds."""
-        return self._seed is not None
+        return self._body.draws
 
     def __call__(
         self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
@@ -56,61 +107,61 @@ class Scan:
     ) -> tuple[Tensors, Tensors]:  # fmt: skip
         """The last state and the stacked outputs. ``seeds``: int64 (rounds,), if it ``draws``."""
         device = torch_xla.device()
-        outputs = [
-            torch.zeros((self._rounds, *shape), dtype=dtype, device=device)
-            for shape, dtype in self._outputs
-        ]
-        parameters = [torch.zeros((), dtype=torch.int32, device=device), *state, *inputs, *outputs,
-                      *self._constants]  # fmt: skip
-        if seeds is not None and self.draws:
-            parameters.append(seeds)
-        if self._computation is None:
-            self._computation = self._build(parameters)
-        results = call_computation("xla::scan", parameters, self._computation)
-        first = 1 + self._state_count + self._input_count
-        return results[1 : 1 + self._state_count], results[first : first + len(outputs)]
+        given = _Carried(
+            number=torch.zeros((), dtype=torch.int32, device=device),
+            state=list(state),
+            inputs=list(inputs),
+            outputs=[
+                torch.zeros((self._rounds, *shape), dtype=dtype, device=device)
+                for shape, dtype in self._body.outputs
+            ],
+            constants=self._body.constants,
+            seeds=[seeds] if self.draws and seeds is not None else [],
+        )
+        if self._loop is None:
+            self._loop = self._build(given)
+        results = given.like(call_computation("xla::scan", given.flat(), self._loop))
+        return results.state, results.outputs
 
-    def _build(self, parameters: Tensors) -> object:
+    def _build(self, given: _Carried[torch.Tensor]) -> object:
         builder = xb.create_builder("scan")
-        ops = [xb.mkparam(builder, i, xb.tensor_shape(t)) for i, t in enumerate(parameters)]
-        loop = xb.Op.mkwhile(ops, self._goes_on, self._round)
+        ops = [xb.mkparam(builder, i, xb.tensor_shape(t)) for i, t in enumerate(given.flat())]
+
+        def next_round(*now: xb.Op) -> tuple[xb.Op, ...]:
+            return tuple(self._round(given.like(now)).flat())
+
+        loop = xb.Op.mkwhile(ops, self._goes_on, next_round)
         return loop.build("scan")
 
     def _goes_on(self, number: xb.Op, *_: xb.Op) -> xb.Op:
         return number < xb.Op.scalar(number.builder(), self._rounds, dtype=xb.Type.S32)
 
-    def _round(self, number: xb.Op, *rest: xb.Op) -> tuple[xb.Op, ...]:
-        builder = number.builder()
+    def _round(self, now: _Carried[xb.Op]) -> _Carried[xb.Op]:
+        builder = now.number.builder()
 
         def integer(value: int) -> xb.Op:
             return xb.Op.scalar(builder, value, dtype=xb.Type.S32)
 
-        index = integer(self._rounds - 1) - number if self._reverse else number
-        states, inputs_end = self._state_count, self._state_count + self._input_count
-        outputs_end = inputs_end + len(self._outputs)
-        constants_end = outputs_end + len(self._constants)
-        slices = [dynamic_slice(each, index) for each in rest[states:inputs_end]]
-        seeds = [dynamic_slice(each, index) for each in rest[constants_end:]]
-        given = [*rest[:states], *slices, *rest[outputs_end:constants_end], *seeds]
-        result = xb.Op.call(self._body, [given[i] for i in self._order])
-        state = [result.get_tuple_element(i) for i in range(states)]
+        index = integer(self._rounds - 1) - now.number if self._reverse else now.number
+        slices = [dynamic_slice(each, index) for each in now.inputs]
+        seeds = [dynamic_slice(each, index) for each in now.seeds]
+        given = [*now.state, *slices, *now.constants, *seeds]
+        result = xb.Op.call(self._body.computation, [given[i] for i in self._body.order])
+        count = len(now.state)
         outputs = [
-            dynamic_update_slice(stacked, result.get_tuple_element(states + i), index)
-            for i, stacked in enumerate(rest[inputs_end:outputs_end])
+            dynamic_update_slice(stacked, result.get_tuple_element(count + i), index)
+            for i, stacked in enumerate(now.outputs)
         ]
-        kept = (rest[states:inputs_end], rest[outputs_end:])
-        return (number + integer(1), *state, *kept[0], *outputs, *kept[1])
+        return replace(
+            now,
+            number=now.number + integer(1),
+            state=[result.get_tuple_element(i) for i in range(count)],
+            outputs=outputs,
+        )
 
 
-def _lower(
-    body: Body, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> tuple[object, list[int], list[tuple[tuple[int, ...], torch.dtype]], Tensors, int | None]:
-    """The body as a computation of its own, and what it takes and gives.
-
-    Returns the computation; for each of its parameters the index among (state, slices of the
-    inputs, constants, seed); shapes and dtypes of the outputs; the tensors that it uses without
-    being given them; and the index of the seed, None if it draws no random numbers.
-    """
+def _lower(body: Body, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> _Lowered:
+    """Trace the body and lower it, with a seed of its own for what it draws at random."""
 
     def placeholder(like: torch.Tensor) -> torch.Tensor:
         return xb.create_placeholder_tensor(like.shape, like.dtype)
@@ -140,6 +191,10 @@ def _lower(
     if seed is not None:
         parameter_of[seed] = len(given) + len(constants)
     xm.set_rng_state(rng_state)
-    order = [parameter_of[id_] for id_ in range(len(parameter_of))]
-    shapes = [(tuple(each.shape), each.dtype) for each in outputs]
-    return computation, order, shapes, constants, seed
+    return _Lowered(
+        computation=computation,
+        order=[parameter_of[id_] for id_ in range(len(parameter_of))],
+        outputs=[(tuple(each.shape), each.dtype) for each in outputs],
+        constants=constants,
+        draws=seed is not None,
+    )
