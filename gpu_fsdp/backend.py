@@ -5,12 +5,10 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from data.loader import Batch
@@ -18,8 +16,7 @@ from gpu_fsdp import adamw, te_block
 from gpu_fsdp.blocks import checkpoint_activations, compile_block
 from gpu_fsdp.devices import Device
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
-from training.backend import InitializeModule, pass_seed
-from training.checkpoints.reader import SafeReader, quiet_dcp
+from training.backend import InitializeModule, State, pass_seed
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stopping import largest_of_all
 
@@ -276,8 +273,8 @@ class GpuBackend(abc.ABC):
 
     # -- checkpoints ------------------------------------------------------------------
 
-    def _state(self, with_optimizer: bool = True) -> dict:
-        """Model and optimizer under plain names; what is read into it is in place."""
+    def state(self, *, with_optimizer: bool = True) -> State:
+        """Hand over the very tensors that steps compute with, under plain names."""
         model, optimizer = {}, {}
         for name, part in self._locals.items():
             model[name] = self._global_view(name, part.detach())
@@ -286,28 +283,10 @@ class GpuBackend(abc.ABC):
                     entry: value if entry == "step" else self._global_view(name, value)
                     for entry, value in self._optimizer.state[part].items()
                 }
-        state: dict = {"model": model}
-        if with_optimizer:
-            state["optimizer"] = {"state": optimizer}
-        return state
+        if not with_optimizer:
+            return State(model, None, {})
+        return State(model, optimizer, self._step_state())
 
-    def save(self, path: Path, training: dict[str, torch.Tensor]) -> None:
-        state = self._state()
-        state["training"] = {**training, **self._step_state(), "rng": torch.get_rng_state()}
-        with quiet_dcp():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
-
-    def load(self, path: Path, *, with_optimizer: bool = True) -> None:
-        reader = SafeReader(path)
-        state = self._state(with_optimizer)
-        if with_optimizer:
-            saved = reader.read_metadata().state_dict_metadata
-            found = {name: value for name, value in self._step_state().items()
-                     if f"training.{name}" in saved}  # fmt: skip
-            state["training"] = {**found, "rng": torch.get_rng_state()}
-        with quiet_dcp():
-            dcp.load(state, storage_reader=reader)
-        if with_optimizer:
-            torch.set_rng_state(state["training"].pop("rng"))
-            self._restore_step_state(state["training"])
+    def take(self, state: State) -> None:
+        self._restore_step_state(state.step)
         self._after_load()

@@ -13,7 +13,7 @@ from tests.megatron_on_cpu import without_cuda
 
 def save(run, backend) -> None:
     shard_and_optimize(run, build_vit(run.model), backend)
-    backend.save(run.ckpt_dir / "initial", {})
+    save_state(backend, run.ckpt_dir / "initial", {})
 
 
 if __name__ == "__main__":
@@ -23,6 +23,7 @@ if __name__ == "__main__":
     from gpu_fsdp.launch import launch
     from models.vit import build_vit
     from tests.resolved import on_gpus
+    from training.checkpoints.state import save_state
     from training.step import shard_and_optimize
 
     resolve_gpu.check_megatron_runs_here = lambda: None

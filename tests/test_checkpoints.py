@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.cli import ROOT
+from training.backend import State
 from training.checkpoints.choose import complete_checkpoints, find_resume
 from training.checkpoints.content import Position, training_tensors
 from training.checkpoints.keep import later_ones, prune, set_aside
@@ -24,7 +25,8 @@ from training.checkpoints.manifest import (
     read_manifest,
     write_manifest,
 )
-from training.checkpoints.reader import SafeReader, quiet_dcp, read_saved_run
+from training.checkpoints.reader import SafeReader, quiet_dcp, read_metadata, read_saved_run
+from training.checkpoints.state import load_state, save_state
 from training.errors import UsageError
 
 
@@ -49,6 +51,60 @@ def of_an_earlier_version(ckpt_dir, step):
         state = {"model": {"w": torch.ones(3)}, "training": training}
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     return folder
+
+
+# -- the state of a backend -----------------------------------------------------------
+
+
+class OneWeight:
+    """A backend, as far as checkpoints know one: its tensors are all equal to one number."""
+
+    def __init__(self, value, step_names=()):
+        self.value, self.taken = value, None
+        self.step_names = step_names
+
+    def state(self, *, with_optimizer=True):
+        moments = {name: torch.full((2,), self.value) for name in ("step", "exp_avg", "exp_avg_sq")}
+        return State(
+            model={"a.w": torch.full((2, 3), self.value)},
+            optimizer={"a.w": moments} if with_optimizer else None,
+            step={name: torch.tensor(self.value) for name in self.step_names},
+        )
+
+    def take(self, state):
+        self.taken = state
+
+
+def test_the_names_of_what_is_written(tmp_path):
+    save_state(OneWeight(1.0, ["scale"]), tmp_path, {"step": torch.tensor(7)})
+    assert set(read_metadata(tmp_path).state_dict_metadata) == {
+        "model.a.w", "optimizer.state.a.w.step", "optimizer.state.a.w.exp_avg",
+        "optimizer.state.a.w.exp_avg_sq", "training.step", "training.scale", "training.rng",
+    }  # fmt: skip
+
+
+def test_state_comes_back(tmp_path):
+    torch.manual_seed(3)
+    save_state(OneWeight(1.0, ["scale"]), tmp_path, {})
+    drawn = torch.rand(())
+    backend = OneWeight(2.0, ["scale", "of a later version"])
+    load_state(backend, tmp_path)
+    assert torch.rand(()) == drawn
+    assert (backend.taken.model["a.w"] == 1).all()
+    assert all((value == 1).all() for value in backend.taken.optimizer["a.w"].values())
+    assert backend.taken.step == {"scale": torch.tensor(1.0)}
+
+
+def test_weights_alone_come_back(tmp_path):
+    save_state(OneWeight(1.0, ["scale"]), tmp_path, {})
+    torch.manual_seed(4)
+    drawn = torch.rand(())
+    torch.manual_seed(4)
+    backend = OneWeight(2.0, ["scale"])
+    load_state(backend, tmp_path, with_optimizer=False)
+    assert torch.rand(()) == drawn
+    assert (backend.taken.model["a.w"] == 1).all()
+    assert backend.taken.optimizer is None
 
 
 # -- nothing is run by loading --------------------------------------------------------

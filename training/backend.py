@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,6 +21,22 @@ def pass_seed(seed: int, pass_index: int, stream: int) -> int:
     """Of dropout in one forward pass: 56 bits from ``--seed``, its number, and who draws."""
     digest = hashlib.sha256(f"{seed}/{pass_index}/{stream}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint keeps of a backend: tensors, by their names and shapes in the plain model.
+
+    Each is whole, or a ``training.shards.ShardedTensor`` of this process's part. What a checkpoint
+    holds is read into them in place.
+    """
+
+    model: dict[str, torch.Tensor]
+    """The weights by name."""
+    optimizer: dict[str, dict[str, torch.Tensor]] | None
+    """AdamW's "step", "exp_avg" and "exp_avg_sq" by the weight's name; None if not asked for."""
+    step: dict[str, torch.Tensor]
+    """What else the next step depends on, on the CPU, by names of the backend's own."""
 
 
 class Backend(Protocol):
@@ -88,11 +104,11 @@ class Backend(Protocol):
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         """Values of small tensors, without stopping the device or this thread."""
 
-    def save(self, path: Path, training: dict[str, torch.Tensor]) -> None:
-        """Write model, optimizer, random state and ``training`` as a DCP checkpoint."""
+    def state(self, *, with_optimizer: bool = True) -> State:
+        """Hand over the weights and, unless only these are wanted, what goes on from them."""
 
-    def load(self, path: Path, *, with_optimizer: bool = True) -> None:
-        """Restore the model and, unless only that is wanted, optimizer and random state."""
+    def take(self, state: State) -> None:
+        """Go on from a state that ``state`` gave and into which other values were read."""
 
     def barrier(self) -> None:
         """Until every process is here."""

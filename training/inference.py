@@ -27,6 +27,7 @@ from models.vit import build_vit, fsdp_units
 from training.backend import Backend
 from training.checkpoints.choose import Candidates
 from training.checkpoints.content import SavedRun
+from training.checkpoints.state import load_state
 from training.config import RunConfig
 from training.errors import UsageError
 from training.evaluation import evaluate
@@ -233,7 +234,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
         say(weights.note)
     sharded = backend.shard(model, list(fsdp_units(model)), weights.initialize)
     if weights.tensors is None:
-        backend.load(weights.path, with_optimizer=False)
+        load_state(backend, weights.path, with_optimizer=False)
     say(backend.describe())
     say("evaluating" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
     result = evaluate(sharded, loader, backend)

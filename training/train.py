@@ -22,6 +22,7 @@ from training.checkpoints.content import Position, SavedRun
 from training.checkpoints.lock import FolderLock
 from training.checkpoints.manifest import replace_file
 from training.checkpoints.saver import CheckpointSaver
+from training.checkpoints.state import load_state
 from training.config import CheckpointConfig
 from training.errors import NOT_FINITE, RunFailed, StoppedBySignal
 from training.evaluation import Evaluations
@@ -200,7 +201,7 @@ def _place(plan: Plan, run: Run, session: Session, start: Start, position: Posit
     say(f"model: {run.config.model.model}, {count:,} parameters")
     model = shard_and_optimize(run, plain, backend)
     if start.resume:
-        backend.load(start.resume.path)
+        load_state(backend, start.resume.path)
     _say_plan(run, session, start.resume, position)
     return model
 

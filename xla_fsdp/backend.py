@@ -5,11 +5,10 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
@@ -18,8 +17,7 @@ from torch import nn
 from torch_xla.distributed.fsdp import checkpoint_module
 from tqdm import tqdm
 
-from training.backend import InitializeModule, pass_seed
-from training.checkpoints.reader import SafeReader, quiet_dcp
+from training.backend import InitializeModule, State, pass_seed
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stopping import largest_of_all
 from xla_fsdp import chips
@@ -27,6 +25,23 @@ from xla_fsdp.blocks import compute_in_bf16, cut_every
 from xla_fsdp.memory import DeviceMemory
 from xla_fsdp.optimizer import build_adamw, set_lr, step_unless
 from xla_fsdp.resolve_xla import XlaRun
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """A tensor on the devices, and what was copied of it to the host."""
+
+    name: str
+    """The name of the parameter that it is, or that it is AdamW's state of, on the devices."""
+    tensor: torch.Tensor
+    values: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _HostState(State):
+    """A state as it was copied to the host, which knows the way back."""
+
+    origins: list[_Origin]
 
 
 class XlaBackend(abc.ABC):
@@ -248,17 +263,16 @@ class XlaBackend(abc.ABC):
 
     # -- checkpoints ------------------------------------------------------------------
 
-    def _host_state(
-        self, with_optimizer: bool = True
-    ) -> tuple[dict, list[tuple[str, torch.Tensor, list[torch.Tensor]]]]:
-        """Model and optimizer on CPU under plain names, and which device tensor each is of."""
+    def state(self, *, with_optimizer: bool = True) -> State:
+        """Copy the state to the host, each device tensor as its parts in the plain model."""
+        xm.wait_device_ops()
         model: dict[str, torch.Tensor] = {}
         optimizer: dict[str, dict[str, torch.Tensor]] = {}
-        origins: list[tuple[str, torch.Tensor, list[torch.Tensor]]] = []
+        origins: list[_Origin] = []
         for key, parameter in self._named_parameters().items():
             views = self._to_host(key, parameter.detach())
             model.update(views)
-            origins.append((key, parameter, list(views.values())))
+            origins.append(_Origin(key, parameter, list(views.values())))
             entries = self._optimizer.state[parameter] if with_optimizer else {}
             for entry, tensor in entries.items():
                 if entry == "step":
@@ -268,30 +282,11 @@ class XlaBackend(abc.ABC):
                     state_views = self._to_host(key, tensor)
                 for name, view in state_views.items():
                     optimizer.setdefault(name, {})[entry] = view
-                origins.append((key, tensor, list(state_views.values())))
-        state: dict = {"model": model}
-        if with_optimizer:
-            state["optimizer"] = {"state": optimizer}
-        return state, origins
+                origins.append(_Origin(key, tensor, list(state_views.values())))
+        return _HostState(model, optimizer if with_optimizer else None, {}, origins)
 
-    def save(self, path: Path, training: dict[str, torch.Tensor]) -> None:
-        xm.wait_device_ops()
-        state, _ = self._host_state()
-        state["training"] = {**training, "rng": torch.get_rng_state()}
-        alone = xr.process_count() == 1
-        with quiet_dcp():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=alone)
-
-    def load(self, path: Path, *, with_optimizer: bool = True) -> None:
-        reader = SafeReader(path)
-        state, origins = self._host_state(with_optimizer)
-        if with_optimizer:
-            state["training"] = {"rng": torch.get_rng_state()}
-        alone = xr.process_count() == 1
-        with quiet_dcp():
-            dcp.load(state, storage_reader=reader, no_dist=alone)
-        for name, tensor, saved in origins:
-            self._to_device(name, tensor, saved)
+    def take(self, state: State) -> None:
+        assert isinstance(state, _HostState)
+        for origin in state.origins:
+            self._to_device(origin.name, origin.tensor, origin.values)
         torch_xla.sync(wait=True)
-        if with_optimizer:
-            torch.set_rng_state(state["training"]["rng"])

@@ -25,8 +25,27 @@ from typing import Any
 
 import torch
 
+from training.backend import State
+
 FORMAT = 2
 POSITION = ("step", "epoch", "images_in_epoch")
+RNG = "rng"
+
+
+def tree(state: State, training: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return what DCP is to write or to read into: its entries' names are the path to a tensor.
+
+    ``training`` holds the ``training.*`` entries, which are left out if there are none.
+    """
+    content: dict[str, Any] = {"model": state.model}
+    if state.optimizer is not None:
+        content["optimizer"] = {"state": state.optimizer}
+    return content | ({"training": dict(training)} if training else {})
+
+
+def training_entry(name: str) -> str:
+    """Return the full name of a ``training.*`` entry."""
+    return f"training.{name}"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from training.checkpoints.content import FORMAT
+from training.checkpoints.content import FORMAT, training_entry
 from training.checkpoints.reader import METADATA, named_files, read_metadata
 
 MANIFEST = "manifest.json"
@@ -106,7 +106,7 @@ def is_complete(folder: Path) -> bool:
     if not (folder / METADATA).is_file():
         return False
     try:
-        return "training.format" not in read_metadata(folder).state_dict_metadata
+        return training_entry("format") not in read_metadata(folder).state_dict_metadata
     except Exception:  # noqa: BLE001 - a damaged file can fail in any way
         return True  # of an earlier version, most likely: reading it will tell
 

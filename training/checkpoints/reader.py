@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from training.checkpoints.content import POSITION, SavedRun, saved_run
+from training.checkpoints.content import POSITION, SavedRun, saved_run, training_entry
 from training.errors import UsageError
 
 METADATA = ".metadata"
@@ -100,9 +100,9 @@ def read_saved_run(path: Path) -> SavedRun:
         entries = reader.read_metadata().state_dict_metadata
         wanted: dict[str, Any] = {}
         for name in (*POSITION, "arguments", "classes"):
-            if name == "classes" and "training.classes" not in entries:
+            if name == "classes" and training_entry(name) not in entries:
                 continue
-            entry = entries[f"training.{name}"]
+            entry = entries[training_entry(name)]
             assert isinstance(entry, TensorStorageMetadata)
             wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         state = {"training": wanted}

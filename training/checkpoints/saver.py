@@ -17,6 +17,7 @@ from training.checkpoints.content import Position, training_tensors
 from training.checkpoints.keep import clear, prune, remove
 from training.checkpoints.manifest import entries, write_manifest
 from training.checkpoints.reader import METADATA, reason_of
+from training.checkpoints.state import save_state
 from training.errors import NOT_SAVED, RunFailed
 
 
@@ -82,7 +83,7 @@ class CheckpointSaver:
                 clear(folder)
 
         def write() -> None:
-            self.backend.save(folder, tensors)
+            save_state(self.backend, folder, tensors)
 
         def sum_up() -> None:
             mine = f"__{processes.rank()}_"

@@ -14,12 +14,14 @@ import torch.distributed.checkpoint as dcp
 from models.vit import build_vit, parameter_count
 from training import processes
 from training.backend import Backend
+from training.backend import State as BackendState
 from training.checkpoints.choose import complete_checkpoints, folder_of
-from training.checkpoints.content import Position
+from training.checkpoints.content import Position, tree
 from training.checkpoints.lock import FolderLock
 from training.checkpoints.manifest import damage
 from training.checkpoints.reader import SafeReader, quiet_dcp, reason_of
 from training.checkpoints.saver import CheckpointSaver
+from training.checkpoints.state import load_state
 from training.errors import RunFailed, UsageError
 from training.resolve import Run
 from training.self_check.reference import MOMENTS, Tensors
@@ -106,7 +108,7 @@ class Checkpoints:
             if problem := damage(path):
                 raise UsageError(f"the checkpoint that was written is damaged: {problem}")
             with quiet_dcp():
-                wanted = {"model": model, "optimizer": {"state": state}}
+                wanted = tree(BackendState(model, state, {}), {})
                 dcp.load(wanted, storage_reader=SafeReader(path), no_dist=True)
         except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
             raise UsageError(f"{path} cannot be read: {reason_of(error)}") from None
@@ -127,7 +129,7 @@ class Checkpoints:
 
     def load(self, number: int) -> None:
         assert self._folder is not None
-        self._backend.load(folder_of(self._folder, number))
+        load_state(self._backend, folder_of(self._folder, number))
 
     def check_equal(self, first: int, second: int) -> None:
         """That two checkpoints hold the same, to the last bit; looked at in the first process."""
