@@ -54,7 +54,7 @@ class GpuBackend(abc.ABC):
 
     @abc.abstractmethod
     def _local_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """By its plain name, the part of each parameter that this process updates."""
+        """Yield each parameter's plain name, and the part of it that this process updates."""
 
     @abc.abstractmethod
     def _take_gradients(self) -> None:
@@ -66,21 +66,21 @@ class GpuBackend(abc.ABC):
 
     @abc.abstractmethod
     def _norm_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which parameters are cut, so gradients' squares add up."""
+        """Return the groups over which parameters are sharded, so gradients' squares add up."""
 
     @abc.abstractmethod
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """``values``, of a local parameter's layout, as a part of the global tensor."""
+        """Return ``values``, laid out as a local parameter, as a part of the global tensor."""
 
     @abc.abstractmethod
     def _describe_form(self) -> str: ...
 
     def _step_state(self) -> dict[str, torch.Tensor]:
-        """What else the next step depends on, to be saved and restored with the optimizer."""
+        """Return what else the next step depends on, to be saved with the optimizer's state."""
         return {}
 
     def _after_load(self) -> None:  # noqa: B027
-        """New values are in ``_locals``: let what is computed with follow."""
+        """Let what steps compute with follow ``_locals``, which have new values."""
 
     def _restore_step_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
         """Take back what ``_step_state`` gave, as far as a checkpoint had it."""
@@ -97,7 +97,7 @@ class GpuBackend(abc.ABC):
         return sharded
 
     def _prepare_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
-        """The block that is to be sharded: timm's, or TransformerEngine's in its place."""
+        """Return the block that is to be sharded: timm's, or TransformerEngine's in its place."""
         if self._own.block == "te":
             block = te_block.replace_block(block, str(self._device.where))
             model.set_submodule(name, block)
@@ -171,15 +171,18 @@ class GpuBackend(abc.ABC):
         optimizer.step()
 
     def _has_copies(self) -> bool:
-        """Whether several processes hold the same part of a parameter."""
+        """Tell whether several processes hold the same part of a parameter."""
         return self._zero == 0 or self._run.mesh.dcn > 1
 
     def _judge(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
-        """1.0 if the step counts as a bad one, else 0.0; asked before the update."""
+        """Return 1.0 if the step counts as a bad one, else 0.0; asked before the update."""
         return skipped
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """PyTorch's own clips by each DTensor's norm; uneven parts need one sum of squares."""
+        """Scale gradients down to ``max_norm``, if above 0; returns their norm before, a scalar.
+
+        PyTorch's own clips by each DTensor's norm; uneven parts need one sum of squares.
+        """
         parts = list(self._locals.values())
         gradients = [part.grad for part in parts if part.grad is not None]
         norm = nn.utils.get_total_norm(gradients, foreach=True)
@@ -200,7 +203,7 @@ class GpuBackend(abc.ABC):
         return total
 
     def end_step(self) -> None:  # noqa: B027
-        """Nothing: an eager device was handed everything as it was called."""
+        """Do nothing: an eager device was handed each operation as it was called."""
 
     def wait(self) -> None:
         self._device.synchronize()

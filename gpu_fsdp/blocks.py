@@ -1,4 +1,4 @@
-"""What is laid around each transformer block: recomputation of activations, torch.compile.
+"""Wrappers around each transformer block: recomputation of activations, torch.compile.
 
 Both replace ``block.forward`` and leave the module as it is, so parameter names stay
 those of the plain model and FSDP's hooks stay outside of what is compiled.

@@ -1,8 +1,8 @@
-"""What NVIDIA's GPUs can do: dense matrix FLOP/s, from NVIDIA's data sheets (without sparsity)."""
+"""Dense matrix FLOP/s of NVIDIA's GPUs, from NVIDIA's data sheets (without sparsity)."""
 
 from __future__ import annotations
 
-# By a part of the name that torch.cuda gives: FLOP/s in bf16 and fp16, in TF32, in fp32, in FP8.
+# By a part of the name that CUDA gives: FLOP/s in bf16 and fp16, in TF32, in fp32, in FP8.
 _CHIPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("B200", {"bf16": 2250e12, "tf32": 1125e12, "fp32": 75e12, "fp8": 4500e12}),
     ("GH200", {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12, "fp8": 1979e12}),
@@ -19,7 +19,10 @@ _CHIPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def peak_of(name: str, kind: str) -> float | None:
-    """Of the GPU of this name, computing in "bf16", "fp16", "tf32", "fp32" or "fp8"."""
+    """Return the FLOP/s of a GPU in "bf16", "fp16", "tf32", "fp32" or "fp8"; None if unknown.
+
+    ``name`` is the one that CUDA gives it.
+    """
     for part, flops in _CHIPS:
         if part in name:
             return flops.get("bf16" if kind == "fp16" else kind)

@@ -128,7 +128,7 @@ class Fsdp2Backend(GpuBackend):
         return super()._clip_grad_norm(max_norm)
 
     def _judge(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
-        """Gradients that overflow are how fp16 finds its scale, as long as it can shrink."""
+        """Count no overflow of fp16 gradients as a bad step while the scale can still shrink."""
         if self._loss_scale is None:
             return skipped
         bad_loss = not_finite(loss, loss)

@@ -11,16 +11,16 @@ from training.backend import InitializeModule
 
 
 class InitialValues:
-    """What ``initialize`` gives each parameter, by its name in the plain model.
+    """The values that ``initialize`` gives each parameter, by its name in the plain model.
 
-    For forms of FSDP that ask for single modules or shards, in an order of their own.
-    Holds the values of one unit: asking unit by unit costs each once.
+    It serves forms of FSDP that ask for single modules or shards, in an order of their own. It
+    holds the values of one unit: asking unit by unit computes each of them once.
     """
 
     def __init__(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> None:
-        """``model`` must be on meta still."""
+        """Remember the structure of ``model``, which must still be on the meta device."""
         self._initialize = initialize
         root = copy.deepcopy(model)
         self._units = {}

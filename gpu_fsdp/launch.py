@@ -44,7 +44,7 @@ def launch(body: Body, run: GpuRun) -> None:
 
 @contextlib.contextmanager
 def _without_greetings() -> Iterator[None]:
-    """gloo prints a line on stdout for every group that is made (PyTorch 2.9)."""
+    """Silence stdout, on which gloo prints a line for every group that is made (PyTorch 2.9)."""
     sys.stdout.flush()
     stdout = os.dup(1)
     with open(os.devnull, "w") as nowhere:
@@ -57,7 +57,7 @@ def _without_greetings() -> Iterator[None]:
 
 
 def _join(device: Device) -> None:
-    """torchrun tells rank and meeting point; a process started without it is alone."""
+    """Make the process group: torchrun tells rank and meeting point, a lone process needs none."""
     if "RANK" in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store: dist.Store = joining.join(rank, world_size)
@@ -74,8 +74,11 @@ def _join(device: Device) -> None:
 
 
 def _check_devices_alike(store: dist.Store, world_size: int, device: Device) -> None:
-    """Raises UsageError in all processes if some have an accelerator and some not: its collectives
-    would wait for all, and without ``--fsdp`` they might even choose different forms of it."""
+    """Compare the processes' kinds of device.
+
+    Raises UsageError in all of them if some have an accelerator and some not: its collectives would
+    wait for all, and without ``--fsdp`` they might even choose different forms of it.
+    """
     if device.is_host:
         store.set("without", socket.gethostname())
     else:

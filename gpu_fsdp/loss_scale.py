@@ -1,4 +1,4 @@
-"""What fp16 multiplies the loss with, so that small gradients do not become zero."""
+"""The factor that fp16 multiplies the loss with, so that small gradients do not become zero."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class LossScale:
         torch._foreach_mul_(gradients, inverse)
 
     def is_least(self) -> torch.Tensor:
-        """1.0 if it can no longer shrink, so that it is not to blame for an overflow, else 0.0."""
+        """Return 1.0 if the scale cannot shrink, so is not to blame for an overflow, else 0.0."""
         return (self.value <= _LEAST).float()
 
     def update(self, overflowed: torch.Tensor, counts: torch.Tensor) -> None:
-        """Learn from a step if it ``counts``; both are 1.0 or 0.0."""
+        """Adapt to whether a step ``overflowed``, if it ``counts``; both are 1.0 or 0.0."""
         good = (self._good_steps + 1) * (1 - overflowed)
         grows = (good >= _GROWTH_STEPS).float()
         value = self.value * (1 + grows - 0.5 * overflowed)
@@ -41,7 +41,7 @@ class LossScale:
         self._good_steps = torch.lerp(self._good_steps, good * (1 - grows), counts)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps."""
+        """Return copies on the CPU of what a checkpoint keeps."""
         steps = self._good_steps.long()
         return {"loss_scale": self.value.cpu(), "loss_scale_good_steps": steps.cpu()}
 

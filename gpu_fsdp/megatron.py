@@ -33,7 +33,7 @@ with warnings.catch_warnings():  # that it does without TransformerEngine and Ap
 
 TENSOR = "tp"
 _META_SHARE = 0.25
-"""Of the device's memory: a larger model is not put there whole before it is sharded."""
+"""Share of the device's memory above which a model is not put there whole before sharding."""
 
 
 class MegatronBackend(GpuBackend):
@@ -133,7 +133,7 @@ class MegatronBackend(GpuBackend):
 
     @torch.no_grad()
     def _restore_precision(self, initial: InitialValues) -> None:
-        """The package took the fp32 weights from rounded ones: give them what was lost."""
+        """Give fp32 weights their exact values: the package took them from ones rounded to bf16."""
         for name, parameter in self._parameters.items():
             local = parameter.to_local()
             part = megatron_private.own_range(parameter)

@@ -37,7 +37,7 @@ TE_NAME = {
     "mlp.fc2.weight": "layernorm_mlp.fc2_weight",
     "mlp.fc2.bias": "layernorm_mlp.fc2_bias",
 }
-"""Parameters of timm's block by their names in TransformerEngine's layer."""
+"""Maps each parameter of timm's block to its name in TransformerEngine's layer."""
 _TIMM_NAME = {te: timm for timm, te in TE_NAME.items()}
 _IN_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
 
@@ -45,13 +45,13 @@ _INSTALL = "see requirements-gpu.txt, or use --block timm"
 
 
 def timm_name(name: str) -> str:
-    """A parameter's name in timm's model, for its name in one with either kind of block."""
+    """Return a parameter's name in timm's model for its name in one with either kind of block."""
     match = _IN_BLOCK.fullmatch(name)
     return match[1] + _TIMM_NAME.get(match[2], match[2]) if match else name
 
 
 def import_te() -> Any:
-    """The package transformer_engine.pytorch. Raises UsageError where it cannot be used."""
+    """Return the package transformer_engine.pytorch. Raises UsageError where it cannot be used."""
     try:
         import transformer_engine.pytorch as te
     except ImportError:
@@ -101,7 +101,7 @@ def _check_fp8(te: Any, fp8: str, model: VitConfig) -> None:
 
 
 def _fp8_is_available(te: Any, kind: str) -> tuple[bool, str]:
-    """Whether this GPU can, and if not, why."""
+    """Tell whether this GPU computes in "fp8" or "mxfp8", and if not, why."""
     if hasattr(te, f"is_{kind}_available"):
         return getattr(te, f"is_{kind}_available")(return_reason=True)
     from transformer_engine.pytorch import fp8  # before 2.10, as in NVIDIA's image 25.10
@@ -123,7 +123,7 @@ def check_batch(run: Run[GpuConfig]) -> None:
 
 
 def replace_block(block: nn.Module, device: str) -> nn.Module:
-    """The TransformerLayer that computes what timm's ``block`` does, on ``device``.
+    """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
 
     Copies the weights, unless the block is on meta: then the layer is too, and empty.
     """
