@@ -147,11 +147,11 @@ def test_accumulation(v5p):
 
 
 @pytest.mark.long
-def test_cut_graph():
+def test_broken_graph():
     """After a block of two: forward, forward and back, back. What crosses is cut as batches are."""
     size = "--num_blocks 2 --batch_size 32 --mark_step_every_n_blocks 1".split()
     found = compile_for("v5p:2x2x1", *size)
-    assert "graph cut every 1 blocks" in found["sharding"]
+    assert "graph broken every 1 blocks" in found["sharding"]
     assert (found["graphs"], found["distinct_graphs"]) == (3, 3)
     assert found["fits"]
     assert found["flops_per_chip"] == pytest.approx(step_flops(depth=2, batch=32) / 4, rel=0.05)

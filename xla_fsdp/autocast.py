@@ -1,4 +1,4 @@
-"""What autocast of torch_xla 2.9 leaves out: attention in the lower precision.
+"""Attention in the lower precision, which autocast of torch_xla 2.9 leaves out.
 
 On other devices PyTorch lowers ``scaled_dot_product_attention`` as any product; for XLA it does
 not, so queries and keys that a norm has made fp32 would meet values in bf16, which is an error.
@@ -12,7 +12,7 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def _lowered(keys: torch._C.DispatchKeySet, *args, **kwargs) -> torch.Tensor:
-    """As for other products: cast what is fp32. What attention is made of stays under autocast."""
+    """Cast fp32 arguments as for other products; what attention is made of stays under autocast."""
     dtype = torch.get_autocast_dtype("xla")
     lower = [
         x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in args

@@ -21,7 +21,7 @@ from training.backend import InitializeModule, State, pass_seed
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stopping import largest_of_all
 from xla_fsdp import chips
-from xla_fsdp.blocks import compute_in_bf16, cut_every
+from xla_fsdp.blocks import break_graph_every, compute_in_bf16
 from xla_fsdp.memory import DeviceMemory
 from xla_fsdp.optimizer import build_adamw, set_lr, step_unless
 from xla_fsdp.resolve_xla import XlaRun
@@ -65,7 +65,7 @@ class XlaBackend(abc.ABC):
     @property
     @abc.abstractmethod
     def _rng_stream(self) -> int:
-        """Which stream of random numbers this process draws dropout from."""
+        """The number of the stream of random numbers that this process draws dropout from."""
 
     @abc.abstractmethod
     def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module: ...
@@ -78,11 +78,11 @@ class XlaBackend(abc.ABC):
 
     @abc.abstractmethod
     def _constant(self, values: torch.Tensor) -> torch.Tensor:
-        """A small tensor, whole on every device."""
+        """Put a small tensor whole on every device."""
 
     @abc.abstractmethod
     def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
-        """Say of a small result that it lies whole on every device."""
+        """Mark a small result as whole on every device."""
 
     @abc.abstractmethod
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor: ...
@@ -95,7 +95,7 @@ class XlaBackend(abc.ABC):
 
     @abc.abstractmethod
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Values on CPU, plain or as a ShardedTensor, by their names in the plain model."""
+        """Copy to the CPU, plain or as a ShardedTensor, by the names in the plain model."""
 
     @abc.abstractmethod
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
@@ -120,10 +120,10 @@ class XlaBackend(abc.ABC):
             if self._sharding.grad_ckpt == "full" and not self._scans:
                 checkpoint_module(unit)
             blocks.append(self._shard_block(model, name, unit))
-            self._cut_graph()  # the device takes this unit before the next one is made
+            self._break_graph()  # the device takes this unit before the next one is made
         if self._own.mark_step_every_n_blocks:
-            cut_every(blocks, self._own.mark_step_every_n_blocks, self._cut_graph)
-        self._cut_graph(wait=True)
+            break_graph_every(self._own.mark_step_every_n_blocks, blocks, self._break_graph)
+        self._break_graph(wait=True)
         return self._model
 
     def build_optimizer(
@@ -134,12 +134,12 @@ class XlaBackend(abc.ABC):
             betas=betas, eps=eps, weight_decay=weight_decay,
         )  # fmt: skip
         self._skipped = self._constant(no_counts())
-        # Views of a tensor that was never written to are stored apart, at a cut of the graph:
+        # Views of a tensor that was never written to are stored apart where the graph breaks:
         # without this, the first step's graph would differ from all later ones.
         with torch.no_grad():
             for parameter in self._named_parameters().values():
                 parameter.mul_(1.0)
-        self._cut_graph(wait=True)
+        self._break_graph(wait=True)
 
     # -- a step -----------------------------------------------------------------------
 
@@ -150,10 +150,10 @@ class XlaBackend(abc.ABC):
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         if self._own.mark_step_after_forward:
-            self._cut_graph()
+            self._break_graph()
         loss.backward()
         if not is_last:  # a graph a micro-batch: one for all would hold all activations
-            self._cut_graph()
+            self._break_graph()
 
     def optimizer_step(
         self, lr: float, max_norm: float, loss: torch.Tensor
@@ -172,10 +172,10 @@ class XlaBackend(abc.ABC):
     def end_step(self) -> None:
         # XLA's virtual CPU devices share a few threads: those of one program on the way, held up
         # in a collective, can starve the next one's, and both wait for ever.
-        self._cut_graph(wait=xr.device_type() == "CPU" and self.device_count > 1)
+        self._break_graph(wait=xr.device_type() == "CPU" and self.device_count > 1)
 
-    def _cut_graph(self, wait: bool = False) -> None:
-        """Compile and start what was recorded so far."""
+    def _break_graph(self, wait: bool = False) -> None:
+        """End the graph here: compile and start what was recorded so far."""
         torch_xla.sync(wait=wait)
 
     def wait(self) -> None:
@@ -239,16 +239,16 @@ class XlaBackend(abc.ABC):
         return chips.peak_flops()
 
     def _describe_common(self) -> str:
-        cuts = []
+        breaks = []
         if self._own.mark_step_after_forward:
-            cuts.append("after the forward pass")
+            breaks.append("after the forward pass")
         if self._own.mark_step_every_n_blocks:
-            cuts.append(f"every {self._own.mark_step_every_n_blocks} blocks")
+            breaks.append(f"every {self._own.mark_step_every_n_blocks} blocks")
         return (
             f"{self._devices()}, {self._sharding.precision}, "
             f"gradient checkpointing {'on' if self._sharding.grad_ckpt == 'full' else 'off'}"
             + self._run.why.get("attention", "")
-            + (f", graph cut {' and '.join(cuts)}" if cuts else "")
+            + (f", graph broken {' and '.join(breaks)}" if breaks else "")
             + (self._describe_cache() if self._own.compile_cache_dir else "")
         )
 

@@ -1,4 +1,4 @@
-"""What is laid around each transformer block: recomputation, sharding marks, graph cuts."""
+"""Wrappers around modules: what becomes of their output, bf16, and breaks of the graph."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ def compute_in_bf16(model: nn.Module) -> None:
     model.forward = forward_in_bf16
 
 
-def cut_every(blocks: list[nn.Module], n: int, cut: Callable[[], None]) -> None:
-    """End the graph after every ``n`` blocks, for graphs too large for the compiler."""
+def break_graph_every(n: int, blocks: list[nn.Module], break_graph: Callable[[], None]) -> None:
+    """End the graph after every ``n`` blocks, for graphs too large for the compiler.
 
-    def cut_both_ways(x: torch.Tensor) -> torch.Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda _: cut())  # no autograd.Function: its result is one tensor more
-        cut()
+    The backward pass breaks at the same places.
+    """
+
+    def break_both_ways(x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:  # no autograd.Function: its result is one tensor more
+            x.register_hook(lambda _: break_graph())
+        break_graph()
         return x
 
     for block in blocks[n - 1 : -1 : n]:
-        after_forward(block, cut_both_ways)
+        after_forward(block, break_both_ways)

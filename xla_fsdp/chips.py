@@ -1,4 +1,4 @@
-"""What the chips can do: dense bf16 matrix FLOP/s, from Google Cloud's TPU architecture pages."""
+"""Dense bf16 matrix FLOP/s of TPU chips, from Google Cloud's TPU architecture pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHIPS = {
 
 
 def peak_of(kind: str) -> float | None:
-    """Of one device of a TPU of this kind; None for a kind that is not in the table."""
+    """Return the bf16 FLOP/s of one device of a kind of TPU; None if it is not in the table."""
     if kind not in _CHIPS:
         return None
     flops, devices = _CHIPS[kind]
@@ -24,7 +24,7 @@ def peak_of(kind: str) -> float | None:
 
 
 def peak_flops() -> float | None:
-    """Of one device here; None on a CPU and where the kind of TPU cannot be told.
+    """Return the FLOP/s of one device here; None on a CPU and where the kind of TPU is unknown.
 
     fp32 products run as bf16 passes on the same unit, so MFU is counted against
     this figure at either precision.

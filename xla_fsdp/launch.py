@@ -51,7 +51,7 @@ _told: list[int] = []
 
 
 def _tell_children(number: int, frame: FrameType | None) -> None:
-    """Who is told to end is the parent (of Ctrl-C, all are): it ends with its children."""
+    """Pass SIGTERM on to the children: it reaches the parent alone, Ctrl-C reaches all."""
     _told.append(number)
     for child in multiprocessing.active_children():
         child.terminate()

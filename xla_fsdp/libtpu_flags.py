@@ -33,7 +33,7 @@ _START_SECONDS = 60
 
 
 def with_ours(given: str, generation: int) -> str:
-    """What the user and torch_xla give libtpu, and our own where they do not."""
+    """Return the flags that the user and torch_xla give libtpu, and our own where they do not."""
     # For v4 the compiler takes many times as long with them (libtpu 0.0.21).
     ours = _OURS | ({} if generation == 4 else _ASYNC_ALL_REDUCE)
     named = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
@@ -46,7 +46,7 @@ def with_ours(given: str, generation: int) -> str:
 
 
 def set_for_this_tpu() -> None:
-    """Call it after torch_xla was imported, which adds its own, and before libtpu starts."""
+    """Add our own flags: after torch_xla was imported, which adds its own, before libtpu starts."""
     _set(torch_xla_private.tpu_generation())
 
 
@@ -55,8 +55,11 @@ def _set(generation: int) -> None:
 
 
 def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:
-    """The variables of the environment that a run on such a TPU sets for libtpu: torch_xla's own
-    function, made to believe that there is one, then ours. ``given`` is the user's variable."""
+    """Return the variables of the environment that a run on such a TPU sets for libtpu.
+
+    They are those of torch_xla's own function, made to believe that there is one, then ours.
+    ``given`` is the value that the user has set.
+    """
     import torch_xla  # noqa: F401 - sets its own when it is imported, too
 
     with _put_back():
@@ -78,9 +81,9 @@ def _put_back() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises UsageError for what libtpu would not take: it ends the process that it starts in.
+    """Raise UsageError for flags that libtpu would end the process for in which it starts.
 
-    So it is started in another one first, which takes no chip.
+    So it is started in another process first, which takes no chip.
     """
     skip = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     try:
@@ -96,7 +99,7 @@ def check() -> None:
 
 
 def raise_if_refused(complaints: str) -> None:
-    """Raises UsageError if it was the variable that libtpu ended a process for."""
+    """Raise UsageError if it was the variable that libtpu ended a process for."""
     refused = re.findall(
         r"^ERROR: ((?:Unknown command line flag|Illegal value|Missing value).*)", complaints, re.M
     )

@@ -1,4 +1,4 @@
-"""Device memory in use, as far as it can be told. Asking never ends a run, nor holds one up."""
+"""Device memory in use, as far as anything tells it; asking never ends a run or holds it up."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _METRICS = Path(__file__).with_name("libtpu_metrics.py")
 
 
 class DeviceMemory:
-    """Asks torch_xla, and where it has no answer, libtpu; where neither has, nothing is told.
+    """Figures of torch_xla, or of libtpu where it has no answer; none where neither has.
 
-    torch_xla 2.9 has none under SPMD: ``xm.get_memory_info`` (torch_xla/core/xla_model.py, line
-    1508) raises "MemoryInfo not supported for SPMD virtual device" (pytorch/xla issue #9022).
+    torch_xla 2.9 has no answer under SPMD: ``xm.get_memory_info`` (torch_xla/core/xla_model.py,
+    line 1508) raises "MemoryInfo not supported for SPMD virtual device" (pytorch/xla issue #9022).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class DeviceMemory:
         self._libtpu: _Libtpu | None = None
 
     def read(self) -> dict[str, int]:
-        """Bytes, as ``training.backend.Backend.memory``."""
+        """Return the bytes in use as ``training.backend.Backend.memory`` does."""
         if not self._tells:
             return {}
         if self._libtpu is None:
@@ -46,8 +46,11 @@ def _of_torch_xla(info: dict[str, int]) -> dict[str, int]:
 
 
 class _Libtpu:
-    """libtpu's metrics, through a process of its own: libtpu ends the one that it is loaded into
-    where a check of its own fails. An answer comes after its log step, and is told at the next."""
+    """libtpu's metrics, asked of a process that is there for it alone.
+
+    libtpu ends the process that it is loaded into where a check of its own fails. An answer comes
+    after its log step, and is told at the next.
+    """
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
@@ -66,7 +69,7 @@ class _Libtpu:
         ).start()
 
     def newest(self) -> dict[str, int]:
-        """The last answer, none if it is overdue; asks for the next one."""
+        """Return the last answer, {} if it is overdue, and ask for the next one."""
         if self._waits:
             return {}
         newest = self._newest
@@ -96,7 +99,7 @@ class _Libtpu:
 
 
 def fullest(used: list[str], total: list[str]) -> dict[str, int]:
-    """Of the host's devices the one that has most in use; libtpu gives one text a device."""
+    """Return the figures of the device with most in use, from libtpu's one text for each device."""
     devices = [(int(float(u)), int(float(t))) for u, t in zip(used, total, strict=True)]
     most = max(devices, default=(0, 0))
     return {"used": most[0], "limit": most[1]} if most[1] else {}

@@ -127,7 +127,7 @@ class NestedBackend(XlaBackend):
 
     @functools.cached_property
     def _shards(self) -> dict[str, tuple[XlaFullyShardedDataParallel, nn.Parameter]]:
-        """Every sharded parameter by its plain name, with the unit it belongs to.
+        """Each sharded parameter by its plain name, with the unit that it belongs to.
 
         FSDP's own get_original_names_and_sharded_parameters gives the root's parameters
         once for each unit (torch_xla 2.9).
@@ -143,7 +143,7 @@ class NestedBackend(XlaBackend):
         return tensor.nbytes
 
     def _layout(self, name: str) -> list[tuple[str, torch.Size]]:
-        """Names and shapes, in order, of the plain parameters behind a sharded one."""
+        """Return names and shapes, in order, of the plain parameters behind a sharded one."""
         unit, shard = self._shards[name]
         parent, _, last = name.rpartition(".")
         if not last.startswith(FLAT_PARAMETER):
@@ -156,7 +156,7 @@ class NestedBackend(XlaBackend):
         values = tensor.cpu()
         if not self._fsdp:
             return {name: values}
-        values = values.flatten()  # rows, where it is cut by rows
+        values = values.flatten()  # rows, where it is sharded by rows
         # This rank holds a range of the flattened, concatenated, padded parameters.
         first = self.rank * values.numel()
         last, base = first + values.numel(), 0

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 _SMALLEST_LR = 1e-30
-"""Stands for 0: PyTorch's capturable AdamW divides by the learning rate, and 0/0 is NaN
+"""The learning rate that stands for 0: PyTorch's capturable AdamW divides by it, and 0/0 is NaN
 where a gradient was always 0. An update of 1e-30 vanishes in fp32."""
 
 
@@ -21,7 +21,7 @@ def build_adamw(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """AdamW with step counter and learning rate on the device and its state allocated.
+    """Return AdamW with step counter and learning rate on the device, its state allocated.
 
     Host numbers in the update would be uploaded one by one, or compiled in.
     ``empty_like`` gives zeros laid out like a parameter, ``scalar`` a device scalar.

@@ -25,7 +25,7 @@ from xla_fsdp.torch_xla_private import (
 
 Tensors = list[torch.Tensor]
 Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
-"""(state, one slice of each input) -> (next state, one slice of each output)."""
+"""A function (state, one slice of each input) -> (next state, one slice of each output)."""
 
 
 T = TypeVar("T")
@@ -37,16 +37,16 @@ class _Carried(Generic[T]):
     """What goes round the loop: tensors before it is built, ops while it is built."""
 
     number: T
-    """The round's, from 0: an int32 scalar."""
+    """The number of the round, from 0: an int32 scalar."""
     state: list[T]
     inputs: list[T]
-    """Stacked: a round takes its slice of each. They stay as they are."""
+    """Stacked tensors: a round takes its slice of each. They stay as they are."""
     outputs: list[T]
-    """Stacked: a round writes its slice of each."""
+    """Stacked tensors: a round writes its slice of each."""
     constants: list[T]
-    """What the body uses without being given it."""
+    """Tensors that the body uses without being given them."""
     seeds: list[T]
-    """int64 (rounds,), if the body draws random numbers, else none."""
+    """One tensor, int64 (rounds,), if the body draws random numbers, else none."""
 
     def flat(self) -> list[T]:
         """Return everything in the order of the fields, as XLA's loop carries it."""
@@ -105,7 +105,10 @@ class Scan:
         self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
         seeds: torch.Tensor | None = None,
     ) -> tuple[Tensors, Tensors]:  # fmt: skip
-        """The last state and the stacked outputs. ``seeds``: int64 (rounds,), if it ``draws``."""
+        """Return the last state and the stacked outputs.
+
+        ``seeds`` are int64 (rounds,), needed if it ``draws``.
+        """
         device = torch_xla.device()
         given = _Carried(
             number=torch.zeros((), dtype=torch.int32, device=device),

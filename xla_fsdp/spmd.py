@@ -1,4 +1,4 @@
-"""SPMD FSDP: one program for all devices, weights cut by sharding marks on a plain model.
+"""SPMD FSDP: one program for all devices, weights sharded by marks on a plain model.
 
 The marks are set directly (``mark_sharding``) rather than through torch_xla's
 SpmdFullyShardedDataParallel: as fast to within 5 % (docs/benchmarks.md), and parameter
@@ -115,31 +115,33 @@ class SpmdBackend(XlaBackend):
         return self._keep(self._new_state(shape, spec), spec)
 
     def _new_state(self, shape: torch.Size, spec: Spec) -> torch.Tensor:
-        """Zeros on the devices, for stacked parameters and AdamW."""
+        """Make zeros on the devices, for stacked parameters and AdamW."""
         return self._mark(torch.zeros(shape, device=self._device), spec)
 
     def _keep(self, values: torch.Tensor, spec: Spec) -> nn.Parameter:
-        """A parameter of values that lie on the devices as ``spec`` says."""
+        """Make a parameter of values that lie on the devices as ``spec`` says."""
         parameter = nn.Parameter(values)
         self._specs[parameter] = spec
         if self._shape.parts(spec) < self._shape.fewest_parts:
             self._replicated_bytes += parameter.nbytes
         if self._run.config.data.grad_accum_steps > 1 or self._own.mark_step_every_n_blocks:
-            parameter.register_post_accumulate_grad_hook(self._cut_gradient)
+            parameter.register_post_accumulate_grad_hook(self._shard_gradient)
         return parameter
 
-    def _cut_gradient(self, parameter: torch.Tensor) -> None:
-        """It lives on after the graph that makes it: only in parts, and not as a view, beside
-        which what it looks at would live on, too."""
+    def _shard_gradient(self, parameter: torch.Tensor) -> None:
+        """Shard a gradient that outlives its graph like its parameter.
+
+        It is copied, so that it is no view that keeps its base alive.
+        """
         assert parameter.grad is not None
         parameter.grad = self._mark(parameter.grad * 1, self._specs[parameter])
 
     def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         lower = self._sharding.precision == "bf16" and weight.dim() > 1
         dtype = torch.bfloat16 if lower else weight.dtype
-        cut = functools.partial(self._mark, spec=self._block_spec(name, weight))
+        shard = functools.partial(self._mark, spec=self._block_spec(name, weight))
         whole = self._shape.gathered_spec(weight.shape, TENSOR_DIMS.get(name))
-        return Gather.apply(weight, dtype, cut, functools.partial(self._mark, spec=whole))
+        return Gather.apply(weight, dtype, shard, functools.partial(self._mark, spec=whole))
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model, {})
@@ -149,7 +151,7 @@ class SpmdBackend(XlaBackend):
         return model
 
     def _place(self, module: nn.Module, tensor_dims: dict[str, int]) -> None:
-        """Send parameters that are not there yet to the devices, cut or replicated."""
+        """Send parameters that are not there yet to the devices, sharded or replicated."""
         for name, parameter in list(module.named_parameters()):
             if parameter.device.type == "xla":
                 continue
@@ -171,17 +173,17 @@ class SpmdBackend(XlaBackend):
         return x
 
     def _activations(self, dimensions: int, *last: str) -> Spec:
-        """The spec of activations: dimension 0 is the batch, the last are of the kinds given."""
+        """Return the spec of activations: the batch first, the last ones of the kinds given."""
         between: tuple[Axes, ...] = ((),) * (dimensions - 1 - len(last))
         return (*self._shape.lying("batch"), *between, *self._shape.lying(*last))
 
     def _mark_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """What lies between blocks, and between the halves of a block: (batch, tokens, width)."""
+        """Mark what lies between blocks, and between their halves: (batch, tokens, width)."""
         kinds = ("tokens between the halves of a block", "width")
         return self._mark(x, self._activations(x.dim(), *kinds))
 
     def _mark_images(self, x: torch.Tensor) -> torch.Tensor:
-        """What is whole for each image: features, logits."""
+        """Mark what is whole for each image: features, logits."""
         return self._mark(x, self._activations(x.dim()))
 
     def _adapt(self, block: nn.Module) -> None:
@@ -199,7 +201,7 @@ class SpmdBackend(XlaBackend):
         )
 
     def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
-        """From the host to the devices, cut."""
+        """Send values from the host to the devices, sharded."""
         sharding = Sharding(self._mesh, partition_spec(spec), minibatch=minibatch)
         return xm.send_cpu_data_to_device(values, self._device, sharding)[0]
 
@@ -254,7 +256,7 @@ class SpmdBackend(XlaBackend):
             if shard.indices is REPLICATED:
                 return plain_values(name, shard.data, packed=False)
             offsets = tuple(index.start for index in shard.indices)
-            chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: cut evenly
+            chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: sharded evenly
         value = ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
         return plain_values(name, value, packed=self._packed(name))
 
@@ -263,8 +265,8 @@ class SpmdBackend(XlaBackend):
 
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         stacked = is_stacked(name) and tensor.dim() > 0  # AdamW's step is one for all blocks
-        cut = [each for each in saved if isinstance(each, ShardedTensor)]
-        if not cut:  # on one device, or replicated
+        sharded = [each for each in saved if isinstance(each, ShardedTensor)]
+        if not sharded:  # on one device, or replicated
             values = torch.stack(saved) if stacked else saved[0]
             replicated = self._constant(values)
             with torch.no_grad():  # (torch_xla's _replace_xla_tensor is undone by the next sync)
@@ -274,5 +276,5 @@ class SpmdBackend(XlaBackend):
         shards: list[xs.XLAShard] = target.local_shards
         for shard in shards:
             offsets = tuple(index.start for index in shard.indices)
-            shard.data = device_part(cut, offsets, stacked=stacked, packed=self._packed(name))
+            shard.data = device_part(sharded, offsets, stacked=stacked, packed=self._packed(name))
         target.load_local_shards_(shards)

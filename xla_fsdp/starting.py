@@ -1,4 +1,4 @@
-"""While the TPU runtime starts, which takes until all hosts of the slice have come.
+"""Telling what is waited for while the TPU runtime starts: until all hosts of the slice have come.
 
 It waits in compiled code that holds Python's lock: no thread of this process can say anything
 then, and no handler of signals runs. So another process says what is waited for (this file, run as
@@ -23,14 +23,14 @@ _SIGACTION_BYTES = 256  # more than the C library's struct has
 
 
 class StartWatch:
-    """Between ``begin`` and ``end``, what is waited for is told, and signals end the process."""
+    """Tells what is waited for between ``begin`` and ``end``, and lets signals end the process."""
 
     def __init__(self) -> None:
         self._teller: subprocess.Popen[bytes] | None = None
         self._before: dict[int, ctypes.Array[ctypes.c_char]] = {}
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        """In another process, where this is unpickled, that one's own, begun there.
+        """Become, in the process where this is unpickled, that one's own watch, begun there.
 
         torch_xla starts the runtime of a nested run in processes of its own, after it has
         unpickled there what the function is given.
@@ -38,7 +38,7 @@ class StartWatch:
         return _begin_here, ()
 
     def begin(self, group: int) -> None:
-        """Of the processes of a host with one ``group``, one tells."""
+        """Begin to wait; of the processes of a host with one ``group``, one tells."""
         words = [str(group), _what_is_waited_for(), str(FIRST_SECONDS), str(EVERY_SECONDS)]
         self._teller = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *words], stdin=subprocess.PIPE
@@ -52,7 +52,7 @@ class StartWatch:
                 libc.sigaction(number, default, None)
 
     def end(self) -> None:
-        """Does nothing where nothing was begun."""
+        """End the waiting; this does nothing where nothing was begun."""
         libc = ctypes.CDLL(None)
         while self._before:
             number, before = self._before.popitem()
@@ -89,7 +89,10 @@ def _what_is_waited_for() -> str:
 
 
 def tell(group: str, waited_for: str, first: str, every: str) -> None:
-    """Until stdin ends, which is open while the process that waits lives and waits."""
+    """Tell on stderr now and then what is waited for, until stdin ends.
+
+    It is open while the process that waits lives and waits.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     begin, pause = time.monotonic(), float(first)
     with socket.socket(socket.AF_UNIX) as one_of_the_group:

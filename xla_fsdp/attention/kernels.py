@@ -29,7 +29,7 @@ class _Operand:
     axes: tuple[int, ...]
 
     def streamed_bytes(self, grid: tuple[int, ...]) -> int:
-        """What moves between HBM and the kernel: a block whenever the choice changes."""
+        """Return the bytes between HBM and the kernel: a block whenever the choice changes."""
         steps = [i for i in self.axes if grid[i] > 1]
         fetches = math.prod(grid[: max(steps) + 1]) if steps else 1
         return fetches * math.prod(self.block) * self.dtype.itemsize
@@ -50,7 +50,10 @@ class Kernel:
 
 
 def _operands(s: Shape, query: int, key: int) -> dict[str, _Operand]:
-    """By kind; the grid's axes are images, heads, and at ``query`` and ``key`` the blocks."""
+    """Return what each kind of operand looks like to a kernel.
+
+    The grid's axes are images, heads and, numbered ``query`` and ``key``, blocks of tokens.
+    """
     head, row = (1, 1, s.block, s.width), (1, 1, s.block, LANES)
     return {
         "query": _Operand(s.heads_of, s.dtype, head, (0, 1, query)),
@@ -63,7 +66,10 @@ def _operands(s: Shape, query: int, key: int) -> dict[str, _Operand]:
 
 def _lower(s: Shape, trace: Callable, arguments: list[str], results: list[str], *,
            products: int, key_axis: int) -> Kernel:  # fmt: skip
-    """``trace`` is JAX's function of arrays of these kinds, ``products`` are of N x N."""
+    """Lower JAX's function ``trace`` of arrays of these kinds to a kernel.
+
+    It computes ``products`` matrix products of N x N; ``key_axis`` is the grid's axis of keys.
+    """
     kinds = _operands(s, query=5 - key_axis, key=key_axis)
     ids = ["query ids", "key ids"] if s.masked else []
     arguments = [*arguments[:3], *ids, *arguments[3:]]  # as the kernels have them
@@ -84,7 +90,7 @@ def _lower(s: Shape, trace: Callable, arguments: list[str], results: list[str], 
 
 
 def _mosaic(trace: Callable, given: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    """The one Pallas kernel of a JAX function of these arrays, as a TPU's custom call has it."""
+    """Return the configuration of the custom call of a JAX function's one Pallas kernel."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is torch_xla's
@@ -100,7 +106,10 @@ def _mosaic(trace: Callable, given: list[tuple[tuple[int, ...], torch.dtype]]) -
 
 
 def forward_function(s: Shape, scale: float, for_backward: bool) -> Callable:
-    """(q, k, v, *rest) -> output, and if wanted each row's sum of exponentials, largest score."""
+    """Return a function (q, k, v, *rest) -> output.
+
+    ``for_backward``: it gives each row's sum of exponentials and largest score, too.
+    """
 
     def forward(q, k, v, *ids):
         return jax_private.flash_forward(
@@ -111,8 +120,11 @@ def forward_function(s: Shape, scale: float, for_backward: bool) -> Callable:
 
 
 def query_gradient_function(s: Shape, scale: float) -> Callable:
-    """(q, k, v, *rest) -> q's gradient. ``rest`` ends with sums, largest scores, the gradient of
-    the output, and the sum of it times the output over each row."""
+    """Return a function (q, k, v, *rest) -> q's gradient.
+
+    ``rest`` ends with sums, largest scores, the gradient of the output, and the sum of it times the
+    output over each row.
+    """
 
     def query_gradient(q, k, v, *rest):
         *ids, sums, largest, grad, inner = rest
@@ -125,7 +137,7 @@ def query_gradient_function(s: Shape, scale: float) -> Callable:
 
 
 def key_gradients_function(s: Shape, scale: float) -> Callable:
-    """The same arguments -> the gradients of k and v."""
+    """Return a function of the same arguments -> the gradients of k and of v."""
 
     def key_gradients(q, k, v, *rest):
         *ids, sums, largest, grad, inner = rest

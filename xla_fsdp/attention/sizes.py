@@ -1,4 +1,4 @@
-"""Sizes that the kernels of flash attention are given: padded, and in blocks."""
+"""Sizes that the kernels of flash attention are given: padded, and divided into blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _BLOCKS = (512, 384)
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device computes. ``tokens`` and ``width`` (of a head) are padded, ``valid`` not."""
+    """Sizes of what one device computes; ``tokens`` and a head's ``width`` are padded ones.
+
+    ``valid`` is the number of tokens without padding.
+    """
 
     batch: int
     heads: int
@@ -38,24 +41,24 @@ class Shape:
 
     @property
     def heads_of(self) -> tuple[int, ...]:
-        """Of queries, keys, values, output, and their gradients."""
+        """Shape of queries, keys, values, output, and their gradients."""
         return (*self.scores, self.width)
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of a figure a query, repeated over the lanes."""
+        """Shape of one per-query statistic, repeated over 128 lanes."""
         return (*self.scores, LANES)
 
 
 def padded_tokens(tokens: int) -> int:
-    """The sequence length that the kernels are given: a multiple of their block."""
+    """Return the sequence length that the kernels are given: a multiple of their block."""
     if tokens <= max(_BLOCKS):
         return _round_up(tokens, LANES)
     return _round_up(tokens, _best_block(tokens))
 
 
 def padded_width(width: int) -> int:
-    """A head's width for the kernels: up to 128 any, above it multiples of 128."""
+    """Return a head's width for the kernels: any up to 128, above it multiples of 128."""
     return width if width <= LANES else _round_up(width, LANES)
 
 

@@ -24,19 +24,21 @@ from xla_fsdp.libtpu_flags import raise_if_refused
 
 @dataclass(frozen=True)
 class Compiled:
-    """Bytes are a device's."""
+    """What the compiler says of a graph; bytes are those of one device."""
 
     fits: bool
     argument_bytes: int | None
     output_bytes: int | None
     temporary_bytes: int | None
     peak_bytes: int
-    """Of HBM at once, arguments included: the figure that decides (the compiler accepts a limit
-    above it and refuses one below, whatever the sum of the others). Where it does not fit, at
-    least what is needed."""
+    """Bytes of HBM in use at once, arguments included.
+
+    It is the figure that decides: the compiler accepts a limit above it and refuses one below,
+    whatever the sum of the others. Where it does not fit, this is the least that is needed.
+    """
     capacity_bytes: int
     result_shardings: list[str]
-    """As marked or as the compiler chose, in XLA's notation."""
+    """How each result lies, as marked or as the compiler chose, in XLA's notation."""
     hlo: str
     """The scheduled module of a device, empty where it does not fit."""
     seconds: float
@@ -52,7 +54,7 @@ def check_installed() -> None:
 
 
 def _prepare_jax() -> None:
-    """Before it is imported."""
+    """Set the environment that JAX reads when it is imported: it must leave the TPU alone."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask about a TPU
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU is taken: nothing to lock
@@ -63,10 +65,11 @@ def compile_graph(
 ) -> Compiled:
     """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
 
-    It is to be known how the arguments lie. ``by_host``: the mesh counts the devices host by host,
-    not by their numbers. ``variables`` are those of the environment that libtpu is to start with.
-    In a process of its own: libtpu ends it where a check of its own fails, and it complains on
-    stderr that there is no TPU. Raises UsageError if libtpu refuses the program or ends so.
+    Every argument's sharding must already be resolved. ``by_host``: the mesh counts the devices
+    host by host, not by their numbers. ``variables`` are those of the environment that libtpu is to
+    start with. It runs in a process of its own: libtpu ends it where a check of its own fails, and
+    complains on stderr that there is no TPU. Raises UsageError if libtpu refuses the program, or
+    ends so.
     """
     with (
         tempfile.NamedTemporaryFile(mode="r") as complaints,
@@ -128,7 +131,7 @@ def _devices(topology: Topology) -> list[Any]:
     how: dict[str, Any] = {}
     if topology.slices > 1:
         how["num_slices"] = topology.slices
-    if topology.slice_chips == 1:  # else it is cut into hosts of 2 x 2 chips
+    if topology.slice_chips == 1:  # else it has hosts of 2 x 2 chips
         how["chips_per_host_bounds"] = (1, 1, 1)
     if topology.generation == 4:  # a run's libtpu reads the variable itself when it takes the chips
         how["chip_config_name"] = os.environ["TPU_MEGACORE"]
@@ -143,7 +146,7 @@ def _devices(topology: Topology) -> list[Any]:
 
 
 def _device_ids(devices: list[Any], by_host: bool) -> list[int]:
-    """In the mesh's order, as ``xla_fsdp.sharding.placement.device_order``."""
+    """Return the ids in the mesh's order, as ``xla_fsdp.sharding.placement.device_order``."""
     if not by_host:
         return sorted(device.id for device in devices)
 
@@ -154,16 +157,16 @@ def _device_ids(devices: list[Any], by_host: bool) -> list[int]:
 
 
 def as_stablehlo(graph: Graph) -> Any:
-    """The program of all devices together."""
+    """Return the program of all devices together as a StableHLO module."""
     _prepare_jax()
     return jax_private.stablehlo_of(graph.hlo)
 
 
 def hbm_asked_for(message: str, argument_bytes: int) -> int | None:
-    """Bytes that a refused program needs at least, by the compiler's message; None: another error.
+    """Return the bytes that a refused program needs at least; None if that is not the error.
 
-    It gives up at the first thing that does not fit, often the temporaries or one of them, without
-    the arguments: those then come on top.
+    The compiler gives up at the first thing that does not fit, often the temporaries or one of
+    them, without the arguments: those then come on top.
     """
     alone = re.search(r"Allocation \(size=(\d+)\) would exceed memory", message)
     if alone:

@@ -15,7 +15,7 @@ from xla_fsdp.jax_private import (
 
 
 def count_flops(module: Any) -> float:
-    """Of the whole program before it is cut up for devices: two operations a multiply-add.
+    """Count the whole program, before it is divided over devices: two for each multiply-add.
 
     Recomputation under gradient checkpointing is in the program and so in the count.
     """
@@ -46,8 +46,10 @@ def _of_block(block: Any, functions: dict[str, Any]) -> float:
 
 
 def _live(block: Any) -> list[Any]:
-    """Operations whose results are used; the compiler drops the others, such as the gradient of
-    the images."""
+    """Return the operations whose results are used, the last one first.
+
+    The compiler drops the others, such as the gradient of the images.
+    """
     live: list[Any] = []
     dead = set()
     for operation in reversed(list(block.operations)):
@@ -73,19 +75,22 @@ def _convolution(op: Any) -> float:
 
 
 def _kernel(op: Any) -> float:
-    """What a Pallas kernel's call says of itself (xla_fsdp.attention.kernels), on all devices."""
+    """Return the FLOPs that a Pallas kernel's call tells of itself, on all devices together.
+
+    xla_fsdp.attention.kernels writes them there.
+    """
     if op.attributes["call_target_name"].value != "tpu_custom_call":
         return 0.0
     cost = json.loads(op.attributes["backend_config"].value)["custom_call_config"]["cost_estimate"]
     devices = 1.0
     part = op.operands[0]
-    if getattr(part.owner, "name", "") == "stablehlo.custom_call":  # taken from a cut tensor
+    if getattr(part.owner, "name", "") == "stablehlo.custom_call":  # taken from a sharded tensor
         devices = math.prod(shape_of(part.owner.operands[0])) / math.prod(shape_of(part))
     return devices * float(cost["flops"])
 
 
 def _rounds(condition: Any, functions: dict[str, Any]) -> int:
-    """The bound of the loop's counter, which begins at 0 and grows by 1 (xla_fsdp.scan)."""
+    """Return the bound of a loop's counter, which begins at 0 and grows by 1 (xla_fsdp.scan)."""
     bounds = [1]
     for operation in condition.operations:
         op = operation.operation

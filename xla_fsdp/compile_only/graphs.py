@@ -1,4 +1,4 @@
-"""What the trace of a training step hands to the compiler."""
+"""The graphs of a training step, as its trace hands them to the compiler."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Value:
 
     size: int
     sharding: str | Result
-    """Of a result that the program has not marked, the compiler's choice, known from it alone."""
+    """A ``Result`` where the program has not marked one: the compiler's choice, known later."""
 
     def lies(self, shardings: Shardings) -> str | None:
         return shardings(self.sharding) if isinstance(self.sharding, Result) else self.sharding
 
 
 Shardings = Callable[[Result], str | None]
-"""How the compiler laid out a result; None: not known."""
+"""Tells how the compiler laid out a result; None if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Graph:
 
     hlo: bytes
     arguments: dict[int, Value]
-    """By the number of the argument; those not here are small and replicated."""
+    """Arguments by their number; those that are not here are small and replicated."""
     results: tuple[str | None, ...]
-    """None: left to the compiler."""
+    """How each result lies; None where that is left to the compiler."""
     donated: dict[int, int]
-    """Argument to the result that takes its place."""
+    """Maps an argument to the result that takes its place in memory."""
     resident: tuple[Value, ...]
-    """What lives on the devices meanwhile without being an argument."""
+    """Values that live on the devices meanwhile without being arguments."""
 
     def given(self, shardings: Shardings) -> Graph:
-        """With arguments of which it is known how they lie."""
+        """Return the graph with the sharding of every argument resolved."""
         arguments = {}
         for number, value in self.arguments.items():
             sharding = value.lies(shardings)
@@ -77,8 +77,10 @@ class Step:
     description: str
 
     def distinct(self) -> list[list[Graph]]:
-        """Its graphs, those of the same HLO together. What is beside them may differ from run to
-        run: losses of earlier micro-batches."""
+        """Return the graphs, those of the same HLO together.
+
+        What is resident beside them may differ from run to run: losses of earlier micro-batches.
+        """
         found: dict[bytes, list[Graph]] = {}
         for graph in self.graphs:
             found.setdefault(graph.hlo, []).append(graph)
@@ -86,7 +88,7 @@ class Step:
 
 
 def local_bytes(values: Iterable[Value], shardings: Shardings) -> int:
-    """Of one device, without values that it is not known how they lie."""
+    """Return the bytes on one device, leaving out values whose sharding is not known."""
     total = 0
     for value in values:
         sharding = value.lies(shardings)
@@ -95,7 +97,7 @@ def local_bytes(values: Iterable[Value], shardings: Shardings) -> int:
 
 
 def tiles(sharding: str) -> int:
-    """Over how many different parts a value is spread: 4 of {devices=[4,1]0,1,2,3}."""
+    """Return over how many different parts a value is spread: 4 for {devices=[4,1]0,1,2,3}."""
     found = re.match(r"\{devices=\[([\d,]+)\]", sharding)
     if not found:
         return 1

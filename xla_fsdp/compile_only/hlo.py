@@ -1,4 +1,4 @@
-"""What a compiled module moves in one execution: bytes of HBM, and of each kind of collective.
+"""Bytes that a compiled module moves in one execution: in HBM, and by each kind of collective.
 
 XLA's own cost analysis counts the body of a loop once; here each computation counts as often as
 it runs.
@@ -36,21 +36,21 @@ class Instruction:
 
 @dataclass
 class Traffic:
-    """Of one device in one execution."""
+    """Bytes and collectives of one device in one execution."""
 
     hbm_bytes: float = 0.0
-    """Read and written by instructions of the schedule, those in vector memory left out."""
+    """Bytes that instructions of the schedule read and write, vector memory left out."""
     collective_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By kind: received by a device from its own slice, at the least any algorithm needs."""
+    """Bytes by kind that a device receives from its own slice: the least any algorithm needs."""
     dcn_bytes: float = 0.0
-    """The same from other slices, over the data center network."""
+    """Bytes that it receives from other slices, over the data center network."""
     collectives: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """How often each kind runs."""
+    """How often each kind of collective runs."""
     asynchronous: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """How many of those go on while something else is computed."""
+    """How many collectives of each kind go on while something else is computed."""
 
     def add(self, other: Traffic, times: int) -> None:
-        """That of another module which runs so often."""
+        """Add the traffic of another module, which runs ``times`` times."""
         self.hbm_bytes += times * other.hbm_bytes
         self.dcn_bytes += times * other.dcn_bytes
         for kind, count in other.collectives.items():
@@ -60,7 +60,7 @@ class Traffic:
 
 
 def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
-    """Traffic of a scheduled TPU module given as text.
+    """Return the traffic of a scheduled TPU module given as text.
 
     Its collectives stay inside a slice; the compiler makes the rest transfers by the hosts.
     """
@@ -113,7 +113,7 @@ def _parse(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
 
 def _runs(computations: dict[str, list[Instruction]], name: str, times: int = 1
           ) -> Iterator[tuple[str, int]]:  # fmt: skip
-    """Every computation of the schedule (not those inside fusions), and how often it runs."""
+    """Yield every computation of the schedule, not those inside fusions, and how often it runs."""
     yield name, times
     for each in computations[name]:
         if each.opcode == "while":
@@ -127,7 +127,7 @@ def _runs(computations: dict[str, list[Instruction]], name: str, times: int = 1
 
 
 def _rounds(condition: list[Instruction]) -> int:
-    """The bound that the counter is compared with; loops here begin at 0 and add 1."""
+    """Return the bound that a loop's counter is compared with; loops here begin at 0 and add 1."""
     constants = [re.search(r"constant\((\d+)\)", each.text) for each in condition]
     return max((int(match[1]) for match in constants if match), default=1)
 
@@ -135,10 +135,10 @@ def _rounds(condition: list[Instruction]) -> int:
 def _collectives_of(
     each: Instruction, computations: dict[str, list[Instruction]]
 ) -> list[tuple[Instruction, bool, list[str]]]:
-    """The collectives in an instruction, and whether they go on beside something else.
+    """Return the collectives in an instruction, and whether each goes on beside something else.
 
-    Of one that a fusion carries a piece of, also the types of what the whole of it reads and
-    writes: all its pieces name these, none moves them whole.
+    For one that a fusion carries a piece of, the third value holds the types of what the whole of
+    it reads and writes: all its pieces name these, none moves them whole.
     """
     if each.opcode.removesuffix("-start") in _KINDS:
         return [(each, each.opcode.endswith("-start"), [])]
@@ -166,7 +166,7 @@ def _read_and_written(collective: Instruction, inside: list[Instruction]) -> lis
 
 
 def _type(shape: str) -> str:
-    """Without its layout: where it lies may differ from piece to piece."""
+    """Return a shape without its layout: where a buffer lies may differ from piece to piece."""
     return "".join(f"{kind}[{sizes}]" for kind, sizes, _ in _SHAPE.findall(shape))
 
 
@@ -197,7 +197,10 @@ def _instruction_bytes(each: Instruction, shapes: dict[str, str], but: Set[str])
 
 
 def _received(each: Instruction, kind: str, devices: int) -> float:
-    """Bytes that must reach a device: of its group's other members, for all but permutes."""
+    """Return the bytes that must reach a device from the other members of its group.
+
+    A permute receives all that it gives.
+    """
     group = re.search(r"replica_groups=\{\{([\d,]*)\}", each.text)
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]", each.text)
     size = len(group[1].split(",")) if group else int(iota[1]) if iota else devices
@@ -212,7 +215,7 @@ def _received(each: Instruction, kind: str, devices: int) -> float:
 
 
 def _from_other_slices(send: Instruction, slices: int) -> float:
-    """Bytes that must reach a device's host of what each slice hands to its own."""
+    """Return the bytes that must reach a device's host of what each slice hands to its own."""
     sent = _bytes(send.shape.partition("]")[0] + "]")  # (the data, u32[], token[])
     if '_xla_megascale_transfer_type="ALL_REDUCE"' in send.text:
         return 2 * sent * (slices - 1) / slices

@@ -18,7 +18,7 @@ from xla_fsdp.compile_only.graphs import REPLICATED, Graph, Result, Value, tiles
 
 @dataclass(frozen=True)
 class _Data:
-    """What stands for data on the devices."""
+    """A placeholder for data on the devices, and how the data lies there."""
 
     placeholder: torch.Tensor
     sharding: str | Result
@@ -37,12 +37,12 @@ class Recorder:
         self._given: list[_Data] = []  # to the next graph, by those living and those dead by then
 
     def settle(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """From here on these (all, if not given) are data, however they came about."""
+        """Take these tensors (all, if not given) for data from here on, however they came about."""
         for same in _recorded(_living() if tensors is None else tensors):
             self._replace(same, self._mark(same[0]) or REPLICATED)
 
-    def cut(self) -> None:
-        """Keep the graph of all living tensors that were computed since the last cut."""
+    def break_graph(self) -> None:
+        """Keep the graph of all living tensors that were computed since the last break."""
         living = _living()
         results = _recorded(living)
         # As after any execution: the next graph's collectives don't wait for this one's.
@@ -57,8 +57,10 @@ class Recorder:
 
     @contextlib.contextmanager
     def seeing_saved_tensors(self) -> Iterator[None]:
-        """What autograd saves here for the backward pass is known to Python, and so found at a
-        cut; it would be held by C++ alone."""
+        """Let Python, too, know what autograd saves here for the backward pass.
+
+        Held by C++ alone, it would not be found where the graph breaks.
+        """
 
         def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
             return tensor
@@ -67,11 +69,11 @@ class Recorder:
             yield
 
     def local_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Of one device."""
+        """Return the bytes of these tensors on one device."""
         return sum(tensor.nbytes // tiles(self._mark(tensor) or REPLICATED) for tensor in tensors)
 
     def _mark(self, tensor: torch.Tensor) -> str | None:
-        """How the program had it lie on the devices, now or before it was changed in place."""
+        """Return the sharding that the program gave a tensor, now or before a change in place."""
         marked = private.sharding_mark(tensor)
         if marked or tensor not in self._data:
             return marked or None
@@ -93,7 +95,7 @@ class Recorder:
         self._given.append(data)
 
     def _data_of(self, living: list[torch.Tensor]) -> list[_Data]:
-        """Once each, however many tensors show it."""
+        """Return the data behind these tensors, once each however many of them show it."""
         found = (self._data[each] for each in living if each in self._data)
         return list({id(data): data for data in found}.values())
 
@@ -121,7 +123,7 @@ class Recorder:
 
 
 def _living() -> list[torch.Tensor]:
-    """Every tensor on XLA, in the order in which they were made."""
+    """Return every tensor on XLA, in the order in which they were made."""
     found = []
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor) and each.device.type == "xla":
@@ -132,7 +134,7 @@ def _living() -> list[torch.Tensor]:
 
 
 def _recorded(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those that are a graph so far and not data; what ``detach`` has doubled, together."""
+    """Return the tensors that are a graph so far and not data; those of one value together."""
     tensors = list(tensors)
     needed = private.need_computing(tensors)
     found: dict[int, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""What the compiler said, as a table to read and as JSON."""
+"""The compiler's figures as a table to read and as JSON."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class CompiledGraph:
     """One of the graphs of a step, and what is known of it."""
 
     runs: int
-    """In a step."""
+    """How often it runs in a step."""
     compiled: Compiled | None
-    """None: an earlier graph does not fit."""
+    """None if an earlier graph does not fit."""
     traffic: Traffic | None
-    """None: this one does not."""
+    """None if this graph does not fit."""
     flops: float
-    """Of the whole slice in one run."""
+    """Operations of the whole slice in one run."""
     resident_bytes: int
-    """On a device, of what is there meanwhile and none of its arguments."""
+    """Bytes on a device of what is there meanwhile without being an argument."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Report:
 def make_report(
     *, topology: Topology, graphs: list[CompiledGraph], model_flops: float, **facts
 ) -> Report:
-    """``model_flops`` are the whole slice's; the report divides them."""
+    """Put the graphs of a step together; ``model_flops`` are those of the whole slice."""
     chip, devices = topology.chip, topology.devices
     peak, largest, compiled = max(
         ((graph.resident_bytes + graph.compiled.peak_bytes, graph, graph.compiled)
@@ -111,7 +111,7 @@ def make_report(
 
 
 def _total(graphs: list[CompiledGraph]) -> Traffic | None:
-    """Of all runs; None if a graph does not fit and so has no schedule."""
+    """Return the traffic of all runs; None if a graph does not fit and so has no schedule."""
     total = Traffic()
     for graph in graphs:
         if graph.traffic is None:

@@ -19,10 +19,10 @@ from xla_fsdp.chips import peak_of
 
 @dataclass(frozen=True)
 class Chip:
-    """One generation. Bandwidths in bytes/s."""
+    """One generation of chips; bandwidths are in bytes/s."""
 
     kind: str
-    """In ``xla_fsdp.chips``."""
+    """Its name in ``xla_fsdp.chips``."""
     dimensions: int
     hbm_bytes: int
     hbm_bandwidth: float
@@ -56,7 +56,7 @@ KNOWN = "; ".join(f"{name}: {shapes}" for name, shapes in _EXAMPLES.items())
 @dataclass(frozen=True)
 class Topology:
     name: str
-    """Of one slice."""
+    """The name that libtpu gives one slice."""
     chip: Chip
     slice_chips: int
     slices: int
@@ -67,17 +67,17 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """A chip each: of v4, torch_xla has libtpu join the two cores."""
+        """Devices of all slices, a chip each: on v4, torch_xla has libtpu join the two cores."""
         return self.chips
 
     @property
     def generation(self) -> int:
-        """As torch_xla counts: 5 for v5e and v5p."""
+        """The generation as torch_xla counts it: 5 for v5e and v5p."""
         return int(self.name[1])
 
 
 def parse_topology(name: str, slices: int = 1) -> Topology:
-    """ "v5p:4x4x8" as a Topology. Raises UsageError, with the known ones, for anything else."""
+    """Parse a name such as "v5p:4x4x8". Raises UsageError, with the known ones, for any other."""
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     chip = CHIPS.get(match[1]) if match else None
     sides = [int(side) for side in match[2].split("x")] if match else []

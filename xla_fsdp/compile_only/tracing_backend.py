@@ -18,7 +18,7 @@ from xla_fsdp.spmd import SpmdBackend
 
 
 class TracingBackend(XlaBackend):
-    """What the two share. Values are zeros that are never computed, then placeholders."""
+    """The part that both forms share: values are zeros never computed, then placeholders."""
 
     def __init__(self, run: XlaRun) -> None:
         self.recorder = Recorder()
@@ -26,13 +26,13 @@ class TracingBackend(XlaBackend):
         super().__init__(run)
 
     def start_recording(self) -> None:
-        """Model and optimizer are there: what follows is a step."""
+        """Record from here on: model and optimizer are there, what follows is a step."""
         self.recorder.settle()
         self._records = True
 
-    def _cut_graph(self, wait: bool = False) -> None:
+    def _break_graph(self, wait: bool = False) -> None:
         if self._records:
-            self.recorder.cut()
+            self.recorder.break_graph()
 
     @abc.abstractmethod
     def _lay_out(self, batch: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class TracingBackend(XlaBackend):
         return f"{self.device_count} TPU device(s)"
 
     def local_state_bytes(self) -> int:
-        """Of parameters and AdamW's state on one device."""
+        """Return the bytes of parameters and of AdamW's state on one device."""
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
         return self.recorder.local_bytes([*self._named_parameters().values(), *state])
 

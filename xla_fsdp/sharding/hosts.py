@@ -12,12 +12,12 @@ from training.mesh import Mesh
 
 
 def number_of(device: str) -> int:
-    """5 of torch_xla's "TPU:5"."""
+    """Return a device's number: 5 for torch_xla's "TPU:5"."""
     return int(device.rpartition(":")[2])
 
 
 def by_slice_and_host(attributes: Sequence[dict[str, Any]], local: Collection[int]) -> list[int]:
-    """All devices, slice by slice and host by host, so that "tensor" stays inside a host.
+    """Return all devices, slice by slice and host by host, so that "tensor" stays inside a host.
 
     (torch_xla's HybridMesh follows the torus, and puts neighbours of different hosts together;
     those would need the same images.) ``attributes`` are torch_xla's: "name" (TPU:5), "coords"
@@ -37,7 +37,7 @@ def by_slice_and_host(attributes: Sequence[dict[str, Any]], local: Collection[in
 
 
 def local_groups(mesh: Mesh, order: Sequence[int], local: Collection[int]) -> list[int]:
-    """Which of the parts of a batch are this host's.
+    """Return which of the parts of a batch are this host's.
 
     Raises UsageError where devices that share a part are on several hosts.
     """
@@ -51,7 +51,7 @@ def local_groups(mesh: Mesh, order: Sequence[int], local: Collection[int]) -> li
 
 
 def in_global_batch(share: torch.Tensor, groups: Sequence[int], of: int) -> torch.Tensor:
-    """A host's images where they stand in the global batch; nothing is written elsewhere.
+    """Return a host's images where they stand in the global batch; nothing is written elsewhere.
 
     The batch has ``of`` parts, those of this host are ``groups``. Only they are sent; memory
     that is not written to is not taken.

@@ -1,4 +1,4 @@
-"""Sharding marks that hold on the way back, too: on a value, and on its gradient."""
+"""Sharding marks that hold in the backward pass, too: on a value and on its gradient."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ class MarkBoth(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """A cut weight made whole, after the change of its dtype; its gradient cut, then changed back.
+    """A sharded weight made whole after its dtype is changed; its gradient sharded, then cast back.
 
-    Says to the partitioner where to gather and where to scatter. Left to itself it may
-    compute with the shards and exchange activations, or reduce whole gradients.
+    It tells the partitioner where to gather and where to scatter. Left to itself, that may compute
+    with the shards and exchange activations, or reduce whole gradients.
     """
 
     @staticmethod
     def forward(
-        ctx, weight: torch.Tensor, dtype: torch.dtype, cut: Mark, whole: Mark
+        ctx, weight: torch.Tensor, dtype: torch.dtype, shard: Mark, whole: Mark
     ) -> torch.Tensor:
-        ctx.dtype, ctx.cut = weight.dtype, cut
-        return whole(cut(weight.to(dtype) * 1) * 1)
+        ctx.dtype, ctx.shard = weight.dtype, shard
+        return whole(shard(weight.to(dtype) * 1) * 1)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return ctx.cut(grad * 1).to(ctx.dtype), None, None, None
+        return ctx.shard(grad * 1).to(ctx.dtype), None, None, None
 
 
 class Scatter(torch.autograd.Function):
-    """A sum over devices cut as it is made; its gradient made whole: ``Gather`` the other way."""
+    """A sum over devices sharded as it is made, its gradient made whole: the inverse of Gather."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, cut: Mark, whole: Mark) -> torch.Tensor:
-        ctx.cut, ctx.whole = cut, whole
-        return cut(x * 1)
+    def forward(ctx, x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
+        ctx.shard, ctx.whole = shard, whole
+        return shard(x * 1)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return ctx.whole(ctx.cut(grad * 1) * 1), None, None
+        return ctx.whole(ctx.shard(grad * 1) * 1), None, None

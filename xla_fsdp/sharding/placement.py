@@ -11,12 +11,12 @@ from xla_fsdp.torch_xla_private import local_device_names, op_sharding_arguments
 
 
 def partition_spec(spec: Spec) -> tuple:
-    """As torch_xla writes it."""
+    """Return a spec as torch_xla writes it: an axis, a tuple of axes or None for each dimension."""
     return tuple(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec)
 
 
 class Sharding(xs.ShardingSpec):
-    """torch_xla's own takes a tensor cut along some axes of the mesh for one cut along all."""
+    """torch_xla's own takes a tensor sharded along some axes of the mesh for one along all."""
 
     def __post_init__(self) -> None:
         (
@@ -26,12 +26,12 @@ class Sharding(xs.ShardingSpec):
 
 
 def local_devices() -> set[int]:
-    """The numbers of this host's devices."""
+    """Return the numbers of this host's devices."""
     return {number_of(name) for name in local_device_names()}
 
 
 def device_order(mesh: Mesh) -> list[int]:
-    """The numbers of all devices in the mesh's order."""
+    """Return the numbers of all devices in the mesh's order."""
     if not mesh.counts_by_host or mesh.devices == xr.addressable_runtime_device_count():
         return list(range(mesh.devices))
     return by_slice_and_host(xr.global_runtime_device_attributes(), local_devices())

@@ -1,4 +1,4 @@
-"""Between tensors as they lie on the devices and those of the plain model, for checkpoints.
+"""From tensors as they lie on the devices to those of the plain model and back, for checkpoints.
 
 On the devices blocks may be stacked, (depth, ...), and qkv may be packed, (3, rows, ...).
 """
@@ -18,9 +18,9 @@ def is_stacked(name: str) -> bool:
 
 
 def plain_values(name: str, value: torch.Tensor, *, packed: bool) -> dict[str, torch.Tensor]:
-    """Under its own name, or if stacked: each block's part under the name in the plain model.
+    """Return a tensor by its name in the plain model; of stacked blocks, each one's part.
 
-    ``value`` is plain or, if it is cut (as all that is packed), a ShardedTensor; the same comes
+    ``value`` is plain or, if it is sharded (as all that is packed), a ShardedTensor; the same comes
     out, with views of the same data.
     """
     if packed:
@@ -40,7 +40,7 @@ def plain_values(name: str, value: torch.Tensor, *, packed: bool) -> dict[str, t
 
 
 def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
-    """(..., 3, rows, ...) as (..., 3 * rows, ...): a chunk becomes one of q, of k and of v."""
+    """Return (..., 3, rows, ...) as (..., 3 * rows, ...): a chunk becomes one each of q, k, v."""
     before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
     chunks = [
         Chunk((*c.offsets[:dim], i * rows + c.offsets[dim + 1], *c.offsets[dim + 2 :]),
@@ -54,7 +54,7 @@ def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
 def device_part(
     saved: list[ShardedTensor], offsets: tuple[int, ...], *, stacked: bool, packed: bool
 ) -> torch.Tensor:
-    """What lies at ``offsets`` on the devices, put together from what ``plain_values`` gave."""
+    """Put together what lies at ``offsets`` on the devices from what ``plain_values`` gave."""
     offsets = offsets[1:] if stacked else offsets
     blocks = []
     for value in saved:

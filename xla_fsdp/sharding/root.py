@@ -1,4 +1,4 @@
-"""What surrounds the blocks, on a mesh of several axes."""
+"""The parts of the model around its blocks, on a mesh of several axes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class _Forward(nn.Module):
 def compute_with_whole(model: nn.Module, whole: Mark) -> None:
     """Let the model compute with embeddings, and vectors outside of blocks, as ``whole`` has them.
 
-    They are kept cut along some axes of the mesh. Left to itself, the partitioner may cut the
-    features of activations likewise, whose batch is cut along others too, by way of the whole
-    ("Involuntary full rematerialization").
+    They are kept sharded along some axes of the mesh. Left to itself, the partitioner may shard
+    the features of activations likewise, whose batch is sharded along other axes too, by way of the
+    whole tensor ("Involuntary full rematerialization").
     """
     run = _Forward(model)
 
