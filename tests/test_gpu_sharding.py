@@ -27,18 +27,18 @@ def test_same_losses_as_xla(tmp_path):
     ("processes", "flags", "told"),
     [
         (1, "--grad_ckpt selective", "activation checkpointing selective"),
-        (2, "", "ZeRO-3, each block a unit, mesh dp_outer 1 x dp_shard 2"),
+        (2, "", "ZeRO-3, each block a unit, mesh fsdp 2"),
         (2, "--zero_dp_strategy 2 --forward_prefetch 0 --backward_prefetch 0", "ZeRO-2"),
         (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
-        (2, "--zero_dp_strategy no_shard", "(no sharding), mesh dp_outer 2 x dp_shard 1"),
+        (2, "--zero_dp_strategy no_shard", "(no sharding), mesh dcn 2"),
         (2, "--run_without_fsdp --channels_last", "channels last"),
-        (4, "--forward_prefetch 2 --backward_prefetch 2", "dp_outer 1 x dp_shard 4"),
-        (4, "--dp_outer 2", "dp_outer 2 x dp_shard 2"),
+        (4, "--forward_prefetch 2 --backward_prefetch 2", "mesh fsdp 4"),
+        (4, "--dp_outer 2", "mesh dcn 2 x fsdp 2"),
         # Accumulating over micro-batches equals the large batch, too.
         (2, "--grad_accum_steps 4", "ZeRO-3"),
         (2, "--zero_dp_strategy 2 --grad_accum_steps 2", "ZeRO-2"),
         (2, "--run_without_fsdp --grad_accum_steps 2", "data parallel (no sharding)"),
-        (4, "--dp_outer 2 --grad_accum_steps 2", "dp_outer 2 x dp_shard 2"),
+        (4, "--dp_outer 2 --grad_accum_steps 2", "mesh dcn 2 x fsdp 2"),
     ],
 )
 def test_form(processes, flags, told, one_process, tmp_path):

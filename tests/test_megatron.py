@@ -31,14 +31,14 @@ def fsdp2(tmp_path_factory):
         (2, "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce", "ZeRO-1"),
         (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
         (2, "--zero_dp_strategy 3 --meta_init", "fp32 weights, meta init"),
-        (2, "--dp_outer 2 --zero_dp_strategy 2", "mesh dp_outer 2 x dp_shard 1"),
-        (4, "--dp_outer 2 --outer_dp_sharding_strategy optim", "optimizer sharded over dp_outer"),
-        (4, "--dp_outer 2 --meta_init", "mesh dp_outer 2 x dp_shard 2"),
+        (2, "--dp_outer 2 --zero_dp_strategy 2", "mesh dcn 2"),
+        (4, "--dp_outer 2 --outer_dp_sharding_strategy optim", "optimizer sharded over dcn"),
+        (4, "--dp_outer 2 --meta_init", "mesh dcn 2 x fsdp 2"),
         # Accumulating over micro-batches equals the large batch, too.
         (2, "--zero_dp_strategy 1 --no-overlap_grad_reduce --grad_accum_steps 2", "ZeRO-1"),
         (2, "--grad_accum_steps 2", "ZeRO-3"),
-        (2, "--dp_outer 2 --zero_dp_strategy 2 --grad_accum_steps 2", "dp_outer 2 x dp_shard 1"),
-        (4, "--dp_outer 2 --outer_dp_sharding_strategy 1 --grad_accum_steps 2", "dp_outer too"),
+        (2, "--dp_outer 2 --zero_dp_strategy 2 --grad_accum_steps 2", "dcn 2"),
+        (4, "--dp_outer 2 --outer_dp_sharding_strategy 1 --grad_accum_steps 2", "over dcn too"),
     ],
 )
 def test_form(processes, flags, told, fsdp2, tmp_path):
