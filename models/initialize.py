@@ -1,0 +1,119 @@
+"""First weights, unit by unit: they depend on the seed and on modules' names, on nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+from timm.layers import trunc_normal_
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from models.meta import allocate
+from models.timm_private import (
+    SELF_INITIALIZED,
+    RotaryEmbeddingMixed,
+    draw_mixed_frequencies,
+    get_init_weights_vit,
+)
+
+Scheme = Callable[[nn.Module, str], None]
+"""Fills the parameters that are a module's own, (module, its name in the model); may change what
+the modules below it were given before."""
+
+_STD = 0.02
+_ENDS_OF_BRANCHES = re.compile(r"blocks\.(\d+)\.(attn\.proj|mlp\.fc2)")
+
+
+def initialize(module: nn.Module, name: str, *, seed: int, scheme: Scheme) -> None:
+    """Allocate on the CPU, and fill by ``scheme``, every parameter below ``module`` on meta.
+
+    ``name`` is the module's name in the model. Each module draws from a generator of its own,
+    seeded by ``seed`` and its name; the caller's random numbers go on as if nothing was drawn.
+    """
+    fresh = {full_name for full_name, _ in allocate(module, name)}
+    _fill(module, name, fresh, seed, scheme)
+
+
+def _fill(part: nn.Module, name: str, fresh: set[str], seed: int, scheme: Scheme) -> bool:
+    """Fill ``part`` after what is below it; returns whether there was anything to fill."""
+    found = name in fresh
+    for key, child in part.named_children():
+        found |= _fill(child, f"{name}.{key}" if name else key, fresh, seed, scheme)
+    if found:
+        with _random_numbers_of(seed, name), torch.no_grad():
+            scheme(part, name)
+    return found
+
+
+@contextlib.contextmanager
+def _random_numbers_of(seed: int, name: str) -> Iterator[None]:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        yield
+
+
+def vision_transformer_scheme(
+    *, weight_init: str, num_classes: int, fix_init: bool = False
+) -> Scheme:
+    """timm's for VisionTransformer. ``weight_init`` is its argument: '' (truncated normal, std
+    0.02), 'jax', 'jax_nlhb', 'moco' or 'reset'; ``fix_init`` divides the end of each branch by
+    the square root of twice its block's number."""
+    head_bias = -math.log(num_classes) if "nlhb" in weight_init else 0.0
+    fill = get_init_weights_vit(weight_init, head_bias, needs_reset=True)
+
+    def scheme(part: nn.Module, name: str) -> None:
+        if isinstance(part, VisionTransformer):
+            _normal(part.pos_embed, trunc_normal_, _STD)
+            _normal(part.cls_token, nn.init.normal_, 1e-6)
+            _normal(part.reg_token, nn.init.normal_, 1e-6)
+        elif isinstance(part, SELF_INITIALIZED):
+            part.init_weights()
+        else:
+            fill(part, name)
+            if fix_init:
+                _scale_by_depth(part, name)
+
+    return scheme
+
+
+def eva_scheme(*, head_init_scale: float) -> Scheme:
+    """timm's for Eva: truncated normal, std 0.02, the end of each branch divided by the square
+    root of twice its block's number, the head multiplied by ``head_init_scale``."""
+
+    def scheme(part: nn.Module, name: str) -> None:
+        if isinstance(part, Eva):
+            for embedding in (part.pos_embed, part.cls_token, part.reg_token):
+                _normal(embedding, trunc_normal_, _STD)
+        elif isinstance(part, SELF_INITIALIZED):
+            part.init_weights()
+        elif isinstance(part, nn.Linear):
+            trunc_normal_(part.weight, std=_STD)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+            _scale_by_depth(part, name)
+            if name == "head" and head_init_scale:  # 0 means as it is
+                part.weight.mul_(head_init_scale)
+        elif isinstance(part, RotaryEmbeddingMixed):
+            part.freqs.copy_(draw_mixed_frequencies(part))
+        elif hasattr(part, "reset_parameters"):
+            part.reset_parameters()  # type: ignore[operator]
+
+    return scheme
+
+
+def _normal(embedding: nn.Parameter | None, fill: Callable, std: float) -> None:
+    if embedding is not None:
+        fill(embedding, std=std)
+
+
+def _scale_by_depth(part: nn.Module, name: str) -> None:
+    found = _ENDS_OF_BRANCHES.fullmatch(name)
+    if found and isinstance(part, nn.Linear):
+        part.weight.div_(math.sqrt(2.0 * (int(found[1]) + 1)))

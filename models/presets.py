@@ -1,0 +1,44 @@
+"""The family of models that go by a name of this project: ``--model vit_10b``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from timm import get_pretrained_cfg
+from timm.models.vision_transformer import VisionTransformer
+
+from models.config import PRESETS, VitConfig
+from models.errors import ModelError
+from models.spec import ModelSpec
+from models.timm_names import preprocessing_of
+from models.timm_spec import TimmSpec, check_patches
+
+_FINE_TUNED = ("img_size", "in_chans", "num_classes", "weight_init")
+"""What fine-tuning changes: the preprocessing of timm's weights stays the right one."""
+
+
+def names() -> list[str]:
+    return list(PRESETS)
+
+
+def knows(name: str) -> bool:
+    return name in PRESETS
+
+
+def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
+    """The preset with ``overrides``, arguments of VisionTransformer, over its own.
+
+    Raises ModelError for an argument that a preset does not have, and for sizes that do not fit.
+    """
+    taken = [field.name for field in fields(VitConfig)]
+    for argument in overrides:
+        if argument not in taken:
+            raise ModelError(f"{name} does not take <{argument}>; it takes {', '.join(taken)}")
+    config = replace(PRESETS[name], **overrides)
+    check_patches(config.img_size, config.patch_size)
+    trained = None
+    if all(key in _FINE_TUNED or key.endswith("_rate") for key in overrides):
+        trained = get_pretrained_cfg(name)
+    return TimmSpec(name, overrides, VisionTransformer, asdict(config), preprocessing_of(trained))

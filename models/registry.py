@@ -1,0 +1,101 @@
+"""``--model``: which families of models there are, and how one of their names becomes a spec.
+
+To add a family: a file in this folder with ``names``, ``knows`` and ``open_model``, as ``presets``
+has them, and its line in ``FAMILIES``. Imports nothing heavy, so that ``--help`` stays fast.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from models.errors import ModelError
+
+if TYPE_CHECKING:
+    from models.spec import ModelSpec
+
+__all__ = ["FAMILIES", "ListedModel", "ModelError", "list_models", "open_model"]
+
+FAMILIES = {
+    "": "models.presets",
+    "timm/": "models.timm_names",
+}
+"""By what its names begin with, the module of each family."""
+
+_COUNTED = 30
+"""So many models are built to be listed, in seconds; of a longer list the names are told."""
+_SUGGESTED = 3
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A line of a list of models."""
+
+    name: str
+    parameters: int | None = None
+    """How many it has; None if it was not counted."""
+    refused: str | None = None
+    """Why ``open_model`` refuses it, if that was tried."""
+
+
+def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
+    """The model ``name`` with ``overrides`` (by timm's names of arguments) over its own settings.
+
+    Raises ModelError for a name that is unknown, a model that cannot be trained here, an argument
+    that it does not take, and for arguments that do not go together.
+    """
+    prefix, family = _family(name)
+    own_name = name.removeprefix(prefix)
+    if not family.knows(own_name):
+        raise ModelError(_unknown(name))
+    return family.open_model(own_name, overrides)
+
+
+def _unknown(name: str) -> str:
+    """One line that suggests the names that are most alike."""
+    known = list(_names())
+    alike = difflib.get_close_matches(name, known, _SUGGESTED, 0.5)
+    alike += [each for each in known if each.endswith(f"/{name}")][:1]  # without its "timm/"
+    suggested = f": is it {' or '.join(dict.fromkeys(reversed(alike)))}?" if alike else ""
+    return f"there is no model {name}{suggested} (--list_models lists them)"
+
+
+def list_models(pattern: str | None = None) -> list[ListedModel]:
+    """The models whose names match ``pattern``: a part of the name, or with * and ? the whole.
+
+    A short list says how many parameters each has, or why it cannot be opened.
+    """
+    found = [name for name in _names() if _matches(name, pattern)]
+    if len(found) > _COUNTED:
+        return [ListedModel(name) for name in found]
+    return [_counted(name) for name in found]
+
+
+def _counted(name: str) -> ListedModel:
+    try:
+        return ListedModel(name, parameters=open_model(name, {}).parameter_count)
+    except ModelError as error:
+        return ListedModel(name, refused=str(error))
+
+
+def _matches(name: str, pattern: str | None) -> bool:
+    if pattern is None:
+        return True
+    whole = any(sign in pattern for sign in "*?[")
+    return fnmatch.fnmatch(name, pattern if whole else f"*{pattern}*")
+
+
+def _names() -> Iterator[str]:
+    for prefix, module in FAMILIES.items():
+        for name in importlib.import_module(module).names():
+            yield prefix + name
+
+
+def _family(name: str) -> tuple[str, Any]:
+    """The longest prefix that fits, with its module."""
+    prefix = max((each for each in FAMILIES if name.startswith(each)), key=len)
+    return prefix, importlib.import_module(FAMILIES[prefix])

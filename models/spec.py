@@ -1,0 +1,154 @@
+"""What the rest of the program knows of a model: a ``ModelSpec``, whatever its family."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from models.blocks import blocks_differ
+from models.flops import train_flops_per_image
+
+_FREE = ("weight_init", "fix_init", "head_init_scale")
+"""Settings that matter for first weights alone."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model, in the units of timm's arguments."""
+
+    input_shape: tuple[int, int, int]
+    """Channels, height and width of an image, in pixels."""
+    num_classes: int
+    num_patches: int
+    num_tokens: int
+    """Length of the sequence the blocks see: patches, class token, registers."""
+    train_tokens: int
+    """The same in training, where ``patch_drop_rate`` leaves a share of the patches only."""
+    depth: int
+    """How many blocks."""
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    """Width of a head's queries and keys."""
+    value_dim: int
+    """Width of a head's values: another one in differential attention."""
+    hidden: int
+    """Width inside the MLP."""
+    attn_drop_rate: float
+
+
+class ModelSpec(abc.ABC):
+    """One model: builds it, fills it unit by unit, takes it apart, and knows the facts about it.
+
+    The facts are read off the model itself, which is built once on the meta device, without
+    memory. The blocks are ``model.blocks``; everything around them is one more unit, the root.
+    """
+
+    def __init__(
+        self, name: str, overrides: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> None:
+        """``name`` and ``overrides`` are what ``open_model`` makes the same spec of; ``settings``
+        are all arguments of the model, plain JSON values by timm's names."""
+        self.name = name
+        self.overrides = dict(overrides)
+        self.settings = dict(settings)
+
+    # -- a family's own ---------------------------------------------------------------
+
+    @abc.abstractmethod
+    def build(self) -> nn.Module:
+        """The model on the meta device, where it holds no weights yet, ready to train.
+
+        Maps images (batch, *sizes.input_shape) to logits (batch, classes).
+        """
+
+    @abc.abstractmethod
+    def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
+        """Allocate on the CPU, and fill, all that is on meta below ``module``.
+
+        ``name`` is the module's name in the model. The values depend on the seed and on modules'
+        names alone, not on the order of the calls or on what else is there.
+        """
+
+    @abc.abstractmethod
+    def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
+        """Let ``model`` compute with ``blocks``, one module, in the place of all of its blocks.
+
+        It is called as ``blocks(x, shared=..., stacked=...)``, x being (batch, tokens, width):
+        keyword arguments of each block, the same for all or one for each along dimension 0.
+        """
+
+    @abc.abstractmethod
+    def _sizes(self, model: nn.Module) -> ModelSizes:
+        """Read off a model on meta."""
+
+    @abc.abstractmethod
+    def block_dimensions(self) -> dict[str, tuple[str, ...]]:
+        """For each parameter of a block, by its name there, what its dimensions are.
+
+        "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of
+        the MLP). Empty where ``why_no_tensor_parallel`` has a reason.
+        """
+
+    @abc.abstractmethod
+    def why_no_tensor_parallel(self) -> str | None:
+        """Why blocks cannot compute with parts of their heads and MLP; None if they can."""
+
+    @abc.abstractmethod
+    def why_no_transformer_engine(self) -> str | None:
+        """Why TransformerEngine's layer cannot stand for a block; None if it can."""
+
+    @property
+    def preprocessing(self) -> dict[str, Any] | None:
+        """mean, std, crop_pct and interpolation that the family's trained weights want, if any."""
+        return None
+
+    # -- for all families -------------------------------------------------------------
+
+    def units(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """The pieces to shard one after the other: each block, then the model around them."""
+        for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
+            yield f"blocks.{index}", block
+        yield "", model
+
+    @functools.cached_property
+    def meta(self) -> nn.Module:
+        """The model on the meta device, to be looked at: not to be changed or filled."""
+        return self.build()
+
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        return self._sizes(self.meta)
+
+    @functools.cached_property
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.meta.parameters())
+
+    @functools.cached_property
+    def train_flops_per_image(self) -> float:
+        """Floating-point operations of forward and backward for one image, as in PaLM's MFU."""
+        return train_flops_per_image(self.build(), self.sizes.input_shape)
+
+    def why_blocks_differ(self) -> str | None:
+        """One line that says which blocks are not like the first; None if one loop can run all.
+
+        Other probabilities of drop path do not count.
+        """
+        return blocks_differ(list(self.meta.blocks))  # type: ignore[arg-type]
+
+    def differs_from(self, before: Mapping[str, Any]) -> str | None:
+        """The first setting that is not as in ``before``, the settings of another spec.
+
+        None if weights trained with those go on to mean the same here: dropout rates and first
+        weights may be others. So may be what ``before`` does not have.
+        """
+        for name, value in self.settings.items():
+            free = name.endswith("_rate") or name in _FREE
+            if not free and name in before and before[name] != value:
+                return name
+        return None

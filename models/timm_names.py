@@ -1,0 +1,111 @@
+"""The family of timm's Vision Transformers by their names: ``--model timm/NAME``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import timm
+from timm.layers import PatchEmbed
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from models.blocks import parameters_differ
+from models.errors import ModelError
+from models.meta import check_buffers
+from models.spec import ModelSpec
+from models.timm_private import arguments_given_to, taken_arguments
+from models.timm_spec import TimmSpec, check_patches
+
+KINDS = (VisionTransformer, Eva)
+_MODULES = ("vision_transformer", "eva", "deit")
+"""Files of timm that build models of these kinds, and hardly any others."""
+_EVAS = {"reg_tokens": "num_reg_tokens", "fc_norm": "use_fc_norm",
+         "pre_norm": "use_pre_transformer_norm", "scale_attn_norm": "scale_attn_inner",
+         "scale_mlp_norm": "scale_mlp"}  # fmt: skip
+"""Eva's names of what is an argument of VisionTransformer, too."""
+_FIXED = {"dynamic_img_size": False, "dynamic_img_pad": False}
+"""All images of a run have one size: for another one, XLA would compile another program."""
+_CLASSES = 1000
+"""Of a model that timm has as an encoder, without a head: those of ImageNet, as the presets'."""
+_PREPROCESSING = ("mean", "std", "crop_pct", "interpolation")
+
+
+def names() -> list[str]:
+    """timm's names of such models, without "timm/". A few of them cannot be opened."""
+    return sorted(
+        name for module in _MODULES for name in timm.list_models(module=module)
+        if "distilled" not in name
+    )  # fmt: skip
+
+
+def knows(name: str) -> bool:
+    """Whether timm has a model ``name``, of whatever kind; after a dot it may name weights."""
+    return timm.is_model(name)
+
+
+def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
+    """timm's model ``name`` with ``overrides`` over its own arguments.
+
+    Raises ModelError if it is not a Vision Transformer made of blocks that are alike, does not
+    take an argument, or if sizes do not fit.
+    """
+    full_name = f"timm/{name}"
+    own = _as_timm_has_it(name)
+    taken = taken_arguments(type(own))
+    given = dict(overrides)
+    for here, there in _EVAS.items():
+        if type(own) is Eva and here in given:
+            given[there] = given.pop(here)
+    for argument in given:
+        if argument not in taken:
+            raise ModelError(f"{full_name} does not take <{argument}> ({_is_a(own)})")
+    given |= {key: value for key, value in _FIXED.items() if key in taken}
+    if own.num_classes == 0:
+        given.setdefault("num_classes", _CLASSES)
+    with arguments_given_to(*KINDS) as arguments:
+        _create(name, given)
+    if {"img_size", "patch_size"} & given.keys():  # timm has models that leave out a rest itself
+        check_patches(arguments["img_size"], arguments["patch_size"])
+    left_out = {"device", "dtype"}
+    arguments = {key: value for key, value in arguments.items() if key not in left_out}
+    trained = preprocessing_of(timm.get_pretrained_cfg(name))
+    return TimmSpec(full_name, overrides, type(own), arguments, trained)
+
+
+def preprocessing_of(pretrained: Any) -> dict[str, Any] | None:
+    """What one of timm's ``PretrainedCfg`` says of how images are to be made; None without one."""
+    if pretrained is None:
+        return None
+    return {key: getattr(pretrained, key) for key in _PREPROCESSING}
+
+
+def _as_timm_has_it(name: str) -> nn.Module:
+    """timm's model on meta. Raises ModelError if it is not one that can be sharded by blocks."""
+    model = _create(name, {})
+    if type(model) not in KINDS:
+        raise ModelError(f"timm/{name} is no Vision Transformer that is known here: {_is_a(model)}")
+    embed = type(model.patch_embed)
+    if embed is not PatchEmbed:
+        raise ModelError(f"timm/{name} has a patch embedding that is not known: {embed.__name__}")
+    difference = parameters_differ(list(model.blocks))  # type: ignore[arg-type]
+    if difference:
+        raise ModelError(f"timm/{name} has blocks that differ: {difference}")
+    try:
+        check_buffers(model)
+    except ModelError as error:
+        raise ModelError(f"timm/{name}: {error}") from None
+    return model
+
+
+def _create(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    try:
+        return timm.create_model(name, device="meta", **arguments)
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"timm cannot build {name}: {reason}") from None
+
+
+def _is_a(model: nn.Module) -> str:
+    return f"it is timm's {type(model).__name__}"

@@ -1,0 +1,152 @@
+"""What is used of timm beyond its documented interface, in one place.
+
+Written for timm ``WRITTEN_FOR``: with another version, read these against its sources again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from timm.layers import AttentionPoolLatent, AttentionPoolPrr
+from timm.layers.pos_embed_sincos import RotaryEmbeddingMixed, init_random_2d_freqs
+from timm.models.eva import Eva
+from timm.models.vision_transformer import ResPostBlock, VisionTransformer, get_init_weights_vit
+from torch import nn
+
+__all__ = [
+    "SELF_INITIALIZED",
+    "WRITTEN_FOR",
+    "arguments_given_to",
+    "computed_buffers",
+    "draw_mixed_frequencies",
+    "get_init_weights_vit",
+    "has_computed_buffers",
+    "put_blocks",
+    "RotaryEmbeddingMixed",
+    "taken_arguments",
+]
+
+WRITTEN_FOR = "1.0.31"
+
+SELF_INITIALIZED = (AttentionPoolLatent, AttentionPoolPrr, ResPostBlock)
+"""Modules whose constructor calls their ``init_weights``: every scheme leaves that to them."""
+
+
+# -- construction ---------------------------------------------------------------------
+
+
+def taken_arguments(kind: type[nn.Module]) -> dict[str, Any]:
+    """The arguments that the constructor of ``kind`` takes, with their defaults.
+
+    Where the parameters lie, and in which dtype, is not the caller's to choose.
+    """
+    parameters = inspect.signature(kind.__init__).parameters
+    left_out = ("self", "device", "dtype")
+    return {name: each.default for name, each in parameters.items() if name not in left_out}
+
+
+@contextlib.contextmanager
+def arguments_given_to(*kinds: type[nn.Module]) -> Iterator[dict[str, Any]]:
+    """Yields a dict that will hold the keyword arguments that one of ``kinds`` is made with inside.
+
+    timm's functions of models put a name's own arguments together with the caller's and keep
+    neither: here they are seen where they arrive.
+    """
+    seen: dict[str, Any] = {}
+    constructors = {kind: kind.__init__ for kind in kinds}
+
+    def watched(kind: type[nn.Module]) -> Any:
+        @functools.wraps(constructors[kind])
+        def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if type(self) is kind:
+                seen.update(kwargs)
+            constructors[kind](self, *args, **kwargs)
+
+        return construct
+
+    try:
+        for kind in kinds:
+            kind.__init__ = watched(kind)  # type: ignore[method-assign]
+        yield seen
+    finally:
+        for kind, constructor in constructors.items():
+            kind.__init__ = constructor  # type: ignore[method-assign]
+
+
+# -- values ---------------------------------------------------------------------------
+
+
+def has_computed_buffers(part: nn.Module) -> bool:
+    """Whether the module computes its own buffers that no state dict holds, and can again."""
+    return hasattr(part, "init_non_persistent_buffers")
+
+
+def computed_buffers(part: nn.Module) -> dict[str, torch.Tensor]:
+    """The module's own buffers that no state dict holds, computed on the CPU, by name, in fp32.
+
+    The module itself is left as it is: a twin with tensors of its own computes them.
+    """
+    twin = copy.copy(part)  # shares everything, but for what is replaced here
+
+    def empty(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: None if each is None else _in_fp32(each) for name, each in tensors.items()}
+
+    twin.__dict__["_parameters"] = empty(part._parameters)  # of which they ask the device
+    twin.__dict__["_buffers"] = empty(part._buffers)
+    twin.init_non_persistent_buffers()  # type: ignore[operator]
+    found = twin._buffers
+    return {name: found[name] for name in part._non_persistent_buffers_set if name in found}  # type: ignore[misc]
+
+
+def _in_fp32(like: torch.Tensor) -> torch.Tensor:
+    """Memory on the CPU of this shape; not in a lower precision, in which angles are far off."""
+    dtype = torch.float32 if like.is_floating_point() else like.dtype
+    return torch.empty(like.shape, dtype=dtype, device="cpu")
+
+
+def draw_mixed_frequencies(rope: RotaryEmbeddingMixed) -> torch.Tensor:
+    """First values of the frequencies that a model with mixed RoPE learns.
+
+    timm draws them in the constructor alone: ``reset_parameters`` leaves them as they are.
+    Shape (2, depth, heads, head width / 2).
+    """
+    return init_random_2d_freqs(
+        rope.dim // rope.num_heads, rope.depth, rope.num_heads, temperature=rope.temperature
+    )
+
+
+# -- forward pass ---------------------------------------------------------------------
+
+
+def put_blocks(model: nn.Module, blocks: nn.Module) -> None:
+    """Let ``model`` compute with ``blocks``, one module, in the place of all of its blocks.
+
+    It is called as ``blocks(x, shared=..., stacked=...)``: keyword arguments of each block, the
+    same for all or one for each along dimension 0; a VisionTransformer gives none.
+    """
+    model.blocks = blocks
+    if isinstance(model, Eva):
+        model.forward_features = types.MethodType(_eva_features, model)
+    else:
+        assert isinstance(model, VisionTransformer)  # calls its blocks as one module already
+
+
+def _eva_features(
+    model: Eva, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False
+) -> torch.Tensor:
+    """What ``Eva.forward_features`` computes without a mask, its loop over blocks left to them."""
+    assert attn_mask is None
+    assert not is_causal
+    x = model.patch_embed(x)
+    x, rope = model._pos_embed(x)
+    x = model.norm_pre(x)
+    given = {} if rope is None else {"rope": rope}
+    x = model.blocks(x, **{"stacked" if model.rope_mixed else "shared": given})
+    return model.norm(x)

@@ -1,0 +1,173 @@
+"""The spec of timm's two Vision Transformers, VisionTransformer and Eva, with given arguments."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from models import blocks
+from models.errors import ModelError
+from models.initialize import Scheme, eva_scheme, initialize, vision_transformer_scheme
+from models.spec import ModelSizes, ModelSpec
+from models.timm_private import put_blocks, taken_arguments
+
+_WITHOUT_MEMORY: dict[type[nn.Module], dict[str, Any]] = {
+    VisionTransformer: {"device": "meta", "weight_init": "skip"},  # there is nothing to fill
+    Eva: {"device": "meta"},
+}
+
+
+class TimmSpec(ModelSpec):
+    """timm's ``kind`` made with ``arguments``; ``preprocessing`` is timm's for trained weights."""
+
+    def __init__(
+        self,
+        name: str,
+        overrides: Mapping[str, Any],
+        kind: type[nn.Module],
+        arguments: Mapping[str, Any],
+        preprocessing: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises ModelError if the arguments do not go together."""
+        self._kind, self._arguments = kind, dict(arguments)
+        complete = taken_arguments(kind) | self._arguments
+        super().__init__(name, overrides, {key: _as_json(v) for key, v in complete.items()})
+        self._preprocessing = None if preprocessing is None else dict(preprocessing)
+        _check(kind, complete)
+
+    @property
+    def preprocessing(self) -> dict[str, Any] | None:
+        return self._preprocessing
+
+    def build(self) -> nn.Module:
+        try:
+            return self._kind(**self._arguments | _WITHOUT_MEMORY[self._kind])
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(f"timm cannot build {self.name}: {_one_line(error)}") from None
+
+    def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
+        initialize(module, name, seed=seed, scheme=self._scheme)
+
+    @functools.cached_property
+    def _scheme(self) -> Scheme:
+        settings = self.settings
+        if self._kind is Eva:
+            return eva_scheme(head_init_scale=settings["head_init_scale"])
+        return vision_transformer_scheme(
+            weight_init=settings["weight_init"],
+            num_classes=settings["num_classes"],
+            fix_init=settings["fix_init"],
+        )
+
+    def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
+        put_blocks(model, blocks)
+
+    # -- facts ------------------------------------------------------------------------
+
+    def _sizes(self, model: nn.Module) -> ModelSizes:
+        assert isinstance(model, VisionTransformer | Eva)
+        patches, drop = model.patch_embed.num_patches, self.settings["patch_drop_rate"]
+        height, width = model.patch_embed.img_size
+        attention = next(part for part in model.blocks[0].modules() if hasattr(part, "num_heads"))
+        differential = hasattr(attention, "lambda_init")  # two heads of queries share their values
+        return ModelSizes(
+            input_shape=(model.in_chans, height, width),
+            num_classes=model.num_classes,
+            num_patches=patches,
+            num_tokens=patches + model.num_prefix_tokens,
+            train_tokens=_kept(patches, drop) + model.num_prefix_tokens,
+            depth=len(model.blocks),
+            embed_dim=model.embed_dim,
+            num_heads=attention.num_heads,
+            head_dim=attention.head_dim,
+            value_dim=attention.head_dim * (2 if differential else 1),
+            hidden=_hidden(model.blocks[0]),
+            attn_drop_rate=self.settings["attn_drop_rate"],
+        )
+
+    def block_dimensions(self) -> dict[str, tuple[str, ...]]:
+        if self.why_no_tensor_parallel():
+            return {}
+        names = dict(self._block.named_parameters())
+        return {name: blocks.PLAIN_BLOCK[name] for name in names}
+
+    def why_no_tensor_parallel(self) -> str | None:
+        return blocks.why_not_plain(self._block)
+
+    def why_no_transformer_engine(self) -> str | None:
+        return blocks.why_no_transformer_engine(self._block)
+
+    @property
+    def _block(self) -> nn.Module:
+        return self.meta.blocks[0]  # type: ignore[index,return-value]
+
+
+def _kept(patches: int, drop_rate: float) -> int:
+    """As timm's PatchDropout counts."""
+    return max(1, int(patches * (1.0 - drop_rate))) if drop_rate else patches
+
+
+def _hidden(block: nn.Module) -> int:
+    """What the last product of the MLP takes: behind a gate, half of what the first one gives."""
+    for name, part in block.named_modules():
+        if name.endswith("fc2"):
+            return part.in_features
+    return block.in_split[0]  # type: ignore[index,return-value] # of a parallel block
+
+
+def _check(kind: type[nn.Module], arguments: Mapping[str, Any]) -> None:
+    """Raises ModelError for arguments that timm would take and then compute something else."""
+    width, heads = arguments["embed_dim"], arguments["num_heads"]
+    if width % heads:
+        raise ModelError(f"<embed_dim> {width} is not a multiple of <num_heads> {heads}")
+    if width * arguments["mlp_ratio"] < 1:
+        raise ModelError(f"<mlp_ratio> {arguments['mlp_ratio']} leaves no MLP")
+    if arguments["global_pool"] == "token" and not arguments["class_token"]:
+        raise ModelError("<global_pool> token needs <class_token>")
+    if kind is Eva and arguments["use_rot_pos_emb"] and width // heads % 4:
+        raise ModelError(
+            f"rotary position embedding needs heads whose width is a multiple of 4: <embed_dim> "
+            f"{width} / <num_heads> {heads} is {width // heads}"
+        )
+    rate = arguments["patch_drop_rate"]
+    if rate and int(_patches(arguments) * (1 - rate)) < 1:
+        raise ModelError(f"<patch_drop_rate> {rate} leaves no patch")
+
+
+def check_patches(img_size: Any, patch_size: Any) -> None:
+    """Raises ModelError if an image is not a whole number of patches each way."""
+    for image, patch in zip(_pair(img_size), _pair(patch_size), strict=True):
+        if image % patch:
+            raise ModelError(f"<img_size> {image} is not a multiple of <patch_size> {patch}")
+
+
+def _patches(arguments: Mapping[str, Any]) -> int:
+    (height, width), (rows, columns) = map(_pair, (arguments["img_size"], arguments["patch_size"]))
+    return (height // rows) * (width // columns)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _as_json(value: Any) -> Any:
+    """A plain JSON value that tells the same: of a class its name."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    if isinstance(value, functools.partial):
+        given = ", ".join(f"{key}={_as_json(each)}" for key, each in value.keywords.items())
+        return f"{_as_json(value.func)}({given})"
+    assert isinstance(value, type | types.FunctionType), value
+    return value.__name__
