@@ -58,9 +58,9 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
 def _unknown(name: str) -> str:
     """One line that suggests the names that are most alike."""
     known = list(_names())
-    alike = difflib.get_close_matches(name, known, _SUGGESTED, 0.5)
-    alike += [each for each in known if each.endswith(f"/{name}")][:1]  # without its "timm/"
-    suggested = f": is it {' or '.join(dict.fromkeys(reversed(alike)))}?" if alike else ""
+    alike = [each for each in known if each.endswith(f"/{name}")]  # but for its family's prefix
+    alike = alike or difflib.get_close_matches(name, known, _SUGGESTED, 0.5)
+    suggested = f": is it {' or '.join(alike)}?" if alike else ""
     return f"there is no model {name}{suggested} (--list_models lists them)"
 
 

@@ -52,26 +52,20 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     take an argument, or if sizes do not fit.
     """
     full_name = f"timm/{name}"
-    own = _as_timm_has_it(name)
-    taken = taken_arguments(type(own))
-    given = dict(overrides)
-    for here, there in _EVAS.items():
-        if type(own) is Eva and here in given:
-            given[there] = given.pop(here)
+    model, arguments = _as_timm_has_it(name)
+    kind = type(model)
+    taken = taken_arguments(kind)
+    given = {_EVAS.get(key, key) if kind is Eva else key: value for key, value in overrides.items()}
     for argument in given:
         if argument not in taken:
-            raise ModelError(f"{full_name} does not take <{argument}> ({_is_a(own)})")
-    given |= {key: value for key, value in _FIXED.items() if key in taken}
-    if own.num_classes == 0:
+            raise ModelError(f"{full_name} does not take <{argument}> ({_is_a(model)})")
+    if model.num_classes == 0:
         given.setdefault("num_classes", _CLASSES)
-    with arguments_given_to(*KINDS) as arguments:
-        _create(name, given)
+    arguments |= _FIXED | given
     if {"img_size", "patch_size"} & given.keys():  # timm has models that leave out a rest itself
-        check_patches(arguments["img_size"], arguments["patch_size"])
-    left_out = {"device", "dtype"}
-    arguments = {key: value for key, value in arguments.items() if key not in left_out}
+        check_patches(*((taken | arguments)[key] for key in ("img_size", "patch_size")))
     trained = preprocessing_of(timm.get_pretrained_cfg(name))
-    return TimmSpec(full_name, overrides, type(own), arguments, trained)
+    return TimmSpec(full_name, overrides, kind, arguments, trained)
 
 
 def preprocessing_of(pretrained: Any) -> dict[str, Any] | None:
@@ -81,30 +75,30 @@ def preprocessing_of(pretrained: Any) -> dict[str, Any] | None:
     return {key: getattr(pretrained, key) for key in _PREPROCESSING}
 
 
-def _as_timm_has_it(name: str) -> nn.Module:
-    """timm's model on meta. Raises ModelError if it is not one that can be sharded by blocks."""
-    model = _create(name, {})
+def _as_timm_has_it(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """timm's model on meta, and the arguments that it was made with.
+
+    Raises ModelError if it is not one that can be sharded block by block.
+    """
+    try:
+        with arguments_given_to(*KINDS) as arguments:
+            model = timm.create_model(name, device="meta")
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise ModelError(f"timm cannot build {name}: {error}") from None
     if type(model) not in KINDS:
         raise ModelError(f"timm/{name} is no Vision Transformer that is known here: {_is_a(model)}")
     embed = type(model.patch_embed)
     if embed is not PatchEmbed:
         raise ModelError(f"timm/{name} has a patch embedding that is not known: {embed.__name__}")
-    difference = parameters_differ(list(model.blocks))  # type: ignore[arg-type]
+    difference = parameters_differ(list(model.blocks))
     if difference:
         raise ModelError(f"timm/{name} has blocks that differ: {difference}")
     try:
         check_buffers(model)
     except ModelError as error:
         raise ModelError(f"timm/{name}: {error}") from None
-    return model
-
-
-def _create(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    try:
-        return timm.create_model(name, device="meta", **arguments)
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(f"timm cannot build {name}: {reason}") from None
+    del arguments["device"]
+    return model, arguments
 
 
 def _is_a(model: nn.Module) -> str:

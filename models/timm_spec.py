@@ -34,12 +34,13 @@ class TimmSpec(ModelSpec):
         arguments: Mapping[str, Any],
         preprocessing: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ModelError if the arguments do not go together."""
+        """Raises ModelError if the arguments do not go together, or timm does not take them."""
         self._kind, self._arguments = kind, dict(arguments)
         complete = taken_arguments(kind) | self._arguments
         super().__init__(name, overrides, {key: _as_json(v) for key, v in complete.items()})
         self._preprocessing = None if preprocessing is None else dict(preprocessing)
         _check(kind, complete)
+        self.sizes  # noqa: B018 - read off the model, which shows whether it can be built
 
     @property
     def preprocessing(self) -> dict[str, Any] | None:
