@@ -29,13 +29,12 @@ def allocate(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def fill_buffers(
     module: nn.Module, send: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
 ) -> None:
-    """Give the buffers below ``module`` that are on meta their values, computed on the CPU.
+    """Give the buffers below ``module`` their values, computed on the CPU, whatever they hold.
 
     ``send`` moves one to where it is used. Parameters are left alone, wherever they are.
     """
     for part in module.modules():
-        if any(buffer.is_meta for buffer in part.buffers(recurse=False)):
-            _set_buffers(part, send)
+        _set_buffers(part, send)
 
 
 def cast_buffers(block: nn.Module, dtype: torch.dtype) -> None:
@@ -64,7 +63,6 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def _set_buffers(part: nn.Module, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    if next(part.buffers(recurse=False), None) is None:
-        return
-    for key, values in computed_buffers(part).items():
-        part._buffers[key] = send(values)
+    if next(part.buffers(recurse=False), None) is not None:
+        for key, values in computed_buffers(part).items():
+            part._buffers[key] = send(values)

@@ -28,7 +28,7 @@ class Scale(nn.Module):
         return self.drop_path(self.dropout(x * self.weight))
 
 
-def scanned(blocks: nn.Sequential) -> ScannedBlocks:
+def scanned(blocks: nn.Sequential | nn.ModuleList, bf16: bool = False) -> ScannedBlocks:
     def same(x):
         return x
 
@@ -39,7 +39,7 @@ def scanned(blocks: nn.Sequential) -> ScannedBlocks:
         constant=lambda values: values.to("xla"),
         mark_tokens=same,
         gather=lambda _, w: Gather.apply(w, w.dtype, same, same),
-        bf16=False,
+        bf16=bf16,
     )
     for index, block in enumerate(blocks):
         stack.fill(index, block, lambda _, values: values.to("xla"))

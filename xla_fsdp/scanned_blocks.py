@@ -9,13 +9,15 @@ checkpointing), then lets go of its gathered weights again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch_xla
 from timm.layers import DropPath
 from torch import nn
 
+from models.meta import fill_buffers
 from xla_fsdp.scan import Scan
 from xla_fsdp.sharding.marks import Mark, MarkBoth
 
@@ -32,8 +34,18 @@ class _DropPath(nn.Module):
         return x * (torch.bernoulli(self.keep.expand(shape)) / self.keep).to(x.dtype)
 
 
+@dataclass(frozen=True)
+class _Names:
+    """Of the keyword arguments that each block is given."""
+
+    shared: tuple[str, ...]
+    stacked: tuple[str, ...]
+
+
 class ScannedBlocks(nn.Module):
-    """Takes the place of timm's ``blocks``. ``block`` holds the parameters, (depth, *shape).
+    """All blocks in one module. ``block`` holds the parameters, (depth, *shape).
+
+    A model that computes with it calls it once for all blocks (``ModelSpec.put_blocks``).
 
     ``adapt`` changes how a block computes, ``stack(name, parameter, depth)`` makes zeros for one
     of its parameters, ``constant`` puts a small tensor on the devices; ``mark_tokens`` and
@@ -43,7 +55,7 @@ class ScannedBlocks(nn.Module):
 
     def __init__(
         self,
-        blocks: nn.Sequential,
+        blocks: nn.Sequential | nn.ModuleList,
         *,
         adapt: Callable[[nn.Module], None],
         stack: Callable[[str, torch.Tensor, int], nn.Parameter],
@@ -55,6 +67,7 @@ class ScannedBlocks(nn.Module):
         super().__init__()
         self.block = copy.deepcopy(blocks[-1]).to("meta")
         adapt(self.block)
+        fill_buffers(self.block, constant)  # the same in every block, as all that is not learned
         self._depth, self._bf16 = len(blocks), bf16
         self._mark_tokens, self._gather = mark_tokens, gather
         self._scans: dict[tuple, Scan] = {}
@@ -82,11 +95,26 @@ class ScannedBlocks(nn.Module):
             chosen = here.view(-1, *(1,) * values.dim())
             stacked.copy_(torch.where(chosen, values, stacked))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parameters = [*self.block.parameters()]
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        shared: Mapping[str, torch.Tensor] | None = None,
+        stacked: Mapping[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """What all blocks make of ``x``, (batch, tokens, width), one after the other.
+
+        Keyword arguments of each block are ``shared``, the same for all and without a gradient,
+        and the parts of ``stacked`` along dimension 0, one for each block.
+        """
+        shared, stacked = shared or {}, stacked or {}
+        assert not any(each.requires_grad for each in shared.values())
+        names, values = _Names(tuple(shared), tuple(stacked)), [*shared.values()]
+        # What is another in each round: the parameters, and what is given beside them.
+        of_each = [*stacked.values(), *self.block.parameters()]
         if torch.is_grad_enabled():
-            return _ScanWithGrad.apply(self, x, *parameters)
-        return self._run_forward(x, parameters, keep_inputs=False)[0]
+            return _ScanWithGrad.apply(self, names, x, *values, *of_each)
+        return self._run_forward(names, x, values, of_each, keep_inputs=False)[0]
 
     # -- the two loops ----------------------------------------------------------------
 
@@ -98,64 +126,80 @@ class ScannedBlocks(nn.Module):
         return self._scans[whole]
 
     def _compute(
-        self, x: torch.Tensor, parameters: list[torch.Tensor], keep: list[torch.Tensor]
+        self,
+        names: _Names,
+        x: torch.Tensor,
+        shared: Sequence[torch.Tensor],
+        of_each: Sequence[torch.Tensor],
+        keep: Sequence[torch.Tensor],
     ) -> torch.Tensor:
+        """One block. Of what is ``of_each`` and ``keep``, the parts that are its own."""
         x = MarkBoth.apply(x, self._mark_tokens)
+        count = len(names.stacked)
+        arguments = dict(zip(names.shared, shared, strict=True))
+        arguments |= dict(zip(names.stacked, of_each[:count], strict=True))
         for module, probability in zip(self._drop_paths, keep, strict=True):
             module.keep = probability
-        names = [name for name, _ in self.block.named_parameters()]
-        gathered = [self._gather(*each) for each in zip(names, parameters, strict=True)]
-        values = dict(zip(names, gathered, strict=True))
+        keys = [key for key, _ in self.block.named_parameters()]
+        gathered = [self._gather(*each) for each in zip(keys, of_each[count:], strict=True)]
+        values = dict(zip(keys, gathered, strict=True))
         with torch.autocast("xla", dtype=torch.bfloat16, enabled=self._bf16):
-            y = torch.func.functional_call(self.block, values, (x,))
+            y = torch.func.functional_call(self.block, values, (x,), arguments)
         for module in self._drop_paths:  # left alive, they would be computed with the step
             del module.keep
         return MarkBoth.apply(y.to(x.dtype), self._mark_tokens)
 
-    def _run_forward(self, x, parameters, *, keep_inputs: bool):
-        count = len(parameters)
+    def _run_forward(self, names: _Names, x, shared, of_each, *, keep_inputs: bool):
+        count = len(of_each)
 
         def body(state, slices):
-            (x,) = state
+            x, *shared = state
             with torch.no_grad():
-                y = self._compute(x, slices[:count], slices[count:])
-            return [y], [x * 1] if keep_inputs else []
+                y = self._compute(names, x, shared, slices[:count], slices[count:])
+            return [y, *shared], [x * 1] if keep_inputs else []
 
-        inputs = [*parameters, *self._keep]
-        scan = self._scan(f"forward {keep_inputs}", body, [x], inputs)
+        inputs, state = [*of_each, *self._keep], [x, *shared]
+        scan = self._scan(f"forward {keep_inputs}", body, state, inputs)
         seeds = None
         if scan.draws:
             seeds = torch.randint(0, 2**62, (self._depth,), dtype=torch.int64, device=x.device)
-        (y,), kept = scan([x], inputs, seeds)
+        (y, *_), kept = scan(state, inputs, seeds)
         return y, kept, seeds
 
-    def _run_backward(self, grad, x_of_each, parameters, seeds):
-        count = len(parameters)
+    def _run_backward(self, names: _Names, grad, x_of_each, shared, of_each, seeds):
+        count = len(of_each)
 
         def body(state, slices):
-            x, weights = slices[0].detach(), [w.detach() for w in slices[1 : 1 + count]]
+            grad, *shared = state
+            x, own = slices[0].detach(), [each.detach() for each in slices[1 : 1 + count]]
             with torch.enable_grad():
-                wanted = [each.requires_grad_() for each in (x, *weights)]
-                y = self._compute(x, weights, slices[1 + count :])
-                grad_x, *grads = torch.autograd.grad(y, wanted, state)
-            return [grad_x], grads
+                wanted = [each.requires_grad_() for each in (x, *own)]
+                y = self._compute(names, x, shared, own, slices[1 + count :])
+                grad_x, *grads = torch.autograd.grad(y, wanted, grad)
+            return [grad_x, *shared], grads
 
-        inputs = [x_of_each, *parameters, *self._keep]
-        scan = self._scan("backward", body, [grad], inputs, reverse=True)
-        (grad_x,), grads = scan([grad], inputs, seeds)
+        inputs, state = [x_of_each, *of_each, *self._keep], [grad, *shared]
+        scan = self._scan("backward", body, state, inputs, reverse=True)
+        (grad_x, *_), grads = scan(state, inputs, seeds)
         return grad_x, grads
 
 
 class _ScanWithGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scanned: ScannedBlocks, x, *parameters):
-        y, (inputs,), seeds = scanned._run_forward(x, list(parameters), keep_inputs=True)
-        ctx.scanned, ctx.seeds = scanned, seeds
-        ctx.save_for_backward(inputs, *parameters)
+    def forward(ctx, scanned: ScannedBlocks, names: _Names, x, *given):
+        count = len(names.shared)
+        shared, of_each = list(given[:count]), list(given[count:])
+        y, (inputs,), seeds = scanned._run_forward(names, x, shared, of_each, keep_inputs=True)
+        ctx.scanned, ctx.names, ctx.seeds = scanned, names, seeds
+        ctx.save_for_backward(inputs, *given)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        inputs, *parameters = ctx.saved_tensors
-        grad_x, grads = ctx.scanned._run_backward(grad, inputs, parameters, ctx.seeds)
-        return None, grad_x, *grads
+        inputs, *given = ctx.saved_tensors
+        count = len(ctx.names.shared)
+        shared, of_each = given[:count], given[count:]
+        grad_x, grads = ctx.scanned._run_backward(
+            ctx.names, grad, inputs, shared, of_each, ctx.seeds
+        )
+        return None, None, grad_x, *[None] * count, *grads

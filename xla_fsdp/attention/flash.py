@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 import torch_xla.distributed.spmd as xs
-from timm.layers import Attention
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -45,14 +44,15 @@ class Cut:
 
 
 def use_flash(module: nn.Module, cut: Cut | None) -> None:
-    """Let every ``Attention`` of timm in ``module`` compute its product by the kernels.
+    """Let all attention of timm's in ``module``, a block, compute its product by the kernels.
 
     ``cut`` is None where the program is one device's. Call it on the module that will run: a copy
     of it would run the original.
     """
     for part in module.modules():
-        if isinstance(part, Attention):
-            part.fused_attn = True  # timm's own products, by TIMM_FUSED_ATTN=0, are not seen
+        if hasattr(part, "fused_attn"):
+            # timm's own products, by TIMM_FUSED_ATTN=0, would not be seen.
+            part.fused_attn = True  # type: ignore[assignment]
             _compute_inside(part, _Flash(cut))
 
 
