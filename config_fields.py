@@ -30,6 +30,7 @@ class Flag:
     metavar: str | tuple[str, ...] | None
     shorthands: Mapping[str, Any]
     env: str | None
+    bare: Any
     common: bool
     needs: tuple[str, ...]
     conflicts: tuple[str, ...]
@@ -44,6 +45,7 @@ def flag(
     metavar: str | tuple[str, ...] | None = None,
     shorthands: Mapping[str, Any] | None = None,
     env: str | None = None,
+    bare: Any = None,
     common: bool = False,
     needs: Sequence[str] = (),
     conflicts: Sequence[str] = (),
@@ -56,10 +58,10 @@ def flag(
 
     ``names``: the flag's names if not the field's, messages use the first one; a switch that is
     on by default and named ``--no_...`` is turned off by it. ``shorthands``: flags without a value
-    that set a value. ``env``: the variable of the environment that gives the default. ``common``:
-    shown by ``--help`` alone. ``needs``: conditions that must hold where the value is not the
-    default, each "field" or "field=value", with "|" between alternatives. ``conflicts``: fields
-    that must then be at their defaults.
+    that set a value. ``env``: the variable of the environment that gives the default. ``bare``: the
+    value where the flag is given without one. ``common``: shown by ``--help`` alone. ``needs``:
+    conditions that must hold where the value is not the default, each "field" or "field=value",
+    with "|" between alternatives. ``conflicts``: fields that must then be at their defaults.
     """
     told = Flag(
         help,
@@ -68,6 +70,7 @@ def flag(
         metavar,
         dict(shorthands or {}),
         env,
+        bare,
         common,
         tuple(needs),
         tuple(conflicts),

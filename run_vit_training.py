@@ -78,21 +78,37 @@ def prepare_self_check(run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
 
 def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> None:
     """Resolve the run on the backend, prepare it, and run its body in every process."""
-    from training.processes import naming_itself
-
     if backend == "xla":
         from xla_fsdp import resolve_xla
-        from xla_fsdp.launch import launch as launch_on_xla
 
         run, body = prepare(resolve_xla.resolve(config, flags.xla))
         resolve_xla.check_libtpu()
-        launch_on_xla(functools.partial(naming_itself, body), run)
+        from xla_fsdp.launch import launch as launch_on_xla
+
+        launch_on_xla(_naming_itself(body), run)
     else:
         from gpu_fsdp import resolve_gpu
         from gpu_fsdp.launch import launch as launch_on_gpus
 
         run, body = prepare(resolve_gpu.resolve(config, flags.cuda))
-        launch_on_gpus(functools.partial(naming_itself, body), run)
+        launch_on_gpus(_naming_itself(body), run)
+
+
+def _naming_itself(body: Callable[[Any, Any], None]) -> Callable[..., None]:
+    from training.processes import naming_itself
+
+    return functools.partial(naming_itself, body)
+
+
+def print_models(pattern: str) -> int:
+    """Print the models whose names match, a line each. Returns the exit code: 1 for none."""
+    from models.registry import list_models
+
+    found = list_models(pattern)
+    for model in found:
+        told = f"{model.parameters:>18,} parameters" if model.parameters else model.refused or ""
+        print(f"{model.name:<60} {told}".rstrip())
+    return 0 if found else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(flags: Flags) -> int:
     """Train, compile, predict, evaluate or check, as the flags ask. Returns the exit code."""
     config, use = flags.run, flags.run.use
+    if config.list_models is not None:
+        return print_models(config.list_models)
     check_switches(config, *flags.own.values())
     if flags.xla.compile_only:
         from xla_fsdp.compile_only.command import compile_only

@@ -14,7 +14,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from data.loader import Batch
 from gpu_fsdp import resolve_gpu
 from gpu_fsdp.launch import launch
 from gpu_fsdp.resolve_gpu import GpuRun
-from models.vit import build_vit, train_flops_per_image
 from run_vit_training import read_flags
 from training.backend import Backend
 from training.errors import UsageError
@@ -41,7 +39,7 @@ BuildStep = Callable[[GpuRun, Backend, list[Batch]], Step]
 
 def own_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
     """The program's own step on the backend that ``run`` chose."""
-    sharded = shard_and_optimize(run, build_vit(run.model), backend)
+    sharded = shard_and_optimize(run, backend)
     optimizer = run.config.optimizer
     sharded.train()
 
@@ -57,7 +55,8 @@ def timm_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
     """timm's training loop: autocast, fused AdamW, clipping; DDP if there are several GPUs."""
     device, count = batches[0][0].device, len(batches)
     config, precision = run.config.optimizer, run.config.sharding.precision
-    model: Any = VisionTransformer(**asdict(run.model)).to(device)  # as timm.create_model's
+    # As timm.create_model makes it.
+    model: Any = VisionTransformer(**run.model.settings).to(device)
     if run.own.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if backend.world_size > 1:
@@ -101,11 +100,11 @@ def random_batches(run: GpuRun, backend: Backend) -> list[Batch]:
     Random, not zeros: a GPU that multiplies zeros draws less power and clocks higher.
     """
     generator = torch.Generator().manual_seed(backend.rank)
-    data, config = run.config.data, run.model
+    data, sizes = run.config.data, run.model.sizes
     share = data.batch_size // backend.world_size
-    shape = (share, config.in_chans, config.img_size, config.img_size)
+    shape = (share, *sizes.input_shape)
     images = torch.randn(shape, generator=generator)
-    labels = torch.randint(config.num_classes, (share,), generator=generator)
+    labels = torch.randint(sizes.num_classes, (share,), generator=generator)
     parts = (part.chunk(data.grad_accum_steps) for part in (images, labels))
     return [backend.put((some, theirs)) for some, theirs in zip(*parts, strict=True)]
 
@@ -125,7 +124,7 @@ def measure(run: GpuRun, backend: Backend, *, build: BuildStep, warmup: int, ste
         loss = step(number)
     backend.wait()
     seconds = (time.perf_counter() - start) / steps
-    pace, flops = run.config.data.batch_size / seconds, train_flops_per_image(run.model)
+    pace, flops = run.config.data.batch_size / seconds, run.model.train_flops_per_image
     peak = backend.peak_flops()
     result = {
         "s_per_step": seconds,

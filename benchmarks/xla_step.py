@@ -43,18 +43,14 @@ def measure(run, backend, *, steps: int, wrapper: bool) -> None:
     import torch.nn.functional as F
     import torch_xla.debug.metrics as met
 
-    from models.vit import build_vit, fsdp_units, initialize_module
-
-    config, optimizer = run.model, run.config.optimizer
-    model = build_vit(config)
-    initialize = functools.partial(
-        initialize_module, seed=run.config.seed, num_classes=config.num_classes
-    )
+    spec, optimizer = run.model, run.config.optimizer
+    model = spec.build()
+    initialize = functools.partial(spec.initialize, seed=run.config.seed)
     if wrapper:
         use_torch_xlas_wrapper(backend)
-    sharded = backend.shard(model, list(fsdp_units(model)), initialize)
+    sharded = backend.shard(model, list(spec.units(model)), initialize)
     backend.build_optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=optimizer.weight_decay)
-    shape = (run.config.data.batch_size, config.in_chans, config.img_size, config.img_size)
+    shape = (run.config.data.batch_size, *spec.sizes.input_shape)
     images, labels = backend.put((torch.zeros(shape), torch.zeros(shape[0], dtype=torch.int64)))
 
     # Where the graph is complete and about to be handed to the compiler or the device.

@@ -22,6 +22,7 @@ from gpu_fsdp.devices import Device
 from gpu_fsdp.loss_scale import LossScale
 from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name
+from models.meta import cast_buffers
 from training.backend import InitializeModule
 from training.shards import Chunk, ShardedTensor
 from training.skipped_steps import not_finite
@@ -53,6 +54,7 @@ class Fsdp2Backend(GpuBackend):
             initialize(unit, name)
             if unit is not model:
                 unit = self._prepare_block(model, name, unit)
+                cast_buffers(unit, DTYPES[self._sharding.precision])
             # Takes this unit to the device and keeps its part, before the next one is made.
             fully_shard(unit, **self._options(is_root=unit is model))
             assert isinstance(unit, FSDPModule)

@@ -24,6 +24,7 @@ from gpu_fsdp.devices import Device
 from gpu_fsdp.initial_values import InitialValues
 from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name
+from models.meta import cast_buffers, fill_buffers
 from training.backend import InitializeModule
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
 
@@ -77,6 +78,7 @@ class MegatronBackend(GpuBackend):
             else:
                 part.to_empty(device=self._device.where, recurse=False)
                 fill(name, part)
+        self._fill_buffers("", model)
         model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
         self._model = fully_shard_model(model, **self._options(type(blocks[0])))
         self._take_parameters()
@@ -91,11 +93,19 @@ class MegatronBackend(GpuBackend):
         size = 4 * sum(parameter.numel() for parameter in model.parameters())
         return size > _META_SHARE * limit
 
-    @staticmethod
     @torch.no_grad()
-    def _fill(initial: InitialValues, name: str, part: nn.Module) -> None:
+    def _fill(self, initial: InitialValues, name: str, part: nn.Module) -> None:
         for key, parameter in part.named_parameters(prefix=name, recurse=False):
             parameter.copy_(initial[timm_name(key)])
+        self._fill_buffers(name, part)
+
+    def _fill_buffers(self, name: str, module: nn.Module) -> None:
+        """Give the buffers below ``module`` their values; those in blocks the blocks' dtype."""
+        fill_buffers(module, lambda values: values.to(self._device.where))
+        dtype = DTYPES[self._sharding.precision]
+        for inner, part in module.named_modules(prefix=name):
+            if inner.startswith("blocks."):
+                cast_buffers(part, dtype)
 
     def _options(self, block: type[nn.Module]) -> dict[str, Any]:
         own, mesh = self._own, self._run.mesh

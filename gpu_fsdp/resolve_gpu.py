@@ -32,7 +32,6 @@ def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
 
     Raises UsageError.
     """
-    config, model = resolve_model(config)
     config = resolve_common(replace(config, backend="cuda"))
     _check_devices()
     own = _resolve_form(own)
@@ -42,6 +41,7 @@ def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
     _check_form(config, own)
     mesh = _mesh(config, own)
     _check_precision(config, own, mesh)
+    config, model = resolve_model(config)  # after what is known at once: timm takes a second
     run = GpuRun(config, own, model, mesh)
     te_block.check(run)
     check_batch(run)

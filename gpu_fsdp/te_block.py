@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from gpu_fsdp.config import FP8_MULTIPLE, GpuConfig
-from models.config import VitConfig
+from models.errors import ModelError
+from models.spec import ModelSizes
 from training.errors import UsageError
-from training.resolve import Run
+from training.resolve import MODEL_FLAG, Run
 
 TE_NAME = {
     "norm1.weight": "self_attention.layernorm_qkv.layer_norm_weight",
@@ -70,32 +71,28 @@ def check(run: Run[GpuConfig]) -> None:
     """Raises UsageError where TransformerEngine, or this model in it, cannot run."""
     if run.own.block != "te":
         return
-    model = run.model
     unsupported = {
         "--compile": run.own.compile,  # its layers opt out of tracing: nothing would be compiled
         "--grad_ckpt selective": run.config.sharding.grad_ckpt == "selective",
-        "--init_values": model.init_values is not None,
-        "--scale_attn_norm": model.scale_attn_norm,
-        "--scale_mlp_norm": model.scale_mlp_norm,
-        "--mlp_dropout": model.proj_drop_rate > 0,  # timm drops inside the MLP too
-        "--qkv_bias unlike --proj_bias": model.qkv_bias != model.proj_bias,
     }
     for flag, given in unsupported.items():
         if given:
             raise UsageError(f"--block te has no {flag}: drop it, or use --block timm")
+    if reason := run.model.why_no_transformer_engine():
+        reason = ModelError(reason).told(MODEL_FLAG)
+        raise UsageError(f"--block te cannot be this model's blocks: {reason}: use --block timm")
     te = import_te()
     if run.own.fp8 != "none":
-        _check_fp8(te, run.own.fp8, model)
+        _check_fp8(te, run.own.fp8, run.model.sizes)
 
 
-def _check_fp8(te: Any, fp8: str, model: VitConfig) -> None:
+def _check_fp8(te: Any, fp8: str, sizes: ModelSizes) -> None:
     ok, reason = _fp8_is_available(te, "mxfp8" if fp8 == "mxfp8" else "fp8")
     if not ok:
         other = "--fp8 delayed" if fp8 == "mxfp8" else "--fp8 none"
         raise UsageError(f"--fp8 {fp8}: {reason.splitlines()[0]}: use {other}")
     multiple = FP8_MULTIPLE[fp8]
-    hidden = int(model.embed_dim * model.mlp_ratio)
-    for what, size in (("--embed_dim", model.embed_dim), ("the MLP's width", hidden)):
+    for what, size in (("--embed_dim", sizes.embed_dim), ("the MLP's width", sizes.hidden)):
         if size % multiple:
             raise UsageError(f"--fp8 {fp8}: {what} {size} is no multiple of {multiple}")
 
@@ -113,10 +110,10 @@ def check_batch(run: Run[GpuConfig]) -> None:
     """Raises UsageError if a pass's tokens do not fit FP8 matrix products."""
     fp8 = run.own.fp8
     images = run.config.data.pass_size // run.mesh.batch_parts
-    multiple = FP8_MULTIPLE[fp8]
-    if images * run.model.num_tokens % multiple:
+    multiple, tokens = FP8_MULTIPLE[fp8], run.model.sizes.num_tokens
+    if images * tokens % multiple:
         raise UsageError(
-            f"--fp8 {fp8}: {images} images a pass and GPU x {run.model.num_tokens} tokens is no "
+            f"--fp8 {fp8}: {images} images a pass and GPU x {tokens} tokens is no "
             f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
             f"{multiple} images"
         )

@@ -50,21 +50,6 @@ class VitConfig:
     drop_path_rate: float = 0.0
     weight_init: str = ""
 
-    @property
-    def num_patches(self) -> int:
-        return (self.img_size // self.patch_size) ** 2
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the sequence the blocks see: patches, class token, registers."""
-        return self.num_patches + int(self.class_token) + self.reg_tokens
-
-    @property
-    def train_tokens(self) -> int:
-        """The same in training, where ``patch_drop_rate`` leaves a share of the patches only."""
-        dropped = self.num_patches - max(1, int(self.num_patches * (1.0 - self.patch_drop_rate)))
-        return self.num_tokens - dropped
-
 
 _VIT_10B = VitConfig()
 # Heads of 128: the width of a TPU's matrix unit. 12 * depth * embed_dim^2 parameters.
@@ -108,7 +93,8 @@ class ModelConfig:
 
     model: str | None = flag(
         None,
-        f"one of {', '.join(sorted(PRESETS))} (default: {DEFAULT_MODEL})",
+        f"a preset, or any Vision Transformer of timm as timm/NAME (--list_models shows them) "
+        f"(default: {DEFAULT_MODEL})",
         metavar="NAME",
         common=True,
     )
@@ -195,8 +181,3 @@ class ModelConfig:
             for each in fields(self)
             if each.name != "model" and getattr(self, each.name) is not None
         }
-
-
-def vit_config(config: ModelConfig) -> VitConfig:
-    """The preset with the single flags over it."""
-    return replace(PRESETS[config.model or DEFAULT_MODEL], **config.overrides())  # type: ignore[arg-type]

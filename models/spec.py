@@ -110,6 +110,12 @@ class ModelSpec(abc.ABC):
 
     # -- for all families -------------------------------------------------------------
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process the spec is made anew, of the same name and overrides."""
+        from models.registry import open_model
+
+        return open_model, (self.name, self.overrides)
+
     def units(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The pieces to shard one after the other: each block, then the model around them."""
         for index, block in enumerate(model.blocks):  # type: ignore[arg-type]

@@ -1,9 +1,10 @@
 """Prints how many kernels a step of nested FSDP calls: its graph is recorded, never run."""
 
+import functools
+
 import torch
 import torch_xla
 
-from models.vit import build_vit, fsdp_units, initialize_module
 from run_vit_training import read_flags
 from xla_fsdp.nested import NestedBackend
 from xla_fsdp.resolve_xla import XlaRun, resolve_for_slice
@@ -15,13 +16,9 @@ FLAGS = (
 
 
 def main(index: int, run: XlaRun) -> None:
-    config = run.model
-    plain = build_vit(config)
-
-    def initialize(module, name):
-        initialize_module(module, name, seed=0, num_classes=config.num_classes)
-
-    model = NestedBackend(run).shard(plain, list(fsdp_units(plain)), initialize)
+    plain = run.model.build()
+    initialize = functools.partial(run.model.initialize, seed=0)
+    model = NestedBackend(run).shard(plain, list(run.model.units(plain)), initialize)
     loss = model(torch.zeros(2, 3, 32, 32).to("xla")).float().mean()
     loss.backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -5,25 +5,20 @@ Takes the number of devices and model flags; prints one JSON line.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 
 import torch
 
-from models.vit import build_vit, fsdp_units, initialize_module
 from tests.resolved import on_xla
+from training.step import shard_and_optimize
 from xla_fsdp.launch import launch
 
 
 def measure(run, backend) -> None:
     import torch_xla
 
-    config = run.model
-    model = build_vit(config)
-    initialize = functools.partial(initialize_module, seed=0, num_classes=config.num_classes)
-    model = backend.shard(model, list(fsdp_units(model)), initialize)
-    backend.build_optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    model = shard_and_optimize(run, backend)
     images, labels = backend.put((torch.randn(8, 3, 16, 16), torch.arange(8)))
     for _ in range(2):
         loss = torch.nn.functional.cross_entropy(model(images), labels)

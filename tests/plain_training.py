@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from data.registry import open_data
-from models.vit import build_vit, fsdp_units, initialize_module
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.filled import filled
 from tests.plain_checkpoint import tiny_timm_model
 from tests.resolved import on_xla
 from training.validation import wanted_images
@@ -24,12 +24,9 @@ def main() -> None:
     max_norm = float(sys.argv[1])
     source = ["--data_dir", str(DIGITS), "--hflip", "0"]
     run = on_xla([*source, *TINY_MODEL, *TINY_RUN])
-    config, how = run.model, run.config.optimizer
-    filled = build_vit(config)
-    for name, unit in fsdp_units(filled):
-        initialize_module(unit, name, seed=run.config.seed, num_classes=config.num_classes)
+    how = run.config.optimizer
     model = tiny_timm_model()
-    model.load_state_dict(filled.state_dict())
+    model.load_state_dict(filled(run.model, run.config.seed).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
 
     data, images = open_data(wanted_images(run)), run.config.data

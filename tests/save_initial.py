@@ -12,7 +12,7 @@ from tests.megatron_on_cpu import without_cuda
 
 
 def save(run, backend) -> None:
-    shard_and_optimize(run, build_vit(run.model), backend)
+    shard_and_optimize(run, backend)
     save_state(backend, run.ckpt_dir / "initial", {})
 
 
@@ -21,7 +21,6 @@ if __name__ == "__main__":
         without_cuda()
     from gpu_fsdp import resolve_gpu
     from gpu_fsdp.launch import launch
-    from models.vit import build_vit
     from tests.resolved import on_gpus
     from training.checkpoints.state import save_state
     from training.step import shard_and_optimize

@@ -59,7 +59,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--batch_size 2000", "1438 training images, fewer than one batch"),
         ("--image_size 17", "--image_size 17 is not a multiple of --patch_size 4"),
         ("--num_heads 5", "--embed_dim 32 is not a multiple of --num_heads 5"),
-        ("--model vit_11b", "--model vit_11b is unknown: choose one of vit_10b, "),
+        ("--model vit_11b", "there is no model vit_11b: is it vit_10b"),
         ("--global_pool token", "--global_pool token needs --class_token"),
         ("--patch_drop_rate 0.99", "leaves no patch"),
         ("--data_dir /does/not/exist", "/does/not/exist/train is not a folder"),

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from models.vit import build_vit, fsdp_units, initialize_module
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu
+from tests.filled import filled
 from tests.resolved import on_gpus
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
 from tests.test_sharding import assert_same_curves, assert_same_training
@@ -81,10 +81,7 @@ def test_weights_after_sharding_are_those_before(processes, flags, tmp_path):
     assert run_program(*convert, str(tmp_path / "initial"), str(target)).returncode == 0
     state = torch.load(target, weights_only=True)
     config = on_gpus([*TINY_MODEL, *flags, "--fsdp", "fsdp2"]).model
-    model = build_vit(config)
-    for name, unit in fsdp_units(model):
-        initialize_module(unit, name, seed=0, num_classes=config.num_classes)
-    for name, parameter in model.named_parameters():
+    for name, parameter in filled(config).named_parameters():
         assert torch.equal(state["model"][name], parameter), name
         entry = state["optimizer"]["state"][name]
         assert entry["step"] == 0

@@ -3,16 +3,14 @@
 `make test-long` runs cases in which every pair of values meets (``tests/option_cases.py``).
 """
 
-from dataclasses import asdict
-
 import pytest
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
 from data.registry import open_data
-from models.vit import build_vit, fsdp_units, initialize_module
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, train_tiny, train_tiny_gpu
+from tests.filled import filled
 from tests.option_cases import DROPOUT, FORMS, HOW, MODEL, allowed, pairwise
 from tests.resolved import on_xla
 from training.validation import wanted_images
@@ -40,18 +38,9 @@ def plain(case):
     options = [flag for name, flags in case.items() if name in MODEL for flag in flags.split()]
     source = ["--data_dir", str(DIGITS), "--hflip", "0"]
     run = on_xla([*source, *TINY_MODEL, *TINY_RUN, *RUN, *options])
-    config, how = run.model, run.config.optimizer
-    filled = build_vit(config)
-    for name, unit in fsdp_units(filled):
-        initialize_module(
-            unit,
-            name,
-            seed=run.config.seed,
-            num_classes=config.num_classes,
-            weight_init=config.weight_init,
-        )
-    model = VisionTransformer(**{**asdict(config), "weight_init": "skip"})
-    model.load_state_dict(filled.state_dict())
+    how = run.config.optimizer
+    model = VisionTransformer(**run.model.settings | {"weight_init": "skip"})
+    model.load_state_dict(filled(run.model, run.config.seed).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
     loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, 0, 1)
     losses, norms = [], []

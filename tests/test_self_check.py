@@ -10,7 +10,6 @@ import pytest
 
 import run_vit_training
 from data.registry import open_data
-from models.vit import build_vit, parameter_count, train_flops_per_image
 from tests.cli import DIGITS, TINY_MODEL, run_program
 from tests.resolved import on_xla
 from training.checkpoints.lock import FolderLock
@@ -159,9 +158,9 @@ def test_folder_of_a_run_stays_as_it_is_and_another_job_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--predict x.png", "drop it, or --predict"),
-        ("--eval_only", "drop it, or --eval_only"),
-        ("--compile_only", "drop it, or --compile_only"),
+        ("--predict x.png", "--self_check does not go with --predict x.png: drop"),
+        ("--eval_only", "--self_check does not go with --eval_only: drop"),
+        ("--compile_only", "--self_check does not go with --compile_only: drop"),
         ("--data_dir /nowhere", "/nowhere"),
         ("--batch_size 15 --cpu_devices 2", "no multiple of the 2 devices"),
     ],
@@ -187,7 +186,7 @@ def line(capsys):
 
 def test_room_on_the_disk(tmp_path, monkeypatch, capsys):
     run = arguments(tmp_path, "--keep_checkpoints", "2")
-    size = 12 * sum(p.numel() for p in build_vit(run.model).parameters())
+    size = 12 * run.model.parameter_count
     for complete, free, verdict in [
         (0, 3, "pass"),
         (0, 2.9, "FAIL"),
@@ -207,7 +206,7 @@ def test_room_on_the_disk(tmp_path, monkeypatch, capsys):
 
 def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
     asked, small = arguments(tmp_path), arguments(tmp_path, "--num_blocks", "1")
-    ratio = parameter_count(asked.model) / parameter_count(small.model)
+    ratio = asked.model.parameter_count / small.model.parameter_count
     backend: Any = SimpleNamespace(
         rank=0,
         world_size=1,
@@ -220,7 +219,7 @@ def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
         assert line(capsys).startswith(f"{verdict}  memory")
     monkeypatch.setattr("training.self_check.machine._SECONDS", 0.3)
     data = open_data(wanted_images(asked))
-    flops = train_flops_per_image(asked.model)
+    flops = asked.model.train_flops_per_image
     for images_a_second, verdict in ((1, "pass"), (1e7, "FAIL")):
         backend.peak_flops = lambda speed=images_a_second: speed * flops
         check_decoding(asked, data, backend, Table(silent=False))

@@ -8,15 +8,22 @@ import torch
 from torch import nn
 
 from gpu_fsdp import te_block
-from models.config import VitConfig
-from models.vit import build_vit, fsdp_units, initialize_module
+from models.registry import open_model
 from tests.cli import TINY_MODEL, train_tiny_gpu
+from tests.filled import filled
 from tests.resolved import on_gpus
 from tests.te_stand_in import STAND_IN
 from tests.test_sharding import assert_same_curves
 from training.errors import UsageError
 
-CONFIG = VitConfig(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=10)
+SMALL = {
+    "img_size": 16,
+    "patch_size": 4,
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 10,
+}
 
 
 @pytest.fixture
@@ -24,10 +31,9 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(te_block, "import_te", lambda: STAND_IN)
 
 
-def filled(config):
-    model = build_vit(config)
-    for name, unit in fsdp_units(model):
-        initialize_module(unit, name, seed=0, num_classes=10)
+def shaken(**options):
+    """The small model with values that make every parameter matter."""
+    model = filled(open_model("vit_10b", SMALL | options))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # norms and biases must count, and q, k, v differ
         for parameter in model.parameters():
@@ -39,8 +45,7 @@ def filled(config):
     "options", [{}, {"qk_norm": True}, {"qkv_bias": False, "proj_bias": False}]
 )
 def test_same_logits(options, stand_in):
-    config = VitConfig(**{**vars(CONFIG), **options})
-    timm = filled(config)
+    timm = shaken(**options)
     replaced = copy.deepcopy(timm)
     for index, block in enumerate(timm.blocks):
         replaced.blocks[index] = te_block.replace_block(block, "cpu")
@@ -54,7 +59,7 @@ def test_same_logits(options, stand_in):
 
 
 def test_meta_block_gives_meta_layer(stand_in):
-    layer = te_block.replace_block(build_vit(CONFIG).blocks[0], "cpu")
+    layer = te_block.replace_block(open_model("vit_10b", SMALL).build().blocks[0], "cpu")
     assert all(parameter.is_meta for parameter in layer.parameters())
 
 
@@ -89,9 +94,9 @@ def test_with_megatron(flags, tmp_path):
     [
         ("--block te --compile", "has no --compile"),
         ("--block te --grad_ckpt selective", "has no --grad_ckpt selective"),
-        ("--block te --init_values 1e-5", "has no --init_values"),
-        ("--block te --no-qkv_bias", "has no --qkv_bias unlike --proj_bias"),
-        ("--block te --mlp_dropout 0.1", "has no --mlp_dropout"),
+        ("--block te --init_values 1e-5", "it has layer scale (--init_values): use --block"),
+        ("--block te --no-qkv_bias", "its --qkv_bias is not as its --proj_bias"),
+        ("--block te --mlp_dropout 0.1", "it has --mlp_dropout"),
         ("--block te --fp8 delayed", "--fp8 delayed needs --precision bf16"),
         ("--block te --fp8 delayed --precision bf16", "8.9 or higher required: use --fp8 none"),
         ("--block te --fp8 mxfp8 --precision bf16", "10.0 or higher: use --fp8 delayed"),
@@ -104,7 +109,7 @@ def test_refused(flags, words, stand_in):
 
 def test_fp8_batch(stand_in, monkeypatch):
     """197 tokens: only the number of images can make their product a multiple of 16."""
-    monkeypatch.setattr(stand_in, "is_fp8_available", lambda return_reason: (True, ""))
+    monkeypatch.setattr(STAND_IN, "is_fp8_available", lambda return_reason: (True, ""))
     flags = "--model vit_tiny_patch16_224 --block te --precision bf16 --fp8 delayed "
     flags += "--batch_size 96 --grad_accum_steps 2"
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.vit import build_vit
 from run_vit_training import read_flags
 from xla_fsdp.compile_only.trace import start_xla, trace_step
 from xla_fsdp.resolve_xla import resolve_for_slice
@@ -14,7 +13,7 @@ from xla_fsdp.resolve_xla import resolve_for_slice
 asked, devices = read_flags(sys.argv[2:]), int(sys.argv[1])
 run = resolve_for_slice(asked.run, asked.xla, devices)
 start_xla(devices, run.own.xla_fsdp)
-step = trace_step(run, build_vit(run.model))
+step = trace_step(run)
 
 from jax._src.lib import xla_client  # noqa: E402 - after torch_xla's start
 

@@ -256,6 +256,13 @@ class RunConfig:
         common=True,
         conflicts=("predict", "eval_only", "compile_only"),
     )
+    list_models: str | None = flag(
+        None,
+        "list the models with this in their names, or that match it with * and ? (default: none)",
+        metavar="PATTERN",
+        bare="*",
+        common=True,
+    )
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -102,6 +102,8 @@ def _reading(option: Option) -> dict[str, Any]:
         how["nargs"] = "+"
     elif isinstance(metavar, tuple):
         how["nargs"] = len(metavar)
+    elif option.flag.bare is not None:
+        how |= {"nargs": "?", "const": option.flag.bare}
     return how
 
 

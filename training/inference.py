@@ -22,8 +22,7 @@ from data.loader import BadImage
 from data.registry import open_data
 from data.source import DataSource
 from data.transforms import val_transform
-from models.config import PRESETS, ModelConfig, vit_config
-from models.vit import build_vit, fsdp_units
+from models.config import ModelConfig
 from training.backend import Backend
 from training.checkpoints.choose import Candidates
 from training.checkpoints.content import SavedRun
@@ -35,7 +34,7 @@ from training.fingerprint import check_alike
 from training.flag_rules import from_values
 from training.mesh import Mesh
 from training.preprocessing import with_preprocessing, with_preprocessing_of_file
-from training.resolve import Run, resolve_model
+from training.resolve import Run, model_of, resolve_model
 from training.start import choose_checkpoint
 from training.validation import (
     bad_data_is_the_users,
@@ -79,12 +78,10 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
 
 def _model_of(run: SavedRun, asked: ModelConfig) -> ModelConfig:
     saved: ModelConfig = from_values(ModelConfig, run.arguments)
-    if saved.model not in PRESETS:
-        raise UsageError(f"{run.path} was trained with --model {saved.model}, unknown here")
     given = asked
     if asked.model in (None, saved.model):  # a flag alone; another preset brings all its own
         given = replace(saved, **asked.overrides())  # type: ignore[arg-type]
-    check_same_model(run, vit_config(given))
+    check_same_model(run, model_of(given))
     return saved
 
 
@@ -107,19 +104,19 @@ def _tell(line: str) -> None:
 @bad_data_is_the_users()
 def predict(config: RunConfig, weights: Weights) -> None:
     """Print the likeliest classes of every image of ``--predict``, in plain PyTorch."""
-    config, model_config = resolve_model(config)
-    weights, run = _with_preprocessing(weights, Run(config, _PlainPyTorch(), model_config, Mesh()))
+    config, spec = resolve_model(config)
+    weights, run = _with_preprocessing(weights, Run(config, _PlainPyTorch(), spec, Mesh()))
     config = run.config
     assert config.use.predict is not None
     found = find_images(config.use.predict)
     _say_passed_over(found)
     if weights.note:
         _tell(weights.note)
-    names = _class_names(weights, config.data.data_dir, model_config.num_classes)
+    names = _class_names(weights, config.data.data_dir, spec.sizes.num_classes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.checkpoints.verify_checkpoint:
         weights.check_undamaged()
-    model = weights.plain_model(model_config, device)
+    model = weights.plain_model(spec, device)
     broken = _predict_each(run, model, found, names)
     mistakes = [line for path, line in broken.items() if path in found.named]
     for line in mistakes[:-1]:
@@ -136,7 +133,8 @@ def _predict_each(
     """Print the classes of all images; returns what is wrong with those that cannot be read."""
     as_json, precision = run.config.use.json, run.config.sharding.precision
     how = run.config.data.preprocessing
-    transform = val_transform(how, run.model.img_size, run.model.in_chans)
+    channels, size, _ = run.model.sizes.input_shape
+    transform = val_transform(how, size, channels)
     results: list[dict] = []
     broken: dict[Path, str] = {}
     hide = None if len(found.paths) >= _BAR_FROM else True  # None: shown on a terminal
@@ -226,13 +224,12 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
             verify=run.config.checkpoints.verify_checkpoint,
         )
     loader = data.val_loader(run.config.data.pass_size, backend.rank, backend.world_size)
-    model = build_vit(run.model)
-    count = sum(parameter.numel() for parameter in model.parameters())
+    model, count = run.model.build(), run.model.parameter_count
     say(f"data: {data}")
     say(f"model: {run.config.model.model}, {count:,} parameters, weights of {weights.path}")
     if weights.note:
         say(weights.note)
-    sharded = backend.shard(model, list(fsdp_units(model)), weights.initialize)
+    sharded = backend.shard(model, list(run.model.units(model)), weights.initialize)
     if weights.tensors is None:
         load_state(backend, weights.path, with_optimizer=False)
     say(backend.describe())

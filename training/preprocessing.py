@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
 from data.preprocessing import INTERPOLATIONS, Preprocessing
-from models.config import PRESETS, VitConfig
 from training.checkpoints.content import SavedRun
 from training.errors import UsageError
 from training.resolve import Run
@@ -36,9 +35,8 @@ def with_preprocessing_of_file(run: Run, path: Path) -> tuple[Run, str]:
     Raises UsageError for values that cannot be.
     """
     found, source = _told_by_file(path), f"{path} and its {_CONFIG_FILE}"
-    name = run.config.model.model or ""
-    if found is None and _is_timms_model(name, run.model):
-        found, source = _timms(name), f"timm's {name}"
+    if found is None:
+        found, source = run.model.preprocessing, f"timm's {run.model.name}"
     base = Preprocessing() if found is None else _checked(found, path)
     run = _settled(run, base)
     if found is None:
@@ -97,22 +95,3 @@ def _told_by_file(path: Path) -> Mapping[str, Any] | None:
         if isinstance(content, Mapping) and any(name in content for name in _NAMES):
             return content
     return None
-
-
-def _is_timms_model(name: str, model: VitConfig) -> bool:
-    """Whether the model is that of its preset, but for what fine-tuning and dropout change."""
-    free = {
-        field: getattr(model, field)
-        for field in asdict(model)
-        if field in ("img_size", "in_chans", "num_classes", "weight_init")
-        or field.endswith("_rate")
-    }
-    return model == replace(PRESETS[name], **free)
-
-
-def _timms(name: str) -> Mapping[str, Any] | None:
-    """What timm has for its own weights of this name; None for a model it does not have."""
-    from timm import get_pretrained_cfg  # with the models, which registers them
-
-    config = get_pretrained_cfg(name)
-    return None if config is None else vars(config)

@@ -10,13 +10,18 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
-from models.config import DEFAULT_MODEL, PRESETS, ModelConfig, VitConfig, vit_config
+from models.config import DEFAULT_MODEL, ModelConfig
+from models.errors import ModelError
+from models.registry import open_model
 from training.config import RunConfig
 from training.errors import UsageError, is_first_of_torchrun
 from training.flag_rules import by_field, flat
 from training.mesh import Mesh, make_mesh
+
+if TYPE_CHECKING:  # torch and timm take seconds: a wrong flag is told before
+    from models.spec import ModelSpec
 
 
 class BackendConfig(Protocol):
@@ -44,7 +49,7 @@ class Run(Generic[Own]):
     config: RunConfig
     own: Own
     """The backend's."""
-    model: VitConfig
+    model: ModelSpec
     mesh: Mesh
     why: Mapping[str, str] = field(default_factory=dict)
     """By field, for the line that describes the run: what has decided an "auto"."""
@@ -78,33 +83,22 @@ MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).it
 """The flag that a person types, by timm's name."""
 
 
-def resolve_model(config: RunConfig) -> tuple[RunConfig, VitConfig]:
+def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     """The configuration with a model named, and that model. Raises UsageError."""
-    name = config.model.model or DEFAULT_MODEL
-    if name not in PRESETS:
-        raise UsageError(f"--model {name} is unknown: choose one of {', '.join(sorted(PRESETS))}")
-    named = replace(config.model, model=name)
-    model = vit_config(named)
-    check_model(model)
+    named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
+    model = model_of(named)
+    _, height, width = model.sizes.input_shape
+    if height != width:
+        raise UsageError(f"--model {named.model} takes {height} x {width} images: only square ones")
     return replace(config, model=named), model
 
 
-def check_model(config: VitConfig) -> None:
-    """Raises UsageError for a model that cannot be built."""
-    if config.img_size % config.patch_size:
-        raise UsageError(
-            f"--image_size {config.img_size} is not a multiple of --patch_size {config.patch_size}"
-        )
-    if config.embed_dim % config.num_heads:
-        raise UsageError(
-            f"--embed_dim {config.embed_dim} is not a multiple of --num_heads {config.num_heads}"
-        )
-    if config.embed_dim * config.mlp_ratio < 1:
-        raise UsageError(f"--mlp_ratio {config.mlp_ratio} leaves no MLP")
-    if config.global_pool == "token" and not config.class_token:
-        raise UsageError("--global_pool token needs --class_token")
-    if config.patch_drop_rate and int(config.num_patches * (1 - config.patch_drop_rate)) < 1:
-        raise UsageError(f"--patch_drop_rate {config.patch_drop_rate} leaves no patch")
+def model_of(config: ModelConfig) -> ModelSpec:
+    """The model that was asked for. Raises UsageError if there is none, or it cannot be."""
+    try:
+        return open_model(config.model or DEFAULT_MODEL, config.overrides())
+    except ModelError as error:
+        raise UsageError(error.told(MODEL_FLAG)) from None
 
 
 def resolve_common(config: RunConfig) -> RunConfig:

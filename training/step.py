@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.loader import Batch
-from models.vit import fsdp_units, initialize_module
 from training.backend import Backend
 from training.resolve import Run
 
@@ -26,15 +25,11 @@ class Outcome(NamedTuple):
     """The counts of steps skipped so far (``training.skipped_steps``)."""
 
 
-def shard_and_optimize(run: Run, model: nn.Module, backend: Backend) -> nn.Module:
-    """Fill the model, which is on meta, shard it on the backend, and make its optimizer there."""
-    initialize = functools.partial(
-        initialize_module,
-        seed=run.config.seed,
-        num_classes=run.model.num_classes,
-        weight_init=run.model.weight_init,
-    )
-    sharded = backend.shard(model, list(fsdp_units(model)), initialize)
+def shard_and_optimize(run: Run, backend: Backend) -> nn.Module:
+    """Build the model, fill it, shard it on the backend, and make its optimizer there."""
+    model, initialize = run.model.build(), run.model.initialize
+    with_seed = functools.partial(initialize, seed=run.config.seed)
+    sharded = backend.shard(model, list(run.model.units(model)), with_seed)
     optimizer = run.config.optimizer
     backend.build_optimizer(
         betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay

@@ -14,7 +14,6 @@ from torch import nn
 
 from data.registry import open_data
 from data.source import DataSource
-from models.vit import build_vit, train_flops_per_image
 from training.backend import Backend
 from training.bad_images import BadImages
 from training.checkpoints.choose import RUN_FILE, Candidates, find_resume, first_readable
@@ -157,7 +156,7 @@ def _session(
         first_step=first_step,
         total_steps=last_step,
         batch_size=data.batch_size,
-        flops_per_image=train_flops_per_image(run.model),
+        flops_per_image=run.model.train_flops_per_image,
         keep_records=so_far.goes_on,
         wandb_project=run.config.log.wandb,
         arguments=run.values,
@@ -196,10 +195,8 @@ def _place(plan: Plan, run: Run, session: Session, start: Start, position: Posit
     """The model on the devices, with the values of what is resumed."""
     say, backend = session.reports.say, session.backend
     say(f"data: {plan.data}")
-    plain = build_vit(run.model)
-    count = sum(parameter.numel() for parameter in plain.parameters())
-    say(f"model: {run.config.model.model}, {count:,} parameters")
-    model = shard_and_optimize(run, plain, backend)
+    say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
+    model = shard_and_optimize(run, backend)
     if start.resume:
         load_state(backend, start.resume.path)
     _say_plan(run, session, start.resume, position)
@@ -285,7 +282,7 @@ def _write_run_file(run: Run, backend: Backend) -> None:
     content = {
         "job": os.environ.get("RUN_JOB_ID"),
         "arguments": run.values,
-        "model": asdict(run.model),
+        "model": run.model.settings,
         "backend": backend.describe(),
         "devices": backend.device_count,
         "mesh": asdict(run.mesh),

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from data.errors import DataFolderError, printable
 from data.source import DataSource, Wanted
-from models.config import ModelConfig, VitConfig, vit_config
+from models.config import ModelConfig
+from models.spec import ModelSpec
 from training.checkpoints.content import SavedRun
 from training.errors import UsageError
 from training.flag_rules import from_values
-from training.resolve import MODEL_FLAG, Run
+from training.resolve import MODEL_FLAG, Run, model_of
 
 
 def wanted_images(run: Run, *, with_train: bool = True) -> Wanted:
     """What a run wants of its source of images."""
-    model = run.model
-    return Wanted(
-        run.config.data,
-        model.in_chans,
-        model.img_size,
-        model.num_classes,
-        run.config.seed,
-        with_train,
-    )
+    sizes = run.model.sizes
+    channels, height, _ = sizes.input_shape
+    return Wanted(run.config.data, channels, height, sizes.num_classes, run.config.seed, with_train)
 
 
 @contextlib.contextmanager
@@ -57,22 +51,23 @@ def check_same_classes(classes: Sequence[str] | None, path: Path, data: DataSour
             )
 
 
-def check_same_model(saved: SavedRun, config: VitConfig) -> None:
+def check_same_model(saved: SavedRun, model: ModelSpec) -> None:
     """Raises UsageError naming the first model argument that differs from the checkpoint's.
 
     Dropout rates and the scheme of initialisation may change: weights fit all the same.
     """
-    before = vit_config(from_values(ModelConfig, saved.arguments))
-    free = {
-        name: getattr(config, name)
-        for name in asdict(config)
-        if name.endswith("_rate") or name == "weight_init"
-    }
-    before = replace(before, **free)
-    for name, value in asdict(config).items():
-        old = getattr(before, name)
-        if old != value:
-            raise UsageError(
-                f"{saved.path} was trained with {MODEL_FLAG[name]} {old}, not {value}: "
-                f"give {MODEL_FLAG[name]} {old}, or train anew in another --ckpt_dir"
-            )
+    before = model_of(from_values(ModelConfig, saved.arguments))
+    name = model.differs_from(before.settings)
+    if name is None:
+        return
+    old, new = before.settings[name], model.settings[name]
+    if name in MODEL_FLAG:
+        flag = f"{MODEL_FLAG[name]} {old}"
+        raise UsageError(
+            f"{saved.path} was trained with {flag}, not {new}: give {flag}, or train anew in "
+            "another --ckpt_dir"
+        )
+    raise UsageError(
+        f"{saved.path} was trained with --model {before.name}, whose {name} is {old}, not {new}: "
+        "give that, or train anew in another --ckpt_dir"
+    )

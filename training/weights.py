@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from models.config import VitConfig
-from models.vit import build_vit
+from models.meta import allocate, fill_buffers
+from models.spec import ModelSpec
 from training.checkpoints.choose import BEST, find_resume, first_readable
 from training.checkpoints.content import SavedRun, saved_run
 from training.checkpoints.manifest import damage
@@ -37,10 +37,10 @@ class Weights:
     note: str = ""
     """What the user is to know of how they are used, in one line."""
 
-    def check_fits(self, config: VitConfig) -> None:
+    def check_fits(self, model: ModelSpec) -> None:
         """Raises UsageError naming the first tensor that is not one of the model's."""
         found = self._shapes()
-        for name, tensor in build_vit(config).state_dict().items():
+        for name, tensor in model.meta.state_dict().items():
             if name not in found:
                 raise UsageError(f"{self.path} has no {name}, which the model has: {_REMEDY}")
             there, here = tuple(found.pop(name)), tuple(tensor.shape)
@@ -79,17 +79,15 @@ class Weights:
         A folder's values come after it, by ``Backend.load``. ``name`` is the module's name
         in the model; an ``InitializeModule``.
         """
-        for full_name, part in module.named_modules(prefix=name):
-            if not any(p.is_meta for p in part.parameters(recurse=False)):
-                continue
-            part.to_empty(device="cpu", recurse=False)
+        for full_name, part in allocate(module, name):
             if self.tensors is not None:
                 for key, parameter in part.named_parameters(prefix=full_name, recurse=False):
                     parameter.copy_(self.tensors[key])
 
-    def plain_model(self, config: VitConfig, device: torch.device) -> nn.Module:
+    def plain_model(self, spec: ModelSpec, device: torch.device) -> nn.Module:
         """timm's model with these weights, in fp32 and whole on ``device``, to be used."""
-        model = build_vit(config).to_empty(device=device)
+        model = spec.build().to_empty(device=device)
+        fill_buffers(model, lambda values: values.to(device))
         if self.tensors is not None:
             model.load_state_dict(self.tensors)
         else:

@@ -17,6 +17,7 @@ from torch import nn
 from torch_xla.distributed.fsdp import checkpoint_module
 from tqdm import tqdm
 
+from models.meta import fill_buffers
 from training.backend import InitializeModule, State, pass_seed
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stopping import largest_of_all
@@ -112,6 +113,8 @@ class XlaBackend(abc.ABC):
         blocks: list[nn.Module] = []
         for name, unit in units:
             initialize(unit, name)
+            if unit is model or not self._scans:
+                fill_buffers(unit, self._constant)
             if unit is model:
                 self._model = self._shard_root(model)
                 if self._sharding.precision == "bf16":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from models.config import VitConfig
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flag_rules import by_field, check_needs
@@ -15,6 +15,9 @@ from training.resolve import Run, check_batch, resolve_common, resolve_model
 from xla_fsdp import libtpu_flags, torch_xla_private
 from xla_fsdp.attention.choice import resolve_attention
 from xla_fsdp.config import XlaConfig
+
+if TYPE_CHECKING:
+    from models.spec import ModelSpec
 
 XlaRun = Run[XlaConfig]
 
@@ -53,21 +56,17 @@ def resolve_for_slice(config: RunConfig, own: XlaConfig, devices: int) -> XlaRun
 
 
 def _resolve(config: RunConfig, own: XlaConfig, device: str, devices: int | None) -> XlaRun:
-    config, model = resolve_model(config)
     config = resolve_common(replace(config, backend="xla"))
     _check_precision(config)
     own, why_form = _resolve_form(config, own)
-    own, why_attention = resolve_attention(config, own, model, on_tpu=device == "TPU")
-    own = _resolve_scan(config, own)
     check_needs(config, own)
     _check_form(config, own, device)
-    if devices is None:
-        devices = device_count(own)
-        mesh = make_mesh(config.sharding, devices)
-        if device == "TPU":
-            _check_slices(mesh)
-    else:
-        mesh = make_mesh(config.sharding, devices)
+    mesh = make_mesh(config.sharding, devices or device_count(own))
+    if device == "TPU" and devices is None:
+        _check_slices(mesh)
+    config, model = resolve_model(config)  # after what is known at once: timm takes a second
+    own = _resolve_scan(config, own, model)
+    own, why_attention = resolve_attention(config, own, model, on_tpu=device == "TPU")
     check_mesh(mesh, model)
     run = XlaRun(config, own, model, mesh, {"xla_fsdp": why_form, "attention": why_attention})
     check_batch(run)
@@ -96,12 +95,15 @@ def _resolve_form(config: RunConfig, own: XlaConfig) -> tuple[XlaConfig, str]:
     return replace(own, xla_fsdp="nested" if flag else "spmd"), f" (--xla_fsdp auto: {reason})"
 
 
-def _resolve_scan(config: RunConfig, own: XlaConfig) -> XlaConfig:
+def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaConfig:
     hindered_by = _hinders_scan(config, own)
+    differ = None if hindered_by else model.why_blocks_differ()
     if own.scan_blocks is None:
-        return replace(own, scan_blocks=hindered_by is None)
+        return replace(own, scan_blocks=not (hindered_by or differ))
     if own.scan_blocks and hindered_by:
         raise UsageError(f"--scan_blocks does not go with {hindered_by}: drop one of the two")
+    if own.scan_blocks and differ:
+        raise UsageError(f"--scan_blocks needs blocks that are alike: {differ}")
     return own
 
 
@@ -158,13 +160,17 @@ def slice_count() -> int:
     return int(os.environ.get(name) or torch_xla_private.tpu_variables().get(name) or 1)
 
 
-def check_mesh(mesh: Mesh, model: VitConfig) -> None:
+def check_mesh(mesh: Mesh, model: ModelSpec) -> None:
     """Raises UsageError for a model that cannot be sharded so."""
-    if model.num_heads % mesh.tensor:
+    if mesh.tensor == 1:
+        return
+    if reason := model.why_no_tensor_parallel():
         raise UsageError(
-            f"--mesh_tensor {mesh.tensor} does not divide --num_heads {model.num_heads}"
+            f"--mesh_tensor {mesh.tensor} does not go with --model {model.name}: {reason}"
         )
-    hidden = int(model.embed_dim * model.mlp_ratio)
+    heads, hidden = model.sizes.num_heads, model.sizes.hidden
+    if heads % mesh.tensor:
+        raise UsageError(f"--mesh_tensor {mesh.tensor} does not divide --num_heads {heads}")
     if hidden % mesh.tensor:
         raise UsageError(f"--mesh_tensor {mesh.tensor} does not divide the MLP's width, {hidden}")
 

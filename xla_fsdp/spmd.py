@@ -79,7 +79,7 @@ class SpmdBackend(XlaBackend):
 
     def _stack_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
         """Move a block's values into the stack; the last one leaves the stack in their place."""
-        blocks: nn.Sequential = model.blocks  # type: ignore[assignment]
+        blocks: nn.Sequential | nn.ModuleList = model.blocks  # type: ignore[assignment]
         index = int(name.removeprefix("blocks."))
         if index == 0:
             self._stack = ScannedBlocks(
@@ -94,7 +94,7 @@ class SpmdBackend(XlaBackend):
             self._choose_attention(self._stack.block)
         self._fill(index, block)
         if index + 1 == len(blocks):
-            model.blocks = self._stack
+            self._run.model.put_blocks(model, self._stack)
         return block
 
     def _choose_attention(self, block: nn.Module) -> None:

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from gpu_fsdp import te_block
-from models.config import VitConfig
 from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
 from tests.gpu.helpers import LEARN, LEARNED_STEPS, need_form, need_fp8, need_te
-from tests.test_te_block import CONFIG, filled
+from tests.test_te_block import shaken
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +31,7 @@ def with_te_blocks(model):
 def test_same_logits_as_timm(options):
     """In bf16, TransformerEngine is as near to fp32 as timm is, with the same GELU on both."""
     need_te()
-    exact = filled(VitConfig(**{**vars(CONFIG), **options})).cuda()
+    exact = shaken(**options).cuda()
     for block in exact.blocks:
         block.mlp.act = nn.GELU(approximate="tanh")
     timm = copy.deepcopy(exact).bfloat16()
@@ -48,7 +47,7 @@ def test_same_logits_as_timm(options):
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}])
 def test_weights_keep_timms_names_and_values(options):
     need_te()
-    timm = filled(VitConfig(**{**vars(CONFIG), **options})).cuda()
+    timm = shaken(**options).cuda()
     te = with_te_blocks(timm)
     renamed = {te_block.timm_name(name): value for name, value in te.named_parameters()}
     assert renamed.keys() == dict(timm.named_parameters()).keys()

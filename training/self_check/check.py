@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from data.registry import open_data
 from data.source import DataSource
-from models.config import VitConfig
-from models.vit import build_vit, fsdp_units, parameter_count
+from models.spec import ModelSpec
 from training import processes
 from training.backend import Backend
 from training.checkpoints.reader import reason_of
@@ -70,8 +69,8 @@ def _check_devices(
     asked: Run, run: Run, backend: Backend, table: Table, watchdog: Watchdog
 ) -> None:
     settings, plain, allowed = _reference(run, backend)
-    model = build_vit(run.model)
-    sharded = backend.shard(model, list(fsdp_units(model)), FirstWeights(run.config.seed))
+    model = run.model.build()
+    sharded = backend.shard(model, list(run.model.units(model)), FirstWeights(run.config.seed))
     optimizer = run.config.optimizer
     backend.build_optimizer(
         betas=optimizer.betas, eps=settings.eps, weight_decay=optimizer.weight_decay
@@ -135,14 +134,15 @@ def _reference(run: Run, backend: Backend) -> tuple[Settings, Outcome | None, To
 
 def _describe(asked: Run, run: Run) -> str:
     real, small, data = asked.model, run.model, run.config.data
+    sizes = small.sizes
     return (
-        f"model: {asked.config.model.model}, {parameter_count(real):,} parameters, shrunk to "
-        f"{parameter_count(small):,}: {small.depth} blocks, {small.embed_dim} wide, "
-        f"{small.num_heads} head(s), {small.num_tokens} tokens; {data.batch_size} images a step"
+        f"model: {asked.config.model.model}, {real.parameter_count:,} parameters, shrunk to "
+        f"{small.parameter_count:,}: {sizes.depth} blocks, {sizes.embed_dim} wide, "
+        f"{sizes.num_heads} head(s), {sizes.num_tokens} tokens; {data.batch_size} images a step"
         + (f" in {data.grad_accum_steps} passes" if data.grad_accum_steps > 1 else "")
         + ("; dropout off, its masks would differ" if _drops(real) else "")
     )
 
 
-def _drops(config: VitConfig) -> bool:
-    return any(value for name, value in vars(config).items() if name.endswith("_rate"))
+def _drops(model: ModelSpec) -> bool:
+    return any(value for name, value in model.settings.items() if name.endswith("_rate"))

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from data.loader import Batch, DatasetLoader, Sample
 from data.sampler import GlobalBatchSampler
+from models.meta import allocate
 from training.resolve import Run
 
 
@@ -41,9 +42,9 @@ UPDATES = 3
 
 def batches(run: Run, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
     """A process's share of each global batch, divided as the loader divides real ones."""
-    model, seed, batch_size = run.model, run.config.seed, run.config.data.batch_size
-    shape = (model.in_chans, model.img_size, model.img_size)
-    images = _Images(batch_size * (UPDATES + 1), shape, model.num_classes, seed)
+    sizes, seed, batch_size = run.model.sizes, run.config.seed, run.config.data.batch_size
+    length = batch_size * (UPDATES + 1)
+    images = _Images(length, sizes.input_shape, sizes.num_classes, seed)
     sampler = GlobalBatchSampler(
         len(images), batch_size, shuffle=True, seed=seed, rank=rank, world_size=world_size
     )
@@ -63,10 +64,7 @@ class FirstWeights:
     @torch.no_grad()
     def __call__(self, module: nn.Module, name: str) -> None:
         """Allocate on CPU and fill what is on meta below ``module``."""
-        for full_name, part in module.named_modules(prefix=name):
-            if not any(p.is_meta for p in part.parameters(recurse=False)):
-                continue
-            part.to_empty(device="cpu", recurse=False)
+        for full_name, part in allocate(module, name):
             for key, parameter in part.named_parameters(prefix=full_name, recurse=False):
                 parameter.copy_(self._values(key, parameter))
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from models.vit import build_vit, parameter_count
 from training import processes
 from training.backend import Backend
 from training.backend import State as BackendState
@@ -96,7 +95,7 @@ class Checkpoints:
 
     def _read(self, path: Path) -> State:
         """Model and moments under their plain names. Raises UsageError if that is not possible."""
-        names = {n: p.shape for n, p in build_vit(self._run.model).named_parameters()}
+        names = {n: p.shape for n, p in self._run.model.meta.named_parameters()}
         # Not a number: what the checkpoint does not hold is seen to be missing.
         empty = {
             n: {kind: torch.full(shape, torch.nan) for kind in ("weights", *MOMENTS)}
@@ -154,7 +153,7 @@ class Checkpoints:
 def checkpoint_bytes(run: Run) -> int:
     """The size of a checkpoint of the whole model: weights and AdamW's two moments."""
     each = 4 if run.own.keeps_fp32_weights else 2
-    return 3 * each * parameter_count(run.model)
+    return 3 * each * run.model.parameter_count
 
 
 def check_disk(run: Run, table: Table) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from data.errors import DataFolderError
 from data.source import DataSource
-from models.vit import parameter_count, train_flops_per_image
 from training import processes
 from training.backend import Backend
 from training.resolve import Run
@@ -42,7 +41,7 @@ def check_memory(asked: Run, run: Run, backend: Backend, table: Table) -> None:
 
     ``run`` is the small one: of its state a device holds the same share.
     """
-    of = [parameter_count(each.model) for each in (asked, run)]
+    of = [each.model.parameter_count for each in (asked, run)]
     state = sum(backend.state_bytes().values()) * of[0] / of[1]
     text = f"weights and AdamW of the whole model: about {size_of(state)} a device"
     told = backend.memory()
@@ -72,7 +71,7 @@ def check_decoding(run: Run, data: DataSource, backend: Backend, table: Table) -
     if peak is None:
         table.line(None, "data", f"{text}; the peak of these devices is not known")
         return
-    needed = _MFU * peak * backend.device_count / train_flops_per_image(run.model)
+    needed = _MFU * peak * backend.device_count / run.model.train_flops_per_image
     text += f", the devices take {needed:,.0f} at {_MFU:.0%} of their peak"
     table.line(speed >= needed, "data", text)
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.loader import Batch
-from models.vit import build_vit
 from training.resolve import Run
 from training.self_check.content import UPDATES, FirstWeights, batches
 
@@ -66,7 +65,7 @@ class _Training:
 
     def __init__(self, run: Run, computed: torch.dtype, stored: torch.dtype) -> None:
         self._config = run.config.optimizer
-        self._model = build_vit(run.model)
+        self._model = run.model.build()
         FirstWeights(run.config.seed)(self._model, "")
         self.weights = {
             name: nn.Parameter(each.detach().to(stored, copy=True))

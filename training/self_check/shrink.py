@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from models.config import VitConfig
+from models.registry import open_model
+from models.spec import ModelSpec
 from training.resolve import Run
 
 _GRID, _PATCH = 4, 4
@@ -40,30 +41,30 @@ def shrink(run: Run) -> Run:
     return small.with_data(grad_accum_steps=passes, batch_size=mesh.batch_parts * passes * rows)
 
 
-def _small_model(run: Run) -> VitConfig:
-    config, tensor, devices = run.model, run.mesh.tensor, run.mesh.devices
+def _small_model(run: Run) -> ModelSpec:
+    """The model with fewer and narrower blocks, of the same kind."""
+    sizes, settings = run.model.sizes, run.model.settings
+    tensor, devices = run.mesh.tensor, run.mesh.devices
     multiple = 1 if run.own.product_multiple == 1 else _ROWS_OF_MULTIPLES
-    heads = tensor if tensor > 1 else min(config.num_heads, _HEADS)
+    heads = tensor if tensor > 1 else min(sizes.num_heads, _HEADS)
     # All devices hold a part of each large parameter, as of the real model's.
     step = math.lcm(heads * _HEAD_WIDTH, devices, multiple)
     width = step * -(-_WIDTH // step)
     part = math.lcm(tensor, multiple)
-    hidden = part * max(1, round(width * config.mlp_ratio / part))
-    grid = min(config.img_size // config.patch_size, _GRID)
-    patch = min(config.patch_size, _PATCH)
-    without_dropout: dict[str, Any] = {
-        name: 0.0 for name in asdict(config) if name.endswith("_rate")
+    hidden = part * max(1, round(width * settings["mlp_ratio"] / part))
+    patch = min(settings["patch_size"], _PATCH)
+    grid = min(sizes.input_shape[1] // settings["patch_size"], _GRID)
+    small: dict[str, Any] = {name: 0.0 for name in settings if name.endswith("_rate")}
+    small |= {
+        "img_size": grid * patch,
+        "patch_size": patch,
+        "embed_dim": width,
+        "num_heads": heads,
+        "depth": min(sizes.depth, _DEPTH),
+        "mlp_ratio": (hidden + 0.5) / width,  # of which timm takes the whole part
+        "num_classes": _CLASSES,
     }
-    return replace(
-        config,
-        **without_dropout,
-        img_size=grid * patch,
-        patch_size=patch,
-        embed_dim=width,
-        num_heads=heads,
-        depth=min(config.depth, _DEPTH),
-        mlp_ratio=(hidden + 0.5) / width,  # of which timm takes the whole part
-        num_classes=_CLASSES,
-        reg_tokens=min(config.reg_tokens, 2),
-        init_values=None if config.init_values is None else _LAYER_SCALE,
-    )
+    for name, value in (("reg_tokens", 2), ("num_reg_tokens", 2), ("init_values", _LAYER_SCALE)):
+        if settings.get(name):
+            small[name] = value
+    return open_model(run.model.name, run.model.overrides | small)

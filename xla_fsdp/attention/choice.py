@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from models.config import VitConfig
 from training.config import RunConfig
 from training.errors import UsageError
 from xla_fsdp.config import XlaConfig
+
+if TYPE_CHECKING:
+    from models.spec import ModelSizes, ModelSpec
 
 FLASH_FROM = 1024
 """Tokens from which auto takes flash attention: from about there it lowers the peak of HBM and
@@ -18,35 +21,37 @@ WIDEST_HEAD = 256
 
 
 def resolve_attention(
-    config: RunConfig, own: XlaConfig, model: VitConfig, *, on_tpu: bool
+    config: RunConfig, own: XlaConfig, model: ModelSpec, *, on_tpu: bool
 ) -> tuple[XlaConfig, str]:
     """``--attention`` decided, and how the line that describes a run tells of it.
 
     Nothing is told where there is nothing to choose. Raises UsageError for ``--attention flash``
     where the kernels cannot be used.
     """
-    hindered = _hinders_flash(config, model, on_tpu)
+    sizes = model.sizes
+    hindered = _hinders_flash(config, sizes, on_tpu)
     if own.attention == "flash" and hindered:
         raise UsageError(f"--attention flash {hindered}: use --attention sdpa")
     form = own.attention
     if form == "auto":
-        form = "flash" if model.num_tokens >= FLASH_FROM and not hindered else "sdpa"
+        form = "flash" if sizes.num_tokens >= FLASH_FROM and not hindered else "sdpa"
     if own.attention == "sdpa" or hindered:
         return replace(own, attention=form), ""
     text = f", {_NAMES[form]} attention"
     if own.attention == "auto":
-        text += f" ({model.num_tokens:,} tokens; flash from {FLASH_FROM:,})"
+        text += f" ({sizes.num_tokens:,} tokens; flash from {FLASH_FROM:,})"
     return replace(own, attention=form), text
 
 
-def _hinders_flash(config: RunConfig, model: VitConfig, on_tpu: bool) -> str | None:
-    width = model.embed_dim // model.num_heads
+def _hinders_flash(config: RunConfig, sizes: ModelSizes, on_tpu: bool) -> str | None:
     if not on_tpu:
         return "needs a TPU: its kernels run nowhere else"
-    if model.attn_drop_rate:
-        return f"has no dropout, here --att_dropout {model.attn_drop_rate}"
+    if sizes.attn_drop_rate:
+        return f"has no dropout, here --att_dropout {sizes.attn_drop_rate}"
     if config.sharding.mesh_tensor > 1:
         return f"does not go with --mesh_tensor {config.sharding.mesh_tensor}"
-    if width > WIDEST_HEAD:
-        return f"takes heads up to {WIDEST_HEAD} wide, not --embed_dim / --num_heads = {width}"
+    if sizes.head_dim > WIDEST_HEAD:
+        return f"takes heads up to {WIDEST_HEAD} wide, this model's are {sizes.head_dim}"
+    if sizes.value_dim != sizes.head_dim:
+        return f"takes values as wide as keys, this model's are {sizes.value_dim}"
     return None

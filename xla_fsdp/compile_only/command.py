@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 
-from models.vit import build_vit, train_flops_per_image
 from training.config import RunConfig
 from training.errors import UsageError
 from training.versions import warn_of_others
@@ -58,12 +57,10 @@ def _check_breaks(run: XlaRun) -> None:
 
 def _compile(run: XlaRun, topology: Topology, libtpu_args: str) -> Report:
     start_xla(topology.devices, run.own.xla_fsdp)
-    model = build_vit(run.model)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    name, batch_size = run.config.model.model, run.config.data.batch_size
-    _say(f"tracing {name}, {parameters:,} parameters, for {topology.devices} devices ...")
+    parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
+    _say(f"tracing {run.model.name}, {parameters:,} parameters, for {topology.devices} devices ...")
     start = time.perf_counter()
-    step = trace_step(run, model)
+    step = trace_step(run)
     trace_s = time.perf_counter() - start
     compile_for = functools.partial(
         compile_graph,
@@ -76,7 +73,7 @@ def _compile(run: XlaRun, topology: Topology, libtpu_args: str) -> Report:
     return make_report(
         topology=topology,
         graphs=graphs,
-        model_flops=train_flops_per_image(run.model) * batch_size,
+        model_flops=run.model.train_flops_per_image * batch_size,
         parameters=parameters,
         batch_size=batch_size,
         sharding=step.description,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 
 import torch
-from torch import nn
 
 from training.step import forward_backward, put_micro_batches, shard_and_optimize
 from xla_fsdp.compile_only.graphs import Step
@@ -31,7 +30,7 @@ def start_xla(devices: int, form: str) -> None:
         xr.global_ordinal = lambda: 0
 
 
-def trace_step(run: XlaRun, model: nn.Module) -> Step:
+def trace_step(run: XlaRun) -> Step:
     """The graphs of one step of ``run``, sharded as in training. Call ``start_xla`` before."""
     from xla_fsdp.compile_only import tracing_backend
 
@@ -40,11 +39,11 @@ def trace_step(run: XlaRun, model: nn.Module) -> Step:
         backend = tracing_backend.TracingSpmdBackend(run)
     else:
         backend = tracing_backend.TracingNestedBackend(run)
-    sharded = shard_and_optimize(run, model, backend)
+    sharded = shard_and_optimize(run, backend)
     sharded.train()
     data, optimizer = run.config.data, run.config.optimizer
     share = data.batch_size // backend.world_size
-    shape = (share, run.model.in_chans, run.model.img_size, run.model.img_size)
+    shape = (share, *run.model.sizes.input_shape)
     batch = torch.empty(shape, device="meta"), torch.empty(share, dtype=torch.int64, device="meta")
     backend.start_recording()
     micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)

@@ -13,17 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from models.blocks import PLAIN_BLOCK
 from xla_fsdp.sharding.marks import Mark
 
 QKV = 3
 _PACKED = ("attn.qkv.weight", "attn.qkv.bias")
+_SHARDED = {"heads", "hidden"}
+"""Dimensions of a block's parameters that "tensor" shards."""
 
 TENSOR_DIMS = {
-    **dict.fromkeys(_PACKED, 1), "attn.norm.weight": 0, "attn.norm.bias": 0, "attn.proj.weight": 1,
-    "mlp.fc1.weight": 0, "mlp.fc1.bias": 0, "mlp.norm.weight": 0, "mlp.norm.bias": 0,
-    "mlp.fc2.weight": 1,
-}  # fmt: skip
-"""By the parameter's name in its block, the dimension that "tensor" cuts; no other is cut so."""
+    name: index + (name in _PACKED)  # packed, they have one more in front
+    for name, dimensions in PLAIN_BLOCK.items()
+    for index, dimension in enumerate(dimensions)
+    if dimension in _SHARDED
+}
+"""By the parameter's name in its block, the dimension that "tensor" shards; no other is."""
 
 
 def is_packed(name: str) -> bool:
