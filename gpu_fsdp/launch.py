@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from gpu_fsdp import devices
+from gpu_fsdp import devices, megatron_private
 from gpu_fsdp.backend import GpuBackend
 from gpu_fsdp.devices import Device
 from gpu_fsdp.resolve_gpu import GpuRun
+from models import timm_private
 from training import joining, versions
 from training.backend import Backend
 from training.errors import UsageError, is_first_of_torchrun
@@ -26,6 +27,9 @@ def launch(body: Body, run: GpuRun) -> None:
     """Call ``body(run, backend)`` in this process, one of a process group's."""
     device = devices.choose()
     device.start()
+    if is_first_of_torchrun():
+        used = [timm_private, *([megatron_private] if run.own.fsdp == "megatron" else [])]
+        versions.warn_of_others(*(each.WRITTEN_FOR for each in used))
     device.set_tf32(run.own.tf32)
     with _without_greetings():
         _join(device)
@@ -101,10 +105,6 @@ def _check_devices_alike(store: dist.Store, world_size: int, device: Device) -> 
 
 def _backend(run: GpuRun, device: Device) -> GpuBackend:
     if run.own.fsdp == "megatron":
-        from gpu_fsdp import megatron_private
-
-        if is_first_of_torchrun():
-            versions.warn_of_others(megatron_private.WRITTEN_FOR)
         from gpu_fsdp.megatron import MegatronBackend
 
         return MegatronBackend(run, device)

@@ -1,6 +1,6 @@
 """What is used of timm beyond its documented interface, in one place.
 
-Written for timm ``WRITTEN_FOR``: with another version, read these against its sources again.
+With another version than it was written for, read these against timm's sources again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "taken_arguments",
 ]
 
-WRITTEN_FOR = "1.0.31"
+WRITTEN_FOR = {"timm": "1.0.31"}
 
 SELF_INITIALIZED = (AttentionPoolLatent, AttentionPoolPrr, ResPostBlock)
 """Modules whose constructor calls their ``init_weights``: every scheme leaves that to them."""

@@ -5,14 +5,15 @@ import re
 import pytest
 
 from gpu_fsdp import megatron_private
+from models import timm_private
 from tests.cli import ROOT, train_tiny
 from tests.test_launch_gpu import pins
 from training import versions
 from xla_fsdp import jax_private, torch_xla_private
 
 MODULES = {
-    "requirements-tpu.txt": (torch_xla_private, jax_private),
-    "requirements-gpu.txt": (megatron_private,),
+    "requirements-tpu.txt": (torch_xla_private, jax_private, timm_private),
+    "requirements-gpu.txt": (megatron_private, timm_private),
 }
 PRIVATE = re.compile(
     r"_XLAC|torch_xla\._(?!private)|jax\._src|jaxlib import _|cloud_tpu_init|pallas\._|_orig_name|"

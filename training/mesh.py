@@ -22,11 +22,13 @@ LIES_ALONG: dict[str, Axes] = {
     "tokens": ("domain",),
     "tokens between the halves of a block": ("domain", "tensor"),
     "width": (),
+    "head": (),
     "heads": ("tensor",),
     "hidden": ("tensor",),
 }
 """How each kind of dimension lies along the axes: of activations, and of weights while a block
-computes with them. In between, weights are sharded along "fsdp" too (``Mesh.parameter_spec``)."""
+computes with them. Which kinds a model's weights have, ``ModelSpec.block_dimensions`` says by
+their names. In between, weights are sharded along "fsdp" too (``Mesh.parameter_spec``)."""
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,16 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def warn_of_others(written_for: Mapping[str, str]) -> None:
+def warn_of_others(*written_for: Mapping[str, str]) -> None:
     """Say on stderr, in one line, which installed packages are not of the version ``written_for``.
 
-    Both map packages to versions as the requirements files pin them. What a wheel was built for
+    It maps packages to versions as the requirements files pin them. What a wheel was built for
     ("2.9.0+cu128") is no difference, and neither is a package that is not installed.
     """
     others = [
         f"{package} is {found}, not {expected}"
-        for package, expected in written_for.items()
+        for versions in written_for
+        for package, expected in versions.items()
         if (found := installed_version(package)) is not None and found.partition("+")[0] != expected
     ]
     if others:

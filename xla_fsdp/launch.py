@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
 
+from models import timm_private
 from training.backend import Backend
 from training.errors import StoppedBySignal
 from training.parent import end_with
@@ -68,7 +69,8 @@ def _prepare(run: XlaRun) -> None:
 
         dist.init_process_group("gloo", init_method="xla://")
     if xr.process_index() == 0:
-        warn_of_others(torch_xla_private.WRITTEN_FOR | jax_private.WRITTEN_FOR)
+        used = (torch_xla_private, jax_private, timm_private)
+        warn_of_others(*(each.WRITTEN_FOR for each in used))
 
 
 def _run_spmd(body: Body, run: XlaRun) -> None:

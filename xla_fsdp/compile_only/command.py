@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 
+from models import timm_private
 from training.config import RunConfig
 from training.errors import UsageError
 from training.versions import warn_of_others
@@ -37,7 +38,8 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     if not own.tpu_topology:
         raise UsageError(f"--compile_only needs --tpu_topology. Known, for example: {KNOWN}")
     check_installed()
-    warn_of_others(torch_xla_private.WRITTEN_FOR | jax_private.WRITTEN_FOR)
+    used = (torch_xla_private, jax_private, timm_private)
+    warn_of_others(*(each.WRITTEN_FOR for each in used))
     topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
     run = resolve_for_slice(config, own, topology.devices)
     _check_breaks(run)

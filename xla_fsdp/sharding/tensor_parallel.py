@@ -14,18 +14,17 @@ import torch
 from torch import nn
 
 from models.blocks import PLAIN_BLOCK
+from training.mesh import LIES_ALONG
 from xla_fsdp.sharding.marks import Mark
 
 QKV = 3
 _PACKED = ("attn.qkv.weight", "attn.qkv.bias")
-_SHARDED = {"heads", "hidden"}
-"""Dimensions of a block's parameters that "tensor" shards."""
 
 TENSOR_DIMS = {
     name: index + (name in _PACKED)  # packed, they have one more in front
     for name, dimensions in PLAIN_BLOCK.items()
     for index, dimension in enumerate(dimensions)
-    if dimension in _SHARDED
+    if "tensor" in LIES_ALONG.get(dimension, ())
 }
 """By the parameter's name in its block, the dimension that "tensor" shards; no other is."""
 
