@@ -57,7 +57,7 @@ class NestedBackend(XlaBackend):
 
     def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
         if self._own.attention == "flash":
-            use_flash(block, cut=None)
+            use_flash(block, shards=None)
         wrapped = self._wrap(block)
         model.set_submodule(name, wrapped)
         return wrapped

@@ -19,7 +19,7 @@ from torch import nn
 from data.loader import Batch
 from training.mesh import Axes, Spec
 from training.shards import Chunk, ShardedTensor
-from xla_fsdp.attention.flash import Cut, use_flash
+from xla_fsdp.attention.flash import BatchShards, use_flash
 from xla_fsdp.backend import XlaBackend
 from xla_fsdp.blocks import after_forward
 from xla_fsdp.resolve_xla import XlaRun
@@ -29,7 +29,7 @@ from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.sharding.placement import Sharding, device_order, local_devices, partition_spec
 from xla_fsdp.sharding.plain_names import device_part, is_stacked, plain_values
 from xla_fsdp.sharding.root import compute_with_whole
-from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS, Marks, cut_block, is_packed
+from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS, Marks, is_packed, shard_block
 from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
 
 
@@ -100,7 +100,7 @@ class SpmdBackend(XlaBackend):
     def _choose_attention(self, block: nn.Module) -> None:
         if self._own.attention == "flash":
             (batch,) = partition_spec(self._shape.lying("batch"))
-            use_flash(block, Cut(self._mesh, batch))
+            use_flash(block, BatchShards(self._mesh, batch))
 
     def _fill(self, index: int, block: nn.Module) -> None:
         self._adapt(block)
@@ -188,7 +188,7 @@ class SpmdBackend(XlaBackend):
 
     def _adapt(self, block: nn.Module) -> None:
         if self._shape.tensor > 1:
-            cut_block(block, self._tensor_marks())
+            shard_block(block, self._tensor_marks())
 
     def _tensor_marks(self) -> Marks:
         def columns(x: torch.Tensor) -> torch.Tensor:

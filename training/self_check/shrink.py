@@ -14,7 +14,7 @@ _GRID, _PATCH = 4, 4
 _DEPTH = 3
 """Blocks: a first one, a last one, and one that is neither."""
 _CLASSES = 11
-"""Divisible by hardly any number of devices: parameters are cut unevenly, or not at all, too."""
+"""Divisible by hardly any number of devices: some parameters are sharded unevenly or not at all."""
 _HEADS = 2
 _HEAD_WIDTH = 8
 _WIDTH = 32

@@ -22,10 +22,10 @@ from xla_fsdp.attention.sizes import LANES, SUBLANES, Shape, padded_tokens, padd
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchShards:
     """How a batch lies on the devices of an SPMD program: each calls the kernels on its own part.
 
-    ``axis``: the mesh axis, or axes, that dimension 0 is cut along.
+    ``axis``: the mesh axis, or axes, that dimension 0 is sharded along.
     """
 
     mesh: xs.Mesh
@@ -43,17 +43,17 @@ class Cut:
         return (self.axis,) + (None,) * (x.dim() - 1)
 
 
-def use_flash(module: nn.Module, cut: Cut | None) -> None:
+def use_flash(module: nn.Module, shards: BatchShards | None) -> None:
     """Let all attention of timm's in ``module``, a block, compute its product by the kernels.
 
-    ``cut`` is None where the program is one device's. Call it on the module that will run: a copy
-    of it would run the original.
+    ``shards`` is None where the program is one device's. Call it on the module that will run: a
+    copy of it would run the original.
     """
     for part in module.modules():
         if hasattr(part, "fused_attn"):
             # timm's own products, by TIMM_FUSED_ATTN=0, would not be seen.
             part.fused_attn = True  # type: ignore[assignment]
-            _compute_inside(part, _Flash(cut))
+            _compute_inside(part, _Flash(shards))
 
 
 def _compute_inside(module: nn.Module, mode: TorchFunctionMode) -> None:
@@ -69,9 +69,9 @@ def _compute_inside(module: nn.Module, mode: TorchFunctionMode) -> None:
 class _Flash(TorchFunctionMode):
     """Takes ``scaled_dot_product_attention`` over from PyTorch, as far as a ViT's blocks use it."""
 
-    def __init__(self, cut: Cut | None) -> None:
+    def __init__(self, shards: BatchShards | None) -> None:
         super().__init__()
-        self._cut = cut
+        self._shards = shards
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -81,11 +81,11 @@ class _Flash(TorchFunctionMode):
     def _attention(self, q, k, v, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False):
         if attn_mask is not None or dropout_p or is_causal:
             raise NotImplementedError("flash attention has no mask and no dropout here")
-        return attention(q, k, v, self._cut)
+        return attention(q, k, v, self._shards)
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shards: BatchShards | None = None
 ) -> torch.Tensor:
     """softmax(q k' / sqrt(width)) v, of (batch, heads, tokens, width), in autocast's dtype."""
     tokens, width = q.shape[-2:]
@@ -96,24 +96,24 @@ def attention(
     q, k, v = (F.pad(x.to(dtype), pad) if any(pad) else x.to(dtype) for x in (q, k, v))
     scale = width**-0.5
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        output = _WithGradient.apply(q, k, v, scale, tokens, cut)
+        output = _WithGradient.apply(q, k, v, scale, tokens, shards)
     else:
-        (output,) = _forward(q, k, v, scale, tokens, cut, for_backward=False)
+        (output,) = _forward(q, k, v, scale, tokens, shards, for_backward=False)
     return output[..., :tokens, :width]
 
 
-def _forward(q, k, v, scale: float, valid: int, cut: Cut | None, *, for_backward: bool):
-    parts = [_part(x, cut) for x in (q, k, v, *_ids(q, valid))]
+def _forward(q, k, v, scale: float, valid: int, shards: BatchShards | None, *, for_backward: bool):
+    parts = [_part(x, shards) for x in (q, k, v, *_ids(q, valid))]
     kernel = forward_kernel(_shape(parts[0], valid), scale, for_backward)
-    return [_whole(x, cut, len(q)) for x in kernel(parts)]
+    return [_whole(x, shards, len(q)) for x in kernel(parts)]
 
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale: float, valid: int, cut: Cut | None):
-        output, *rows = _forward(q, k, v, scale, valid, cut, for_backward=True)
+    def forward(ctx, q, k, v, scale: float, valid: int, shards: BatchShards | None):
+        output, *rows = _forward(q, k, v, scale, valid, shards, for_backward=True)
         ctx.save_for_backward(q, k, v, output, *rows)
-        ctx.scale, ctx.valid, ctx.cut = scale, valid, cut
+        ctx.scale, ctx.valid, ctx.shards = scale, valid, shards
         return output
 
     @staticmethod
@@ -121,21 +121,21 @@ class _WithGradient(torch.autograd.Function):
         q, k, v, output, sums, largest = ctx.saved_tensors
         inner = (output.float() * grad.float()).sum(-1, keepdim=True).expand(sums.shape)
         arguments = (q, k, v, *_ids(q, ctx.valid), sums, largest, grad.to(q.dtype), inner)
-        parts = [_part(x, ctx.cut) for x in arguments]
+        parts = [_part(x, ctx.shards) for x in arguments]
         shape = _shape(parts[0], ctx.valid)
         grads = [
             *query_gradient_kernel(shape, ctx.scale)(parts),
             *key_gradients_kernel(shape, ctx.scale)(parts),
         ]
-        return *(_whole(x, ctx.cut, len(q)) for x in grads), None, None, None
+        return *(_whole(x, ctx.shards, len(q)) for x in grads), None, None, None
 
 
-def _part(x: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    return cut.part(x) if cut else x
+def _part(x: torch.Tensor, shards: BatchShards | None) -> torch.Tensor:
+    return shards.part(x) if shards else x
 
 
-def _whole(x: torch.Tensor, cut: Cut | None, batch: int) -> torch.Tensor:
-    return cut.whole(x, batch) if cut else x
+def _whole(x: torch.Tensor, shards: BatchShards | None, batch: int) -> torch.Tensor:
+    return shards.whole(x, batch) if shards else x
 
 
 def _shape(part: torch.Tensor, valid: int) -> Shape:

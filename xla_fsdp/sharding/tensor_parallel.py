@@ -1,8 +1,8 @@
-"""Tensor parallelism in a timm block, as in Megatron: heads and MLP columns cut over devices.
+"""Tensor parallelism in a timm block, as in Megatron: heads and MLP columns over devices.
 
-The first product of attention and of the MLP is cut by columns, the second by rows: between
-them, devices exchange nothing. Between blocks, activations are cut along "tensor" too; each half
-of a block gathers its input and scatters the sum of its output.
+The first product of attention and of the MLP is sharded by columns, the second by rows: between
+them, devices exchange nothing. Between blocks, activations are sharded along "tensor" too; each
+half of a block gathers its input and scatters the sum of its output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TENSOR_DIMS = {
 
 
 def is_packed(name: str) -> bool:
-    """Whether the parameter is one that ``cut_block`` keeps as (3, rows, ...)."""
+    """Tell whether the parameter is one that ``shard_block`` keeps as (3, rows, ...)."""
     return name.endswith(_PACKED)
 
 
@@ -43,10 +43,10 @@ class Marks:
     scatter: Mark
     """From a product by rows back to what lies between."""
     columns: Mark
-    """Features cut along "tensor"."""
+    """Features sharded along "tensor"."""
 
 
-def cut_block(block: nn.Module, marks: Marks) -> None:
+def shard_block(block: nn.Module, marks: Marks) -> None:
     """Make a timm block compute with parts of its heads and of its MLP's columns.
 
     timm's packed qkv, (3 * rows, ...), becomes (3, rows, ...): a part of the rows then holds
@@ -65,7 +65,7 @@ def cut_block(block: nn.Module, marks: Marks) -> None:
         q, k, v = qkv.unflatten(-1, (attn.num_heads, -1)).unbind(2)
         q, k = attn.q_norm(q) * attn.scale, attn.k_norm(k)
         # Not F.scaled_dot_product_attention: it folds batch and heads into one dimension, which
-        # cannot be cut along two axes; einsum is one product to XLA.
+        # cannot be sharded along two axes; einsum is one product to XLA.
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
         weights = attn.attn_drop(scores.softmax(dim=-1))
         y = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
