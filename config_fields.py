@@ -31,6 +31,7 @@ class Flag:
     shorthands: Mapping[str, Any]
     env: str | None
     bare: Any
+    choices: tuple[str, ...]
     common: bool
     needs: tuple[str, ...]
     conflicts: tuple[str, ...]
@@ -46,6 +47,7 @@ def flag(
     shorthands: Mapping[str, Any] | None = None,
     env: str | None = None,
     bare: Any = None,
+    choices: Sequence[str] = (),
     common: bool = False,
     needs: Sequence[str] = (),
     conflicts: Sequence[str] = (),
@@ -59,9 +61,10 @@ def flag(
     ``names``: the flag's names if not the field's, messages use the first one; a switch that is
     on by default and named ``--no_...`` is turned off by it. ``shorthands``: flags without a value
     that set a value. ``env``: the variable of the environment that gives the default. ``bare``: the
-    value where the flag is given without one. ``common``: shown by ``--help`` alone. ``needs``:
-    conditions that must hold where the value is not the default, each "field" or "field=value",
-    with "|" between alternatives. ``conflicts``: fields that must then be at their defaults.
+    value where the flag is given without one. ``choices``: the words that can be given, where they
+    are not in the type. ``common``: shown by ``--help`` alone. ``needs``: conditions that must hold
+    where the value is not the default, each "field" or "field=value", with "|" between
+    alternatives. ``conflicts``: fields that must then be at their defaults.
     """
     told = Flag(
         help,
@@ -71,6 +74,7 @@ def flag(
         dict(shorthands or {}),
         env,
         bare,
+        tuple(choices),
         common,
         tuple(needs),
         tuple(conflicts),

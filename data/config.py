@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from config_fields import bounded, count, flag, fraction, positive
 from data.preprocessing import Preprocessing
+from data.registry import OPENED_BY
 
 _NEW = Preprocessing()
 """What new weights are trained with."""
@@ -22,11 +23,12 @@ class DataConfig:
     data_dir: str = flag(
         "/datasets/imagenet-1k", "folder with train/<class>/* and val/<class>/* images", common=True
     )
-    data_source: Literal["folder", "fake", "digits"] = flag(
+    data_source: str = flag(
         "folder",
         "folder: the images of --data_dir; fake: all-zero images with label 0, as many as ImageNet "
         "has, no host work; digits: scikit-learn's handwritten digits, no files",
         shorthands={"--fake_data": "fake"},
+        choices=tuple(OPENED_BY),
         common=True,
     )
     num_workers: int = flag(
