@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from data.loader import Batch
 from gpu_fsdp import resolve_gpu
 from gpu_fsdp.launch import launch
 from gpu_fsdp.resolve_gpu import GpuRun
+from models.config import VitConfig
 from run_vit_training import read_flags
 from training.backend import Backend
 from training.errors import UsageError
@@ -56,7 +58,8 @@ def timm_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
     device, count = batches[0][0].device, len(batches)
     config, precision = run.config.optimizer, run.config.sharding.precision
     # As timm.create_model makes it.
-    model: Any = VisionTransformer(**run.model.settings).to(device)
+    arguments = {each.name: run.model.settings[each.name] for each in fields(VitConfig)}
+    model: Any = VisionTransformer(**arguments).to(device)
     if run.own.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if backend.world_size > 1:

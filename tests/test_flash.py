@@ -104,7 +104,7 @@ def test_nested():
         ),
         (
             "--compile_only --tpu_topology v5e:2x2 --num_heads 16",
-            "--attention flash takes heads up to 256 wide, not --embed_dim / --num_heads = 320",
+            "--attention flash takes heads up to 256 wide, this model's are 320",
         ),
     ],
 )

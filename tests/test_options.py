@@ -3,12 +3,15 @@
 `make test-long` runs cases in which every pair of values meets (``tests/option_cases.py``).
 """
 
+from dataclasses import fields
+
 import pytest
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
 from data.registry import open_data
+from models.config import VitConfig
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, train_tiny, train_tiny_gpu
 from tests.filled import filled
 from tests.option_cases import DROPOUT, FORMS, HOW, MODEL, allowed, pairwise
@@ -39,7 +42,8 @@ def plain(case):
     source = ["--data_dir", str(DIGITS), "--hflip", "0"]
     run = on_xla([*source, *TINY_MODEL, *TINY_RUN, *RUN, *options])
     how = run.config.optimizer
-    model = VisionTransformer(**run.model.settings | {"weight_init": "skip"})
+    arguments = {each.name: run.model.settings[each.name] for each in fields(VitConfig)}
+    model = VisionTransformer(**arguments | {"weight_init": "skip"})
     model.load_state_dict(filled(run.model, run.config.seed).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
     loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, 0, 1)
