@@ -136,6 +136,8 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         private=True,
     ),
     "make test-long": Elsewhere("it runs this test", make_knows),
+    # docs/contributing.md
+    ".venv/bin/python -m pytest": Run((r"^\d+ passed in ",)),
     # docs/slurm.md
     "make rehearse": Elsewhere("minutes of tests of their own", make_knows),
     "make coverage": Elsewhere("an hour of all tests", make_knows),
