@@ -150,7 +150,7 @@ def write_table(
 
 
 def plot(reports: Reports, path: Path) -> None:
-    """Peak HBM as a share of what there is; what does not fit is cut off at twice that."""
+    """Peak HBM as a share of what there is; a bar of what does not fit ends at twice that."""
     figure, axis = plt.subplots(figsize=(9, 0.32 * len(reports) + 1.2), layout="constrained")
     for row, report in enumerate(reports.values()):
         if report is None:

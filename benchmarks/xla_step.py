@@ -100,7 +100,7 @@ def use_torch_xlas_wrapper(backend) -> None:
         SpmdFullyShardedDataParallel,
     )
 
-    def zeros_like(parameter):  # as the wrapper cuts parameters
+    def zeros_like(parameter):  # as the wrapper shards parameters
         spec = (("fsdp",), *[()] * (parameter.dim() - 1))
         return backend._new_state(parameter.shape, spec)
 

@@ -31,7 +31,7 @@ def devices_in_the_order_of_their_numbers():
 
 
 def share_taken_for_the_batch():
-    """A host's share is cut over all devices of the slice."""
+    """A host's share is sharded over all devices of the slice."""
     from xla_fsdp.spmd import SpmdBackend
 
     SpmdBackend._put = lambda self, share: self._send(share, self._activations(share.dim()))

@@ -115,7 +115,7 @@ def test_nested():
 
 
 def test_mesh_of_three_axes():
-    """Two slices of 4 chips: each block's weights cut over the 4, the batch over 4 pairs."""
+    """Two slices of 4 chips: each block's weights sharded over the 4, the batch over 4 pairs."""
     mesh = "--mesh_dcn 2 --mesh_fsdp 2 --mesh_tensor 2".split()
     found = compile_for("v5e:2x2", "--precision", "bf16", *mesh, *SMALL)
     assert "mesh dcn 2 x fsdp 2 x tensor 2" in found["sharding"]
@@ -148,7 +148,7 @@ def test_accumulation(v5p):
 
 @pytest.mark.long
 def test_broken_graph():
-    """After a block of two: forward, forward and back, back. What crosses is cut as batches are."""
+    """After a block of two: forward, forward and back, back. What crosses is sharded as batches are."""
     size = "--num_blocks 2 --batch_size 32 --mark_step_every_n_blocks 1".split()
     found = compile_for("v5p:2x2x1", *size)
     assert "graph broken every 1 blocks" in found["sharding"]
@@ -222,7 +222,7 @@ def test_one_chip_and_the_users_limit(monkeypatch):
     assert not found["fits"]
     assert found["chips"] == found["devices"] == 1
     assert found["peak_hbm_bytes"] > 4 * 2**20
-    assert "replicated" not in found["sharding"]  # there is nothing to cut for
+    assert "replicated" not in found["sharding"]  # there is nothing to shard for
 
 
 def test_a_chip_of_v4_is_one_device():

@@ -126,7 +126,7 @@ def test_augmentation_is_the_same_in_any_worker_and_after_a_resume(digits):
     assert not torch.equal(next(plain.epoch(3))[0], first[0][0])
 
 
-def test_validation_images_are_system_as(digits):
+def test_validation_images_are_the_examples(digits):
     """Resize to size * 256/224, centre crop, ImageNet mean and deviation, as torchvision does."""
     _, val = loaders(arguments(digits))
     images, labels = next(val.epoch(0))

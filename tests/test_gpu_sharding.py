@@ -48,7 +48,7 @@ def test_form(processes, flags, told, one_process, tmp_path):
     assert_same_training(result, one_process)
 
 
-def test_state_is_cut_evenly(one_process, tmp_path):
+def test_state_is_sharded_evenly(one_process, tmp_path):
     """Parameters and AdamW of the fullest process; rows are not always divisible."""
     part = train_tiny_gpu(tmp_path, processes=4).run_file["state_bytes_per_device"]
     whole = one_process.run_file["state_bytes_per_device"]

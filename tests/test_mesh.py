@@ -14,7 +14,7 @@ from training.mesh import Mesh
 from xla_fsdp import resolve_xla
 from xla_fsdp.sharding.hosts import by_slice_and_host, in_global_batch, local_groups
 
-# What each block may have more, so that every kind of parameter is cut.
+# What each block may have more, so that every kind of parameter is sharded.
 FULL_BLOCK = "--qk_norm --scale_attn_norm --scale_mlp_norm --init_values 0.5 --class_token".split()
 DROPOUT = "--mlp_dropout 0.1 --att_dropout 0.1 --pos_dropout 0.1 --drop_path_rate 0.2".split()
 
@@ -36,7 +36,7 @@ def test_same_training(devices, flags, mesh, one_device, tmp_path):
     result = train_tiny(tmp_path, *FULL_BLOCK, *flags.split(), devices=devices)
     assert mesh in result.run_file["backend"]
     assert_same_training(result, one_device)
-    # XLA's warning where it replicates a tensor to cut it otherwise.
+    # XLA's warning where it replicates a tensor to shard it otherwise.
     assert "Involuntary full rematerialization" not in result.stderr
 
 
@@ -44,17 +44,17 @@ def test_dropout_bf16_and_accumulation(tmp_path):
     """Masks are those of one device, too."""
     flags = [*DROPOUT, "--grad_accum_steps", "2", "--max_steps", "2"]
     plain = train_tiny(tmp_path / "plain", *flags)
-    cut = train_tiny(tmp_path / "cut", *flags, "--mesh_tensor", "2", devices=2)
+    sharded = train_tiny(tmp_path / "sharded", *flags, "--mesh_tensor", "2", devices=2)
     lower = train_tiny(
         tmp_path / "bf16", *flags, "--mesh_tensor", "2", "--precision", "bf16", devices=2
     )
-    assert_same_curves(cut, plain, rel=1e-5)
+    assert_same_curves(sharded, plain, rel=1e-5)
     assert lower.column("loss") != pytest.approx(plain.column("loss"), rel=1e-6)
     assert lower.column("loss") == pytest.approx(plain.column("loss"), rel=0.03)
 
 
 def test_checkpoint_moves_between_meshes(one_device, tmp_path):
-    """Shards cut in two dimensions, of stacked and of single blocks, and of one dimension."""
+    """Shards in two dimensions, of stacked and of single blocks, and of one dimension."""
     train_tiny(tmp_path, *FULL_BLOCK, "--mesh_tensor", "2", "--max_steps", "2", devices=4)
     unrolled = "--mesh_dcn 2 --mesh_tensor 2 --no-scan_blocks --max_steps 4".split()
     train_tiny(tmp_path, *FULL_BLOCK, *unrolled, devices=4)
@@ -73,7 +73,7 @@ def assert_written_once(checkpoint, name, sizes):
     assert len({tuple(chunk.offsets) for chunk in found.chunks}) == len(sizes)
 
 
-def test_state_is_cut():
+def test_state_is_sharded():
     """Bytes that really lie on the first of 8 devices, of two copies, against all there are."""
     mesh = "--mesh_dcn 2 --mesh_tensor 2".split()
     done = run_program("-m", "tests.measure_state", "8", *TINY_MODEL, *mesh)

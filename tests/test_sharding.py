@@ -1,4 +1,4 @@
-"""One model, one seed, one data order: however it is cut up, the same training."""
+"""One model, one seed, one data order: however it is sharded, the same training."""
 
 import json
 
@@ -117,7 +117,7 @@ def test_bf16_computes_in_bf16_near_fp32(form, one_device, tmp_path):
     assert result.column("loss") == pytest.approx(one_device.column("loss"), rel=0.03)
 
 
-def test_state_is_cut_evenly():
+def test_state_is_sharded_evenly():
     """Bytes that really lie on the first of 4 devices, after steps, against one device's."""
     measured = {}
     for devices in ("1", "4"):

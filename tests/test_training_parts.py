@@ -45,7 +45,7 @@ def test_boxes_cover_every_flat_range(shape):
 
 
 def sharded(tensor, world_size, flat):
-    """A tensor cut by rows, or as FSDP's flat shards, all ranks' chunks in one."""
+    """A tensor sharded by rows, or as FSDP's flat shards, all ranks' chunks in one."""
     chunks = []
     if flat:
         share = -(-tensor.numel() // world_size)

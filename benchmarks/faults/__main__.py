@@ -30,7 +30,7 @@ FAULTS = {
     "sigkill": Fault("SIGKILL at a random moment", kills.sigkill, tries=30),
     "sigterm": Fault("SIGTERM at a random moment", kills.sigterm, tries=10),
     "flipped_byte": Fault("a byte of the newest checkpoint flipped", damaged(damage.flip_byte)),
-    "truncated": Fault("a file of the newest checkpoint cut short", damaged(damage.truncate)),
+    "truncated": Fault("a file of the newest checkpoint truncated", damaged(damage.truncate)),
     "lost_file": Fault("a file of the newest checkpoint lost", damaged(damage.lose_file)),
     "lost_manifest": Fault("its manifest lost", damaged(damage.lose_manifest)),
     "disk_full": Fault("disk full while saving", damage.disk_full),

@@ -64,7 +64,7 @@ def truncate(attempt: Try, folder: Path) -> str:
     path = attempt.rng.choice([_file(attempt, folder), folder / MANIFEST])
     size = attempt.rng.randrange(path.stat().st_size)
     os.truncate(path, size)
-    return f"{path.name} cut to {size} bytes"
+    return f"{path.name} truncated to {size} bytes"
 
 
 def lose_file(attempt: Try, folder: Path) -> str:
@@ -131,7 +131,7 @@ def broken_images(attempt: Try) -> Outcome:
         path.write_bytes(path.read_bytes()[: attempt.rng.randrange(60)])
     flags = ["--data_dir", str(data)]
     whole = attempt.folder / "whole"
-    attempt.moment = f"{broken[0].relative_to(data)} and {broken[1].relative_to(data)} cut short"
+    attempt.moment = f"{broken[0].relative_to(data)} and {broken[1].relative_to(data)} truncated"
     with running(attempt.setup.command(whole, *flags), attempt.log("whole")) as program:
         program.wait()
         if program.root.returncode:
