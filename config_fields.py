@@ -22,7 +22,7 @@ _KEY = "flag"
 
 @dataclass(frozen=True)
 class Flag:
-    """What ``flag`` was told of a field."""
+    """A ``Flag`` holds what the function ``flag`` was told of a field."""
 
     help: str
     kind: Callable[[str], Any] | None
@@ -52,7 +52,7 @@ def flag(
     needs: Sequence[str] = (),
     conflicts: Sequence[str] = (),
 ) -> Any:
-    """A field of a frozen dataclass that is set by a flag of its name.
+    """Make a field of a frozen dataclass that is set by a flag of its name.
 
     The field's type says what is read: ``bool`` a switch (with ``--no-`` if it is on, or None, by
     default), ``Literal`` one of its values, ``tuple[float, float]`` two numbers, ``list[str]`` one
@@ -83,7 +83,7 @@ def flag(
 
 
 def flag_of(field: dataclasses.Field) -> Flag | None:
-    """What ``flag`` was told, None for a field that is no flag."""
+    """Return what ``flag`` was told of this field; None if the field is no flag."""
     return field.metadata.get(_KEY)
 
 
@@ -91,7 +91,7 @@ def flag_of(field: dataclasses.Field) -> Flag | None:
 
 
 def bounded(kind: type, low: float, high: float, *, open_high: bool = False) -> Callable:
-    """An argparse type: a finite number from ``low`` to ``high`` (or below it)."""
+    """Return an argparse type that reads a finite number from ``low`` to ``high`` (or below it)."""
 
     def convert(text: str):
         try:
@@ -129,14 +129,14 @@ seconds = bounded(float, 0, 1e8)
 
 
 def channels(text: str) -> int:
-    """An argparse type: images have three channels, or one."""
+    """Read, as an argparse type, the number of channels of an image: three, or one."""
     if text not in ("1", "3"):
         raise argparse.ArgumentTypeError(f"{_shown(text)!r} is neither 3 (RGB) nor 1 (grey)")
     return int(text)
 
 
 def step_range(text: str) -> tuple[int, int]:
-    """An argparse type: FIRST:LAST, steps counted from 1, both included."""
+    """Read, as an argparse type, FIRST:LAST: steps counted from 1, both included."""
     first, colon, last = text.partition(":")
     try:
         steps = positive(first), positive(last)

@@ -1,1 +1,1 @@
-"""Timing of training steps; results in docs/benchmarks.md."""
+"""Measurements of training steps and of reliability; docs/benchmarks.md has results."""

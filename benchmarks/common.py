@@ -1,4 +1,5 @@
-"""What the benchmarks share: measuring in processes of their own, and saying what was measured."""
+"""The parts that benchmarks share: measuring in processes of their own, saying what was
+measured."""
 
 from __future__ import annotations
 
@@ -12,19 +13,20 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_python(*command: str) -> subprocess.CompletedProcess[str]:
-    """A Python program in the project's folder, its output kept."""
+    """Run a Python program in the project's folder; keep its output."""
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
 
 def last_json(stdout: str) -> dict[str, Any]:
-    """The JSON line with which a measuring process ends."""
+    """Return the JSON line with which a measuring process ends."""
     return json.loads(stdout.splitlines()[-1])
 
 
 def commit(*paths: str) -> str:
-    """Short name of the last commit (of these paths), ``-dirty`` if files differ from it."""
+    """Return the short name of the last commit (of these paths), ``-dirty`` if files differ from
+    it."""
 
     def git(*words: str) -> str:
         command = ["git", *words, "--", *paths]

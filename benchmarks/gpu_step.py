@@ -73,7 +73,7 @@ COLUMNS = ("model", "variant", "batch a GPU", "s/step", "images/s", "ratio", "MF
 
 @dataclass
 class Row:
-    """One variant of one model: what was measured, or why nothing was."""
+    """Holds, for one variant of one model, what was measured, or why nothing was."""
 
     model: str
     batch_size: int
@@ -148,7 +148,7 @@ def measure_once(row: Row, options: argparse.Namespace, flags: list[str]) -> Non
 def measure_model(
     rows: list[Row], options: argparse.Namespace, flags: list[str], bar: tqdm
 ) -> Iterator[Row]:
-    """All variants of a model in turn, several times; yields each when it is complete."""
+    """Measure all variants of a model in turn, several times; yield each when it is complete."""
     timm_pace = None
     for repeat in range(options.repeats):
         for row in rows:
@@ -190,7 +190,7 @@ def write_json(path: str, about: dict[str, Any], rows: list[Row]) -> None:
 
 
 def plot(path: str, rows: list[Row], about: dict[str, Any]) -> None:
-    """Bars of the ratio to timm's loop, a group a model; what did not run says so."""
+    """Draw bars of the ratio to timm's loop, a group a model; what did not run says so."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -35,12 +35,12 @@ from training.errors import UsageError
 from training.step import shard_and_optimize, train_step
 
 Step = Callable[[int], torch.Tensor]
-"""Runs the step of this number, returns its loss on the device."""
+"""A function that runs the step of this number and returns its loss on the device."""
 BuildStep = Callable[[GpuRun, Backend, list[Batch]], Step]
 
 
 def own_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
-    """The program's own step on the backend that ``run`` chose."""
+    """Return the program's own step on the backend of ``run``."""
     sharded = shard_and_optimize(run, backend)
     optimizer = run.config.optimizer
     sharded.train()
@@ -54,7 +54,8 @@ def own_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
 
 
 def timm_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
-    """timm's training loop: autocast, fused AdamW, clipping; DDP if there are several GPUs."""
+    """Return timm's training loop: autocast, fused AdamW, clipping; DDP if there are several
+    GPUs."""
     device, count = batches[0][0].device, len(batches)
     config, precision = run.config.optimizer, run.config.sharding.precision
     # As timm.create_model makes it.
@@ -98,9 +99,10 @@ def timm_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
 
 
 def random_batches(run: GpuRun, backend: Backend) -> list[Batch]:
-    """This process's share of one batch, in micro-batches, on its device.
+    """Return this process's share of one batch, in micro-batches, on its device.
 
-    Random, not zeros: a GPU that multiplies zeros draws less power and clocks higher.
+    Its values are random, not zeros: a GPU that multiplies zeros draws less power and clocks
+    higher.
     """
     generator = torch.Generator().manual_seed(backend.rank)
     data, sizes = run.config.data, run.model.sizes

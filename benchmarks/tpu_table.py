@@ -45,7 +45,7 @@ CODE = (
     "run_vit_training.py config_fields.py training models data xla_fsdp requirements-tpu.txt"
 ).split()
 Reports = dict[tuple[str, str], dict[str, Any] | None]
-"""By slice and model."""
+"""The reports of ``--compile_only`` by slice and model; None where libtpu crashes."""
 GIB = 2**30
 BEGIN, END = "<!-- begin: make tpu-table -->", "<!-- end: make tpu-table -->"
 
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def compile_one(name: str, model: str, flags: list[str], kept: Path) -> dict[str, Any] | None:
-    """The figures; None if libtpu crashes."""
+    """Compile one step; return its figures, None if libtpu crashes."""
     path = kept / f"{'_'.join([name, model, *flags]).replace('/', '-')}.json"
     if not path.exists():
         where = f"run_vit_training.py --compile_only --json --tpu_topology {SLICES[name]}"
@@ -150,7 +150,7 @@ def write_table(
 
 
 def plot(reports: Reports, path: Path) -> None:
-    """Peak HBM as a share of what there is; a bar of what does not fit ends at twice that."""
+    """Draw peak HBM as a share of what there is; a bar of what does not fit ends at twice that."""
     figure, axis = plt.subplots(figsize=(9, 0.32 * len(reports) + 1.2), layout="constrained")
     for row, report in enumerate(reports.values()):
         if report is None:

@@ -38,7 +38,7 @@ COLUMNS = ("s_per_step", "trace_s", "compile_s", "executions", "compilations")
 
 
 def measure(run, backend, *, steps: int, wrapper: bool) -> None:
-    """The body of a child process: prints one JSON line."""
+    """Measure one form in this process, and print one JSON line."""
     import torch
     import torch.nn.functional as F
     import torch_xla.debug.metrics as met

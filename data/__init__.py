@@ -1,1 +1,1 @@
-"""Image sources. A source is one file; all give batches through ``BatchLoader``."""
+"""The sources of images: a source is one file, and all give batches through a ``BatchLoader``."""

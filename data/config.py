@@ -10,13 +10,13 @@ from data.preprocessing import Preprocessing
 from data.registry import OPENED_BY
 
 _NEW = Preprocessing()
-"""What new weights are trained with."""
+"""The preprocessing that new weights are trained with."""
 Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which images are read, in which batches, and how they are changed on the way."""
+    """Says which images are read, in which batches, and how they are changed on the way."""
 
     group: ClassVar[str] = "data"
 
@@ -97,12 +97,12 @@ class DataConfig:
 
     @property
     def pass_size(self) -> int:
-        """Images of one forward pass over all devices."""
+        """Return how many images one forward pass takes, over all devices."""
         return self.batch_size // self.grad_accum_steps
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """How images are resized and normalised; what is not given is as for new weights."""
+        """Return how images are resized and normalised; what is not given is as for new weights."""
         given = {
             name: getattr(self, name)
             for name in ("mean", "std", "crop_pct", "interpolation")

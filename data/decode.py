@@ -1,4 +1,4 @@
-"""One image file to RGB, the same way for training, validation and ``--predict``."""
+"""Reads one image file as RGB, in the same way for training, validation and ``--predict``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TIFF_BITS, _TIFF_PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 
 
 def read_image(path: str) -> Image.Image:
-    """The image in ``path``, decoded whole, in RGB with 8 bits a channel.
+    """Return the image in the file ``path``, decoded whole, in RGB with 8 bits a channel.
 
     Raises BrokenImageError, whatever Pillow raises.
     """
@@ -43,7 +43,8 @@ def read_image(path: str) -> Image.Image:
 
 @functools.cache
 def extensions() -> frozenset[str]:
-    """Of the files that ``read_image`` reads, in small letters with the dot."""
+    """Return the extensions of the files that ``read_image`` reads, in small letters with the
+    dot."""
     formats = {*_formats(), "MPO"}  # MPO: several JPEGs in one file, read as the first
     known = Image.registered_extensions()
     return frozenset(suffix for suffix, name in known.items() if name in formats)
@@ -57,7 +58,8 @@ def _formats() -> tuple[str, ...]:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Grey of more than 8 bits scaled to 0..255, where Pillow's ``convert`` would clip it."""
+    """Scale grey values of more than 8 bits to 0..255, where Pillow's ``convert`` would clip
+    them."""
     wide = image.mode in _SIXTEEN_BITS
     if wide or (image.mode == "I" and image.format in _SIXTEEN_BITS_AS_I):
         values, white = np.asarray(image).astype(np.float32), 65535

@@ -33,7 +33,7 @@ CLASSES = [str(digit) for digit in range(10)]
 
 
 class DigitsSplit(Dataset):
-    """One split in memory, as a dataset of ``Sample`` indexed by (epoch, image index)."""
+    """Holds one split of the digits in memory: a dataset of ``Sample`` by (epoch, image index)."""
 
     def __init__(self, split: str, transform: Callable, seed: int) -> None:
         found = [each for each in _digits() if each[0] == split]
@@ -58,7 +58,8 @@ class DigitsSplit(Dataset):
 
 
 def open_digits(wanted: Wanted) -> SplitSource:
-    """The digits as a ``DataSource``. Raises DataFolderError for a model of fewer classes."""
+    """Return the digits as a ``DataSource``. Raises DataFolderError for a model of fewer
+    classes."""
     if wanted.num_classes < len(CLASSES):
         raise DataFolderError(
             f"the digits have 10 classes, more than --num_classes {wanted.num_classes}"
@@ -70,7 +71,7 @@ def open_digits(wanted: Wanted) -> SplitSource:
 
 
 def _digits() -> Iterator[tuple[str, int, int, np.ndarray]]:
-    """(split, digit, number, pixels) of each image, in the order of an image folder's names.
+    """Yield (split, digit, number, pixels) of each image, in the order of an image folder's names.
 
     Each class is split by a fixed shuffle. Pixels are (8, 8), uint8.
     """
@@ -92,7 +93,7 @@ def _digits() -> Iterator[tuple[str, int, int, np.ndarray]]:
 
 
 def write_digits(root: str | os.PathLike[str]) -> Path:
-    """Write an image folder below ``root`` unless it is there; returns the path.
+    """Write the digits as an image folder below ``root`` unless it is there; return its path.
 
     Written to a neighbouring name first and renamed, so that an interrupted run leaves no
     half-filled tree.

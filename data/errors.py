@@ -1,21 +1,22 @@
-"""What is wrong with a user's folder or image, in one line each."""
+"""The errors that say what is wrong with a user's folder or image, in one line each."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """``text`` on one line that any terminal and file takes: file names may hold any byte."""
+    """Return ``text`` on one line that any terminal and file takes: file names may hold any
+    byte."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
 class DataFolderError(Exception):
-    """A folder or file that cannot be used; the message says what to change."""
+    """Raised for a folder or file that cannot be used; the message says what to change."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
 
 
 class BrokenImageError(Exception):
-    """An image file that cannot be used, of many that can; the message is the reason."""
+    """Raised for one image file of many that cannot be used; the message is the reason."""

@@ -1,4 +1,4 @@
-"""All-zero images with label 0, as many as ImageNet has: for smoke runs and timing."""
+"""A source of all-zero images with label 0, as many as ImageNet has: for smoke runs and timing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRAIN_LENGTH, VAL_LENGTH = 1_281_167, 50_000
 
 
 class FakeSource:
-    """A ``DataSource`` of which nothing is read."""
+    """A ``DataSource`` that reads nothing and gives zeros."""
 
     name = "fake data (zeros)"
     classes: list[str] | None = None
@@ -56,7 +56,7 @@ class FakeSource:
 
 
 class FakeLoader:
-    """Gives one and the same batch again and again: no host work after the first.
+    """Gives one and the same batch of zeros again and again: no host work after the first.
 
     With ``keep_short`` the last batch of an epoch, if short, is filled up with the
     label -1, as the folder loader does for evaluation; without, it is dropped.

@@ -1,4 +1,4 @@
-"""Which files of ``<root>/<split>/<class>/`` are images of which class, from one walk."""
+"""Finds which files of ``<root>/<split>/<class>/`` are images of which class, in one walk."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _SHOWN = 5  # names of many
 
 @dataclass(frozen=True)
 class FolderIndex:
-    """The images of one split, in the order of torchvision's ``ImageFolder``."""
+    """Lists the images of one split, in the order of torchvision's ``ImageFolder``."""
 
     classes: list[str]
-    """Names by label."""
+    """The names of the classes, by label."""
     paths: list[str]
     labels: list[int]
     left_out: Counter[str]
-    """How many files are no images, by extension."""
+    """How many files of the split are no images, by extension."""
 
 
 def index_split(root: str, split: str) -> FolderIndex:
-    """Find the images of a split, in class folders and any folder below them.
+    """Find the images of a split, in its class folders and any folder below them.
 
     Links to folders are followed. Raises DataFolderError for a folder that cannot be read, for
     a class without images, and where a link makes the same images count twice.
@@ -67,7 +67,7 @@ def index_split(root: str, split: str) -> FolderIndex:
 
 
 def class_folders(root: str, split: str) -> list[str]:
-    """Names of the classes of a split by label; empty if there is no such folder."""
+    """Return the names of a split's classes by label; empty if there is no such folder."""
     path = os.path.join(root, split)
     if not os.path.isdir(path):
         return []
@@ -125,13 +125,15 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_image(entry: os.DirEntry[str]) -> bool:
-    """By its name. A pipe is none: reading would wait for ever; a link is looked at when read."""
+    """Tell by its name whether a file is an image. A pipe is none: reading it would wait for ever.
+    A link is looked at when it is read."""
     named = entry.name.lower().endswith(IMG_EXTENSIONS)
     return named and (entry.is_symlink() or entry.is_file())
 
 
 def _refuse_lost_links(entries: list[os.DirEntry[str]]) -> None:
-    """A class whose disk is not mounted would shift the labels of all after it."""
+    """Raise DataFolderError if a class is a link to nothing: a class whose disk is not mounted
+    would shift the labels of all after it."""
     for entry in entries:
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise DataFolderError(
@@ -143,7 +145,7 @@ def _refuse_lost_links(entries: list[os.DirEntry[str]]) -> None:
 def _walk(
     folder: os.DirEntry[str], real_parent: str, reached: dict[str, str]
 ) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
-    """``folder`` and each folder below it: its path and its files, sorted by name.
+    """Yield ``folder`` and each folder below it: its path and its files, sorted by name.
 
     ``reached`` has the path by which each real folder was reached so far, and is added to.
     """

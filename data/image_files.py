@@ -1,4 +1,4 @@
-"""Single image files and folders of them, read one after the other: what a model is used on."""
+"""Reads single image files and folders of them, one after the other: what a model is used on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from data.errors import BrokenImageError, DataFolderError
 
 @dataclass
 class FoundImages:
-    """The files to look at, in order, and what was passed over on the way to them."""
+    """Lists the files to look at, in order, and what was passed over on the way to them."""
 
     paths: list[Path] = field(default_factory=list)
     named: set[Path] = field(default_factory=set)
-    """Those that were named one by one."""
+    """The files that were named one by one."""
     passed_over: Counter[str] = field(default_factory=Counter)
-    """How many of what is no image, by extension."""
+    """How many files were passed over because they are no images, by extension."""
     unreadable: list[str] = field(default_factory=list)
-    """Folders that could not be looked into, each with the reason."""
+    """The folders that could not be looked into, each with the reason."""
 
 
 def find_images(paths: Iterable[str]) -> FoundImages:
-    """The files named, and the images anywhere below the folders named, sorted in each.
+    """Find the files named, and the images anywhere below the folders named, sorted in each.
 
     Links to folders are not followed: one may lead anywhere, and round in circles. Raises
     DataFolderError for a path that is not there, and for a folder without images.
@@ -77,7 +77,8 @@ def _look_into(top: str, found: FoundImages) -> None:
 def read_batches(
     paths: list[Path], transform: Callable, batch_size: int, broken: Callable[[Path, str], None]
 ) -> Iterator[tuple[list[Path], torch.Tensor]]:
-    """Up to ``batch_size`` paths and their images, transformed, (count, channels, size, size).
+    """Yield up to ``batch_size`` paths and their images, transformed: (count, channels, size,
+    size).
 
     ``broken`` is told the path and the reason of an image that cannot be read; it is left out.
     """

@@ -1,4 +1,4 @@
-"""Images in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``."""
+"""The source of images that lie in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from data.source import SplitSource, Wanted
 from data.transforms import seeded, transforms_of
 
 ATTEMPTS = 10
-"""Images drawn in the place of a broken one, before the folder is given up."""
+"""How many images are drawn in the place of a broken one before the folder is given up."""
 
 
 def open_folder(wanted: Wanted) -> SplitSource:
-    """Index the splits that are wanted; what is in train/ does not matter if it is not.
+    """Index the splits that are wanted; what is in train/ does not matter if it is not wanted.
 
     Raises DataFolderError, see ``index_split``.
     """
@@ -42,17 +42,17 @@ def open_folder(wanted: Wanted) -> SplitSource:
 
 
 def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> int:
-    """Another image than ``index``, the ``attempt``-th (from 1 on) to take its place.
+    """Return another image than ``index``, the ``attempt``-th (from 1 on) to take its place.
 
-    Depends on nothing else: so a run trains on the same images, cut over any number of
-    processes and resumed anywhere.
+    It depends on the arguments alone: so a run trains on the same images, whatever number of
+    processes its batches are divided over and wherever it is resumed.
     """
     state = np.random.SeedSequence((seed, epoch, index, attempt)).generate_state(1, np.uint64)
     return (index + 1 + int(state[0]) % max(length - 1, 1)) % length
 
 
 class FolderSplit(Dataset):
-    """One split (train or val) as a dataset indexed by (epoch, image index).
+    """One split (train or val) of an image folder: a dataset by (epoch, image index).
 
     What a transform draws at random depends on the seed, the epoch and the image
     alone: not on the worker that loads it, nor on where a run was resumed.
@@ -64,21 +64,21 @@ class FolderSplit(Dataset):
     def __init__(
         self, root: str, split: str, transform: Callable, seed: int, *, substitutes: bool
     ) -> None:
-        """Raises DataFolderError, see ``index_split``."""
+        """Index the split's images. Raises DataFolderError, see ``index_split``."""
         self.index = index_split(root, split)
         self._top = os.path.join(root, split)
         self._transform, self._seed, self._substitutes = transform, seed, substitutes
 
     @property
     def classes(self) -> list[str]:
-        """Names by label."""
+        """Return the names of the classes by label."""
         return self.index.classes
 
     def __len__(self) -> int:
         return len(self.index.paths)
 
     def digest(self) -> str:
-        """A checksum of the images' names below the split, in order."""
+        """Return a checksum of the images' names below the split, in order."""
         start = len(self._top) + 1
         names = "\n".join(path[start:] for path in self.index.paths)
         return xxhash.xxh3_64(names.encode(errors="surrogateescape")).hexdigest()
@@ -107,7 +107,7 @@ class FolderSplit(Dataset):
         return tensor, self.index.labels[chosen], bad
 
     def _read(self, index: int, bad: list[BadImage]) -> Image.Image | None:
-        """The image, or None with its path and reason added to ``bad``."""
+        """Return the image, or None after adding its path and the reason to ``bad``."""
         path = self.index.paths[index]
         try:
             return read_image(path)
@@ -117,5 +117,5 @@ class FolderSplit(Dataset):
 
     @functools.cached_property
     def _blank(self) -> torch.Tensor:
-        """Zeros of an image's shape, which only the transform knows."""
+        """Return zeros of an image's shape, which only the transform knows."""
         return torch.zeros_like(self._transform(Image.new("RGB", (8, 8))))

@@ -1,4 +1,4 @@
-"""What the training loop sees of any data source."""
+"""The interface by which the training loop reads any data source, and its loader processes."""
 
 from __future__ import annotations
 
@@ -16,38 +16,42 @@ from data.errors import DataFolderError
 from data.sampler import GlobalBatchSampler
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Images (share, channels, height, width) float32 and labels (share,) int64, on CPU."""
+"""A batch on the CPU: images (share, channels, height, width) float32, labels (share,) int64."""
 
 BadImage = tuple[str, str]
-"""Path of an image that cannot be read, and the reason in one line."""
+"""The path of an image that cannot be read, and the reason in one line."""
 
 Sample = tuple[torch.Tensor, int, list[BadImage]]
 """An image, its label, and what was found to be broken on the way to it."""
 
 
 class BatchLoader(Protocol):
-    """Batches of one process's share, epoch by epoch, from any position.
+    """Gives batches of one process's share, epoch by epoch, from any position.
 
     A source that gives the same tensor objects again tells the device side that
     nothing has to be copied.
     """
 
     prefetch_depth: int
-    """Batches worth having ahead of the step; 0 for a source that must not run beside it."""
+    """How many batches to have ahead of the step; 0 for a source that must not run beside it."""
 
     def __len__(self) -> int:
-        """Global batches in an epoch."""
+        """Return how many global batches an epoch has."""
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        """The batches of ``epoch`` from ``first_batch`` on."""
+        """Yield the batches of the epoch numbered ``epoch`` from ``first_batch`` on."""
 
     def bad_images(self) -> list[BadImage]:
-        """Those found since the last call, on this process's share; a file is told of once."""
+        """Return what was found broken since the last call, in this process's share, each file
+        once."""
 
 
 def _outlive_signals(_worker_id: int) -> None:
-    """Of a stop, only the training process decides: until its checkpoint is written, it needs
-    its loader, but Ctrl-C and torchrun send their signals to all processes of the group."""
+    """Let a loader process ignore the signals that stop training.
+
+    Ctrl-C and torchrun send them to all processes of the group, but only the training process
+    decides to stop, and until its checkpoint is written it needs its loader.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
@@ -60,7 +64,7 @@ def _end_when_told_by(parent: int) -> None:
 
 
 class _Batches(Dataset):
-    """Whole batches of a dataset of ``Sample``, with what was broken in them.
+    """Gives whole batches of a dataset of ``Sample``, with what was broken in them.
 
     A folder that cannot be used comes as a DataFolderError in a batch's place: raised in a worker,
     its message would be wrapped in a traceback.

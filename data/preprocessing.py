@@ -1,4 +1,4 @@
-"""How the images of a model are resized and normalised: timm's names, and the defaults.
+"""How the images of a model are resized and normalised, under timm's names, with the defaults.
 
 Imports nothing heavy, so that ``--help`` and the argument checks stay fast.
 """
@@ -12,12 +12,13 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The defaults are ImageNet's; the fields are named as the flags."""
+    """Holds how images are resized and normalised: fields named as the flags, ImageNet's values by
+    default."""
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     crop_pct: float = 0.875
-    """Side of the centre crop as a share of the resized image's shorter side."""
+    """The side of the centre crop as a share of the resized image's shorter side."""
     interpolation: str = "bicubic"
 
     def __str__(self) -> str:

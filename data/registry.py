@@ -1,4 +1,4 @@
-"""Every source of images by its name: what ``--data_source`` chooses from.
+"""Knows every source of images by its name, what ``--data_source`` chooses from.
 
 A new source is a file beside this one, with a function from ``Wanted`` to ``DataSource``, and a
 line here.
@@ -20,11 +20,12 @@ OPENED_BY = {
     "fake": "data.fake:FakeSource",
     "digits": "data.digits:open_digits",
 }
-"""Where each is found; imported when it is chosen, since some need packages of their own."""
+"""Where each source's function is found; imported when it is chosen, since some need packages of
+their own."""
 
 
 def open_data(wanted: Wanted) -> DataSource:
-    """The source that ``wanted.config`` chooses. Raises DataFolderError if it cannot be used."""
+    """Open the source that ``wanted.config`` chooses. Raises DataFolderError if it cannot be used."""
     module, _, name = OPENED_BY[wanted.config.data_source].partition(":")
     open_source: Callable[[Wanted], DataSource] = getattr(import_module(module), name)
     source = open_source(wanted)

@@ -1,4 +1,4 @@
-"""Which images make up each global batch, and which of them this process loads."""
+"""Decides which images make up each global batch, and which of them this process loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 PADDING = -1
-"""Index of an image that is not there, and the label that data sources give it."""
+"""The index of an image that is not there, and the label that data sources give it."""
 
 
 class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
@@ -40,11 +40,11 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
         self.epoch = self.first_batch = 0
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None:
-        """The next iteration runs through ``epoch`` from its batch ``first_batch`` on."""
+        """Let the next iteration run through ``epoch`` from its batch ``first_batch`` on."""
         self.epoch, self.first_batch = epoch, first_batch
 
     def __len__(self) -> int:
-        """Global batches in an epoch."""
+        """Return how many global batches an epoch has."""
         full, rest = divmod(self.length, self.batch_size)
         return full if self.shuffle else full + bool(rest)
 

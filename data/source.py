@@ -18,46 +18,49 @@ _KINDS = 5  # of files, named in the log
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run wants its images to be."""
+    """Says what a run wants its images to be."""
 
     config: DataConfig
     channels: int
     image_size: int
-    """Height and width, pixels."""
+    """The height and width of an image in pixels."""
     num_classes: int
     seed: int
     with_train: bool = True
-    """Training images are wanted beside those for validation."""
+    """Whether training images are wanted beside those for validation."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of one image: (channels, height, width)."""
+        """Return the shape of one image: (channels, height, width)."""
         return (self.channels, self.image_size, self.image_size)
 
 
 class DataSource(Protocol):
-    """Images for training and for validation, found but not loaded: made before devices start."""
+    """Holds images for training and validation, found but not loaded: it is made before devices
+    start."""
 
     name: str
     train_length: int
-    """Training images; 0 if only validation is wanted."""
+    """How many training images there are; 0 if only validation is wanted."""
     val_length: int
     classes: list[str] | None
-    """Names by label, if the source has any."""
+    """The names of the classes by label, if the source has any."""
     decodes: bool
-    """Loading takes work for each image, so that its speed matters."""
+    """Whether loading takes work for each image, so that its speed matters."""
 
     def train_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
-        """Shuffled global batches of ``batch_size``: the share of loading process ``rank``.
+        """Return a loader of shuffled global batches of ``batch_size``: the share of process
+        ``rank``.
 
         The position in them is the loader's: ``BatchLoader.epoch`` begins at any batch.
         """
 
     def val_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
-        """All validation images once, in order; the last batch is filled up with padding."""
+        """Return a loader of all validation images once, in order; padding fills up the last
+        batch."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides which image a step trains on, under names for a person to read."""
+        """Return what decides which image a step trains on, under names for a person to read."""
 
 
 class Split(Protocol):
@@ -68,7 +71,7 @@ class Split(Protocol):
     def __getitem__(self, key: tuple[int, int]) -> Any: ...
 
     def digest(self) -> str:
-        """A checksum of what its images are, in order."""
+        """Return a checksum of what the split's images are, in order."""
 
 
 class SplitSource:
@@ -85,7 +88,8 @@ class SplitSource:
         classes: list[str] | None,
         left_out: Counter[str] | None = None,
     ) -> None:
-        """``left_out``: how many files of a folder are no images, by extension."""
+        """Make a source of the splits. ``left_out``: how many files of a folder are no images, by
+        extension."""
         self.name, self.classes = name, classes
         self.train_length, self.val_length = len(train) if train else 0, len(val)
         self._wanted, self._train, self._val = wanted, train, val
@@ -135,6 +139,6 @@ class SplitSource:
 
 
 def describe(source: DataSource) -> str:
-    """The source's name and sizes in one line."""
+    """Return the source's name and sizes in one line."""
     training = f"{source.train_length:,} training, " if source.train_length else ""
     return f"{printable(source.name)}: {training}{source.val_length:,} validation images"

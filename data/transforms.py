@@ -1,4 +1,4 @@
-"""From an RGB image to what the model sees."""
+"""The transforms that make of an RGB image what the model sees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from data.source import Wanted
 
 
 def transforms_of(wanted: Wanted) -> tuple[Callable, Callable]:
-    """How images are changed for training, and how for validation."""
+    """Return how images are changed for training, and how for validation."""
     config, how = wanted.config, wanted.config.preprocessing
     size, channels = wanted.image_size, wanted.channels
     train = train_transform(how, size, channels, config.scale, config.ratio, config.hflip)
@@ -30,14 +30,14 @@ def train_transform(
     ratio: tuple[float, float],
     hflip: float,
 ) -> Callable:
-    """Random resized crop and horizontal flip, normalised, (channels, size, size)."""
+    """Return random resized crop, horizontal flip and normalising, to (channels, size, size)."""
     mode = v2.InterpolationMode(how.interpolation)
     crop = v2.RandomResizedCrop(image_size, scale, ratio, interpolation=mode)
     return v2.Compose([crop, v2.RandomHorizontalFlip(hflip), *_to_tensor(how, channels)])
 
 
 def val_transform(how: Preprocessing, image_size: int, channels: int) -> Callable:
-    """Resize the shorter side to size / crop_pct, centre crop, normalise."""
+    """Return the resizing of the shorter side to size / crop_pct, centre crop and normalising."""
     mode = v2.InterpolationMode(how.interpolation)
     resize = v2.Resize(math.floor(image_size / how.crop_pct), interpolation=mode)
     return v2.Compose([resize, v2.CenterCrop(image_size), *_to_tensor(how, channels)])
@@ -58,7 +58,7 @@ def _to_tensor(how: Preprocessing, channels: int) -> list[Callable]:
 def seeded(
     transform: Callable, image: Image.Image, seed: int, epoch: int, index: int
 ) -> torch.Tensor:
-    """The transformed image, with what is drawn at random decided by these three numbers alone."""
+    """Return the transformed image; these three numbers alone decide what is drawn at random."""
     state = np.random.SeedSequence((seed, epoch, index)).generate_state(1, np.uint64)
     with torch.random.fork_rng(devices=[]):
         # Only the CPU generator: torch.manual_seed would also queue work for CUDA.

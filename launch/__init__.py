@@ -1,1 +1,1 @@
-"""Starting the program on many machines: TPU pods, GPU nodes, Slurm, GKE."""
+"""Starts the program on many machines: TPU pods, GPU nodes, Slurm, GKE."""

@@ -23,15 +23,15 @@ from launch.meeting import Refused, meet, plain
 from launch.watching import Watch, say
 
 TORCHRUN_SECONDS = 900
-"""torchrun's own limit for connecting, which is never reached before JOIN_TIMEOUT."""
+"""The seconds of torchrun's own limit for connecting: never reached before JOIN_TIMEOUT."""
 IN_VAIN = (2, 3, 4)
 """The program's exit codes for mistakes, losses that are not finite, and a folder that is full."""
 FOR_EVER = 10**8
-"""Seconds; what torchrun is told where JOIN_TIMEOUT is 0."""
+"""The seconds that torchrun is told where JOIN_TIMEOUT is 0."""
 
 
 def torchrun_words(args: argparse.Namespace, hosts: bool) -> Iterable[str]:
-    """Its options for what the nodes have found out."""
+    """Yield torchrun's options for what the nodes have found out."""
     if args.nodes == 1:  # a free port, so that two runs on one machine do not meet
         yield from "--nnodes 1 --rdzv-backend c10d --rdzv-endpoint localhost:0".split()
         return

@@ -1,4 +1,4 @@
-"""The nodes of a run meet: one has the port, the others come to it, and it tells them to start.
+"""Lets the nodes of a run meet: one has the port, the others come, and it tells them to start.
 
 What is sent are lines of JSON, over plain sockets.
 """
@@ -21,14 +21,14 @@ from typing import Any
 from launch.watching import Watch, say
 
 GREETING_SECONDS = 10.0
-"""For whoever connects to say who it is."""
+"""The seconds that whoever connects has to say who it is."""
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 LONGEST_LINE = 4096
 NAMES_SHOWN = 8
 
 
 class Refused(Exception):
-    """This node cannot be one of the run's, whoever comes: told in one line, exit code 2."""
+    """Raised when this node cannot be one of the run's, whoever comes: one line, exit code 2."""
 
 
 # -- what is said over a connection ---------------------------------------------------
@@ -48,12 +48,12 @@ class Line:
         """The node at its other end, once that has said so."""
 
     def send(self, **message: Any) -> None:
-        """A peer that is gone is noticed when it is read from."""
+        """Send an object; a peer that is gone is noticed when it is read from."""
         with contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What has come; None at the end, and for what no node would send."""
+        """Return the objects that have come; None at the end, and for what no node would send."""
         try:
             data = self.socket.recv(LONGEST_LINE)
         except BlockingIOError:
@@ -74,7 +74,7 @@ class Line:
 
 
 def plain(text: object) -> str:
-    """What came over the network and goes to a terminal, or into a variable."""
+    """Make harmless what came over the network and goes to a terminal, or into a variable."""
     return re.sub(r"[^ -~]", "?", str(text))[:200]
 
 
@@ -92,7 +92,7 @@ class Host:
         self._told = ""
 
     def wait(self) -> str:
-        """Returns the job's name, which all nodes got."""
+        """Wait for all nodes; return the job's name, which all of them got."""
         while self._missing_count():
             self._tell()
             for key, _ in self._selector.select(timeout=1):
@@ -159,7 +159,7 @@ class Host:
             self._told = ""  # tell this one, too
 
     def _refusal(self, message: dict[str, Any]) -> str:
-        """Why who says this cannot be one of the nodes; else ""."""
+        """Return why the sender of this message cannot be one of the nodes; else ""."""
         mine = greeting(self._args)
         for key in ("nodes", "rdzv_id"):
             if message.get(key) != mine[key]:
@@ -195,7 +195,8 @@ def new_job() -> str:
 
 
 def join(args: argparse.Namespace, watch: Watch) -> str | None:
-    """Returns the job's name; None if torchrun is at work there: this node is to join it."""
+    """Go to the node that has the port; return the job's name. None if torchrun is at work there:
+    this node is to join it."""
     host = "the node that has" if args.rdzv_id else "node 0 at"
     watch.waiting_for = f"{host} {args.address}:{args.port}"
     while True:
@@ -221,7 +222,8 @@ def join(args: argparse.Namespace, watch: Watch) -> str | None:
 
 
 def converse(line: Line, args: argparse.Namespace, watch: Watch) -> str | None:
-    """Until the host says to start; None if it leaves. Raises Refused."""
+    """Talk to the host until it says to start; return the job's name, None if it leaves. Raises
+    Refused."""
     line.send(**greeting(args))
     while True:
         if not line.name and not select.select([line.socket], [], [], GREETING_SECONDS)[0]:
@@ -252,7 +254,8 @@ def greeting(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def listen(args: argparse.Namespace) -> socket.socket | None:
-    """The port that the others come to; None if that is another node's. Raises Refused."""
+    """Return a listener on the port that the others come to; None if it is another node's. Raises
+    Refused."""
     if not args.rdzv_id and args.rank > 0:
         return None
     own_names = {socket.gethostname(), socket.getfqdn()}
@@ -279,7 +282,8 @@ def listen(args: argparse.Namespace) -> socket.socket | None:
 
 
 def meet(args: argparse.Namespace, watch: Watch) -> tuple[str, bool]:
-    """The job's name, and whether this node had the port. Raises Refused."""
+    """Let this node meet the others; return the job's name, and whether it had the port. Raises
+    Refused."""
     if listener := listen(args):
         return Host(listener, args, watch).wait(), True
     given = join(args, watch)

@@ -1,4 +1,4 @@
-"""The workers of a pod as local processes, one ssh client each: output, signals, their end."""
+"""Runs the workers of a pod as local processes, one ssh client each: output, signals, their end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from types import FrameType
 from typing import IO
 
 _LONGEST_LINE = 65536
-"""Bytes; what comes without an end is cut there."""
+"""The bytes after which what comes without an end is divided."""
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")  # a last \r may be half of \r\n
 _BAR_SECONDS = 10.0
 """Of a progress bar, which ends its lines with \\r, a line in so many seconds is shown."""
 _CLIENT_SECONDS = 15.0
-"""For a client to tell that its program was killed; then the connection is given up."""
+"""The seconds that a client has to tell that its program was killed; then the connection is given
+up."""
 
 
 def lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Complete lines as they come, without their ends; few of those that overwrite another."""
+    """Yield complete lines as they come, without their ends; few of those that overwrite
+    another."""
     rest, shown = b"", float("-inf")
     while data := os.read(source.fileno(), 65536):
         start, searched = 0, max(0, len(rest) - 1)
@@ -51,7 +53,7 @@ def lines(source: IO[bytes]) -> Iterator[bytes]:
 
 
 class Worker:
-    """One ssh client. Its stdin is held open: the far end stops the program when it closes."""
+    """Runs one ssh client. Its stdin is held open: the far end stops the program when it closes."""
 
     def __init__(self, index: int, command: Sequence[str], pod: Pod) -> None:
         self.index, self._pod = index, pod
@@ -87,7 +89,8 @@ class Worker:
             self._pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
 
     def send(self, number: int) -> None:
-        """A signal for the program, over the connection; before there is one, it waits for it."""
+        """Send the program a signal over the connection; before there is one, the signal waits for
+        it."""
         assert self._client.stdin
         with contextlib.suppress(BrokenPipeError):
             os.write(self._client.stdin.fileno(), f"{signal.Signals(number).name}\n".encode())
@@ -98,25 +101,27 @@ class Worker:
 
 
 class Pod:
-    """All workers: ``run`` starts them, and returns when none is left."""
+    """Runs all workers: ``run`` starts them, and returns when none is left."""
 
     def __init__(self, log_dir: Path, grace: float) -> None:
         self.log_dir, self._grace = log_dir, grace
         self.events: queue.SimpleQueue[tuple[Worker, int] | int] = queue.SimpleQueue()
-        """A worker's end with its exit code, or a signal to this process."""
+        """The ends of workers with their exit codes, and signals to this process."""
         self.stopped = False
-        """By a signal to this process: not to be started again."""
+        """Whether a signal to this process has stopped the workers: they are not to be started
+        again."""
         self._lacks_logs = False
         self._writing = threading.Lock()
         self._running: set[Worker] = set()
         self._deadline: tuple[float, int] | None = None
-        """When to send SIGKILL; 0 in the place of the signal: to give up the connections."""
+        """When to send SIGKILL; with 0 in the place of the signal: when to give up the
+        connections."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._note)
 
     def open_log(self, index: int) -> IO[bytes]:
-        """A worker's log, or, where that cannot be written any more, none: training goes on."""
+        """Open a worker's log or, where that cannot be written any more, none: training goes on."""
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             return (self.log_dir / f"worker_{index}.log").open("ab", buffering=0)
@@ -138,7 +143,7 @@ class Pod:
         self.write(f"xla_dist: {text}", sys.stderr)
 
     def run(self, commands: Sequence[Sequence[str]]) -> int:
-        """Returns 0, or the exit code of the first worker that failed."""
+        """Run a command a worker; return 0, or the exit code of the first worker that failed."""
         self._deadline = None
         self._running = {Worker(i, command, self) for i, command in enumerate(commands)}
         failed = 0

@@ -19,9 +19,9 @@ import threading
 import time
 
 JOB = "XLA_DIST_JOB"
-"""Set for the program and all that it starts: by it they are found again."""
+"""The variable that is set for the program and all that it starts: by it they are found again."""
 LOST = 254
-"""Exit code of a connection that comes too late. (ssh's own errors end with 255.)"""
+"""The exit code of a connection that comes too late. (ssh's own errors end with 255.)"""
 
 
 def main(task: dict) -> int:
@@ -65,7 +65,7 @@ def main(task: dict) -> int:
 
 
 def claim(name: str) -> bool:
-    """Whether this is the first connection of a run: after a break, gcloud makes another."""
+    """Tell whether this is the first connection of a run: after a break, gcloud makes another."""
     folder = os.path.join(tempfile.gettempdir(), f"xla_dist-{os.getuid()}")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     try:
@@ -76,7 +76,7 @@ def claim(name: str) -> bool:
 
 
 def end_programs(job: str | None, grace: float) -> int:
-    """SIGTERM for the processes of ``job`` (None: of all), then SIGKILL; returns how many."""
+    """Send SIGTERM to the processes of ``job`` (None: of all), then SIGKILL; return how many."""
     found = processes(job)
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 10)):
         deadline = time.monotonic() + seconds
@@ -89,7 +89,7 @@ def end_programs(job: str | None, grace: float) -> int:
 
 
 def processes(job: str | None) -> list[int]:
-    """This user's processes that xla_dist started here."""
+    """Return this user's processes that xla_dist started here."""
     prefix = f"{JOB}=".encode()
     wanted = None if job is None else prefix + job.encode()
     found = []
@@ -114,7 +114,8 @@ def obey(group: int, grace: float) -> None:
 
 
 def pump(source: int, target: int) -> None:
-    """Copy output. Where nobody reads it any more, the program is not to die of writing."""
+    """Copy output; where nobody reads it any more, drop it, so that the program does not die of
+    writing."""
     broken = False
     while data := os.read(source, 65536):
         try:

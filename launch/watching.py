@@ -1,4 +1,4 @@
-"""While a node waits for others: says for whom, and ends the process on a signal or at a limit."""
+"""Says, while a node waits for others, for whom, and ends the process on a signal or at a limit."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ class Watch:
         threading.Thread(target=self._follow, daemon=True).start()
 
     def wait_for(self, what: str) -> None:
-        """From now on; with a limit of its own. ``waiting_for`` may then tell it better."""
+        """Wait for this from now on, with a limit of its own; ``waiting_for`` may then tell it
+        better."""
         self._begin = self._said = time.monotonic()
         self.waiting_for = what
 
     def _note(self, number: int, frame: object) -> None:
-        """Only what Python's own handler does before this is needed."""
+        """Do nothing: only what Python's own handler does before this is needed."""
 
     @property
     def ended(self) -> bool:
-        """torchrun has put its own handlers in the place of these, with its processes started."""
+        """Tell whether torchrun has put its own handlers in the place of these, with its processes
+        started."""
         return signal.getsignal(signal.SIGTERM) != self._note
 
     def _follow(self) -> None:

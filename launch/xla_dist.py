@@ -34,15 +34,15 @@ MISTAKE = 2
 """Exit code of a program that was called wrongly: starting it again does not mend that."""
 STEP_TIMEOUT_SECONDS = 1800
 LARGEST_COUNT = 10_000_000
-"""Of seconds, which is months: Python cannot wait for as long as an int can say."""
+"""The most seconds, which is months: Python cannot wait for as long as an int can say."""
 
 
 LONGEST_WORD = 120_000
-"""Bytes; Linux takes 128 KiB."""
+"""The most bytes of one word of a command line; Linux takes 128 KiB."""
 
 
 class Mistake(Exception):
-    """Of the user: told in one line, exit code 2."""
+    """Raised for a mistake of the user: told in one line, exit code 2."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises Mistake."""
+    """Read the command line. Raises Mistake."""
     own, command = list(argv), []
     if "--" in own:
         at = own.index("--")
@@ -121,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_pod(add: Callable) -> None:
-    """Add which pod it is, and what the program is given there."""
+    """Add the flags that say which pod it is, and what the program is given there."""
     add(
         "--tpu", metavar="NAME", type=tpu_name, required=True, help="the TPU VM, as gcloud names it"
     )
@@ -153,7 +153,7 @@ def _add_pod(add: Callable) -> None:
 
 
 def _add_watching(add: Callable) -> None:
-    """Add what is done before, and where a program ends."""
+    """Add the flags that say what is done before the program starts, and when it ends."""
     add(
         "--restart-tpuvm-pod-server",
         action="store_true",
@@ -232,7 +232,7 @@ def describe_command(args: argparse.Namespace) -> list[str]:
 
 
 def ssh_command(args: argparse.Namespace, job: str, attempt: int, index: int) -> list[str]:
-    """What runs the command on one worker."""
+    """Return the command that runs the program on one worker."""
     task: dict[str, Any] = {
         "job": f"{job}-{index}",
         "attempt": attempt,
@@ -261,7 +261,8 @@ def ssh_command(args: argparse.Namespace, job: str, attempt: int, index: int) ->
 
 
 def count_workers(args: argparse.Namespace) -> int:
-    """Ask gcloud. Raises Mistake if there is no such TPU, or if it is not up."""
+    """Ask gcloud how many workers there are. Raises Mistake if there is no such TPU, or it is not
+    up."""
     asked = subprocess.run(describe_command(args), capture_output=True, text=True, check=False)
     if asked.returncode:
         told = [line for line in asked.stderr.splitlines() if line.strip()] or ["no reason given"]

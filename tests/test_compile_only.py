@@ -148,7 +148,7 @@ def test_accumulation(v5p):
 
 @pytest.mark.long
 def test_broken_graph():
-    """After a block of two: forward, forward and back, back. What crosses is sharded as batches are."""
+    """After a block of two: forward, forward and back, back. What crosses lies as batches do."""
     size = "--num_blocks 2 --batch_size 32 --mark_step_every_n_blocks 1".split()
     found = compile_for("v5p:2x2x1", *size)
     assert "graph broken every 1 blocks" in found["sharding"]

@@ -1,4 +1,4 @@
-"""The learning rate against the formula of PyTorch/XLA's ViT-10B example, through PyTorch's own scheduler."""
+"""The learning rate against PyTorch/XLA's ViT-10B example: its formula in PyTorch's scheduler."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the loop asks of the hardware side. A backend is one folder that gives this."""
+"""The interface that the loop asks of the hardware side; a backend is one folder that gives it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from torch import nn
 from data.loader import Batch
 
 InitializeModule = Callable[[nn.Module, str], None]
-"""Allocates and fills a module that is on the meta device; takes its name in the model."""
+"""A function that allocates and fills a module on the meta device; it takes its name in the
+model."""
 
 
 def pass_seed(seed: int, pass_index: int, stream: int) -> int:
-    """Of dropout in one forward pass: 56 bits from ``--seed``, its number, and who draws."""
+    """Return the dropout seed of one forward pass: a 56-bit hash of the run's seed, the pass's
+    number and the stream that draws."""
     digest = hashlib.sha256(f"{seed}/{pass_index}/{stream}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint keeps of a backend: tensors, by their names and shapes in the plain model.
+    """Holds what a checkpoint keeps of a backend: tensors, by names and shapes of the plain model.
 
     Each is whole, or a ``training.shards.ShardedTensor`` of this process's part. What a checkpoint
     holds is read into them in place.
     """
 
     model: dict[str, torch.Tensor]
-    """The weights by name."""
+    """The weights by their names."""
     optimizer: dict[str, dict[str, torch.Tensor]] | None
-    """AdamW's "step", "exp_avg" and "exp_avg_sq" by the weight's name; None if not asked for."""
+    """AdamW's "step", "exp_avg" and "exp_avg_sq" by the weight's name; None if it was not asked
+    for."""
     step: dict[str, torch.Tensor]
-    """What else the next step depends on, on the CPU, by names of the backend's own."""
+    """What else the next step depends on: tensors on the CPU, by names of the backend's own."""
 
 
 class Backend(Protocol):
@@ -46,17 +49,17 @@ class Backend(Protocol):
     """
 
     is_main: bool
-    """This process prints and writes the reports."""
+    """Whether this process prints and writes the reports."""
     rank: int
-    """Of this process among those that load data."""
+    """The number of this process among those that load data."""
     world_size: int
-    """Processes that load data, each its share of the global batch."""
+    """How many processes load data, each its share of the global batch."""
     device_count: int
     compiles: bool
-    """The first step of a kind takes long, because it is compiled."""
+    """Whether the first step of a kind takes long, because it is compiled."""
 
     def describe(self) -> str:
-        """One line: devices, sharding and precision that were chosen."""
+        """Return one line that says which devices, sharding and precision were chosen."""
 
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
@@ -66,17 +69,18 @@ class Backend(Protocol):
     def build_optimizer(
         self, *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
-        """AdamW over the sharded model, its state allocated."""
+        """Make AdamW over the sharded model, with its state allocated."""
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """This process's share of a global batch, on the devices."""
+        """Copy this process's share of a global batch to the devices."""
 
     def begin_step(self, pass_index: int) -> None:
-        """Seed dropout for this forward pass: from ``--seed`` and its number since the start
+        """Seed dropout for this forward pass: from ``--seed`` and the pass's number since the start
         of training, whatever ran before."""
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Add to the gradients; ``is_last``: they are complete after this micro-batch."""
+        """Add the loss's gradients to those there are; with ``is_last`` they are complete
+        afterwards."""
 
     def optimizer_step(
         self, lr: float, max_norm: float, loss: torch.Tensor
@@ -90,44 +94,46 @@ class Backend(Protocol):
         """
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Of a per-replica mean, over all replicas."""
+        """Return the mean over all replicas of a per-replica mean."""
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Of a per-replica sum, over all replicas."""
+        """Return the sum over all replicas of a per-replica sum."""
 
     def end_step(self) -> None:
-        """Hand what was recorded to the device (nothing to do on eager backends)."""
+        """Hand what was recorded to the device; eager backends have nothing to do."""
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Wait until the device is idle."""
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
-        """Values of small tensors, without stopping the device or this thread."""
+        """Begin to read the values of small tensors, without stopping the device or this thread."""
 
     def state(self, *, with_optimizer: bool = True) -> State:
-        """Hand over the weights and, unless only these are wanted, what goes on from them."""
+        """Hand over the weights and, if asked for, all else that the next step depends on."""
 
     def take(self, state: State) -> None:
-        """Go on from a state that ``state`` gave and into which other values were read."""
+        """Go on from a state that the method ``state`` gave and into which other values were
+        read."""
 
     def barrier(self) -> None:
-        """Until every process is here."""
+        """Wait until every process is here."""
 
     def largest_of_all(self, value: int) -> Callable[[], int]:
-        """Begin to find the largest value of all processes, on the hosts; the result waits."""
+        """Begin to find the largest value of all processes, on the hosts; return what waits for
+        it."""
 
     def counters(self) -> dict[str, int]:
-        """Running counts worth logging: compilations, transfers, ..."""
+        """Return running counts worth logging: compilations, transfers, ..."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes of device memory (used, peak, limit), empty where the device tells none."""
+        """Return bytes of device memory (used, peak, limit); {} where the device tells none."""
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of parameters and of optimizer state on the first device."""
+        """Return the bytes of parameters and of optimizer state on the first device."""
 
     def rounding(self) -> float:
-        """By what share of it a number may be rounded, in the coarsest numbers that a step uses: of
+        """Return by what share a number may be rounded in the coarsest numbers that a step uses: of
         matrix products, and of gradients while they are summed."""
 
     def peak_flops(self) -> float | None:
-        """Of one device at this precision, per second; None where unknown."""
+        """Return the peak FLOP/s of one device at this precision; None where it is unknown."""

@@ -1,4 +1,4 @@
-"""The images of a run that could not be read: listed, counted over all processes, limited."""
+"""Keeps the images of a run that could not be read: listed, counted over all processes, limited."""
 
 from __future__ import annotations
 

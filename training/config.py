@@ -1,4 +1,4 @@
-"""What a run is asked to be: the flags that every backend takes, as typed and frozen values.
+"""Describes what a run is asked to be: the flags that every backend takes, as typed, frozen values.
 
 A field is a flag (``config_fields.flag``). A value None means that the program decides;
 ``training/resolve.py`` does, and then nothing is None that a run needs.
@@ -27,7 +27,7 @@ from models.config import ModelConfig
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights are updated."""
+    """Says how weights are updated."""
 
     group: ClassVar[str] = "optimization"
 
@@ -50,7 +50,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Which checkpoints are written, kept and resumed."""
+    """Says which checkpoints are written, kept and resumed."""
 
     group: ClassVar[str] = "checkpoints"
 
@@ -89,7 +89,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """How often a run reports and evaluates, and what it takes as a failure."""
+    """Says how often a run reports and evaluates, and what it takes as a failure."""
 
     group: ClassVar[str] = "logging and evaluation"
 
@@ -140,7 +140,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class UseConfig:
-    """What is done with a trained model in the place of training."""
+    """Says what is done with a trained model in the place of training."""
 
     group: ClassVar[str] = "use a trained model instead of training"
 
@@ -169,7 +169,7 @@ class UseConfig:
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How a run lies on its devices, on every backend."""
+    """Says how a run lies on its devices, on every backend."""
 
     group: ClassVar[str] = "sharding and memory"
 
@@ -230,7 +230,7 @@ class ShardingConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All that every backend takes."""
+    """Holds all flags that every backend takes, those of the groups nested in it."""
 
     group: ClassVar[str] = "run"
 

@@ -1,30 +1,31 @@
-"""The ways in which a run ends early; each has an exit code of its own."""
+"""The errors by which a run ends early; each has an exit code of its own."""
 
 from __future__ import annotations
 
 import os
 
 NOT_FINITE, NOT_SAVED = 3, 4
-"""Exit codes of ``RunFailed``: too many steps in a row were not finite; no checkpoint could be
+"""The exit codes of ``RunFailed``: too many steps in a row were not finite; no checkpoint could be
 written."""
 
 
 class UsageError(Exception):
-    """A wrong argument, file or folder: ends the program with one line, exit code 2.
+    """Raised for a wrong argument, file or folder: ends the program with one line and exit code 2.
 
     The message says what is wrong and what to change.
     """
 
     def __init__(self, message: str, *, agreed: bool = False) -> None:
-        """``agreed``: all processes raise this one, so one of them tells it."""
+        """Make the error. ``agreed``: all processes raise this one, so one of them tells it."""
         super().__init__(message)
         self.agreed = agreed
         self.process: str | None = None
-        """Which process raised it, where only that one may have."""
+        """The process that raised it, where only that one may have."""
 
 
 class RunFailed(Exception):
-    """Training cannot go on, for no mistake in the arguments: one line, an exit code of its own.
+    """Raised when training cannot go on, for no mistake in the arguments: one line, an own exit
+    code.
 
     All processes raise it together.
     """
@@ -35,13 +36,14 @@ class RunFailed(Exception):
 
 
 class SelfCheckFailed(Exception):
-    """A line of ``--self_check`` has failed, as its table says; all processes raise it together."""
+    """Raised by all processes together when a line of ``--self_check`` has failed, as its table
+    says."""
 
     exit_code = 1
 
 
 class StoppedBySignal(Exception):
-    """Training ended early, as asked, with a checkpoint."""
+    """Raised when training ended early, as asked, with a checkpoint."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -49,12 +51,12 @@ class StoppedBySignal(Exception):
 
 
 def is_first_of_torchrun() -> bool:
-    """Whether this is the one process, of all that torchrun started, that tells for all."""
+    """Tell whether this is the one process, of all that torchrun started, that tells for all."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def tells(error: UsageError) -> bool:
-    """Whether it is for this process to print the error: once for all, if all have it.
+    """Tell whether it is for this process to print the error: once for all, if all have it.
 
     Before the processes are joined it is the first one of each node (torchrun's LOCAL_RANK) that
     tells: what goes wrong there depends on the node.

@@ -1,4 +1,5 @@
-"""Loss and top-1 accuracy over a validation set, each image counted once, and when."""
+"""Computes loss and top-1 accuracy over a validation set, and decides when; each image counts
+once."""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ from training.prefetch import prefetch
 from training.session import Session
 
 _AHEAD = 8
-"""Batches that the host may be ahead of the devices: enough that these never wait."""
+"""How many batches the host may be ahead of the devices: enough that these never wait."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
     loss: float
-    """Mean cross-entropy."""
+    """The mean cross-entropy."""
     top1: float
-    """Percent of images whose highest logit is their label."""
+    """The percentage of images whose highest logit is their label."""
     images: int
 
 
 @dataclass
 class _Totals:
-    """Sums over batches, added up on the host: exact, and no graph that depends on their number."""
+    """Adds up sums over batches on the host: exact, and no graph depends on how many there are."""
 
     loss: float = 0.0
     correct: float = 0.0
@@ -99,9 +100,9 @@ class Evaluations:
     model: nn.Module
     loader: BatchLoader
     done: set[int]
-    """Steps after which the run's folder has an evaluation."""
+    """The steps after which the run's folder has an evaluation."""
     best: float = -1.0
-    """Highest top-1 so far, in percent."""
+    """The highest top-1 so far, in percent."""
     _count: int = field(default=0, init=False)
 
     def due_after_step(self, step: int) -> bool:
@@ -109,7 +110,7 @@ class Evaluations:
         return bool(step and interval) and step % interval == 0
 
     def owed(self, at: Position) -> bool:
-        """Whether this step is one to be evaluated after, and has not been."""
+        """Tell whether the model is to be evaluated after this step, and has not been."""
         if at.step in self.done:
             return False
         if at.step >= self.session.last_step:
@@ -119,7 +120,7 @@ class Evaluations:
         return self.due_after_step(at.step)
 
     def evaluate(self, at: Position) -> Evaluation | None:
-        """Evaluate and report; None if a signal has stopped that."""
+        """Evaluate the model and report it; return None if a signal has stopped that."""
         session, count = self.session, len(self.loader)
         batches = min(self.config.eval_batches or count, count)
         with (

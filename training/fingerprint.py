@@ -1,4 +1,4 @@
-"""What all processes of a run must have in common, and which of it they do not."""
+"""Checks what all processes of a run must have in common, and says in what they differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = (
     "numpy",
 )
 _FREE_FLAGS = {"num_workers", "step_timeout_s"}
-"""Flags that may differ from host to host: they change no result."""
+"""The flags that may differ from host to host: they change no result."""
 _CODE = (
     "run_vit_training.py",
     "config_fields.py",
@@ -39,12 +39,12 @@ _CODE = (
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages that compute; None for one that is not installed."""
+    """Return the versions of the packages that compute; None for one that is not installed."""
     return {name: installed_version(name) for name in _PACKAGES}
 
 
 def code_digest() -> str:
-    """A checksum of the program's own files."""
+    """Return a checksum of the program's own files."""
     root = Path(__file__).resolve().parent.parent
     digest = xxhash.xxh3_64()
     for name in _CODE:
@@ -56,7 +56,7 @@ def code_digest() -> str:
 
 
 def check_alike(run: Run, data: DataSource) -> None:
-    """Raises UsageError in all processes if two are about to train differently."""
+    """Raise UsageError in all processes if two are about to train differently."""
     names = by_field(type(run.config), type(run.own))
     mine: dict[str, Any] = {
         names[field].names[0]: value
@@ -82,7 +82,7 @@ def check_alike(run: Run, data: DataSource) -> None:
 
 
 def _short(first: Any, other: Any) -> tuple[str, str]:
-    """Two values that differ, of long lists the first elements that do."""
+    """Return two values that differ as text; of long lists the first elements that do."""
     if isinstance(first, list) and isinstance(other, list) and max(len(first), len(other)) > 4:
         length = max(len(first), len(other))
         padded = [each + [None] * (length - len(each)) for each in (first, other)]

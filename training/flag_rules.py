@@ -1,4 +1,5 @@
-"""Configurations seen as flags: their names in messages, which need which, and as plain values."""
+"""Looks at configurations as flags: their names in messages, which need which, their plain
+values."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Option:
     field: dataclasses.Field
     flag: Flag
     type: Any
-    """Without None: ``int`` for ``int | None``."""
+    """The type of the field's value without None: ``int`` for ``int | None``."""
     group: str
     """The title of the group in ``--help`` that it belongs to."""
 
@@ -35,12 +36,13 @@ class Option:
 
     @property
     def has_negation(self) -> bool:
-        """``--no-x`` beside ``--x``, for what is on, or decided by the program, by default."""
+        """Tell whether there is ``--no-x`` beside ``--x``: for what is on, or decided by the
+        program, by default."""
         turned_off = self.names[0].startswith("--no_") and self.field.default is True
         return self.is_switch and self.field.default is not False and not turned_off
 
     def typed(self, value: Any) -> str:
-        """How a person gives the field this value, for messages."""
+        """Return how a person gives the field this value, for messages."""
         if isinstance(value, (list, tuple)):
             between = ":" if ":" in (self.flag.metavar or "") else " "
             return f"{self.names[0]} {between.join(map(str, value))}"
@@ -52,7 +54,7 @@ class Option:
 
 
 def options(config: type) -> Iterator[Option]:
-    """The flags of a configuration's class and of those nested in it, in their order.
+    """Yield the flags of a configuration's class and of those nested in it, in their order.
 
     Its class attribute ``group`` is their group's title in ``--help``.
     """
@@ -72,7 +74,7 @@ def options(config: type) -> Iterator[Option]:
 
 
 def by_field(*configs: type) -> dict[str, Option]:
-    """The flags of several configurations by their fields' names."""
+    """Return the flags of several configurations by their fields' names."""
     return {option.field.name: option for config in configs for option in options(config)}
 
 
@@ -80,7 +82,8 @@ def by_field(*configs: type) -> dict[str, Option]:
 
 
 def flat(*configs: Any) -> dict[str, Any]:
-    """The values of several configurations by their fields' names, those of nested ones too."""
+    """Return the values of several configurations by their fields' names, those of nested ones
+    too."""
     values: dict[str, Any] = {}
     for config in configs:
         for field in dataclasses.fields(config):
@@ -90,7 +93,7 @@ def flat(*configs: Any) -> dict[str, Any]:
 
 
 def from_values(config: type, values: Mapping[str, Any]) -> Any:
-    """A configuration of the values that ``flat`` or JSON has of it, and of the defaults.
+    """Make a configuration of the values that ``flat`` or JSON has of it, and of the defaults.
 
     Names that it does not know are passed over.
     """
@@ -121,7 +124,8 @@ def check_needs(*configs: Any) -> None:
 
 
 def check_switches(*configs: Any) -> None:
-    """The same for what chooses what the program does, before anything is resolved."""
+    """Raise UsageError where flags that choose what the program does lack what they need or exclude
+    each other; this comes before anything is resolved."""
     values, known = flat(*configs), by_field(*map(type, configs))
     for name in ("predict", "json", "self_check", "tpu_topology"):
         if values[name] != known[name].field.default:

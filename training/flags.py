@@ -1,4 +1,4 @@
-"""The command line made from the fields of configurations, and back to flags in messages."""
+"""Makes the command line from the fields of configurations, and reads it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _DESCRIPTION = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Ends on a wrong argument with one line; ``@file`` stands for the flags in a file.
+    """Parses arguments, and ends on a wrong one with one line; ``@file`` stands for the flags in a
+    file.
 
     In such a file a line holds any number of words, quoted as in a shell, and # begins a comment.
     """
@@ -49,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(shown: Sequence[Option], groups: str = "") -> Parser:
-    """The parser of these flags; ``groups`` names those of ``--help GROUP``.
+    """Return the parser of these flags; ``groups`` names those of ``--help GROUP``.
 
     What is not given is not in its Namespace.
     """
@@ -91,7 +92,7 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X"}
 
 
 def _reading(option: Option) -> dict[str, Any]:
-    """How a value is read from its words."""
+    """Return argparse's options for how a flag's value is read from its words."""
     origin, metavar = typing.get_origin(option.type), option.flag.metavar
     how: dict[str, Any] = {"type": option.flag.kind or str}
     if metavar or option.type in _METAVARS:
@@ -148,7 +149,7 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
 
 
 def _key(title: str) -> str:
-    """The word for a group: "checkpoints", "xla"."""
+    """Return the word that names a group of flags: "checkpoints", "xla"."""
     return title.split()[0].rstrip(":,").lower()
 
 
@@ -172,7 +173,7 @@ def _print_help(
 
 
 def _unknown(words: Sequence[str], known: Sequence[Option]) -> str:
-    """What to say of words that no flag takes: the nearest flag, if one is near."""
+    """Return what to say of words that no flag takes: the nearest flag, if one is near."""
     word = next((word for word in words if word.startswith("-")), words[0])
     if not word.startswith("-"):
         return f"unrecognized argument: {word}"

@@ -1,4 +1,4 @@
-"""Wait for a run's other processes in Python: telling who is missing, open to signals, limited.
+"""Waits for a run's other processes in Python: says who is missing, heeds signals, ends in time.
 
 ``init_process_group`` waits in compiled code: silent, deaf to Ctrl-C, for half an hour.
 """
@@ -21,7 +21,7 @@ _STORE_TIMEOUT = timedelta(minutes=30)  # PyTorch's own for what the process gro
 
 
 def join(rank: int, world_size: int) -> Store:
-    """Meet all processes at MASTER_ADDR:MASTER_PORT; returns the store of this start.
+    """Meet all processes at MASTER_ADDR:MASTER_PORT; return the store of this start.
 
     Ends the process with code 1 after JOIN_TIMEOUT seconds (600; 0: never). torchrun keeps its
     store when it starts processes again (pytorch #135712), and what the ones before have left
@@ -45,10 +45,10 @@ def join(rank: int, world_size: int) -> Store:
 
 
 def _start() -> int:
-    """Which start of the processes this is, by torchrun's own count.
+    """Return which start of the processes this is, by torchrun's own count.
 
-    A node's count, that is: where nodes start again together, as with launch/meet.py and
-    --rdzv-id, they number their starts in common.
+    It is a node's count: where nodes start again together, as with launch/meet.py and --rdzv-id,
+    they number their starts in common.
     """
     count = os.environ.get("RENDEZVOUS_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return int(count or 0)
@@ -78,7 +78,8 @@ def _open_store(rank: int, world_size: int, patience: _Patience) -> Store:
 
 
 def _missing(store: Store, rank: int, world_size: int) -> str:
-    """Who has not come, as text; "" where another process of this node is the one to tell."""
+    """Return who has not come, as text; "" where another process of this node is the one to
+    tell."""
     first = rank - int(os.environ.get("LOCAL_RANK", "0"))
     if any(store.check([f"rank_{other}"]) for other in range(first, rank)):
         return ""
@@ -95,7 +96,8 @@ class _Patience:
         self._begin = self._said = time.monotonic()
 
     def wait(self, missing: Callable[[], str]) -> None:
-        """To be called again and again; asks who is ``missing`` only now and then."""
+        """Say now and then who is ``missing``, and end at the limit; to be called again and
+        again."""
         now = time.monotonic()
         if now - self._said >= SAY_SECONDS:
             self._said = now
@@ -111,7 +113,7 @@ class _Patience:
             )
 
     def end(self, reason: str) -> None:
-        """A failure, not a mistake: launchers try again."""
+        """End the process with code 1: a failure, not a mistake, so launchers try again."""
         if reason:
             self._say(reason)
         sys.exit(1)

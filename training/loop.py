@@ -1,4 +1,4 @@
-"""The training loop, the same for every backend, top to bottom."""
+"""The training loop, which is the same for every backend and reads from top to bottom."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from training.train_batches import TrainBatches
 
 @dataclass
 class Trainer:
-    """What a run consists of, once everything is on the devices."""
+    """Trains a run of which everything is on the devices."""
 
     run: Run
     session: Session
@@ -35,7 +35,7 @@ class Trainer:
     profiler: StepProfiler
 
     def train(self, start: Position) -> None:
-        """Train from ``start`` to the last step, or until ``stop`` says so, and then why."""
+        """Train from ``start`` to the last step, or until ``session.stop`` tells to stop."""
         session, config, at = self.session, self.run.config, start
         stop, last_step = session.stop, session.last_step
         self.model.train()
@@ -90,7 +90,7 @@ class Trainer:
                 return
 
     def _evaluate(self, at: Position) -> bool:
-        """Evaluate; if a signal stops that, save in its place and return False."""
+        """Evaluate the model; if a signal stops that, save in its place and return False."""
         result = self.evaluations.evaluate(at)
         if result is None:
             self.saves.save_stopped(at)
@@ -106,7 +106,8 @@ class Trainer:
         return self.session.stop.due()
 
     def _diverged(self) -> bool:
-        """Whether the last steps were too many that were not finite; the same in all processes."""
+        """Tell whether the last steps were too many that were not finite; the same in all
+        processes."""
         self.session.reports.flush()
         if self.log.diverges():
             self.session.stop.number = NOT_FINITE

@@ -1,6 +1,6 @@
-"""The mesh of devices with its named axes, and along which of them a tensor is sharded.
+"""Names the axes of the mesh of devices, and says along which of them a tensor is sharded.
 
-The same for every backend and for the data loader. Needs no device.
+It is the same for every backend and for the data loader, and needs no device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from training.errors import UsageError
 AXES = ("dcn", "fsdp", "domain", "tensor")
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
-"""For each dimension the mesh axes that it is sharded along, the outermost first; () for none."""
+"""The mesh axes that each dimension is sharded along, the outermost first; () for none."""
 
 LIES_ALONG: dict[str, Axes] = {
     "batch": ("dcn", "fsdp"),
@@ -26,14 +26,14 @@ LIES_ALONG: dict[str, Axes] = {
     "heads": ("tensor",),
     "hidden": ("tensor",),
 }
-"""How each kind of dimension lies along the axes: of activations, and of weights while a block
+"""The axes that each kind of dimension lies along: of activations, and of weights while a block
 computes with them. Which kinds a model's weights have, ``ModelSpec.block_dimensions`` says by
 their names. In between, weights are sharded along "fsdp" too (``Mesh.parameter_spec``)."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices along each axis; a device's place is its number written in these digits.
+    """Holds how many devices each axis has; a device's place is its number in these digits.
 
     ``dcn``: copies of the parameters, on different slices if there are several. ``fsdp``: what
     parameters are sharded over, and gathered over before use. ``domain``: what the tokens of an
@@ -52,27 +52,27 @@ class Mesh:
 
     @property
     def batch_parts(self) -> int:
-        """Into how many parts a batch is divided: devices that differ along the other axes only
-        work on the same images."""
+        """Return into how many parts a batch is divided: devices that differ along the other axes
+        only work on the same images."""
         return math.prod(getattr(self, axis) for axis in LIES_ALONG["batch"])
 
     @property
     def devices_a_part(self) -> int:
-        """Devices that work on the same part of a batch, next to each other in the mesh."""
+        """Return how many devices, next to each other, work on the same part of a batch."""
         return self.devices // self.batch_parts
 
     def batch_part(self, place: int) -> int:
-        """Which part of a batch the device at this place of the mesh works on."""
+        """Return which part of a batch the device at this place of the mesh works on."""
         return place // self.devices_a_part
 
     @property
     def counts_by_host(self) -> bool:
-        """Whether places are counted by slice and host, and not by the devices' numbers."""
+        """Tell whether places are counted by slice and host, and not by the devices' numbers."""
         return self.devices != self.fsdp
 
     @property
     def live(self) -> dict[str, int]:
-        """The axes that have several devices, with their sizes; on one device "fsdp"."""
+        """Return the axes that have several devices, with their sizes; on one device "fsdp"."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         return {a: size for a, size in sizes.items() if size > 1} or {"fsdp": 1}
 
@@ -80,21 +80,21 @@ class Mesh:
         return "mesh " + " x ".join(f"{axis} {size}" for axis, size in self.live.items())
 
     def spec(self, *dimensions: Axes) -> Spec:
-        """A spec without the axes that have one device only."""
+        """Return the spec of these dimensions without the axes that have one device only."""
         return tuple(tuple(a for a in axes if a in self.live) for axes in dimensions)
 
     def lying(self, *kinds: str) -> Spec:
-        """The spec of a tensor whose dimensions are of these kinds, see ``LIES_ALONG``."""
+        """Return the spec of a tensor whose dimensions are of these kinds, see ``LIES_ALONG``."""
         return self.spec(*(LIES_ALONG[kind] for kind in kinds))
 
     def parts(self, spec: Sequence[Axes]) -> int:
-        """How many different parts a tensor is divided into."""
+        """Return how many different parts a tensor of this spec is divided into."""
         return math.prod(self.live[axis] for axes in spec for axis in axes)
 
     # -- parameters -------------------------------------------------------------------
 
     def parameter_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
-        """How a parameter is kept. Its block computes with ``tensor_dim`` sharded, if it has one.
+        """Return how a parameter is kept; its block computes with ``tensor_dim`` sharded, if given.
 
         Sharded evenly: along the largest dimension that has a multiple of the devices. Where
         "tensor" shards a dimension, "fsdp" shards another one, or the parts of the same: gathering
@@ -117,18 +117,20 @@ class Mesh:
         )
 
     def gathered_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
-        """How a parameter is computed with."""
+        """Return how a parameter lies while a block computes with it."""
         if tensor_dim is None or self.tensor == 1:
             return self._sharded_along({}, len(shape))
         return self._sharded_along({tensor_dim: ("tensor",)}, len(shape))
 
     @property
     def fewest_parts(self) -> int:
-        """A parameter without a dimension that is a multiple of this is not sharded at all."""
+        """Return the number of which some dimension must be a multiple, or a parameter is not
+        sharded."""
         return self.parts([self._choices()[-1]])
 
     def _choices(self) -> list[Axes]:
-        """Over all devices of a copy, or at least over "fsdp"."""
+        """Return the axes that a parameter may be sharded over: all of a copy, or at least
+        "fsdp"."""
         choices = [self.spec(axes)[0] for axes in (("fsdp", "tensor"), ("fsdp",))]
         return [axes for axes in choices if axes] or [()]
 
@@ -137,7 +139,7 @@ class Mesh:
 
 
 def _largest(shape: Sequence[int], parts: int) -> int | None:
-    """The largest dimension that is a multiple of ``parts``."""
+    """Return the largest dimension that is a multiple of ``parts``."""
     divisible = [d for d, size in enumerate(shape) if size % parts == 0]
     return max(divisible, key=lambda d: shape[d]) if divisible else None
 
@@ -146,7 +148,7 @@ def _largest(shape: Sequence[int], parts: int) -> int | None:
 
 
 def make_mesh(sharding: ShardingConfig, devices: int, what: str = "device(s) of this run") -> Mesh:
-    """The mesh that the flags ask for. Raises UsageError if it has not as many devices."""
+    """Return the mesh that the flags ask for. Raises UsageError if it has not as many devices."""
     dcn, tensor = sharding.mesh_dcn, sharding.mesh_tensor
     fsdp = sharding.mesh_fsdp or max(1, devices // (dcn * tensor))
     mesh = Mesh(dcn=dcn, fsdp=fsdp, tensor=tensor)

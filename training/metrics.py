@@ -1,4 +1,4 @@
-"""The records of a run in ``metrics.jsonl``, and which of its evaluations was the best."""
+"""Reads and writes the records of a run in ``metrics.jsonl``, its evaluations among them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl; a line cut short by a crash is left out."""
+    """Return the records of metrics.jsonl; a line that a crash broke off is left out."""
     path = ckpt_dir / METRICS_FILE
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -25,7 +25,8 @@ def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
 
 
 def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, dict[str, Any]]:
-    """The evaluations up to ``last_step``, by step; without those whose loss was not finite."""
+    """Return the evaluations up to ``last_step``, by step; without those whose loss was not
+    finite."""
     return {
         r["step"]: r
         for r in read_metrics(ckpt_dir)
@@ -36,7 +37,7 @@ def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, di
 
 
 def as_json(record: dict[str, Any]) -> str:
-    """One line of JSON, which has no name for what is not finite: null."""
+    """Return one line of JSON, which has no name for what is not finite: null."""
     clean = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
@@ -45,7 +46,7 @@ def as_json(record: dict[str, Any]) -> str:
 
 
 class MetricsFile:
-    """metrics.jsonl while it is written: whole lines, whatever happens to the disk."""
+    """Writes metrics.jsonl in whole lines, whatever happens to the disk."""
 
     def __init__(self, ckpt_dir: Path, *, up_to_step: int) -> None:
         """Keep the records up to a step; what follows is about to be written again.

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that ends."""
+"""Lets a process end with the one that started it, however that ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def end_with(parent: int) -> None:
 
 
 def end_with_torchrun() -> None:
-    """The same for a process that torchrun has started, as its environment tells.
+    """Have this process end with torchrun, if torchrun has started it, as its environment tells.
 
     TORCHRUN_PID, which launch/torchrun.sh sets, tells if torchrun had ended already before this.
     """
@@ -35,7 +35,7 @@ def end_with_torchrun() -> None:
 
 
 def _is_alive(process: str) -> bool:
-    """Whether there is a process of this number that has not ended."""
+    """Tell whether there is a process of this number that has not ended."""
     try:
         state = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

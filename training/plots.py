@@ -1,4 +1,4 @@
-"""The curves of a run as one picture."""
+"""Draws the curves of a run as one picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _PANELS = (
 
 
 def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
-    """Loss, learning rate, accuracy and throughput over steps, from metrics.jsonl records."""
+    """Draw loss, learning rate, accuracy and throughput over steps, from metrics.jsonl's
+    records."""
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
     for axis, (title, series, unit) in zip(axes.flat, _PANELS, strict=True):
         for key, label in series:

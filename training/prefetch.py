@@ -1,4 +1,4 @@
-"""Put the next batches on the device while the current step runs."""
+"""Puts the next batches on the device while the current step runs."""
 
 from __future__ import annotations
 

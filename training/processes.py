@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other, on the hosts: values, and mistakes of one of them.
+"""Lets the processes of a run tell each other values, and mistakes of one of them, on the hosts.
 
 Uses PyTorch's default process group, which every backend makes where there are several processes.
 What is sent is JSON, so nothing that arrives is run.
@@ -19,17 +19,18 @@ from training.errors import UsageError
 
 
 def count() -> int:
-    """Number of processes of this run that can talk to each other."""
+    """Return the number of processes of this run that can talk to each other."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Number of this process among them, from 0."""
+    """Return the number of this process among them, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def gather(value: Any) -> list[Any]:
-    """The JSON values that all processes give, in the order of their ranks; all must call it."""
+    """Return the JSON values that all processes give, in the order of their ranks; all must call
+    it."""
     if count() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -45,14 +46,14 @@ def gather(value: Any) -> list[Any]:
 
 
 def name(number: int | None = None, host: str | None = None) -> str:
-    """How a message names a process: "process 3 on node1". Without arguments: this one."""
+    """Return how a message names a process: "process 3 on node1". Without arguments: this one."""
     number = rank() if number is None else number
     return f"process {number} on {host or socket.gethostname()}"
 
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """Around what every process does: a UsageError of one is raised in all.
+    """Raise in all processes a UsageError that one of them raises inside.
 
     It must not contain a collective call, which the others would wait in.
     """

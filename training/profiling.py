@@ -1,4 +1,4 @@
-"""A look into chosen steps: torch profiler trace, table of operators, CUDA memory snapshot."""
+"""Looks into chosen steps: torch profiler trace, table of operators, CUDA memory snapshot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Wraps step ``step``; starts and ends the recording where it should."""
+        """Wrap one step; start and end the recording where it should."""
         if self._first <= step <= self._last and self._profile is None and not self.finished:
             self._start()
         yield

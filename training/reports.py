@@ -1,4 +1,4 @@
-"""What a person sees of a run: bar, log lines, TensorBoard, metrics.jsonl, curves.png."""
+"""Shows a person a run: the bar, log lines, and through the sinks TensorBoard and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from training.skipped_steps import COUNTS
 
 CURVES_FILE = "curves.png"
 SMOOTHING_WINDOW = 5
-"""Log lines give means of loss and time per step over this many logs beside the newest values, as
-PyTorch/XLA's ViT-10B example does."""
+"""How many logs the means of loss and time per step are over, which log lines give beside the
+newest values, as PyTorch/XLA's ViT-10B example does."""
 
 
 @dataclass
 class Interval:
-    """Host times since the last log: the pace of training between two log steps."""
+    """Measures the pace of training between two log steps, by the host's clock."""
 
     started: float = field(default_factory=time.perf_counter)
     steps: int = 0
@@ -41,14 +41,14 @@ class Interval:
 
 @dataclass
 class _Pending:
-    """A log step whose loss and norm are still on the device."""
+    """Holds a log step whose loss and norm are still on the device."""
 
     record: dict[str, Any]
     values: Future[dict[str, list[float]]]
 
 
 class Reports:
-    """Writes the reports of the first process; silent in all others.
+    """Writes the reports in the first process of a run, and nothing in all others.
 
     Log steps hand over device values as futures and return at once: they are
     written, in order, when they have arrived.
@@ -67,7 +67,8 @@ class Reports:
         wandb_project: str | None = None,
         arguments: dict[str, Any] | None = None,
     ) -> None:
-        """``keep_records``: those of the folder up to ``first_step`` are of the same run."""
+        """Open the reports in ``ckpt_dir``. ``keep_records``: those of the folder up to
+        ``first_step`` are of the same run."""
         active = backend.is_main
         self._dir, self._backend, self._active = ckpt_dir, backend, active
         self._batch_size, self._flops_per_image = batch_size, flops_per_image
@@ -79,7 +80,7 @@ class Reports:
         self._compilations = -1
         self._skipped = 0.0
         self.longest_row_skipped = 0
-        """Steps in a row that were not finite, as far as log steps have told."""
+        """How many steps in a row were not finite, as far as log steps have told."""
         self.last_top1: float | None = None
         self._sinks: list[Guarded] = []
         if not active:
@@ -97,7 +98,7 @@ class Reports:
         )
 
     def say(self, text: str) -> None:
-        """A line on stdout, above the bar."""
+        """Print a line on stdout, above the bar."""
         if self._active:
             with contextlib.suppress(OSError):  # a closed terminal or a full disk ends no training
                 tqdm.write(text)
@@ -127,7 +128,7 @@ class Reports:
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[Callable[[], None]]:
-        """A bar for an evaluation of so many batches; gives what moves it on by one."""
+        """Show a bar for an evaluation of so many batches; yields what moves it on by one."""
         hide = None if self._active else True  # None: shown on a terminal
         with tqdm(
             total=batches,
@@ -219,7 +220,7 @@ class Reports:
         return ", ".join(parts)
 
     def evaluation(self, step: int, epoch: int, loss: float, top1: float, images: int) -> None:
-        """Record an evaluation; ``top1`` in percent."""
+        """Record an evaluation; ``top1`` is in percent."""
         self.flush()
         self.last_top1 = top1
         self._compilations = -1  # the evaluation compiled its own step
@@ -247,7 +248,7 @@ class Reports:
             self._write_log(self._pending.popleft())
 
     def close(self) -> Path | None:
-        """Write what is left and the plot; returns the plot's path, None if there is none."""
+        """Write what is left and the plot; return the plot's path, None if there is none."""
         with contextlib.suppress(Exception):  # after an error on the devices they give no values
             self.flush()
         if not self._active:

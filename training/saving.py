@@ -1,4 +1,4 @@
-"""When a checkpoint is written, and which one is spared."""
+"""Decides when a checkpoint is written, and which one is never removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Saves:
     def __init__(
         self, config: CheckpointConfig, session: Session, saver: CheckpointSaver, best_step: int
     ) -> None:
-        """``best_step``: of the evaluation with the highest top-1 so far; 0: there is none."""
+        """Write checkpoints by ``saver``. ``best_step``: the step of the evaluation with the
+        highest top-1 so far; 0: there is none."""
         self._config, self._session, self._saver = config, session, saver
         self.best_step = best_step
 
@@ -28,7 +29,7 @@ class Saves:
         return epochs_done % self._config.ckpt_epoch_interval == 0
 
     def save(self, at: Position, *, must: bool = False) -> None:
-        """Write a checkpoint; ``must``: the run fails if that fails."""
+        """Write a checkpoint; with ``must`` the run fails if that fails."""
         self._session.reports.flush()
         self._session.watchdog.alive()
         self._spare_best()
@@ -46,7 +47,7 @@ class Saves:
             self.save(at)
 
     def tidy(self) -> None:
-        """Remove what a start has left that was killed after its last checkpoint."""
+        """Remove what is left of a start that was killed after its last checkpoint."""
         self._spare_best()
         self._saver.tidy()
 

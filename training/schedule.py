@@ -1,4 +1,4 @@
-"""Learning rate: linear warmup from zero, then cosine to zero."""
+"""The schedule of the learning rate: linear warmup from zero, then cosine to zero."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """The schedule of PyTorch/XLA's ViT-10B example: a pure function of the step.
+    """Gives the schedule of PyTorch/XLA's ViT-10B example, as a pure function of the step.
 
     Step s counts from 0 (the first update runs at ``lr(0)``, which is 0 with any
     warmup). With W warmup steps and T total steps: peak * s / W for s < W, then

@@ -1,4 +1,4 @@
-"""What one start of a run has from its first step to its last, shared by those who do its work."""
+"""Holds what one start of a run has from its first step to its last, for all who do its work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Session:
-    """The backend, and who is told what happens on it."""
+    """Holds the backend of a run, and who is told what happens on it."""
 
     backend: Backend
     reports: Reports
@@ -23,11 +23,12 @@ class Session:
     watchdog: Watchdog
     bad_images: BadImages
     last_step: int
-    """The step that the run ends with."""
+    """The number of the step that the run ends with."""
 
     @contextlib.contextmanager
     def first_run(self, what: str, is_first: bool) -> Iterator[None]:
-        """Around ``what``, which compiles if it ``is_first`` of its kind: say so, and wait."""
+        """Run ``what`` inside; if it ``is_first`` of its kind and so compiles, say so, and wait for
+        it."""
         if not (is_first and self.backend.compiles):
             yield
             return

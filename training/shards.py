@@ -1,4 +1,4 @@
-"""Tensors that are spread over devices, as PyTorch's distributed checkpoint sees them."""
+"""Shows tensors that are spread over devices to PyTorch's distributed checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 @dataclass
 class Chunk:
-    """A rectangular piece of a global tensor: where it starts, and its values on CPU."""
+    """A rectangular piece of a global tensor: where it starts, and its values on the CPU."""
 
     offsets: tuple[int, ...]
     data: torch.Tensor
 
 
 class ShardedTensor(torch.Tensor):
-    """The chunks of one global tensor that this process holds.
+    """Holds the chunks of one global tensor that this process has.
 
-    Implements the three methods by which DCP's default planners save and load any
-    sharded tensor. A checkpoint therefore knows global names and shapes only, and
-    any other cutting of the same tensor can read it. Has the global tensor's size
-    but no storage of its own: it cannot be computed with.
+    Implements the three methods by which DCP's default planners save and load any sharded tensor. A
+    checkpoint therefore knows global names and shapes only, and any other division of the same
+    tensor can read it. It has the global tensor's size but no storage of its own: it cannot be
+    computed with.
     """
 
     chunks: list[Chunk]
@@ -70,7 +70,7 @@ class ShardedTensor(torch.Tensor):
 def flat_range_boxes(
     shape: Sequence[int], start: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cut the row-major range [start, end) of a tensor into rectangles.
+    """Divide the row-major range [start, end) of a tensor into rectangles.
 
     FSDP's flat shards are such ranges. Yields (offsets, sizes, flat start) of at
     most 2 * len(shape) - 1 boxes whose elements are, in order, those of the range.

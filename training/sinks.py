@@ -1,4 +1,5 @@
-"""Where a run's records go: metrics.jsonl, TensorBoard, Weights & Biases. None may end a run."""
+"""The sinks of a run's records: metrics.jsonl, TensorBoard, Weights & Biases. None may end a
+run."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ class Sink(Protocol):
     """Takes the records of a run, one after the other."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Record values of one step. May raise anything."""
+        """Record the values of one step. May raise anything."""
 
     def close(self) -> None:
         """Write what is left."""
 
 
 class TensorBoard:
-    """TensorBoard's event file, written at once and in this thread.
+    """Writes TensorBoard's event file, at once and in this thread.
 
     tensorboardX's SummaryWriter has a thread for it, which dies of a full disk; whoever writes next
     then waits for ever (tensorboardX 2.6.5, event_file_writer.py: a queue of 10).
@@ -56,7 +57,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, the same one when the training is resumed."""
+    """Logs to a run of Weights & Biases, the same one when the training is resumed."""
 
     def __init__(self, project: str, ckpt_dir: Path, arguments: dict[str, Any]) -> None:
         import wandb  # optional, and slow to import
@@ -80,7 +81,8 @@ class WeightsAndBiases:
 
 
 def grouped(record: dict[str, Any]) -> dict[str, float]:
-    """A record's finite numbers under the names that pictures have: train/loss, val/loss, ..."""
+    """Return a record's finite numbers under the names that pictures have: train/loss, val/loss,
+    ..."""
     values = {}
     for name, value in record.items():
         if name in ("step", "epoch") or value is None or not math.isfinite(value):
@@ -91,7 +93,8 @@ def grouped(record: dict[str, Any]) -> dict[str, float]:
 
 
 class Guarded:
-    """A sink that cannot fail: what goes wrong is said once, and written again when it can be."""
+    """Wraps a sink so that it cannot fail: what goes wrong is said once, and it goes on when it
+    can."""
 
     def __init__(
         self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]
@@ -136,7 +139,7 @@ def open_sinks(
     wandb_project: str | None,
     arguments: dict[str, Any],
 ) -> list[Guarded]:
-    """All sinks of a run that goes on after ``first_step``, in a folder that exists.
+    """Open all sinks of a run that goes on after ``first_step``, in a folder that exists.
 
     Of earlier records those up to ``kept_up_to`` stay.
     """

@@ -1,4 +1,4 @@
-"""How the processes of a run begin: alike, in one folder that is theirs, at the same checkpoint."""
+"""Lets the processes of a run begin alike, in one folder that is theirs, at the same checkpoint."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from training.errors import UsageError
 
 @dataclass
 class Start:
-    """What the processes have agreed on."""
+    """Holds what the processes have agreed on."""
 
     resume: SavedRun | None
     notes: list[str]
-    """Lines for the log."""
+    """The lines to be written to the log."""
 
 
 def enter_folder(ckpt_dir: Path, lock: FolderLock, *, is_main: bool) -> None:
@@ -41,7 +41,7 @@ def enter_folder(ckpt_dir: Path, lock: FolderLock, *, is_main: bool) -> None:
 def choose_checkpoint(
     candidates: Candidates, check: Callable[[SavedRun], None], *, verify: bool
 ) -> Start:
-    """Resume the first candidate of the first process that is whole, in all processes.
+    """Choose, for all processes, the first of the first process's candidates that is whole.
 
     ``check`` raises UsageError for one that does not go with the arguments. Raises UsageError in
     all processes if there are candidates and none is whole.
@@ -71,7 +71,7 @@ def choose_checkpoint(
 
 
 def _check_same_checkpoint(path: Path) -> None:
-    """Raises UsageError in all processes if one sees another checkpoint there than the first."""
+    """Raise UsageError in all processes if one sees another checkpoint there than the first."""
     file = path / (MANIFEST if (path / MANIFEST).exists() else METADATA)
     seen = checksum(file) if file.exists() else None
     found = processes.gather([seen, socket.gethostname()])
@@ -85,7 +85,7 @@ def _check_same_checkpoint(path: Path) -> None:
 
 
 def _damage_of(path: Path) -> str | None:
-    """What is wrong with the checkpoint, each process looking at its share of the files."""
+    """Return what is wrong with the checkpoint; each process looks at its share of the files."""
     try:
         problem = damage(path, processes.rank(), processes.count())
     except ValueError as error:
@@ -94,7 +94,7 @@ def _damage_of(path: Path) -> str | None:
 
 
 def leave_later_ones(ckpt_dir: Path, resume: SavedRun | None, *, is_main: bool) -> list[str]:
-    """Set aside what the folder holds beyond the resumed checkpoint; returns lines for the log.
+    """Set aside what the folder holds beyond the resumed checkpoint; return lines for the log.
 
     Raises UsageError in all processes if that is not possible.
     """
@@ -111,7 +111,7 @@ def leave_later_ones(ckpt_dir: Path, resume: SavedRun | None, *, is_main: bool) 
 
 
 def check_folder_writable(folder: Path) -> None:
-    """Raises UsageError if nothing can be written to ``--ckpt_dir``; leaves nothing there."""
+    """Raise UsageError if nothing can be written to ``--ckpt_dir``; leave nothing there."""
     import tempfile
 
     existing = folder

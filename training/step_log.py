@@ -1,4 +1,4 @@
-"""When a step is logged, and with which pace."""
+"""Decides when a step is logged, and measures the pace that is logged with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepLog:
         self._interval = Interval()
 
     def begin(self) -> None:
-        """Measure the pace anew: what came before was no training."""
+        """Measure the pace anew, since what came before was no training."""
         self._interval = Interval()
         self._batches.waited_s = 0.0
 
@@ -38,6 +38,6 @@ class StepLog:
         session.reports.step_done()
 
     def diverges(self) -> bool:
-        """Whether too many steps in a row were not finite, as far as log steps have told."""
+        """Tell whether too many steps in a row were not finite, as far as log steps have told."""
         limit = self._config.max_bad_steps
         return bool(limit) and self._session.reports.longest_row_skipped >= limit

@@ -1,4 +1,4 @@
-"""Stop training by a signal: between two steps, all processes after the same one."""
+"""Stops training by a signal: between two steps, all processes after the same one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class ProcessSignals:
-    """What SIGTERM and SIGINT do to this process.
+    """Decides what SIGTERM and SIGINT do to this process.
 
     Until ``listen`` they end it, as they would without this. After it, the first one is noted;
     a SIGINT after that (Ctrl-C pressed twice) ends the process at once.
@@ -31,7 +31,7 @@ class ProcessSignals:
         self._before: dict[int, Any] = {}
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        """In another process this stands for that one's ``process_signals``, installed.
+        """Let a copy in another process stand for that one's ``process_signals``, installed.
 
         torch_xla runs nested FSDP in a thread of each process, and Python lets no other thread
         than the main one install handlers. The main one unpickles what the thread is given.
@@ -39,7 +39,8 @@ class ProcessSignals:
         return _install_here, ()
 
     def install(self) -> None:
-        """Does nothing in a thread, see ``__reduce__``, and for signals that are ignored."""
+        """Install the handlers; not in a thread (see ``__reduce__``), nor for signals that are
+        ignored."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         for number in _SIGNALS:  # a shell's `program &` and nohup want them ignored
@@ -48,7 +49,7 @@ class ProcessSignals:
                 signal.signal(number, self._handle)
 
     def listen(self, notice: str) -> None:
-        """From now on note a signal, and write ``notice`` to stderr when one comes."""
+        """Note a signal from now on, and write ``notice`` to stderr when one comes."""
         self._listening, self._notice = True, notice.encode()
 
     def ignore_from_now_on(self) -> None:
@@ -81,7 +82,7 @@ def _install_here() -> ProcessSignals:
 
 
 def largest_of_all(value: int) -> Callable[[], int]:
-    """Begin to find the largest value of all processes on the hosts; the result waits for it."""
+    """Begin to find the largest value of all processes, on the hosts; return what waits for it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return lambda: value
     tensor = torch.tensor([value])  # on the CPU: gloo's, whatever else the devices do
@@ -96,11 +97,11 @@ def largest_of_all(value: int) -> Callable[[], int]:
 
 
 NOT_FINITE, BAD_IMAGES = 1001, 1002
-"""What else than a signal, all of which are smaller numbers, can stop training."""
+"""The numbers of what else than a signal can stop training; all signals' are smaller."""
 
 
 class StopRequest:
-    """Whether to stop: asked after each step by every process, with the same answer to all.
+    """Answers every process alike, after each step, whether to stop.
 
     A signal may reach only some processes, or each at another step, but a checkpoint is written
     by all together. What is found out after a step is therefore looked at after the next one: by
@@ -125,7 +126,8 @@ class StopRequest:
             process_signals.restore()
 
     def first_step_done(self) -> None:
-        """What comes before, compilation too, is ended by signals as any program."""
+        """Note that signals are heeded from now on; before, compilation too, they end the program
+        as any."""
         notice = "\nstopping after this step, with a checkpoint; Ctrl-C (again): at once\n"
         process_signals.listen(notice if self._backend.is_main else "")
 
@@ -134,7 +136,7 @@ class StopRequest:
         self._asked = number
 
     def due(self) -> bool:
-        """Whether to stop now; to be called by all after each step, and each batch evaluated."""
+        """Tell whether to stop now; all call it after each step and each batch evaluated."""
         mine = max(process_signals.noted, self._asked)
         if self._backend.world_size == 1:
             self.number = mine

@@ -1,4 +1,4 @@
-"""The training batches of an epoch, on the devices before they are wanted."""
+"""Brings the training batches of an epoch to the devices before they are wanted."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class TrainBatches:
         self.loader, self._backend = loader, backend
         self._batch_size, self._micro_batches = batch_size, micro_batches
         self.waited_s = 0.0
-        """Seconds spent waiting for batches, until someone sets it to 0."""
+        """The seconds spent waiting for batches, until someone sets it to 0."""
 
     def number(self, at: Position) -> int:
-        """How many batches come before ``at`` since the start of training."""
+        """Return how many batches come before ``at`` since the start of training."""
         return at.epoch * len(self.loader) + at.images_in_epoch // self._batch_size
 
     def after(self, at: Position) -> Position:
-        """The position one step, and so one batch, later."""
+        """Return the position one step, and so one batch, later."""
         batches_done = at.images_in_epoch // self._batch_size + 1
         if batches_done == len(self.loader):
             return Position(at.step + 1, at.epoch + 1, 0)
         return Position(at.step + 1, at.epoch, batches_done * self._batch_size)
 
     def rest_of_epoch(self, at: Position) -> Generator[list[Batch]]:
-        """The micro-batches of each step from ``at`` to the end of its epoch."""
+        """Yield the micro-batches of each step from ``at`` to the end of its epoch."""
         source = self.loader.epoch(at.epoch, at.images_in_epoch // self._batch_size)
         with contextlib.closing(prefetch(source, self._put, self.loader.prefetch_depth)) as ready:
             while True:

@@ -1,4 +1,4 @@
-"""The end of a process that hangs, as when another one has died in a collective operation."""
+"""Ends a process that hangs, as when another one has died in a collective operation."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import faulthandler
 
 
 class Watchdog:
-    """Ends a process that is silent for too long, with code 1 and every thread's stack on stderr.
+    """Ends a silent process after a time, with code 1 and every thread's stack on stderr.
 
     It is a thread of Python's faulthandler, outside of the interpreter: it works too where compiled
     code waits and lets no Python run. Launchers restart on code 1.
     """
 
     def __init__(self, seconds: float) -> None:
-        """Does nothing with 0 seconds."""
+        """Watch for so many seconds of silence; 0: do nothing."""
         self._seconds = seconds
 
     def alive(self) -> None:
-        """Count anew: something was done."""
+        """Count anew, since something was done."""
         if self._seconds:
             faulthandler.dump_traceback_later(self._seconds, exit=True, file=2)
 
     def rest(self) -> None:
-        """Don't count until ``alive`` is called: what follows takes as long as it takes."""
+        """Stop counting until ``alive`` is called: what follows takes as long as it takes."""
         if self._seconds:
             faulthandler.cancel_dump_traceback_later()

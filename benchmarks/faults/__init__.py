@@ -1,4 +1,4 @@
-"""Faults put into real runs, again and again, and what each run then has to equal.
+"""Puts faults into real runs, again and again, and compares each with a run without them.
 
 python -m benchmarks.faults        # or make faults
 """

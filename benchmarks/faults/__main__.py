@@ -63,7 +63,7 @@ CODE = (
     "tests/cli.py tests/fault_at_step.py tests/megatron_on_cpu.py"
 ).split()
 Job = tuple[str, str, int]
-"""Fault, backend, number of the try."""
+"""The fault, the backend and the number of a try."""
 
 
 def main() -> int:
@@ -163,7 +163,7 @@ def _name(job: Job, seed: int) -> str:
 
 
 def attempt(job: Job, seed: int, kept: Path, reference: Reference) -> table.Result:
-    """One try, whatever comes of it."""
+    """Make one try, whatever comes of it."""
     fault, backend, number = job
     folder = kept / _name(job, seed)
     shutil.rmtree(folder, ignore_errors=True)
@@ -194,7 +194,7 @@ def attempt(job: Job, seed: int, kept: Path, reference: Reference) -> table.Resu
 
 
 def report(args: argparse.Namespace, results: table.Results) -> int:
-    """Write the table and the picture; the exit code is 1 if a try was not survived."""
+    """Write the table and the picture; return exit code 1 if a try was not survived."""
     rows = results.rows(args.seed)
     lines = table.table(rows, FAULTS)
     words = " ".join(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What happens to files: damaged checkpoints, a full disk, images that cannot be read."""
+"""Faults of files: damaged checkpoints, a full disk, images that cannot be read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from training.checkpoints.choose import complete_checkpoints
 from training.checkpoints.manifest import MANIFEST
 
 _DISK_BYTES, _LEFT_BYTES = 12_000_000, 30_000
-"""Of the small disk, and what is left there when it is full: less than a checkpoint."""
+"""The bytes of the small disk, and those left there when it is full: less than a checkpoint."""
 
 
 # -- checkpoints ----------------------------------------------------------------------
 
 
 def damaged(harm: Callable[[Try, Path], str]) -> Callable[[Try], Outcome]:
-    """The run is killed, and its newest checkpoint damaged: the one before it is resumed."""
+    """Kill the run and damage its newest checkpoint: the one before it has to be resumed."""
 
     def attempt_it(attempt: Try) -> Outcome:
         with running(attempt.command(), attempt.log("first")) as program:
@@ -94,7 +94,7 @@ def _small_disk(folder: Path) -> Iterator[None]:
 
 
 def disk_full(attempt: Try) -> Outcome:
-    """The disk is full from some step on; the run ends, and goes on when there is room again."""
+    """Fill the disk from some step on; the run ends, and goes on when there is room again."""
     with _small_disk(attempt.run):
         filler = attempt.run / "filler"
         full_from = attempt.rng.randrange(5, STEPS - 12)
@@ -121,7 +121,7 @@ def disk_full(attempt: Try) -> Outcome:
 
 
 def broken_images(attempt: Try) -> Outcome:
-    """Images of train/ and val/ cannot be read: the run without a kill, and one with, are alike."""
+    """Break images of train/ and val/: a run without a kill and one with a kill must be alike."""
     data = attempt.folder / "digits"
     shutil.copytree(DIGITS, data)
     broken = [

@@ -1,4 +1,4 @@
-"""Signals at random moments, to all processes of a run or to one of them."""
+"""Faults that are signals at random moments, to all processes of a run or to one of them."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ from training.checkpoints.manifest import is_complete
 from training.metrics import evaluations
 
 _ATTEMPTS = 8
-"""A moment that comes when the run has ended is drawn again, so often."""
+"""How often a moment that comes when the run has ended is drawn again."""
 _ENDS_WITHIN_S = 120.0
-"""What is left after a process was killed; torchrun waits 30 s for processes that it ends."""
+"""The seconds in which what is left must end after a process was killed; torchrun waits 30 s for
+processes that it ends."""
 _ORPHANS_END_WITHIN_S = 15.0
 _WATCH_S = 0.002
 
 
 def sigkill(attempt: Try) -> Outcome:
-    """No time for anything: in training, while a checkpoint is written, at the start."""
+    """Kill without time for anything: in training, while a checkpoint is written, at the start."""
     return _signalled(attempt, signal.SIGKILL, _moment(attempt.number))
 
 
 def sigterm(attempt: Try) -> Outcome:
-    """The run is asked to stop, and then started again."""
+    """Ask the run to stop, and then start it again."""
     return _signalled(
         attempt, signal.SIGTERM, "start-up" if attempt.number % 10 == 9 else "at random"
     )
 
 
 def _moment(number: int) -> str:
-    """Of ten kills three come while a checkpoint is being written, one before the first step."""
+    """Choose a moment: of ten kills three come while a checkpoint is written, one before the first
+    step."""
     return {1: "saving", 4: "saving", 7: "saving", 9: "start-up"}.get(number % 10, "at random")
 
 
@@ -76,7 +78,7 @@ def _signalled(attempt: Try, number: int, moment: str) -> Outcome:
 
 
 def _wait_for(moment: str, attempt: Try, program: Running, share: float) -> bool:
-    """False if the moment does not come; ``share`` makes it come earlier."""
+    """Wait for the moment; False if it does not come. ``share`` makes it come earlier."""
     rng, times = attempt.rng, attempt.reference
     if moment == "start-up":
         time.sleep(rng.uniform(0, times.first_step_s * share))
@@ -99,7 +101,7 @@ def _wait_for(moment: str, attempt: Try, program: Running, share: float) -> bool
 
 
 def _victims(attempt: Try, number: int) -> list[str]:
-    """Who may be killed: all, as by a scheduler, or one process alone."""
+    """Choose who may be killed: all, as by a scheduler, or one process alone."""
     several = attempt.setup.processes > 1
     names = ["all", *(["torchrun", "rank 0", "rank 1"] if several else ["rank 0"])]
     if number == signal.SIGKILL:  # SIGTERM they take from their parent only
@@ -108,7 +110,7 @@ def _victims(attempt: Try, number: int) -> list[str]:
 
 
 def _pids(program: Running, victim: str, moment: str) -> list[int]:
-    """The processes that are meant; all of them where that one has not been started yet."""
+    """Return the processes that are meant; all of them where that one has not been started yet."""
     if victim == "torchrun":
         return [program.root.pid]
     if victim == "a loader process":
@@ -130,7 +132,7 @@ def _let_end(attempt: Try, program: Running, number: int, victim: str) -> None:
 
 
 def torchrun_killed(attempt: Try) -> Outcome:
-    """torchrun alone is killed: its processes have to end by themselves, and soon."""
+    """Kill torchrun alone: its processes have to end by themselves, and soon."""
     for again in range(_ATTEMPTS):
         attempt.start_anew()
         with running(attempt.command(), attempt.log("first")) as program:
@@ -150,7 +152,7 @@ def torchrun_killed(attempt: Try) -> Outcome:
 
 
 def killed_between_saving_and_evaluating(attempt: Try) -> Outcome:
-    """The checkpoint is complete, its evaluation is not: it is owed."""
+    """Kill when the checkpoint is complete and its evaluation is not: it is owed."""
     evaluated = EVALUATED[attempt.number % len(EVALUATED)]
     checkpoint = folder_of(attempt.run, evaluated)
     for _ in range(_ATTEMPTS):
@@ -168,7 +170,7 @@ def killed_between_saving_and_evaluating(attempt: Try) -> Outcome:
 
 
 def stop_after(attempt: Try, program: Running, step: int) -> int:
-    """SIGKILL to all once a step is in the log; returns the last one that is."""
+    """Send SIGKILL to all once a step is in the log; return the last step that is."""
     if not program.wait_until(lambda: last_step(attempt.run) >= step):
         raise NotSurvived(f"step {step} was not reached: {last_words(program.output())}")
     program.signal(signal.SIGKILL)

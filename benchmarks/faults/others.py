@@ -27,7 +27,7 @@ _ENDS_WITHIN_S = 120.0
 
 
 def not_finite(attempt: Try) -> Outcome:
-    """One step's loss is NaN: the step is skipped, and it is the only one that is lost."""
+    """Make one step's loss NaN: the step is skipped, and it is the only one that is lost."""
     step = attempt.rng.randrange(2, STEPS)
     attempt.moment = f"loss NaN in step {step}"
     with running(
@@ -51,7 +51,7 @@ def not_finite(attempt: Try) -> Outcome:
 
 
 def hang(attempt: Try) -> Outcome:
-    """A step hangs, in all processes or in the last: --step_timeout_s ends it."""
+    """Let a step hang, in all processes or in the last: --step_timeout_s ends it."""
     step = attempt.rng.randrange(5, STEPS - 1)
     several = attempt.setup.processes > 1
     ranks = "1" if several and attempt.number % 2 else ""
@@ -74,7 +74,8 @@ def hang(attempt: Try) -> Outcome:
 
 
 def second_job(attempt: Try) -> Outcome:
-    """Another job in the same folder: later, or at the same time. One trains, one is refused."""
+    """Start another job in the same folder: later, or at the same time. One trains, one is
+    refused."""
     if attempt.number % 2:
         attempt.moment = "two jobs start at the same time"
         _at_the_same_time(attempt)
@@ -85,7 +86,7 @@ def second_job(attempt: Try) -> Outcome:
 
 
 def _later(attempt: Try) -> None:
-    """The first one stands still meanwhile, so that it does not end before."""
+    """Start the second job while the first one stands still, so that it does not end before."""
     with running(attempt.command(), attempt.log("first")) as first:
         at = attempt.rng.randrange(2, STEPS - 5)
         if not first.wait_until(lambda: last_step(attempt.run) >= at):
@@ -126,7 +127,7 @@ def _check_refused(job: Running) -> None:
 
 
 def restart_while_ending(attempt: Try) -> Outcome:
-    """The job starts again while its first start is still about to write its last checkpoint."""
+    """Start the job again while its first start is still about to write its last checkpoint."""
     job = {"RUN_JOB_ID": "faults"}  # as launchers set it: a restart waits for the lock for longer
     with running(attempt.command(), attempt.log("first"), **job) as first:
         at = attempt.rng.randrange(2, STEPS - 5)
@@ -150,7 +151,7 @@ def restart_while_ending(attempt: Try) -> Outcome:
 
 
 def _has_open(program: Running, path: Path) -> bool:
-    """Whether a process of the program has this file open."""
+    """Tell whether a process of the program has this file open."""
     for member in program.members():
         with contextlib.suppress(OSError):
             if any(link.resolve() == path for link in Path(f"/proc/{member.pid}/fd").iterdir()):
@@ -162,13 +163,13 @@ def _has_open(program: Running, path: Path) -> bool:
 
 
 def differing_flags(attempt: Try) -> Outcome:
-    """One process of two has another --lr."""
+    """Start two processes of which one has another --lr."""
     attempt.moment = "process 1 with another --lr"
     return _refused_together(attempt, "differ in --lr: ", ("1e-2", "2e-2"), (".", "."))
 
 
 def folder_not_shared(attempt: Try) -> Outcome:
-    """--ckpt_dir is on each node's own disk: the same name, two folders."""
+    """Let --ckpt_dir be on each node's own disk: the same name, two folders."""
     attempt.moment = "the same --ckpt_dir in two working directories"
     told = "is not the folder that the first process sees"
     return _refused_together(attempt, told, ("1e-2", "1e-2"), ("node_0", "node_1"))
@@ -177,7 +178,8 @@ def folder_not_shared(attempt: Try) -> Outcome:
 def _refused_together(
     attempt: Try, told: str, lr: tuple[str, str], folders: tuple[str, str]
 ) -> Outcome:
-    """Two processes, started as on two nodes: both end with 2, one says why, nothing is written."""
+    """Start two processes, as on two nodes: both must end with 2, one says why, nothing is
+    written."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         port = str(listener.getsockname()[1])

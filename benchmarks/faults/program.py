@@ -1,4 +1,4 @@
-"""The program under test: how it is started on each backend, its processes, what it leaves."""
+"""Runs the program under test: its start on each backend, its processes, what it leaves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FLAGS = (
 ).split()
 COMPARED = ("loss", "grad_norm", "lr", "val_loss", "val_top1", "val_images")
 LIMIT_S = 300.0
-"""After this long a program hangs."""
+"""The seconds after which a program counts as hanging."""
 # Of whoever starts the benchmark: a cluster's job, or torchrun.
 _NOT_HANDED_ON = re.compile(
     "SLURM_|RUN_|RDZV_|MASTER_|TORCHELASTIC_|(NNODES|NODE_RANK|MAX_RESTARTS|STEP_TIMEOUT_S|RANK|"
@@ -48,13 +48,14 @@ class Setup:
     title: str
     flags: tuple[str, ...]
     module: str = ""
-    """What stands for run_vit_training.py."""
+    """The module that stands for run_vit_training.py, if any."""
     processes: int = 1
 
     def command(
         self, ckpt_dir: Path | str, *flags: str, module: str = "", restarts: int = 0
     ) -> list[str]:
-        """The command line of a whole run, or of ``module``, which stands for the program."""
+        """Return the command line of a whole run, or of ``module``, which stands for the
+        program."""
         module = module or self.module
         ours = [*self.flags, "--data_dir", str(DIGITS), "--ckpt_dir", str(ckpt_dir), *FLAGS, *flags]
         if self.processes == 1:
@@ -68,7 +69,7 @@ class Setup:
         return [sys.executable, *torchrun.split(), *_python(module)[1:], *ours]
 
     def of_one_process(self, ckpt_dir: Path | str, *flags: str) -> list[str]:
-        """The command line of one of several processes, to be started without torchrun."""
+        """Return the command line of one of several processes, to be started without torchrun."""
         return [
             *_python(self.module),
             *self.flags,
@@ -109,7 +110,7 @@ class Member:
     pid: int
     parent: int
     rank: int | None
-    """torchrun's number; its children, as loader processes, have it too."""
+    """The number that torchrun gave it; its children, as loader processes, have it too."""
     command: str
 
 
@@ -144,7 +145,7 @@ class Running:
         self._known: list[int] = []
 
     def members(self) -> list[Member]:
-        """All processes that live."""
+        """Return all processes that live."""
         found = [
             m for m in map(self._member, map(int, filter(str.isdigit, os.listdir("/proc")))) if m
         ]
@@ -166,7 +167,7 @@ class Running:
         return Member(pid, int(stat.rpartition(")")[2].split()[1]), rank, command)
 
     def ranks(self) -> dict[int, Member]:
-        """The training processes that live, by rank."""
+        """Return the training processes that live, by rank."""
         members = {member.pid: member for member in self.members()}
         root = members.get(self.root.pid)
         if any(member.rank is not None for member in members.values()):
@@ -179,7 +180,7 @@ class Running:
         return {0: root} if root else {}
 
     def loaders(self) -> list[Member]:
-        """The processes that load images: copies of the training processes."""
+        """Return the processes that load images: copies of the training processes."""
         training = {member.pid: member for member in self.ranks().values()}
         return [
             m
@@ -199,11 +200,11 @@ class Running:
                     os.kill(member.pid, number)
 
     def ended(self) -> bool:
-        """Whether what was started has ended; others of its processes may live."""
+        """Tell whether what was started has ended; others of its processes may live."""
         return self.root.poll() is not None
 
     def wait(self, limit_s: float = LIMIT_S) -> bool:
-        """Wait for what was started to end; False if it has not by then."""
+        """Wait for what was started to end; return False if it has not by then."""
         try:
             self.root.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -211,7 +212,7 @@ class Running:
         return True
 
     def wait_for_all(self, limit_s: float) -> list[Member]:
-        """Wait for all its processes to end; returns those that have not by then."""
+        """Wait for all its processes to end; return those that have not by then."""
         deadline = time.monotonic() + limit_s
         self.wait(limit_s)
         while (left := self.members()) and time.monotonic() < deadline:
@@ -219,7 +220,7 @@ class Running:
         return left
 
     def wait_until(self, condition: Callable[[], bool], pause_s: float = 0.02) -> bool:
-        """Wait for something that it does; False if it ends, or hangs, before."""
+        """Wait for something that the program does; return False if it ends, or hangs, before."""
         deadline = time.monotonic() + LIMIT_S
         while not condition():
             if self.ended() or time.monotonic() > deadline:
@@ -228,7 +229,7 @@ class Running:
         return True
 
     def output(self) -> str:
-        """What it has printed, stdout and stderr."""
+        """Return what it has printed on stdout and stderr."""
         return self.log.read_text(errors="replace")
 
 
@@ -249,28 +250,28 @@ def running(command: list[str], log: Path, **how: str | Path) -> Iterator[Runnin
 
 
 def last_step(ckpt_dir: Path) -> int:
-    """The last one in metrics.jsonl; 0 if there is none."""
+    """Return the last step in metrics.jsonl; 0 if there is none."""
     return max((r["step"] for r in read_metrics(ckpt_dir) if "loss" in r), default=0)
 
 
 def last_step_said(output: str) -> int:
-    """The last one of which a start has told the loss; 0 if there is none."""
+    """Return the last step of which a start has told the loss; 0 if there is none."""
     return max(map(int, re.findall(r"^epoch \d+ step (\d+), lr", output, re.MULTILINE)), default=0)
 
 
 def newest_step(ckpt_dir: Path) -> int:
-    """Of the complete checkpoints; 0 if there is none."""
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
     return max((step_of(path) for path in complete_checkpoints(ckpt_dir)), default=0)
 
 
 def resumed_step(output: str) -> int:
-    """At which a start went on, as it said; 0 if it began anew."""
+    """Return the step at which a start went on, as it said; 0 if it began anew."""
     found = re.search(r"^resuming .* at step (\d+)", output, re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def _curves(ckpt_dir: Path) -> list[tuple]:
-    """What has to be equal, in the order of the file: (step, epoch, column, value)."""
+    """Return what has to be equal, in the order of the file: (step, epoch, column, value)."""
     return [
         (record["step"], record["epoch"], column, record[column])
         for record in read_metrics(ckpt_dir)
@@ -280,7 +281,8 @@ def _curves(ckpt_dir: Path) -> list[tuple]:
 
 
 def difference(ckpt_dir: Path, expected: Path) -> str | None:
-    """What of a completed run is not as in another folder: bit by bit, and nothing damaged."""
+    """Return what of a completed run is not as in another folder, bit by bit, or is damaged; else
+    None."""
     found, wanted = _curves(ckpt_dir), _curves(expected)
     for ours, theirs in zip(found, wanted, strict=False):
         if ours != theirs:

@@ -1,4 +1,5 @@
-"""What the tries showed, kept as it comes; the table of docs/reliability.md, and its picture."""
+"""Keeps what the tries showed as it comes; makes the table of docs/reliability.md, and its
+picture."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ BEGIN, END = "<!-- begin: make faults -->", "<!-- end: make faults -->"
 
 @dataclass(frozen=True)
 class Result:
-    """One try; ``survived`` None: it was skipped."""
+    """Holds what one try showed; ``survived`` None: it was skipped."""
 
     fault: str
     backend: str
@@ -47,7 +48,8 @@ class Result:
 
 
 class Results:
-    """The results of one commit, a line each in a file: an interrupted table goes on there."""
+    """Keeps the results of one commit in a file, a line each: an interrupted table goes on
+    there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,7 +66,7 @@ class Results:
             file.write(json.dumps(asdict(result)) + "\n")
 
     def rows(self, seed: int) -> dict[tuple[str, str], list[Result]]:
-        """By fault and backend."""
+        """Return the results by fault and backend."""
         rows = defaultdict(list)
         for result in self._found.values():
             if result.seed == seed:
@@ -73,7 +75,7 @@ class Results:
 
 
 def table(rows: Mapping[tuple[str, str], list[Result]], faults: Mapping[str, Fault]) -> list[str]:
-    """Markdown, a row a fault and backend."""
+    """Return the table in Markdown, a row a fault and backend."""
     lines = ["| fault | where | tries | survived | steps lost |", "|---|---|---|---|---|"]
     for name, fault in faults.items():
         for backend, setup in SETUPS.items():
@@ -125,7 +127,7 @@ def _processor() -> str:
 
 
 def plot(rows: Mapping[tuple[str, str], list[Result]], path: Path) -> None:
-    """Each signal: after which step it came, and how many steps were computed again."""
+    """Draw for each signal after which step it came, and how many steps were computed again."""
     figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
     colours: dict[str, Any] = {"xla": "tab:blue", "fsdp2": "tab:green", "megatron": "tab:orange"}
     for (fault, backend), found in rows.items():

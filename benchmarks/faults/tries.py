@@ -1,4 +1,5 @@
-"""A try: one fault in one run, which is started again until it completes; and what came of it."""
+"""Makes a try: one fault in one run, which is started again until it completes; tells the
+outcome."""
 
 from __future__ import annotations
 
@@ -25,60 +26,60 @@ from training.checkpoints.choose import step_folders, step_of
 from training.checkpoints.manifest import is_complete
 
 MOST_STARTS = 4
-"""So often a run is started again before it counts as lost."""
+"""How often a run is started again before it counts as lost."""
 
 
 class Skipped(Exception):
-    """A fault that cannot be tried on this machine, or not on this backend; says why."""
+    """Raised for a fault that cannot be tried on this machine, or not on this backend; says why."""
 
 
 class NotSurvived(Exception):
-    """What went wrong in a try."""
+    """Raised with what went wrong in a try."""
 
 
 @dataclass
 class Outcome:
-    """How a try went that was survived."""
+    """Holds how a try went that was survived."""
 
     steps_lost: int | None
-    """Steps computed twice; None where the question does not arise."""
+    """How many steps were computed twice; None where the question does not arise."""
     moment: str
-    """When, and to whom."""
+    """When the fault came, and to whom."""
     step: int | None = None
-    """The last one in the log at the fault."""
+    """The last step in the log at the fault."""
     while_saving: bool = False
     starts: int = 1
-    """So many it took to complete the run, without the first one."""
+    """How many starts it took to complete the run, without the first one."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The uninterrupted run: what it left, and how long it took."""
+    """Holds the uninterrupted run: what it left, and how long it took."""
 
     ckpt_dir: Path
     first_step_s: float
-    """From the start to the first line of metrics.jsonl."""
+    """The seconds from the start to the first line of metrics.jsonl."""
     total_s: float
 
 
 @dataclass
 class Try:
-    """One try of a fault."""
+    """Makes one try of a fault."""
 
     setup: Setup
     number: int
     rng: random.Random
     folder: Path
-    """Logs, and the run's own folder: kept if it is not survived."""
+    """The folder of the logs and of the run's own folder: kept if the try is not survived."""
     reference: Reference
     moment: str = field(default="before the fault", init=False)
-    """For the report of a try that is not survived."""
+    """When the fault came, for the report of a try that is not survived."""
     damaged: str = field(default="", init=False)
-    """Name of the checkpoint that was damaged: it may be set aside."""
+    """The name of the checkpoint that was damaged: it may be set aside."""
 
     @property
     def run(self) -> Path:
-        """--ckpt_dir."""
+        """Return the run's --ckpt_dir."""
         return self.folder / "run"
 
     def command(self, *flags: str, **how: Any) -> list[str]:
@@ -107,7 +108,7 @@ class Try:
         raise NotSurvived(f"not completed by {MOST_STARTS} starts: {last_words(output)}")
 
     def compare(self, expected: Path | None = None) -> None:
-        """Raises NotSurvived if the run is not as the uninterrupted one."""
+        """Raise NotSurvived if the run is not as the uninterrupted one."""
         aside = {path.name for path in self.run.glob("set_aside_*/step_*")} - {self.damaged}
         if aside:
             raise NotSurvived(f"set aside, though nobody went back: {', '.join(sorted(aside))}")
@@ -122,7 +123,7 @@ class Try:
 
 
 def last_words(output: str) -> str:
-    """The line of an output that says what went wrong."""
+    """Return the line of an output that says what went wrong."""
     lines = [line for line in re.split(r"[\r\n]+", output) if line.strip()]
     ours = [line for line in lines if line.startswith("run_vit_training.py: ")]
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?\w*Error\b", line)]
@@ -130,13 +131,14 @@ def last_words(output: str) -> str:
 
 
 def unfinished_save(ckpt_dir: Path) -> bool:
-    """Whether the newest checkpoint is one without a manifest: not an old one being removed."""
+    """Tell whether the newest checkpoint is one without a manifest, and not an old one being
+    removed."""
     folders = step_folders(ckpt_dir)
     return bool(folders) and not is_complete(folders[-1])
 
 
 def reference_run(setup: Setup, folder: Path) -> Reference:
-    """The uninterrupted run, which is made once."""
+    """Return the uninterrupted run, which is made once."""
     ckpt_dir, times = folder / "run", folder / "seconds.json"
     if not times.exists():
         shutil.rmtree(ckpt_dir, ignore_errors=True)
@@ -154,20 +156,21 @@ def reference_run(setup: Setup, folder: Path) -> Reference:
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault."""
+    """A kind of fault, and how it is tried."""
 
     title: str
     attempt: Callable[[Try], Outcome]
-    """Raises NotSurvived, or Skipped."""
+    """The function that makes a try. Raises NotSurvived, or Skipped."""
     tries: int = 3
     starts: float = 2.0
-    """Of the program in a try, about."""
+    """How many times a try starts the program, about."""
     several: bool = False
-    """Needs several processes."""
+    """Whether it needs several processes."""
     refused: bool = False
-    """Nothing is trained: there is no curve to compare, and no step to lose."""
+    """Whether nothing is trained: there is no curve to compare, and no step to lose."""
 
 
 def newest_folder_step(ckpt_dir: Path) -> int:
-    """Of all that is called as a checkpoint, complete or not; 0 if there is none."""
+    """Return the newest step of all that is called as a checkpoint, complete or not; 0 if there is
+    none."""
     return max((step_of(path) for path in step_folders(ckpt_dir)), default=0)

@@ -1,1 +1,1 @@
-"""Checkpoint folders: what is in them, reading them safely, which to resume, which to keep."""
+"""Checkpoint folders: what is in them, how they are read safely, which are resumed and kept."""

@@ -1,4 +1,4 @@
-"""Which checkpoint to resume."""
+"""Chooses which checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from training.metrics import evaluations
 _NAME = re.compile(r"step_(\d+)")
 RUN_FILE = "run.json"
 BEST = {"best": ("val_top1", 1), "lowest_loss": ("val_loss", -1)}
-"""What ``--resume`` can choose by: a value of the evaluations, and whether high is good."""
+"""The values of evaluations that ``--resume`` can choose by, and whether high is good (1) or low
+(-1)."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The checkpoints that may be resumed, the one to be tried first in front."""
+    """Holds the checkpoints that may be resumed, the one to be tried first in front."""
 
     paths: list[Path]
     passed_over: tuple[str, ...] = ()
-    """Of newer ones that were not taken, a line each."""
+    """Why newer checkpoints were not taken, a line each."""
     explicit: bool = True
-    """It was asked for by name, so that no other will do."""
+    """Whether it was asked for by name, so that no other will do."""
 
 
 def step_of(path: Path) -> int:
-    """5 of ``step_5``."""
+    """Return the step in a checkpoint's name: 5 of ``step_5``."""
     return int(path.name.removeprefix("step_"))
 
 
@@ -41,19 +42,19 @@ def folder_of(ckpt_dir: Path, step: int) -> Path:
 
 
 def step_folders(ckpt_dir: Path) -> list[Path]:
-    """Everything in a run's folder that is called as a checkpoint is, by its step."""
+    """Return everything in a run's folder that is called as a checkpoint is, by its step."""
     if not ckpt_dir.is_dir():
         return []
     return sorted((path for path in ckpt_dir.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
-    """The checkpoints in a folder that were written to their end, oldest first."""
+    """Return the checkpoints in a folder that were written to their end, oldest first."""
     return [path for path in step_folders(ckpt_dir) if is_complete(path)]
 
 
 def is_restart(ckpt_dir: Path) -> bool:
-    """Whether this is a job that has begun in this folder before and was started again.
+    """Tell whether this is a job that has begun in this folder before and was started again.
 
     The launchers give a job's name, the same over its restarts; ``run.json`` keeps it.
     """
@@ -65,7 +66,7 @@ def is_restart(ckpt_dir: Path) -> bool:
 
 
 def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
-    """The checkpoints that ``--resume`` and ``--resume_epoch`` name, none to start anew.
+    """Return the checkpoints that ``--resume`` and ``--resume_epoch`` name, none to start anew.
 
     Looks at names and sizes; the content is for whoever reads it. Raises UsageError.
     """
@@ -137,7 +138,7 @@ def _best(ckpt_dir: Path, existing: list[Path], resume: str) -> Path:
 
 
 def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]:
-    """The first of the candidates whose description can be read, and what is left of them.
+    """Return the first candidate whose description can be read, and what is left of the candidates.
 
     Raises UsageError if there are candidates and none can be read.
     """

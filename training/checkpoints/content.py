@@ -50,7 +50,7 @@ def training_entry(name: str) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: updates done, full epochs done, images into the current epoch."""
+    """Says where a run stands: updates done, full epochs done, images into the current epoch."""
 
     step: int = 0
     epoch: int = 0
@@ -59,19 +59,20 @@ class Position:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a checkpoint says of itself, read without any device."""
+    """Holds what a checkpoint says of itself, read without any device."""
 
     path: Path
     position: Position
     arguments: dict[str, Any]
     classes: list[str] | None = None
-    """Names by label; None where the data had none, or an earlier version wrote it."""
+    """The names by label; None where the data had none, or an earlier version wrote the
+    checkpoint."""
 
 
 def training_tensors(
     position: Position, arguments: dict[str, Any], classes: list[str] | None
 ) -> dict[str, torch.Tensor]:
-    """The ``training.*`` entries of a checkpoint, except the random state."""
+    """Return the ``training.*`` entries of a checkpoint, except the random state."""
     tensors = {
         "step": torch.tensor(position.step),
         "epoch": torch.tensor(position.epoch),
@@ -83,7 +84,8 @@ def training_tensors(
 
 
 def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
-    """What ``training_tensors`` were made of. Raises anything if they are not such tensors."""
+    """Return what ``training_tensors`` were made of. Raises anything if they are not such
+    tensors."""
     position = Position(*(int(training[name]) for name in POSITION))
     classes = _from_json(training["classes"]) if "classes" in training else None
     return SavedRun(path, position, _from_json(training["arguments"]), classes)

@@ -1,4 +1,5 @@
-"""Which checkpoints a run's folder keeps: making room, removing old ones, setting others aside."""
+"""Decides which checkpoints a run's folder keeps: makes room, removes old ones, sets others
+aside."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def clear(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, or what there is of one; it is none from the first moment on."""
+    """Remove a checkpoint, or what there is of one; from the first moment on it counts as none."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -43,9 +44,9 @@ def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
 
 
 def later_ones(ckpt_dir: Path, start: Path | None) -> list[Path]:
-    """The complete checkpoints of a folder that a run that begins at ``start`` does not continue.
+    """Return a folder's complete checkpoints that a run that begins at ``start`` does not continue.
 
-    From another folder, or from nothing, these are all of them.
+    If ``start`` is in another folder, or is nothing, these are all of them.
     """
     complete = [path for path in step_folders(ckpt_dir) if is_complete(path)]
     if start is None or start.parent.resolve() != ckpt_dir.resolve():
@@ -54,7 +55,7 @@ def later_ones(ckpt_dir: Path, start: Path | None) -> list[Path]:
 
 
 def set_aside(ckpt_dir: Path, paths: Collection[Path]) -> Path:
-    """Move checkpoints into a new folder beside, with a copy of the metrics; returns the folder.
+    """Move checkpoints into a new folder beside, with a copy of the metrics; return the folder.
 
     It can be resumed as any run's folder. Raises UsageError if that is not possible.
     """

@@ -1,4 +1,5 @@
-"""One job a folder: a lock that the system lets go of when its process ends, however it ends."""
+"""Gives a folder to one job: a lock that the system lets go when its process ends, however it
+ends."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from training.errors import UsageError
 LOCK_FILE = ".lock"
 _HELD = {errno.EACCES, errno.EAGAIN}
 _PATIENCE_S, _RESTART_PATIENCE_S = 3.0, 120.0
-"""For a job that is just ending. Of a node that has crashed, an NFS server may keep
-the lock for a lease (90 s by default)."""
+"""The seconds to wait for a job that is just ending, and longer in a restart: of a node that has
+crashed, an NFS server may keep the lock for a lease (90 s by default)."""
 _VISIBLE_WITHIN_S = 30.0
-"""After this long, a network file system shows a new file on all hosts."""
+"""The seconds after which a network file system shows a new file on all hosts."""
 
 
 class FolderLock:
-    """Held by the first process of a job for as long as it lives.
+    """Holds a folder for the first process of a job, for as long as that process lives.
 
-    POSIX record locks: children do not inherit them, and NFS passes them on to its server. They go
-    when the process closes the file, however it had opened it, so nothing else in it may open it.
-    The file itself stays; it says who had the lock last.
+    It is a POSIX record lock: children do not inherit it, and NFS passes it on to its server. It
+    goes when the process closes the file, however it had opened it, so nothing else in it may open
+    it. The file itself stays; it says who had the lock last.
     """
 
     def __init__(self, ckpt_dir: Path) -> None:
@@ -35,7 +36,7 @@ class FolderLock:
         self._file: int | None = None
 
     def acquire(self, *, is_restart: bool) -> str:
-        """Take the lock; returns a token that is in the file. Raises UsageError if it is held."""
+        """Take the lock; return a token that is in the file. Raises UsageError if it is held."""
         path = self._folder / LOCK_FILE
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def _describe(holder: bytes) -> str:
 
 
 def check_same_folder(ckpt_dir: Path, token: str) -> None:
-    """Raises UsageError if this process does not see the file that the first one has locked."""
+    """Raise UsageError if this process does not see the file that the first one has locked."""
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: each file's size and checksum. It is written last.
+"""Writes and checks a checkpoint's manifest: each file's size and checksum. It is written last.
 
 So a checkpoint is complete when it has one, also on storage where a folder cannot be renamed at
 once (buckets). A size is compared whenever a checkpoint is looked for, a checksum (XXH3, 128 bits:
@@ -21,11 +21,11 @@ MANIFEST = "manifest.json"
 _CHUNK = 1 << 24
 
 Entry = tuple[int, str]
-"""Size in bytes, checksum."""
+"""A file's size in bytes and its checksum."""
 
 
 def checksum(path: Path) -> str:
-    """XXH3 of a file's content, 128 bits in hexadecimal digits."""
+    """Return XXH3 of a file's content, 128 bits in hexadecimal digits."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -34,7 +34,7 @@ def checksum(path: Path) -> str:
 
 
 def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """What a manifest says of these files of a folder."""
+    """Return what a manifest says of these files of a folder."""
     return {name: ((folder / name).stat().st_size, checksum(folder / name)) for name in names}
 
 
@@ -67,7 +67,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk, where the file system can do that."""
+    """Write the names in a folder to the disk for good, where the file system can do that."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -81,7 +81,7 @@ def sync_folder(path: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | None:
-    """Sizes and checksums by file; None if there is no manifest, which alone says a lot.
+    """Return sizes and checksums by file; None if there is no manifest.
 
     Raises ValueError for a damaged one.
     """
@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint was written to its end; it may have been damaged since.
+    """Tell whether a checkpoint was written to its end; it may have been damaged since.
 
     Versions of this program before manifests wrote DCP's metadata last.
     """
@@ -112,7 +112,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def quick_problem(folder: Path) -> str | None:
-    """What is wrong with a complete checkpoint by its files' names and sizes alone."""
+    """Return what is wrong with a complete checkpoint by its files' names and sizes alone."""
     try:
         files = read_manifest(folder)
         if files is None:  # of an earlier version
@@ -130,7 +130,7 @@ def quick_problem(folder: Path) -> str | None:
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with the content of every ``parts``-th file, from number ``part`` on.
+    """Return what is wrong with the content of every ``parts``-th file, from number ``part`` on.
 
     None if nothing is, or if an earlier version wrote the checkpoint, without checksums.
     """

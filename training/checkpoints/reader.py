@@ -1,4 +1,4 @@
-"""Reading a checkpoint without running anything that is in it."""
+"""Reads a checkpoint without running anything that is in it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The metadata of a checkpoint folder, of which every entry is a tensor in a file of its own.
+    """Return the metadata of a checkpoint folder, of which every entry is a tensor in its own file.
 
     Raises anything if it is damaged, or not such metadata.
     """
@@ -67,12 +67,12 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def named_files(path: Path) -> set[str]:
-    """The files that a checkpoint's metadata says its tensors are in. Raises as read_metadata."""
+    """Return the files that a checkpoint's metadata names. Raises as ``read_metadata``."""
     return {info.relative_path for info in read_metadata(path).storage_data.values()}
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's file reader with metadata that cannot run code (PyTorch 2.9 unpickles any)."""
+    """Is DCP's file reader with metadata that cannot run code (PyTorch 2.9 unpickles any)."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(Path(self.path))
@@ -84,7 +84,8 @@ class SafeReader(dcp.FileSystemReader):
 
 @contextlib.contextmanager
 def quiet_dcp() -> Iterator[None]:
-    """Without DCP's warnings of what ``no_dist=True`` asks for, and of its own old calls."""
+    """Silence, inside, DCP's warnings of what ``no_dist=True`` asks for, and of its own old
+    calls."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
@@ -113,7 +114,7 @@ def read_saved_run(path: Path) -> SavedRun:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Around reading a checkpoint: raises UsageError whatever goes wrong in it."""
+    """Raise UsageError for whatever goes wrong inside, where a checkpoint is read."""
     try:
         yield
     except UsageError:
@@ -124,7 +125,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line of what went wrong in DCP, which wraps some errors, by rank, in its own."""
+    """Return one line of what went wrong in DCP, which wraps some errors, by rank, in its own."""
     if isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError) and error.strerror:

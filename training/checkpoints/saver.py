@@ -1,4 +1,4 @@
-"""Writing checkpoints in the middle of a run: all processes together, and never half of one."""
+"""Writes checkpoints in the middle of a run: all processes together, and never half of one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CheckpointSaver:
     newest: Path | None = None
     """The newest checkpoint of the run, written or resumed."""
     spared: Path | None = None
-    """Not to be removed, however old: the best one."""
+    """The checkpoint that is not to be removed, however old: the best one."""
     _failed: int = field(default=0, init=False)
 
     def save(self, position: Position, *, must: bool = False) -> None:
@@ -66,14 +66,15 @@ class CheckpointSaver:
         )
 
     def _room(self) -> str:
-        """How much the disk has left: PyTorch's zip writer does not say if that was the reason."""
+        """Return how much the disk has left: PyTorch's zip writer does not say if that was the
+        reason."""
         try:
             return f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB are free there"
         except OSError:
             return ""
 
     def _write(self, folder: Path, position: Position) -> list[str | None]:
-        """What went wrong in each process, in stages after which all know of all."""
+        """Write in stages after which all know of all; return what went wrong in each process."""
         problems: list[str | None] = []
         tensors = training_tensors(position, self.arguments, self.classes)
         parts: dict = {}
@@ -110,7 +111,7 @@ class CheckpointSaver:
         return problems
 
     def tidy(self) -> None:
-        """Remove what a start has left that was killed after it had written ``newest``."""
+        """Remove what is left of a start that was killed after it had written ``newest``."""
         if self.newest and self.backend.is_main:
             self._prune(self.newest)
 
@@ -119,7 +120,7 @@ class CheckpointSaver:
 
 
 def _attempt(stage: Callable[[], None]) -> list[str | None]:
-    """One stage in this process, then what went wrong in each of them."""
+    """Run one stage in this process; return what went wrong in each of them."""
     problem = None
     try:
         stage()

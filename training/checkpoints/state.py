@@ -1,4 +1,4 @@
-"""Between the state of a backend and the files of a checkpoint, by PyTorch's DCP."""
+"""Carries the state of a backend to the files of a checkpoint and back, by PyTorch's DCP."""
 
 from __future__ import annotations
 
