@@ -25,7 +25,10 @@ their own."""
 
 
 def open_data(wanted: Wanted) -> DataSource:
-    """Open the source that ``wanted.config`` chooses. Raises DataFolderError if it cannot be used."""
+    """Open the source that ``wanted.config`` chooses.
+
+    Raises DataFolderError if it cannot be used.
+    """
     module, _, name = OPENED_BY[wanted.config.data_source].partition(":")
     open_source: Callable[[Wanted], DataSource] = getattr(import_module(module), name)
     source = open_source(wanted)
