@@ -26,12 +26,13 @@ from xla_fsdp.config import XlaConfig
 
 OWN = {"xla": XlaConfig, "cuda": GpuConfig}
 """The configuration of each backend, by its name. A new backend is a folder with one of these, a
-function ``resolve`` and a function ``launch``, and its lines here and in ``start``."""
+function ``resolve`` and a function ``launch``, and its lines here, in ``choose_backend`` and in
+``start``."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The command line, read but not resolved."""
+    """Holds the command line, read but not resolved."""
 
     run: RunConfig
     xla: XlaConfig
@@ -43,12 +44,12 @@ class Flags:
 
 
 def read_flags(argv: Sequence[str] | None = None) -> Flags:
-    """The flags of a command line; ends the program with exit code 2 on a wrong one."""
+    """Read the flags of a command line; end the program with exit code 2 on a wrong one."""
     return Flags(**parse(argv, {"run": RunConfig, **OWN}))
 
 
 def choose_backend(choice: str) -> str:
-    """ "xla" or "cuda": what was asked for; for auto TPU, else CUDA, else XLA on the CPU."""
+    """Return "xla" or "cuda": what was asked for; for auto TPU, else CUDA, else XLA on the CPU."""
     if choice != "auto":
         return choice
     from gpu_fsdp import devices
@@ -60,7 +61,8 @@ def choose_backend(choice: str) -> str:
 
 
 Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
-"""From a run to the same with its data, and the body of every process: of a run and a backend."""
+"""A function from a run to the same with its data, and the body of every process, which is given a
+run and a backend."""
 
 
 def prepare_training(run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
@@ -112,7 +114,7 @@ def print_models(pattern: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the flags, and do what they ask for. Returns the exit code."""
+    """Read the flags, and do what they ask for; return the exit code."""
     end_with_torchrun()
     flags = read_flags(argv)
     try:
@@ -134,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(flags: Flags) -> int:
-    """Train, compile, predict, evaluate or check, as the flags ask. Returns the exit code."""
+    """Train, compile, predict, evaluate or check, as the flags ask; return the exit code."""
     config, use = flags.run, flags.run.use
     if config.list_models is not None:
         return print_models(config.list_models)

@@ -1,5 +1,4 @@
-"""The parts that benchmarks share: measuring in processes of their own, saying what was
-measured."""
+"""The parts that benchmarks share: processes to measure in, and what names a measurement."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def last_json(stdout: str) -> dict[str, Any]:
 
 
 def commit(*paths: str) -> str:
-    """Return the short name of the last commit (of these paths), ``-dirty`` if files differ from
-    it."""
+    """Return the last commit (of these paths) by its short name, ``-dirty`` if files differ."""
 
     def git(*words: str) -> str:
         command = ["git", *words, "--", *paths]

@@ -54,8 +54,7 @@ def own_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
 
 
 def timm_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
-    """Return timm's training loop: autocast, fused AdamW, clipping; DDP if there are several
-    GPUs."""
+    """Return timm's training loop: autocast, fused AdamW, clipping; DDP on several GPUs."""
     device, count = batches[0][0].device, len(batches)
     config, precision = run.config.optimizer, run.config.sharding.precision
     # As timm.create_model makes it.

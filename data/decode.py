@@ -43,8 +43,7 @@ def read_image(path: str) -> Image.Image:
 
 @functools.cache
 def extensions() -> frozenset[str]:
-    """Return the extensions of the files that ``read_image`` reads, in small letters with the
-    dot."""
+    """Return the extensions of files that ``read_image`` reads: small letters, with the dot."""
     formats = {*_formats(), "MPO"}  # MPO: several JPEGs in one file, read as the first
     known = Image.registered_extensions()
     return frozenset(suffix for suffix, name in known.items() if name in formats)
@@ -58,8 +57,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale grey values of more than 8 bits to 0..255, where Pillow's ``convert`` would clip
-    them."""
+    """Scale grey values of more than 8 bits to 0..255; Pillow's ``convert`` would clip them."""
     wide = image.mode in _SIXTEEN_BITS
     if wide or (image.mode == "I" and image.format in _SIXTEEN_BITS_AS_I):
         values, white = np.asarray(image).astype(np.float32), 65535

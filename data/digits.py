@@ -58,8 +58,10 @@ class DigitsSplit(Dataset):
 
 
 def open_digits(wanted: Wanted) -> SplitSource:
-    """Return the digits as a ``DataSource``. Raises DataFolderError for a model of fewer
-    classes."""
+    """Return the digits as a ``DataSource``.
+
+    Raises DataFolderError for a model of fewer classes.
+    """
     if wanted.num_classes < len(CLASSES):
         raise DataFolderError(
             f"the digits have 10 classes, more than --num_classes {wanted.num_classes}"

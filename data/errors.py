@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Return ``text`` on one line that any terminal and file takes: file names may hold any
-    byte."""
+    """Return ``text`` on one line that any terminal takes: file names may hold any byte."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )

@@ -77,8 +77,7 @@ def _look_into(top: str, found: FoundImages) -> None:
 def read_batches(
     paths: list[Path], transform: Callable, batch_size: int, broken: Callable[[Path, str], None]
 ) -> Iterator[tuple[list[Path], torch.Tensor]]:
-    """Yield up to ``batch_size`` paths and their images, transformed: (count, channels, size,
-    size).
+    """Yield up to ``batch_size`` paths and their images, as (count, channels, size, size).
 
     ``broken`` is told the path and the reason of an image that cannot be read; it is left out.
     """

@@ -42,8 +42,7 @@ class BatchLoader(Protocol):
         """Yield the batches of the epoch numbered ``epoch`` from ``first_batch`` on."""
 
     def bad_images(self) -> list[BadImage]:
-        """Return what was found broken since the last call, in this process's share, each file
-        once."""
+        """Return what was found broken in this process's share since the last call."""
 
 
 def _outlive_signals(_worker_id: int) -> None:

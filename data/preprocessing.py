@@ -12,8 +12,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Holds how images are resized and normalised: fields named as the flags, ImageNet's values by
-    default."""
+    """Says how images are resized and normalised; by default as is usual for ImageNet."""
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)

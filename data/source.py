@@ -36,8 +36,10 @@ class Wanted:
 
 
 class DataSource(Protocol):
-    """Holds images for training and validation, found but not loaded: it is made before devices
-    start."""
+    """Holds images, found but not loaded, for training and validation.
+
+    It is made before any device starts.
+    """
 
     name: str
     train_length: int
@@ -49,15 +51,13 @@ class DataSource(Protocol):
     """Whether loading takes work for each image, so that its speed matters."""
 
     def train_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
-        """Return a loader of shuffled global batches of ``batch_size``: the share of process
-        ``rank``.
+        """Return shuffled global batches of ``batch_size``: the share of process ``rank``.
 
         The position in them is the loader's: ``BatchLoader.epoch`` begins at any batch.
         """
 
     def val_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
-        """Return a loader of all validation images once, in order; padding fills up the last
-        batch."""
+        """Return all validation images once, in order; padding fills up the last batch."""
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides which image a step trains on, under names for a person to read."""
@@ -88,8 +88,7 @@ class SplitSource:
         classes: list[str] | None,
         left_out: Counter[str] | None = None,
     ) -> None:
-        """Make a source of the splits. ``left_out``: how many files of a folder are no images, by
-        extension."""
+        """Take the splits. ``left_out``: how many files are no images, by extension."""
         self.name, self.classes = name, classes
         self.train_length, self.val_length = len(train) if train else 0, len(val)
         self._wanted, self._train, self._val = wanted, train, val

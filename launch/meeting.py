@@ -222,8 +222,10 @@ def join(args: argparse.Namespace, watch: Watch) -> str | None:
 
 
 def converse(line: Line, args: argparse.Namespace, watch: Watch) -> str | None:
-    """Talk to the host until it says to start; return the job's name, None if it leaves. Raises
-    Refused."""
+    """Talk to the host until it says to start; return the job's name, None if it leaves.
+
+    Raises Refused.
+    """
     line.send(**greeting(args))
     while True:
         if not line.name and not select.select([line.socket], [], [], GREETING_SECONDS)[0]:
@@ -254,8 +256,10 @@ def greeting(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def listen(args: argparse.Namespace) -> socket.socket | None:
-    """Return a listener on the port that the others come to; None if it is another node's. Raises
-    Refused."""
+    """Return a listener on the port that the others come to; None if another node has it.
+
+    Raises Refused.
+    """
     if not args.rdzv_id and args.rank > 0:
         return None
     own_names = {socket.gethostname(), socket.getfqdn()}
@@ -282,8 +286,10 @@ def listen(args: argparse.Namespace) -> socket.socket | None:
 
 
 def meet(args: argparse.Namespace, watch: Watch) -> tuple[str, bool]:
-    """Let this node meet the others; return the job's name, and whether it had the port. Raises
-    Refused."""
+    """Meet the other nodes; return the job's name, and whether this node had the port.
+
+    Raises Refused.
+    """
     if listener := listen(args):
         return Host(listener, args, watch).wait(), True
     given = join(args, watch)

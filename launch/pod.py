@@ -27,8 +27,7 @@ up."""
 
 
 def lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Yield complete lines as they come, without their ends; few of those that overwrite
-    another."""
+    """Yield complete lines as they come, without ends; few of those that overwrite another."""
     rest, shown = b"", float("-inf")
     while data := os.read(source.fileno(), 65536):
         start, searched = 0, max(0, len(rest) - 1)
@@ -89,8 +88,7 @@ class Worker:
             self._pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
 
     def send(self, number: int) -> None:
-        """Send the program a signal over the connection; before there is one, the signal waits for
-        it."""
+        """Send the program a signal over the connection, or as soon as there is one."""
         assert self._client.stdin
         with contextlib.suppress(BrokenPipeError):
             os.write(self._client.stdin.fileno(), f"{signal.Signals(number).name}\n".encode())

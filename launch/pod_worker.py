@@ -114,8 +114,7 @@ def obey(group: int, grace: float) -> None:
 
 
 def pump(source: int, target: int) -> None:
-    """Copy output; where nobody reads it any more, drop it, so that the program does not die of
-    writing."""
+    """Copy output; if nobody reads it any more, drop it: the program must not die of writing."""
     broken = False
     while data := os.read(source, 65536):
         try:

@@ -33,8 +33,10 @@ class Watch:
         threading.Thread(target=self._follow, daemon=True).start()
 
     def wait_for(self, what: str) -> None:
-        """Wait for this from now on, with a limit of its own; ``waiting_for`` may then tell it
-        better."""
+        """Wait for this from now on, with a limit of its own.
+
+        ``waiting_for`` may then tell it better.
+        """
         self._begin = self._said = time.monotonic()
         self.waiting_for = what
 
@@ -43,8 +45,7 @@ class Watch:
 
     @property
     def ended(self) -> bool:
-        """Tell whether torchrun has put its own handlers in the place of these, with its processes
-        started."""
+        """Tell whether torchrun has started its processes, and put its own handlers in."""
         return signal.getsignal(signal.SIGTERM) != self._note
 
     def _follow(self) -> None:

@@ -261,8 +261,10 @@ def ssh_command(args: argparse.Namespace, job: str, attempt: int, index: int) ->
 
 
 def count_workers(args: argparse.Namespace) -> int:
-    """Ask gcloud how many workers there are. Raises Mistake if there is no such TPU, or it is not
-    up."""
+    """Ask gcloud how many workers there are.
+
+    Raises Mistake if there is no such TPU, or if it is not up.
+    """
     asked = subprocess.run(describe_command(args), capture_output=True, text=True, check=False)
     if asked.returncode:
         told = [line for line in asked.stderr.splitlines() if line.strip()] or ["no reason given"]

@@ -79,8 +79,7 @@ class Backend(Protocol):
         of training, whatever ran before."""
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Add the loss's gradients to those there are; with ``is_last`` they are complete
-        afterwards."""
+        """Add the loss's gradients; with ``is_last`` they are complete afterwards."""
 
     def optimizer_step(
         self, lr: float, max_norm: float, loss: torch.Tensor
@@ -112,15 +111,13 @@ class Backend(Protocol):
         """Hand over the weights and, if asked for, all else that the next step depends on."""
 
     def take(self, state: State) -> None:
-        """Go on from a state that the method ``state`` gave and into which other values were
-        read."""
+        """Go on from what ``state`` gave, after other values were read into it."""
 
     def barrier(self) -> None:
         """Wait until every process is here."""
 
     def largest_of_all(self, value: int) -> Callable[[], int]:
-        """Begin to find the largest value of all processes, on the hosts; return what waits for
-        it."""
+        """Begin to find the largest value of all processes; return what waits for it."""
 
     def counters(self) -> dict[str, int]:
         """Return running counts worth logging: compilations, transfers, ..."""

@@ -24,10 +24,9 @@ class UsageError(Exception):
 
 
 class RunFailed(Exception):
-    """Raised when training cannot go on, for no mistake in the arguments: one line, an own exit
-    code.
+    """Raised when training cannot go on, for no mistake in the arguments.
 
-    All processes raise it together.
+    It ends with one line and an exit code of its own. All processes raise it together.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -36,8 +35,7 @@ class RunFailed(Exception):
 
 
 class SelfCheckFailed(Exception):
-    """Raised by all processes together when a line of ``--self_check`` has failed, as its table
-    says."""
+    """Raised by all processes together when a line of ``--self_check`` has failed."""
 
     exit_code = 1
 

@@ -1,5 +1,4 @@
-"""Computes loss and top-1 accuracy over a validation set, and decides when; each image counts
-once."""
+"""Computes loss and top-1 accuracy over a validation set, and decides when."""
 
 from __future__ import annotations
 

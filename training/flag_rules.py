@@ -1,5 +1,4 @@
-"""Looks at configurations as flags: their names in messages, which need which, their plain
-values."""
+"""Looks at configurations as flags: their names, which need which, their plain values."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ def by_field(*configs: type) -> dict[str, Option]:
 
 
 def flat(*configs: Any) -> dict[str, Any]:
-    """Return the values of several configurations by their fields' names, those of nested ones
-    too."""
+    """Return the values of configurations, and of those nested in them, by fields' names."""
     values: dict[str, Any] = {}
     for config in configs:
         for field in dataclasses.fields(config):

@@ -24,8 +24,7 @@ _DESCRIPTION = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses arguments, and ends on a wrong one with one line; ``@file`` stands for the flags in a
-    file.
+    """Ends on a wrong argument with one line; ``@file`` stands for the flags in a file.
 
     In such a file a line holds any number of words, quoted as in a shell, and # begins a comment.
     """

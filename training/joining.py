@@ -78,8 +78,7 @@ def _open_store(rank: int, world_size: int, patience: _Patience) -> Store:
 
 
 def _missing(store: Store, rank: int, world_size: int) -> str:
-    """Return who has not come, as text; "" where another process of this node is the one to
-    tell."""
+    """Return who has not come; "" where another process of this node is the one to tell."""
     first = rank - int(os.environ.get("LOCAL_RANK", "0"))
     if any(store.check([f"rank_{other}"]) for other in range(first, rank)):
         return ""
@@ -96,8 +95,7 @@ class _Patience:
         self._begin = self._said = time.monotonic()
 
     def wait(self, missing: Callable[[], str]) -> None:
-        """Say now and then who is ``missing``, and end at the limit; to be called again and
-        again."""
+        """Say now and then who is ``missing``, and end at the limit; call it repeatedly."""
         now = time.monotonic()
         if now - self._said >= SAY_SECONDS:
             self._said = now

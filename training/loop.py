@@ -106,8 +106,7 @@ class Trainer:
         return self.session.stop.due()
 
     def _diverged(self) -> bool:
-        """Tell whether the last steps were too many that were not finite; the same in all
-        processes."""
+        """Tell, alike in all processes, whether too many of the last steps were not finite."""
         self.session.reports.flush()
         if self.log.diverges():
             self.session.stop.number = NOT_FINITE

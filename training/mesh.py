@@ -124,13 +124,11 @@ class Mesh:
 
     @property
     def fewest_parts(self) -> int:
-        """Return the number of which some dimension must be a multiple, or a parameter is not
-        sharded."""
+        """Return of what a dimension must be a multiple for its parameter to be sharded."""
         return self.parts([self._choices()[-1]])
 
     def _choices(self) -> list[Axes]:
-        """Return the axes that a parameter may be sharded over: all of a copy, or at least
-        "fsdp"."""
+        """Return what a parameter may be sharded over: all of a copy, or at least "fsdp"."""
         choices = [self.spec(axes)[0] for axes in (("fsdp", "tensor"), ("fsdp",))]
         return [axes for axes in choices if axes] or [()]
 

@@ -25,8 +25,7 @@ def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
 
 
 def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, dict[str, Any]]:
-    """Return the evaluations up to ``last_step``, by step; without those whose loss was not
-    finite."""
+    """Return the evaluations up to ``last_step``, by step, whose loss was finite."""
     return {
         r["step"]: r
         for r in read_metrics(ckpt_dir)

@@ -19,8 +19,7 @@ _PANELS = (
 
 
 def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
-    """Draw loss, learning rate, accuracy and throughput over steps, from metrics.jsonl's
-    records."""
+    """Draw loss, learning rate, accuracy and throughput of a run's records over steps."""
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
     for axis, (title, series, unit) in zip(axes.flat, _PANELS, strict=True):
         for key, label in series:

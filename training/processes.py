@@ -29,8 +29,7 @@ def rank() -> int:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return the JSON values that all processes give, in the order of their ranks; all must call
-    it."""
+    """Return the JSON values that all processes give, by rank; all must call it."""
     if count() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

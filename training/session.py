@@ -27,8 +27,7 @@ class Session:
 
     @contextlib.contextmanager
     def first_run(self, what: str, is_first: bool) -> Iterator[None]:
-        """Run ``what`` inside; if it ``is_first`` of its kind and so compiles, say so, and wait for
-        it."""
+        """Run ``what`` inside; if the first of its kind compiles, say so and wait for it."""
         if not (is_first and self.backend.compiles):
             yield
             return

@@ -1,5 +1,4 @@
-"""The sinks of a run's records: metrics.jsonl, TensorBoard, Weights & Biases. None may end a
-run."""
+"""Writes a run's records to metrics.jsonl, TensorBoard, Weights & Biases: none may end a run."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class WeightsAndBiases:
 
 
 def grouped(record: dict[str, Any]) -> dict[str, float]:
-    """Return a record's finite numbers under the names that pictures have: train/loss, val/loss,
-    ..."""
+    """Return a record's finite numbers under pictures' names: train/loss, val/loss, ..."""
     values = {}
     for name, value in record.items():
         if name in ("step", "epoch") or value is None or not math.isfinite(value):
@@ -93,8 +91,7 @@ def grouped(record: dict[str, Any]) -> dict[str, float]:
 
 
 class Guarded:
-    """Wraps a sink so that it cannot fail: what goes wrong is said once, and it goes on when it
-    can."""
+    """Wraps a sink so that it cannot fail: what goes wrong is said once, then tried again."""
 
     def __init__(
         self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]

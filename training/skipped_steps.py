@@ -13,8 +13,7 @@ COUNTS = ("total", "in_a_row", "longest_row")
 
 
 def not_finite(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Return 1.0 if either scalar is infinite or not a number, else 0.0: float32, on their
-    device."""
+    """Return 1.0 if either scalar is infinite or not a number, else 0.0, as float32."""
     both = torch.stack([loss.detach().float(), norm.detach().float()])
     return 1.0 - torch.isfinite(both).all().float()
 

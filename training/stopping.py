@@ -39,8 +39,7 @@ class ProcessSignals:
         return _install_here, ()
 
     def install(self) -> None:
-        """Install the handlers; not in a thread (see ``__reduce__``), nor for signals that are
-        ignored."""
+        """Install the handlers, but not in a thread, nor for signals that are ignored."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         for number in _SIGNALS:  # a shell's `program &` and nohup want them ignored
@@ -126,8 +125,7 @@ class StopRequest:
             process_signals.restore()
 
     def first_step_done(self) -> None:
-        """Note that signals are heeded from now on; before, compilation too, they end the program
-        as any."""
+        """Heed signals from now on; before, compiling too, they end the program."""
         notice = "\nstopping after this step, with a checkpoint; Ctrl-C (again): at once\n"
         process_signals.listen(notice if self._backend.is_main else "")
 

@@ -13,7 +13,7 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float) -> None:
-        """Watch for so many seconds of silence; 0: do nothing."""
+        """Take the seconds of silence that are allowed; 0: do nothing."""
         self._seconds = seconds
 
     def alive(self) -> None:

@@ -48,8 +48,7 @@ def sigterm(attempt: Try) -> Outcome:
 
 
 def _moment(number: int) -> str:
-    """Choose a moment: of ten kills three come while a checkpoint is written, one before the first
-    step."""
+    """Choose a moment: of ten, three are while a checkpoint is written, one before step 1."""
     return {1: "saving", 4: "saving", 7: "saving", 9: "start-up"}.get(number % 10, "at random")
 
 

@@ -74,8 +74,7 @@ def hang(attempt: Try) -> Outcome:
 
 
 def second_job(attempt: Try) -> Outcome:
-    """Start another job in the same folder: later, or at the same time. One trains, one is
-    refused."""
+    """Start another job in the same folder, later or at once. One trains, one is refused."""
     if attempt.number % 2:
         attempt.moment = "two jobs start at the same time"
         _at_the_same_time(attempt)
@@ -178,8 +177,7 @@ def folder_not_shared(attempt: Try) -> Outcome:
 def _refused_together(
     attempt: Try, told: str, lr: tuple[str, str], folders: tuple[str, str]
 ) -> Outcome:
-    """Start two processes, as on two nodes: both must end with 2, one says why, nothing is
-    written."""
+    """Start two processes, as on two nodes: both end with 2, one says why, none writes."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         port = str(listener.getsockname()[1])

@@ -54,8 +54,7 @@ class Setup:
     def command(
         self, ckpt_dir: Path | str, *flags: str, module: str = "", restarts: int = 0
     ) -> list[str]:
-        """Return the command line of a whole run, or of ``module``, which stands for the
-        program."""
+        """Return the command line of a whole run, of the program or of ``module``."""
         module = module or self.module
         ours = [*self.flags, "--data_dir", str(DIGITS), "--ckpt_dir", str(ckpt_dir), *FLAGS, *flags]
         if self.processes == 1:
@@ -281,8 +280,7 @@ def _curves(ckpt_dir: Path) -> list[tuple]:
 
 
 def difference(ckpt_dir: Path, expected: Path) -> str | None:
-    """Return what of a completed run is not as in another folder, bit by bit, or is damaged; else
-    None."""
+    """Return what of a completed run is damaged, or not bit by bit as in another; else None."""
     found, wanted = _curves(ckpt_dir), _curves(expected)
     for ours, theirs in zip(found, wanted, strict=False):
         if ours != theirs:

@@ -1,5 +1,4 @@
-"""Keeps what the tries showed as it comes; makes the table of docs/reliability.md, and its
-picture."""
+"""Keeps what the tries showed; makes the table of docs/reliability.md, and its picture."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class Result:
 
 
 class Results:
-    """Keeps the results of one commit in a file, a line each: an interrupted table goes on
-    there."""
+    """Keeps a commit's results in a file, a line each: an interrupted table goes on there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

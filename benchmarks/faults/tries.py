@@ -1,5 +1,4 @@
-"""Makes a try: one fault in one run, which is started again until it completes; tells the
-outcome."""
+"""Makes a try: one fault in one run, which is started again until it completes."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ def last_words(output: str) -> str:
 
 
 def unfinished_save(ckpt_dir: Path) -> bool:
-    """Tell whether the newest checkpoint is one without a manifest, and not an old one being
-    removed."""
+    """Tell whether the newest checkpoint has no manifest, and is no old one being removed."""
     folders = step_folders(ckpt_dir)
     return bool(folders) and not is_complete(folders[-1])
 
@@ -171,6 +169,5 @@ class Fault:
 
 
 def newest_folder_step(ckpt_dir: Path) -> int:
-    """Return the newest step of all that is called as a checkpoint, complete or not; 0 if there is
-    none."""
+    """Return the newest step of all folders named as checkpoints; 0 if there is none."""
     return max((step_of(path) for path in step_folders(ckpt_dir)), default=0)

@@ -84,8 +84,10 @@ def training_tensors(
 
 
 def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
-    """Return what ``training_tensors`` were made of. Raises anything if they are not such
-    tensors."""
+    """Return what ``training_tensors`` were made of.
+
+    Raises anything if they are not such tensors.
+    """
     position = Position(*(int(training[name]) for name in POSITION))
     classes = _from_json(training["classes"]) if "classes" in training else None
     return SavedRun(path, position, _from_json(training["arguments"]), classes)

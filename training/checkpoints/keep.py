@@ -1,5 +1,4 @@
-"""Decides which checkpoints a run's folder keeps: makes room, removes old ones, sets others
-aside."""
+"""Keeps a run's checkpoints in order: makes room, removes old ones, sets others aside."""
 
 from __future__ import annotations
 

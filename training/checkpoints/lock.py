@@ -1,5 +1,4 @@
-"""Gives a folder to one job: a lock that the system lets go when its process ends, however it
-ends."""
+"""Gives a folder to one job: the system frees the lock when its process ends, however it ends."""
 
 from __future__ import annotations
 

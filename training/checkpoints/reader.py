@@ -84,8 +84,7 @@ class SafeReader(dcp.FileSystemReader):
 
 @contextlib.contextmanager
 def quiet_dcp() -> Iterator[None]:
-    """Silence, inside, DCP's warnings of what ``no_dist=True`` asks for, and of its own old
-    calls."""
+    """Silence DCP's warnings of what ``no_dist=True`` asks for, and of its own old calls."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")

@@ -66,8 +66,7 @@ class CheckpointSaver:
         )
 
     def _room(self) -> str:
-        """Return how much the disk has left: PyTorch's zip writer does not say if that was the
-        reason."""
+        """Return how much the disk has left, as PyTorch's zip writer does not say."""
         try:
             return f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB are free there"
         except OSError:
