@@ -85,12 +85,12 @@ def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> No
 
         run, body = prepare(resolve_xla.resolve(config, flags.xla))
         resolve_xla.check_libtpu()
-        from xla_fsdp.launch import launch as launch_on_xla
+        from xla_fsdp.launch_xla import launch as launch_on_xla
 
         launch_on_xla(_naming_itself(body), run)
     else:
         from gpu_fsdp import resolve_gpu
-        from gpu_fsdp.launch import launch as launch_on_gpus
+        from gpu_fsdp.launch_gpu import launch as launch_on_gpus
 
         run, body = prepare(resolve_gpu.resolve(config, flags.cuda))
         launch_on_gpus(_naming_itself(body), run)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batch
 from gpu_fsdp import resolve_gpu
-from gpu_fsdp.launch import launch
+from gpu_fsdp.launch_gpu import launch
 from gpu_fsdp.resolve_gpu import GpuRun
 from models.config import VitConfig
 from run_vit_training import read_flags

@@ -163,7 +163,7 @@ def main() -> None:
 
     if options.child:
         from run_vit_training import read_flags
-        from xla_fsdp.launch import launch
+        from xla_fsdp.launch_xla import launch
         from xla_fsdp.resolve_xla import resolve
 
         count = str(options.devices[0])

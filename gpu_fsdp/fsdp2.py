@@ -17,8 +17,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from gpu_fsdp.backend import OUTER, SHARD, GpuBackend
 from gpu_fsdp.devices import Device
+from gpu_fsdp.gpu_backend import OUTER, SHARD, GpuBackend
 from gpu_fsdp.loss_scale import LossScale
 from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name

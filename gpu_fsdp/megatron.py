@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gpu_fsdp import megatron_private
-from gpu_fsdp.backend import OUTER, SHARD, GpuBackend
 from gpu_fsdp.devices import Device
+from gpu_fsdp.gpu_backend import OUTER, SHARD, GpuBackend
 from gpu_fsdp.initial_values import InitialValues
 from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import run_vit_training
 from training import step as step_module
-from xla_fsdp.backend import XlaBackend
+from xla_fsdp.xla_backend import XlaBackend
 
 BAD = {
     int(step): what

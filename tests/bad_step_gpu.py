@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import run_vit_training
 from gpu_fsdp import devices, resolve_gpu
-from gpu_fsdp.backend import GpuBackend
+from gpu_fsdp.gpu_backend import GpuBackend
 from tests.megatron_on_cpu import without_cuda
 from training import step as step_module
 

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         without_cuda()
     import run_vit_training
     from gpu_fsdp import resolve_gpu
-    from gpu_fsdp.backend import GpuBackend
+    from gpu_fsdp.gpu_backend import GpuBackend
     from training import step
 
     resolve_gpu.check_megatron_runs_here = lambda: None

@@ -19,8 +19,8 @@ from models.registry import open_model
 from models.spec import ModelSpec
 from tests.scan_on_xla import scanned
 from training.self_check.content import FirstWeights
+from xla_fsdp.around_blocks import compute_in_bf16
 from xla_fsdp.attention import flash
-from xla_fsdp.blocks import compute_in_bf16
 
 SMALL = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 48, "num_heads": 2,
          "num_classes": 7}  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 
 from tests.resolved import on_xla
 from training.step import shard_and_optimize
-from xla_fsdp.launch import launch
+from xla_fsdp.launch_xla import launch
 
 
 def measure(run, backend) -> None:

@@ -17,7 +17,7 @@ from tests.cli import TINY_MODEL, train_tiny
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
 from training.checkpoints.reader import read_saved_run
-from training.preprocessing import with_preprocessing
+from training.weights_preprocessing import with_preprocessing
 
 NAME = "vit_tiny_patch16_224"
 

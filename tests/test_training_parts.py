@@ -23,7 +23,7 @@ from training.plots import plot_curves
 from training.prefetch import prefetch
 from training.reports import Interval, Reports
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
-from xla_fsdp.chips import peak_of
+from xla_fsdp.tpu_chips import peak_of
 
 # -- shards ---------------------------------------------------------------------------
 

@@ -33,7 +33,6 @@ from training.evaluation import evaluate
 from training.fingerprint import check_alike
 from training.flag_rules import from_values
 from training.mesh import Mesh
-from training.preprocessing import with_preprocessing, with_preprocessing_of_file
 from training.resolve import Run, model_of, resolve_model
 from training.start import choose_checkpoint
 from training.validation import (
@@ -43,6 +42,7 @@ from training.validation import (
     wanted_images,
 )
 from training.weights import Weights, find_weights
+from training.weights_preprocessing import with_preprocessing, with_preprocessing_of_file
 
 _TOP = 5
 _BATCH_SIZE = 32

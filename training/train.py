@@ -28,7 +28,6 @@ from training.evaluation import Evaluations
 from training.fingerprint import check_alike, versions
 from training.loop import Trainer
 from training.metrics import METRICS_FILE, evaluations, read_metrics
-from training.preprocessing import with_preprocessing
 from training.processes import failing_together
 from training.profiling import PROFILE_DIR, StepProfiler
 from training.reports import Reports
@@ -55,6 +54,7 @@ from training.validation import (
     wanted_images,
 )
 from training.watchdog import Watchdog
+from training.weights_preprocessing import with_preprocessing
 
 
 @dataclass

@@ -18,7 +18,6 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.attention.flash import use_flash
-from xla_fsdp.backend import XlaBackend
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import (
     FLAT_PARAMETER,
@@ -31,6 +30,7 @@ from xla_fsdp.torch_xla_private import (
     sharded_parameters,
     without_wrappers,
 )
+from xla_fsdp.xla_backend import XlaBackend
 
 
 class NestedBackend(XlaBackend):

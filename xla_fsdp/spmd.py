@@ -19,9 +19,8 @@ from torch import nn
 from data.loader import Batch
 from training.mesh import Axes, Spec
 from training.shards import Chunk, ShardedTensor
+from xla_fsdp.around_blocks import after_forward
 from xla_fsdp.attention.flash import BatchShards, use_flash
-from xla_fsdp.backend import XlaBackend
-from xla_fsdp.blocks import after_forward
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
 from xla_fsdp.sharding.hosts import in_global_batch, local_groups
@@ -31,6 +30,7 @@ from xla_fsdp.sharding.plain_names import device_part, is_stacked, plain_values
 from xla_fsdp.sharding.root import compute_with_whole
 from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS, Marks, is_packed, shard_block
 from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
+from xla_fsdp.xla_backend import XlaBackend
 
 
 class SpmdBackend(XlaBackend):

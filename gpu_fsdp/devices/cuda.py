@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gpu_fsdp import chips
+from gpu_fsdp import nvidia_gpus
 
 
 class Cuda:
@@ -97,4 +97,4 @@ class Cuda:
         }
 
     def peak_flops(self, kind: str) -> float | None:
-        return chips.peak_of(self.name, kind)
+        return nvidia_gpus.peak_of(self.name, kind)

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from benchmarks.gpu_step_child import own_step, random_batches
-from gpu_fsdp.launch import launch
+from gpu_fsdp.launch_gpu import launch
 from gpu_fsdp.resolve_gpu import GpuRun
 from tests.cli import TINY_MODEL, TINY_RUN
 from tests.resolved import on_gpus

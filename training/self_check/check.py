@@ -13,7 +13,6 @@ from training.backend import Backend
 from training.checkpoints.reader import reason_of
 from training.errors import SelfCheckFailed, UsageError
 from training.fingerprint import check_alike
-from training.preprocessing import with_preprocessing
 from training.resolve import Run
 from training.self_check.compare import Tolerances, apart
 from training.self_check.content import UPDATES, FirstWeights
@@ -25,6 +24,7 @@ from training.self_check.table import Table
 from training.self_check.updates import EQUAL, Devices, check_rows, check_scalars, check_states
 from training.validation import bad_data_is_the_users, wanted_images
 from training.watchdog import Watchdog
+from training.weights_preprocessing import with_preprocessing
 
 _SILENT_S = 600.0
 """Without ``--step_timeout_s``, what a line of the table may take before it counts as a hang."""

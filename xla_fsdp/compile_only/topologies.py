@@ -1,6 +1,6 @@
 """TPU slices by the names that libtpu gives them, and what their chips can do.
 
-Sources: Google Cloud's page of each generation (bf16 FLOP/s: ``xla_fsdp.chips``; HBM bandwidth;
+Sources: Google Cloud's page of each generation (bf16 FLOP/s: ``xla_fsdp.tpu_chips``; HBM bandwidth;
 interconnect bandwidth a chip, of which the figure here is one direction; data center network, DCN,
 a chip: v5p 50 Gbit/s, v5e and v6e by pod, 6.4 and 25.6 Tbit/s for 256 chips; v4's page gives none,
 v5p's is taken). ``hbm_bytes`` is what
@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 from training.errors import UsageError
-from xla_fsdp.chips import peak_of
+from xla_fsdp.tpu_chips import peak_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Chip:
     """One generation of chips; bandwidths are in bytes/s."""
 
     kind: str
-    """Its name in ``xla_fsdp.chips``."""
+    """Its name in ``xla_fsdp.tpu_chips``."""
     dimensions: int
     hbm_bytes: int
     hbm_bandwidth: float

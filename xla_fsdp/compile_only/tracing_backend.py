@@ -10,11 +10,11 @@ from torch import nn
 from data.loader import Batch
 from training.backend import InitializeModule
 from training.mesh import Spec
-from xla_fsdp.backend import XlaBackend
 from xla_fsdp.compile_only.recorder import Recorder
 from xla_fsdp.nested import NestedBackend
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.spmd import SpmdBackend
+from xla_fsdp.xla_backend import XlaBackend
 
 
 class TracingBackend(XlaBackend):

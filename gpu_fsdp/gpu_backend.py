@@ -13,8 +13,8 @@ from torch import nn
 
 from data.loader import Batch
 from gpu_fsdp import adamw, te_block
-from gpu_fsdp.blocks import checkpoint_activations, compile_block
 from gpu_fsdp.devices import Device
+from gpu_fsdp.recomputation import checkpoint_activations, compile_block
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
 from training.backend import InitializeModule, State, pass_seed
 from training.skipped_steps import count_skipped, no_counts, not_finite

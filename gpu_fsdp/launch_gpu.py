@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from gpu_fsdp import devices, megatron_private
-from gpu_fsdp.backend import GpuBackend
 from gpu_fsdp.devices import Device
+from gpu_fsdp.gpu_backend import GpuBackend
 from gpu_fsdp.resolve_gpu import GpuRun
 from models import timm_private
 from training import joining, versions

@@ -21,8 +21,8 @@ from models.meta import fill_buffers
 from training.backend import InitializeModule, State, pass_seed
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stopping import largest_of_all
-from xla_fsdp import chips
-from xla_fsdp.blocks import break_graph_every, compute_in_bf16
+from xla_fsdp import tpu_chips
+from xla_fsdp.around_blocks import break_graph_every, compute_in_bf16
 from xla_fsdp.memory import DeviceMemory
 from xla_fsdp.optimizer import build_adamw, set_lr, step_unless
 from xla_fsdp.resolve_xla import XlaRun
@@ -239,7 +239,7 @@ class XlaBackend(abc.ABC):
         return torch.finfo(torch.bfloat16 if lower else torch.float32).eps / 2
 
     def peak_flops(self) -> float | None:
-        return chips.peak_flops()
+        return tpu_chips.peak_flops()
 
     def _describe_common(self) -> str:
         breaks = []
