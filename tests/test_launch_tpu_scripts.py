@@ -1,8 +1,10 @@
 """launch/setup_pod.sh and queued_resource.sh over the stand-in for gcloud; launch/gke.yaml."""
 
+import ast
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -223,3 +225,34 @@ def test_gcloud_accepts_what_setup_pod_passes(tmp_path):
     call = f"gcloud compute tpus tpu-vm scp {tmp_path}/archive pod: --worker=0 --quiet"
     flags = "--zone=us-central1-a --project=p --internal-ip"
     gcloud_accepts(f"{call} {flags}".split(), tmp_path / "config")
+
+
+# -- what is shipped ------------------------------------------------------------------
+
+
+def shipped():
+    """By the file that says so, what goes to other machines."""
+    found = {}
+    for name in ("Dockerfile.tpu", "Dockerfile.gpu"):
+        text = (ROOT / "launch" / name).read_text()
+        lines = re.findall(r"^COPY (.*) \S+$", text, re.M)
+        found[name] = {word for line in lines for word in line.split()}
+        let_in = (ROOT / "launch" / f"{name}.dockerignore").read_text()
+        assert set(re.findall(r"^!(.*)$", let_in, re.M)) == found[name]
+    (files,) = re.findall(r"^files=\((.*)\)$", SETUP.read_text(), re.M)
+    return found | {"setup_pod.sh": set(files.split())}
+
+
+@pytest.mark.parametrize("where", ["Dockerfile.tpu", "Dockerfile.gpu", "setup_pod.sh"])
+def test_what_is_shipped_imports_nothing_that_is_not(where):
+    names = shipped()[where]
+    assert {"run_vit_training.py", "recipes"} <= names
+    sources = [path for name in names for path in [ROOT / name, *(ROOT / name).rglob("*.py")]]
+    for path in (path for path in sources if path.suffix == ".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                imported = [node.module]
+            for name in (module.split(".")[0] for module in imported):
+                ours = (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file()
+                assert not ours or {name, f"{name}.py"} & names, (path, name)

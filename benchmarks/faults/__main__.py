@@ -59,7 +59,8 @@ FAULTS = {
 }
 # What the results depend on.
 CODE = (
-    "run_vit_training.py training models data xla_fsdp gpu_fsdp launch benchmarks/faults "
+    "run_vit_training.py config_fields.py training models data xla_fsdp gpu_fsdp launch "
+    "benchmarks/faults "
     "tests/cli.py tests/fault_at_step.py tests/megatron_on_cpu.py"
 ).split()
 Job = tuple[str, str, int]

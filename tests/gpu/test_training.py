@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from gpu_fsdp import nvidia_gpus
 from tests.cli import DIGITS, run_program, train_tiny_gpu
 from tests.gpu.helpers import need_form
 
