@@ -22,7 +22,7 @@ def allocate(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         if not any(each.is_meta for each in own):
             continue
         part.to_empty(device="cpu", recurse=False)
-        _set_buffers(part, lambda values: values)
+        fill_own_buffers(part)
         yield full_name, part
 
 
@@ -34,7 +34,7 @@ def fill_buffers(
     ``send`` moves one to where it is used. Parameters are left alone, wherever they are.
     """
     for part in module.modules():
-        _set_buffers(part, send)
+        fill_own_buffers(part, send)
 
 
 def cast_buffers(block: nn.Module, dtype: torch.dtype) -> None:
@@ -62,7 +62,10 @@ def check_buffers(model: nn.Module) -> None:
             raise ModelError(f"{name} has buffers and no function that computes them")
 
 
-def _set_buffers(part: nn.Module, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def fill_own_buffers(
+    part: nn.Module, send: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
+) -> None:
+    """``fill_buffers`` for those of one module, without the modules below it."""
     if next(part.buffers(recurse=False), None) is not None:
         for key, values in computed_buffers(part).items():
             part._buffers[key] = send(values)

@@ -21,8 +21,8 @@ _FREE = ("weight_init", "fix_init", "head_init_scale")
 class ModelSizes:
     """Sizes of a model, in the units of timm's arguments."""
 
-    input_shape: tuple[int, int, int]
-    """Channels, height and width of an image, in pixels."""
+    input_shape: tuple[int, ...]
+    """Channels, then height and width of an image in pixels; of a volume its depth before them."""
     num_classes: int
     num_patches: int
     num_tokens: int

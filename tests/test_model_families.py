@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 
+from models.meta import cast_buffers, fill_buffers
 from models.registry import ModelError, list_models, open_model
 from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS
 
@@ -100,6 +101,28 @@ def test_every_parameter_has_a_value_and_a_gradient(family, uninitialized_memory
     assert logits.shape == (2, 7)
     logits.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name.startswith(("EVA", "R", "D"))]
+)
+def test_buffers_are_timms(family):
+    """Those that no state dict holds: computed with the weights, or alone for other devices."""
+    expected = dict(timms(family, dynamic_img_size=False).named_buffers())
+    spec = small(family)
+    elsewhere = spec.build().to(torch.bfloat16).to_empty(device="cpu")
+    fill_buffers(elsewhere)
+    for found in (initialize(spec), elsewhere):
+        buffers = dict(found.named_buffers())
+        assert buffers.keys() == expected.keys()
+        for name, values in buffers.items():
+            torch.testing.assert_close(values, expected[name], rtol=0, atol=0)
+    assert elsewhere.blocks[0].attn.proj.weight.dtype == torch.bfloat16
+    sent = []
+    fill_buffers(elsewhere, lambda values: sent.append(values) or values)
+    assert len(sent) == len(expected)
+    cast_buffers(elsewhere.blocks[0], torch.bfloat16)
+    assert {b.dtype for b in elsewhere.blocks[0].buffers()} <= {torch.bfloat16}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
