@@ -1,4 +1,4 @@
-"""scikit-learn's bundled handwritten digits: real images, no download.
+"""The source of scikit-learn's bundled handwritten digits: real images, no download.
 
 1,797 grey 8x8 images of the UCI Optical Recognition of Handwritten Digits set
 (E. Alpaydin, C. Kaynak, 1998), shipped inside scikit-learn: four fifths for training, one fifth

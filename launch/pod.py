@@ -20,7 +20,7 @@ _LONGEST_LINE = 65536
 """The bytes after which what comes without an end is divided."""
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")  # a last \r may be half of \r\n
 _BAR_SECONDS = 10.0
-"""Of a progress bar, which ends its lines with \\r, a line in so many seconds is shown."""
+"""The seconds in which one line of a progress bar, which ends its lines with \\r, is shown."""
 _CLIENT_SECONDS = 15.0
 """The seconds that a client has to tell that its program was killed; then the connection is given
 up."""

@@ -1,1 +1,1 @@
-"""Everything the backends share: arguments, the one loop, metrics, checkpoints."""
+"""Everything that the backends share: flags, mesh, step, loop, reports, checkpoints."""
