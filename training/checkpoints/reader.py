@@ -72,7 +72,7 @@ def named_files(path: Path) -> set[str]:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads as DCP's file reader does, but no metadata that run code (PyTorch 2.9 unpickles any)."""
+    """Reads as DCP's file reader does, but no metadata that run code; PyTorch 2.9 unpickles any."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(Path(self.path))
