@@ -73,7 +73,7 @@ def test_figures(name, chips, request):
     assert found["parameters"] == parameters
     assert found["chips"] == found["devices"] == chips
     images = BATCH * 3 * SIDE**2 * 4
-    expected = (12 * parameters + images) / chips  # fp32 values, AdamW's two, all of it cut
+    expected = (12 * parameters + images) / chips  # fp32 values, AdamW's two, all of it sharded
     assert found["argument_bytes"] == pytest.approx(expected, rel=0.02)
     assert found["state_bytes"] == pytest.approx(12 * parameters / chips, rel=0.02)
     assert found["flops_per_chip"] == pytest.approx(step_flops() / chips, rel=0.05)
@@ -140,7 +140,7 @@ def test_accumulation(v5p):
     assert found["fits"]
     assert (found["graphs"], found["distinct_graphs"]) == (2, 2)
     assert found["flops_per_chip"] == pytest.approx(v5p["flops_per_chip"], rel=0.001)
-    # In the last graph the state and the gradients so far, all of it cut, and a micro-batch.
+    # In the last graph the state and the gradients so far, all sharded, and a micro-batch.
     expected = (16 * parameters + images / 2) / 4
     assert found["argument_bytes"] == pytest.approx(expected, rel=0.02)
     assert found["state_bytes"] == v5p["state_bytes"]

@@ -1,4 +1,4 @@
-"""The GPU backend with FSDP2 on the CPU, under torchrun: however it is cut, the same training."""
+"""FSDP2 on the CPU, under torchrun: however the model is sharded, the same training."""
 
 import pytest
 
