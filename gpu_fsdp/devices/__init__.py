@@ -1,4 +1,4 @@
-"""The devices that this backend runs on; docs/design.md says how another one is added."""
+"""The devices that this backend runs on; docs/contributing.md says how another one is added."""
 
 from __future__ import annotations
 
