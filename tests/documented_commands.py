@@ -71,8 +71,8 @@ def one_line(typed: str) -> str:
     return " ".join(filter(None, lines))
 
 
-_OF_OTHERS = re.compile(r"torch_xla/|(proctrack|select|preempt|task)/")
-"""Files of torch_xla, and Slurm's names of its plugins."""
+_OF_OTHERS = re.compile(r"torch_xla/|timm/|(proctrack|select|preempt|task)/")
+"""Files of torch_xla, names of timm's models, and Slurm's names of its plugins."""
 
 
 def flags_and_paths() -> tuple[set[str], set[str]]:
