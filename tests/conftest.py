@@ -1,3 +1,4 @@
+import shutil
 import signal
 
 import pytest
@@ -6,6 +7,7 @@ from data.digits import write_digits
 from tests.cli import DIGITS
 from tests.pod_stand_in import StandIn
 from tests.rehearsed import Rehearsal
+from tests.short_runs import train_ten_steps
 
 # Begun in a shell's background or by nohup, pytest would hand down that these are ignored, and
 # a shell script cannot trap what it was born to ignore.
@@ -44,3 +46,15 @@ def slice_of(tmp_path):
     yield make
     for rehearsal in made:
         rehearsal.close()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of a few seconds, with checkpoints of steps 5 and 10."""
+    return train_ten_steps(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of that run's folder, to be spoiled."""
+    return shutil.copytree(trained.ckpt_dir, tmp_path / "run")

@@ -19,20 +19,9 @@ from tests.cli import (
     environment,
     warm_python,
 )
-from tests.short_runs import QUICK, program, train_ten_steps
+from tests.short_runs import QUICK, program
 from tests.test_checkpoints import left
 from tests.test_launch_gpu import free_port
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Steps 5 and 10 of 10."""
-    return train_ten_steps(tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    return shutil.copytree(trained.ckpt_dir, tmp_path / "run")
 
 
 def processes(*each, timeout=120, prefix=()):

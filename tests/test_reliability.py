@@ -26,20 +26,8 @@ from tests.cli import (
     train_tiny_gpu,
     warm_python,
 )
-from tests.short_runs import QUICK, mistake, program, train_ten_steps
+from tests.short_runs import QUICK, mistake, program
 from tests.test_checkpoints import HOLD, flip, left, truncate
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Steps 5 and 10 of 10."""
-    return train_ten_steps(tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    return shutil.copytree(trained.ckpt_dir, tmp_path / "run")
-
 
 # -- checkpoints ----------------------------------------------------------------------
 

@@ -174,78 +174,55 @@ def flash_forward(
     )
 
 
-def flash_query_gradient(
+def flash_query_gradient(*, block: int, **given: Any) -> Any:
+    """Return q's gradient, for the output's gradient ``grad``; see ``_for_backward``."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    gradient, _ = pallas._flash_attention_bwd_dq(**_for_backward(block=block, **given))
+    return gradient
+
+
+def flash_key_gradients(*, block: int, **given: Any) -> tuple[Any, Any]:
+    """Return the gradients of k and of v, for the output's gradient; see ``_for_backward``."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    return pallas._flash_attention_bwd_dkv(**_for_backward(block=block, **given), block_q=block)
+
+
+def _for_backward(
+    *,
     q: Any,
     k: Any,
     v: Any,
     ids: Sequence[Any],
-    *,
     sums: Any,
     largest: Any,
     grad: Any,
     inner: Any,
     scale: float,
     block: int,
-) -> Any:
-    """Return q's gradient, for the output's gradient ``grad``.
+) -> dict[str, Any]:
+    """The arguments that both of Pallas' backward functions take.
 
     ``inner`` is the sum over each row of the output times its gradient.
     """
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
-    gradient, _ = pallas._flash_attention_bwd_dq(
-        q,
-        k,
-        v,
-        ab=None,
-        segment_ids=pallas.SegmentIds(*ids) if ids else None,
-        l=sums,
-        m=largest,
-        do=grad,
-        di=inner,
-        block_q_major=block,
-        block_k_major=block,
-        block_k=block,
-        sm_scale=scale,
-        causal=False,
-        mask_value=pallas.DEFAULT_MASK_VALUE,
-        debug=False,
-    )
-    return gradient
-
-
-def flash_key_gradients(
-    q: Any,
-    k: Any,
-    v: Any,
-    ids: Sequence[Any],
-    *,
-    sums: Any,
-    largest: Any,
-    grad: Any,
-    inner: Any,
-    scale: float,
-    block: int,
-) -> tuple[Any, Any]:
-    """Return the gradients of k and of v; the arguments are those of ``flash_query_gradient``."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
-
-    return pallas._flash_attention_bwd_dkv(
-        q,
-        k,
-        v,
-        ab=None,
-        segment_ids=pallas.SegmentIds(*ids) if ids else None,
-        l=sums,
-        m=largest,
-        do=grad,
-        di=inner,
-        block_q_major=block,
-        block_q=block,
-        block_k_major=block,
-        block_k=block,
-        sm_scale=scale,
-        causal=False,
-        mask_value=pallas.DEFAULT_MASK_VALUE,
-        debug=False,
-    )
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "ab": None,
+        "segment_ids": pallas.SegmentIds(*ids) if ids else None,
+        "l": sums,
+        "m": largest,
+        "do": grad,
+        "di": inner,
+        "block_q_major": block,
+        "block_k_major": block,
+        "block_k": block,
+        "sm_scale": scale,
+        "causal": False,
+        "mask_value": pallas.DEFAULT_MASK_VALUE,
+        "debug": False,
+    }

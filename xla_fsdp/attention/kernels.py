@@ -125,28 +125,21 @@ def query_gradient_function(s: Shape, scale: float) -> Callable:
     ``rest`` ends with sums, largest scores, the gradient of the output, and the sum of it times the
     output over each row.
     """
-
-    def query_gradient(q, k, v, *rest):
-        *ids, sums, largest, grad, inner = rest
-        return jax_private.flash_query_gradient(
-            q, k, v, ids, sums=sums, largest=largest, grad=grad, inner=inner,
-            scale=scale, block=s.block,
-        )  # fmt: skip
-
-    return query_gradient
+    return _of_backward(jax_private.flash_query_gradient, s, scale)
 
 
 def key_gradients_function(s: Shape, scale: float) -> Callable:
     """Return a function of the same arguments -> the gradients of k and of v."""
+    return _of_backward(jax_private.flash_key_gradients, s, scale)
 
-    def key_gradients(q, k, v, *rest):
+
+def _of_backward(kernel: Callable, s: Shape, scale: float) -> Callable:
+    def gradient(q, k, v, *rest):
         *ids, sums, largest, grad, inner = rest
-        return jax_private.flash_key_gradients(
-            q, k, v, ids, sums=sums, largest=largest, grad=grad, inner=inner,
-            scale=scale, block=s.block,
-        )  # fmt: skip
+        given = {"q": q, "k": k, "v": v, "ids": ids, "sums": sums, "largest": largest}
+        return kernel(**given, grad=grad, inner=inner, scale=scale, block=s.block)
 
-    return key_gradients
+    return gradient
 
 
 # -- what is called: the same, with those statistics repeated over LANES, and wide ids -------
