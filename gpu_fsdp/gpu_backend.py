@@ -113,9 +113,12 @@ class GpuBackend(abc.ABC):
         self, *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         self._optimizer = torch.optim.AdamW(
-            self._locals.values(), betas=betas, eps=eps, weight_decay=weight_decay,
+            self._locals.values(),
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
             fused=self._device.fused_adamw,
-        )  # fmt: skip
+        )
         for part in self._locals.values():
             self._optimizer.state[part] = {
                 "step": torch.zeros((), device=part.device),
@@ -241,8 +244,11 @@ class GpuBackend(abc.ABC):
             f"activation checkpointing {sharding.grad_ckpt}",
             f"{own.block} blocks" + (f" in FP8 ({own.fp8})" if own.fp8 != "none" else ""),
         ]
-        flags = {"torch.compile": own.compile, "channels last": own.channels_last,
-                 "CPU offload": own.cpu_offload}  # fmt: skip
+        flags = {
+            "torch.compile": own.compile,
+            "channels last": own.channels_last,
+            "CPU offload": own.cpu_offload,
+        }
         return "GPU: " + ", ".join(parts + [name for name, on in flags.items() if on])
 
     def counters(self) -> dict[str, int]:

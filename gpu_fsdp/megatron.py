@@ -70,8 +70,11 @@ class MegatronBackend(GpuBackend):
         dtype = DTYPES[self._sharding.precision]
         model.to(dtype)
         fill = functools.partial(self._fill, initial)
-        owners = [(name, part) for name, part in model.named_modules()
-                  if next(part.parameters(recurse=False), None) is not None]  # fmt: skip
+        owners = [
+            (name, part)
+            for name, part in model.named_modules()
+            if next(part.parameters(recurse=False), None) is not None
+        ]
         for name, part in owners:
             if self._meta_init:  # the package calls it once it has given the part memory
                 part.reset_parameters = functools.partial(fill, name, part)

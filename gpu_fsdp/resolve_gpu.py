@@ -81,9 +81,10 @@ def _mesh(config: RunConfig, own: GpuConfig) -> Mesh:
     if own.zero_dp_strategy == 0 and own.fsdp == "fsdp2":
         return Mesh(dcn=size)
     return make_mesh(
-        config.sharding, size,
+        config.sharding,
+        size,
         "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
-    )  # fmt: skip
+    )
 
 
 def _check_devices() -> None:
@@ -133,12 +134,16 @@ def check_megatron_runs_here() -> None:
             warnings.simplefilter("ignore")
             import megatron_fsdp  # noqa: F401
     except ImportError:
-        raise UsageError("--fsdp megatron needs the package megatron-fsdp: python3 -m pip install "
-                         "-r requirements-gpu.txt, or use --fsdp fsdp2") from None  # fmt: skip
+        raise UsageError(
+            "--fsdp megatron needs the package megatron-fsdp: python3 -m pip install "
+            "-r requirements-gpu.txt, or use --fsdp fsdp2"
+        ) from None
     except (OSError, RuntimeError, AssertionError) as error:  # it imports TransformerEngine
         reason = str(error).splitlines()[0]
-        raise UsageError("--fsdp megatron: TransformerEngine is installed but broken "
-                         f"({reason}): repair or uninstall it") from None  # fmt: skip
+        raise UsageError(
+            "--fsdp megatron: TransformerEngine is installed but broken "
+            f"({reason}): repair or uninstall it"
+        ) from None
 
 
 def _check_precision(config: RunConfig, own: GpuConfig, mesh: Mesh) -> None:

@@ -60,16 +60,23 @@ def _settings(block: nn.Module) -> Made:
 
 PLAIN_BLOCK: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"), ("width",)),
-    "attn.qkv.weight": ("heads", "width"), "attn.qkv.bias": ("heads",),
+    "attn.qkv.weight": ("heads", "width"),
+    "attn.qkv.bias": ("heads",),
     **dict.fromkeys(("attn.q_norm.weight", "attn.q_norm.bias"), ("head",)),
     **dict.fromkeys(("attn.k_norm.weight", "attn.k_norm.bias"), ("head",)),
-    "attn.norm.weight": ("heads",), "attn.norm.bias": ("heads",),
-    "attn.proj.weight": ("width", "heads"), "attn.proj.bias": ("width",),
-    "mlp.fc1.weight": ("hidden", "width"), "mlp.fc1.bias": ("hidden",),
-    "mlp.norm.weight": ("hidden",), "mlp.norm.bias": ("hidden",),
-    "mlp.fc2.weight": ("width", "hidden"), "mlp.fc2.bias": ("width",),
-    "ls1.gamma": ("width",), "ls2.gamma": ("width",),
-}  # fmt: skip
+    "attn.norm.weight": ("heads",),
+    "attn.norm.bias": ("heads",),
+    "attn.proj.weight": ("width", "heads"),
+    "attn.proj.bias": ("width",),
+    "mlp.fc1.weight": ("hidden", "width"),
+    "mlp.fc1.bias": ("hidden",),
+    "mlp.norm.weight": ("hidden",),
+    "mlp.norm.bias": ("hidden",),
+    "mlp.fc2.weight": ("width", "hidden"),
+    "mlp.fc2.bias": ("width",),
+    "ls1.gamma": ("width",),
+    "ls2.gamma": ("width",),
+}
 """What the dimensions of each parameter are. Those of qkv hold the heads of queries, then those
 of keys, then those of values."""
 

@@ -21,9 +21,13 @@ from models.timm_spec import TimmSpec, check_patches
 KINDS = (VisionTransformer, Eva)
 _MODULES = ("vision_transformer", "eva", "deit")
 """Files of timm that build models of these kinds, and hardly any others."""
-_EVAS = {"reg_tokens": "num_reg_tokens", "fc_norm": "use_fc_norm",
-         "pre_norm": "use_pre_transformer_norm", "scale_attn_norm": "scale_attn_inner",
-         "scale_mlp_norm": "scale_mlp"}  # fmt: skip
+_EVAS = {
+    "reg_tokens": "num_reg_tokens",
+    "fc_norm": "use_fc_norm",
+    "pre_norm": "use_pre_transformer_norm",
+    "scale_attn_norm": "scale_attn_inner",
+    "scale_mlp_norm": "scale_mlp",
+}
 """Eva's names of what is an argument of VisionTransformer, too."""
 _FIXED = {"dynamic_img_size": False, "dynamic_img_pad": False}
 """All images of a run have one size: for another one, XLA would compile another program."""
@@ -35,9 +39,11 @@ _PREPROCESSING = ("mean", "std", "crop_pct", "interpolation")
 def names() -> list[str]:
     """timm's names of such models, without "timm/". A few of them cannot be opened."""
     return sorted(
-        name for module in _MODULES for name in timm.list_models(module=module)
+        name
+        for module in _MODULES
+        for name in timm.list_models(module=module)
         if "distilled" not in name
-    )  # fmt: skip
+    )
 
 
 def knows(name: str) -> bool:

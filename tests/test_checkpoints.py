@@ -78,9 +78,14 @@ class OneWeight:
 def test_the_names_of_what_is_written(tmp_path):
     save_state(OneWeight(1.0, ["scale"]), tmp_path, {"step": torch.tensor(7)})
     assert set(read_metadata(tmp_path).state_dict_metadata) == {
-        "model.a.w", "optimizer.state.a.w.step", "optimizer.state.a.w.exp_avg",
-        "optimizer.state.a.w.exp_avg_sq", "training.step", "training.scale", "training.rng",
-    }  # fmt: skip
+        "model.a.w",
+        "optimizer.state.a.w.step",
+        "optimizer.state.a.w.exp_avg",
+        "optimizer.state.a.w.exp_avg_sq",
+        "training.step",
+        "training.scale",
+        "training.rng",
+    }
 
 
 def test_state_comes_back(tmp_path):

@@ -10,8 +10,14 @@ from models.meta import cast_buffers, fill_buffers
 from models.registry import ModelError, list_models, open_model
 from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS
 
-SMALL = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 48, "num_heads": 2,
-         "num_classes": 7}  # fmt: skip
+SMALL = {
+    "img_size": 32,
+    "patch_size": 8,
+    "depth": 3,
+    "embed_dim": 48,
+    "num_heads": 2,
+    "num_classes": 7,
+}
 
 FAMILIES = {
     "plain": "vit_base_patch16_224",

@@ -89,9 +89,13 @@ def check() -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-P", str(_START)],
-            env={**os.environ, **skip}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=_START_SECONDS, check=False,
-        )  # fmt: skip
+            env={**os.environ, **skip},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_START_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return  # the run itself will show what is wrong
     if done.returncode:

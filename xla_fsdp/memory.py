@@ -59,9 +59,12 @@ class _Libtpu:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_METRICS), str(os.getpid())],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                text=True, start_new_session=True,  # signals to the run's group are not for it
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # signals to the run's group are not for it
+            )
         except OSError:
             return
         threading.Thread(

@@ -27,9 +27,13 @@ def build_adamw(
     ``empty_like`` gives zeros laid out like a parameter, ``scalar`` a device scalar.
     """
     optimizer = torch.optim.AdamW(
-        list(parameters), betas=betas, eps=eps, weight_decay=weight_decay,
-        capturable=True, foreach=False,
-    )  # fmt: skip
+        list(parameters),
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        capturable=True,
+        foreach=False,
+    )
     set_lr(optimizer, 0.0, scalar)  # only now: the constructor would read a tensor back
     for group in optimizer.param_groups:
         for parameter in group["params"]:

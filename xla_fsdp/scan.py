@@ -51,8 +51,13 @@ class _Carried(Generic[T]):
     def flat(self) -> list[T]:
         """Return everything in the order of the fields, as XLA's loop carries it."""
         return [
-            self.number, *self.state, *self.inputs, *self.outputs, *self.constants, *self.seeds,
-        ]  # fmt: skip
+            self.number,
+            *self.state,
+            *self.inputs,
+            *self.outputs,
+            *self.constants,
+            *self.seeds,
+        ]
 
     def like(self, flat: Sequence[U]) -> _Carried[U]:
         """Return what is in the places of another loop's ``flat``, by field."""
@@ -88,9 +93,13 @@ class Scan:
     """
 
     def __init__(
-        self, body: Body, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
-        *, reverse: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        body: Body,
+        state: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        reverse: bool = False,
+    ) -> None:
         self._rounds = len(inputs[0])
         self._reverse = reverse
         self._body = _lower(body, state, inputs)
@@ -102,9 +111,11 @@ class Scan:
         return self._body.draws
 
     def __call__(
-        self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
+        self,
+        state: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         seeds: torch.Tensor | None = None,
-    ) -> tuple[Tensors, Tensors]:  # fmt: skip
+    ) -> tuple[Tensors, Tensors]:
         """Return the last state and the stacked outputs.
 
         ``seeds`` are int64 (rounds,), needed if it ``draws``.

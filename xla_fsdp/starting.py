@@ -104,8 +104,9 @@ def tell(group: str, waited_for: str, first: str, every: str) -> None:
             seconds = time.monotonic() - begin
             print(
                 f"waiting for the TPU runtime, {seconds:.0f} s so far: {waited_for}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
             pause = float(every)
 
 

@@ -133,9 +133,13 @@ class XlaBackend(abc.ABC):
         self, *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         self._optimizer = build_adamw(
-            self._named_parameters().values(), self._zeros_like, self._scalar,
-            betas=betas, eps=eps, weight_decay=weight_decay,
-        )  # fmt: skip
+            self._named_parameters().values(),
+            self._zeros_like,
+            self._scalar,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+        )
         self._skipped = self._constant(no_counts())
         # Views of a tensor that was never written to are stored apart where the graph breaks:
         # without this, the first step's graph would differ from all later ones.

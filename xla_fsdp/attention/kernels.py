@@ -64,8 +64,15 @@ def _operands(s: Shape, query: int, key: int) -> dict[str, _Operand]:
     }
 
 
-def _lower(s: Shape, trace: Callable, arguments: list[str], results: list[str], *,
-           products: int, key_axis: int) -> Kernel:  # fmt: skip
+def _lower(
+    s: Shape,
+    trace: Callable,
+    arguments: list[str],
+    results: list[str],
+    *,
+    products: int,
+    key_axis: int,
+) -> Kernel:
     """Lower JAX's function ``trace`` of arrays of these kinds to a kernel.
 
     It computes ``products`` matrix products of N x N; ``key_axis`` is the grid's axis of keys.

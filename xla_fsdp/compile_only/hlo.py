@@ -12,16 +12,40 @@ from collections import defaultdict
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 
-_WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4,
-           "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
+_WIDTHS = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
 _SHAPE = re.compile(r"\b(" + "|".join(_WIDTHS) + r")\[([\d,]*)\]((?:\{[^}]*\})?)")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?:^|[\s)}])([a-z][a-z\-]*)\(")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%([\w.\-]+)")
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call",
-         "conditional", "after-all", "partition-id", "replica-id"}  # fmt: skip
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "call",
+    "conditional",
+    "after-all",
+    "partition-id",
+    "replica-id",
+}
 _STREAMED = re.compile(r'"custom_call_config":.*"bytes_accessed":"?(\d+)')
 _IN_HBM = re.compile(r"S\([1-9]")  # any other memory space: vmem, smem, sync flags
 
@@ -111,8 +135,9 @@ def _parse(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
     return computations, entry
 
 
-def _runs(computations: dict[str, list[Instruction]], name: str, times: int = 1
-          ) -> Iterator[tuple[str, int]]:  # fmt: skip
+def _runs(
+    computations: dict[str, list[Instruction]], name: str, times: int = 1
+) -> Iterator[tuple[str, int]]:
     """Yield every computation of the schedule, not those inside fusions, and how often it runs."""
     yield name, times
     for each in computations[name]:

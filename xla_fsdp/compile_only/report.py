@@ -76,9 +76,13 @@ def make_report(
     """Put the graphs of a step together; ``model_flops`` are those of the whole slice."""
     chip, devices = topology.chip, topology.devices
     peak, largest, compiled = max(
-        ((graph.resident_bytes + graph.compiled.peak_bytes, graph, graph.compiled)
-         for graph in graphs if graph.compiled), key=lambda each: each[0],
-    )  # fmt: skip
+        (
+            (graph.resident_bytes + graph.compiled.peak_bytes, graph, graph.compiled)
+            for graph in graphs
+            if graph.compiled
+        ),
+        key=lambda each: each[0],
+    )
     fits = all(graph.traffic for graph in graphs) and peak <= compiled.capacity_bytes
     flops = sum(graph.runs * graph.flops for graph in graphs)
     compute_s = flops / devices / chip.peak_flops
@@ -92,22 +96,35 @@ def make_report(
         step_s = max(compute_s, hbm_s, collective_s, dcn_s)
         mfu = model_flops / devices / chip.peak_flops / step_s
     return Report(
-        topology=topology.name, slices=topology.slices, chips=topology.chips, devices=devices,
-        graphs=sum(graph.runs for graph in graphs), distinct_graphs=len(graphs),
-        fits=fits, peak_hbm_bytes=peak,
-        hbm_capacity_bytes=compiled.capacity_bytes, resident_bytes=largest.resident_bytes,
-        argument_bytes=compiled.argument_bytes, output_bytes=compiled.output_bytes,
+        topology=topology.name,
+        slices=topology.slices,
+        chips=topology.chips,
+        devices=devices,
+        graphs=sum(graph.runs for graph in graphs),
+        distinct_graphs=len(graphs),
+        fits=fits,
+        peak_hbm_bytes=peak,
+        hbm_capacity_bytes=compiled.capacity_bytes,
+        resident_bytes=largest.resident_bytes,
+        argument_bytes=compiled.argument_bytes,
+        output_bytes=compiled.output_bytes,
         temporary_bytes=compiled.temporary_bytes,
-        flops_per_chip=flops / topology.chips, model_flops=model_flops,
+        flops_per_chip=flops / topology.chips,
+        model_flops=model_flops,
         hbm_bytes=traffic.hbm_bytes if traffic else None,
         collective_bytes=dict(traffic.collective_bytes) if traffic else None,
         dcn_bytes=traffic.dcn_bytes if traffic else None,
         collectives=dict(traffic.collectives) if traffic else None,
         asynchronous_collectives=dict(traffic.asynchronous) if traffic else None,
-        compute_s=compute_s, hbm_s=hbm_s, collective_s=collective_s, dcn_s=dcn_s,
-        roofline_step_s=step_s, roofline_mfu=mfu,
-        compile_s=sum(graph.compiled.seconds for graph in graphs if graph.compiled), **facts,
-    )  # fmt: skip
+        compute_s=compute_s,
+        hbm_s=hbm_s,
+        collective_s=collective_s,
+        dcn_s=dcn_s,
+        roofline_step_s=step_s,
+        roofline_mfu=mfu,
+        compile_s=sum(graph.compiled.seconds for graph in graphs if graph.compiled),
+        **facts,
+    )
 
 
 def _total(graphs: list[CompiledGraph]) -> Traffic | None:
@@ -136,12 +153,23 @@ def as_table(report: Report) -> str:
     else:
         verdict = f"does not fit by {-to_spare:.1f} GB or more"
     rows = [
-        ("slice" if report.slices == 1 else f"{report.slices} slices",
-         f"{report.topology}, {report.chips} chip" + ("s" if report.chips > 1 else "")),
+        (
+            "slice" if report.slices == 1 else f"{report.slices} slices",
+            f"{report.topology}, {report.chips} chip" + ("s" if report.chips > 1 else ""),
+        ),
         ("model", f"{report.parameters:,} parameters, global batch {report.batch_size}"),
         ("sharding", report.sharding),
-        *([("graphs a step", f"{report.graphs}, {report.distinct_graphs} different; below, memory "
-            "of the largest, all else of the step")] if report.graphs > 1 else []),
+        *(
+            [
+                (
+                    "graphs a step",
+                    f"{report.graphs}, {report.distinct_graphs} different; below, memory "
+                    "of the largest, all else of the step",
+                )
+            ]
+            if report.graphs > 1
+            else []
+        ),
         ("verdict", verdict),
         ("HBM a chip, peak", f"{gib(report.peak_hbm_bytes)} of {gib(report.hbm_capacity_bytes)}"),
         ("  arguments", gib(report.argument_bytes)),
@@ -150,7 +178,7 @@ def as_table(report: Report) -> str:
         ("  temporaries", gib(report.temporary_bytes)),
         *([("  resident beside it", gib(report.resident_bytes))] if report.graphs > 1 else []),
         ("FLOPs a chip", f"{report.flops_per_chip:.3e}, at peak {report.compute_s * 1e3:.1f} ms"),
-    ]  # fmt: skip
+    ]
     if report.roofline_step_s is not None:
         assert report.hbm_s is not None
         assert report.collective_s is not None
@@ -179,10 +207,13 @@ def _collective_rows(report: Report) -> list[tuple[str, str]]:
     assert report.collectives is not None
     assert report.asynchronous_collectives is not None
     return [
-        (f"  {kind}", f"{size / _GIB:.2f} GiB in {report.collectives[kind]}, "
-         f"{report.asynchronous_collectives[kind]} asynchronous")
+        (
+            f"  {kind}",
+            f"{size / _GIB:.2f} GiB in {report.collectives[kind]}, "
+            f"{report.asynchronous_collectives[kind]} asynchronous",
+        )
         for kind, size in sorted(report.collective_bytes.items())
-    ]  # fmt: skip
+    ]
 
 
 def _dcn_rows(report: Report) -> list[tuple[str, str]]:

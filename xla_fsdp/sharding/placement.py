@@ -20,9 +20,11 @@ class Sharding(xs.ShardingSpec):
 
     def __post_init__(self) -> None:
         (
-            self._tile_assignment, self._group_assignment, self._replication_groups,
+            self._tile_assignment,
+            self._group_assignment,
+            self._replication_groups,
             self._sharding_type,
-        ) = op_sharding_arguments(self.mesh, self.partition_spec)  # fmt: skip
+        ) = op_sharding_arguments(self.mesh, self.partition_spec)
 
 
 def local_devices() -> set[int]:

@@ -43,11 +43,13 @@ def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
     """Return (..., 3, rows, ...) as (..., 3 * rows, ...): a chunk becomes one each of q, k, v."""
     before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
     chunks = [
-        Chunk((*c.offsets[:dim], i * rows + c.offsets[dim + 1], *c.offsets[dim + 2 :]),
-              c.data.select(dim, i))
+        Chunk(
+            (*c.offsets[:dim], i * rows + c.offsets[dim + 1], *c.offsets[dim + 2 :]),
+            c.data.select(dim, i),
+        )
         for c in value.chunks
         for i in range(count)
-    ]  # fmt: skip
+    ]
     return ShardedTensor((*before, count * rows, *after), value.dtype, chunks)
 
 
