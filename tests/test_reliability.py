@@ -27,7 +27,8 @@ from tests.cli import (
     warm_python,
 )
 from tests.short_runs import QUICK, mistake, program
-from tests.test_checkpoints import HOLD, flip, left, truncate
+from tests.test_checkpoints import flip, left, truncate
+from tests.test_folder_lock import HOLD
 
 # -- checkpoints ----------------------------------------------------------------------
 

@@ -1,0 +1,79 @@
+"""One job a folder: the lock, which goes with the process that holds it."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli import ROOT
+from training.checkpoints.lock import FolderLock, check_same_folder
+from training.errors import UsageError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from training.checkpoints.lock import FolderLock
+FolderLock(Path(sys.argv[1])).acquire(is_restart=False)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that has the lock."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(holder, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.checkpoints.lock._PATIENCE_S", 0.5)
+    lock = FolderLock(tmp_path)
+    with pytest.raises(UsageError, match=f"is in use by process {holder.pid} on .*: end that run"):
+        lock.acquire(is_restart=False)
+    holder.kill()
+    token = FolderLock(tmp_path).acquire(is_restart=False)
+    check_same_folder(tmp_path, token)
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_child_does_not_inherit_the_lock(tmp_path):
+    """Else loader processes that outlive a killed run for a moment would keep it."""
+    lock = FolderLock(tmp_path)
+    lock.acquire(is_restart=False)
+    if (child := os.fork()) == 0:
+        try:
+            FolderLock(tmp_path)._file = None
+            held = FolderLock(tmp_path)
+            held._file = os.open(tmp_path / ".lock", os.O_RDWR)
+            os._exit(int(held._try()))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lock.release()
+
+
+def test_a_file_system_without_locks_refuses_nothing(tmp_path, monkeypatch):
+    def lockf(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    FolderLock(tmp_path).acquire(is_restart=False)
+
+
+def test_another_folder_under_the_same_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.checkpoints.lock._VISIBLE_WITHIN_S", 0.0)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    token = FolderLock(tmp_path / "a").acquire(is_restart=False)
+    FolderLock(tmp_path / "b").acquire(is_restart=False)
+    for folder in (tmp_path / "b", tmp_path / "missing"):
+        with pytest.raises(UsageError, match="is not the folder that the first process sees"):
+            check_same_folder(folder, token)
