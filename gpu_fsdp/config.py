@@ -14,7 +14,7 @@ FP8_MULTIPLE = {"none": 1, "delayed": 16, "current": 16, "mxfp8": 32}
 
 
 def zero_strategy(text: str) -> int:
-    """An argparse type: Megatron-FSDP's sharding strategies, by number or name."""
+    """Read one of Megatron-FSDP's sharding strategies, by number or name."""
     if text in _ZERO_FLAGS:
         return _ZERO_FLAGS.index(text)
     if text in ("0", "1", "2", "3"):
@@ -23,7 +23,7 @@ def zero_strategy(text: str) -> int:
 
 
 def outer_strategy(text: str) -> int:
-    """An argparse type: the strategies that can shard over HSDP's groups, by number or name."""
+    """Read a strategy that can shard over HSDP's groups, by number or name."""
     strategy = zero_strategy(text)
     if strategy > 1:
         raise argparse.ArgumentTypeError(f"is 0 (no_shard) or 1 (optim), not {text}")
@@ -116,7 +116,7 @@ class GpuConfig:
     tf32: bool = flag(False, "allow TF32 in fp32 matrix products and convolutions")
 
     def shrunk(self) -> GpuConfig:
-        """The same for a model of a few blocks."""
+        """Return the same for a model of a few blocks."""
         return self
 
     @property

@@ -28,7 +28,7 @@ def world_size() -> int:
 
 
 def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
-    """The run that the flags ask for on the processes that torchrun has started.
+    """Return the run that the flags ask for on the processes that torchrun has started.
 
     Raises UsageError.
     """
@@ -56,7 +56,7 @@ def _resolve_form(own: GpuConfig) -> GpuConfig:
 
 
 def _zero_dp_strategy(config: RunConfig, own: GpuConfig) -> int:
-    """0 to 3, from ``--zero_dp_strategy`` or the flags of PyTorch/XLA's ViT-10B example for 0, 2.
+    """Return 0 to 3, by ``--zero_dp_strategy`` or the two older flags for 0 and 2.
 
     Raises UsageError where they contradict each other.
     """
@@ -76,7 +76,7 @@ def _zero_dp_strategy(config: RunConfig, own: GpuConfig) -> int:
 
 
 def _mesh(config: RunConfig, own: GpuConfig) -> Mesh:
-    """The mesh of a run. Without sharding FSDP2 has one of copies: it all-reduces gradients."""
+    """Return the mesh of a run; without sharding FSDP2 has copies, and all-reduces gradients."""
     size = world_size()
     if own.zero_dp_strategy == 0 and own.fsdp == "fsdp2":
         return Mesh(dcn=size)

@@ -14,7 +14,7 @@ Made = dict[str, Any]
 
 
 def blocks_differ(blocks: Sequence[nn.Module]) -> str | None:
-    """One line that names the first block that is not made or set like block 0, and how.
+    """Return a line that names the first block that is not made or set like block 0, and how.
 
     None if all compute the same with other weights, whatever their probabilities of drop path.
     """
@@ -23,7 +23,7 @@ def blocks_differ(blocks: Sequence[nn.Module]) -> str | None:
 
 
 def parameters_differ(blocks: Sequence[nn.Module]) -> str | None:
-    """The same for their classes and parameters alone."""
+    """Return the same for their classes and parameters alone."""
     return _first_difference(_made_of(blocks[0]), [_made_of(block) for block in blocks])
 
 
@@ -82,7 +82,7 @@ of keys, then those of values."""
 
 
 def why_not_plain(block: nn.Module) -> str | None:
-    """Why ``block`` is not timm's plain block, one line that begins with "its"; None if it is."""
+    """Return why ``block`` is not timm's plain one, in a line that begins with "its", or None."""
     if type(block) is not Block:
         return f"its blocks are of timm's {type(block).__name__}, not Block"
     if type(block.attn) is not Attention:
@@ -95,7 +95,7 @@ def why_not_plain(block: nn.Module) -> str | None:
 
 
 def why_no_transformer_engine(block: nn.Module) -> str | None:
-    """Why TransformerEngine's TransformerLayer does not compute what ``block`` does, or None.
+    """Return why TransformerEngine's layer does not compute what ``block`` does; None if it does.
 
     GELU and its tanh approximation, which is all that it has, count as the same.
     """

@@ -80,7 +80,7 @@ DEFAULT_MODEL = "vit_10b"
 
 
 def _own(name: str, help: str, **more):
-    """A flag for one of timm's arguments; None is the model's own value."""
+    """Return a flag for one of timm's arguments; None is the model's own value."""
     text = f"{help} (default: the model's; {DEFAULT_MODEL}: {getattr(_VIT_10B, name)!r})"
     return flag(None, text, **more)
 
@@ -175,7 +175,7 @@ class ModelConfig:
     )
 
     def overrides(self) -> dict[str, object]:
-        """What was given, by timm's names."""
+        """Return what was given, by timm's names."""
         return {
             each.name: getattr(self, each.name)
             for each in fields(self)

@@ -16,7 +16,7 @@ class ModelError(Exception):
     """
 
     def told(self, names: Mapping[str, str]) -> str:
-        """The line with each argument's name replaced by its entry in ``names``, if it has one."""
+        """Return the line with each argument's name replaced by its entry in ``names``, if any."""
         return _ARGUMENT.sub(lambda match: names.get(match[1], match[1]), self.args[0])
 
     def __str__(self) -> str:

@@ -65,7 +65,7 @@ def check_buffers(model: nn.Module) -> None:
 def fill_own_buffers(
     part: nn.Module, send: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
 ) -> None:
-    """``fill_buffers`` for those of one module, without the modules below it."""
+    """Do as ``fill_buffers`` for one module, without the modules below it."""
     if next(part.buffers(recurse=False), None) is not None:
         for key, values in computed_buffers(part).items():
             part._buffers[key] = send(values)

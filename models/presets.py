@@ -28,7 +28,7 @@ def knows(name: str) -> bool:
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
-    """The preset with ``overrides``, arguments of VisionTransformer, over its own.
+    """Return the preset with ``overrides``, arguments of VisionTransformer, over its own.
 
     Raises ModelError for an argument that a preset does not have, and for sizes that do not fit.
     """

@@ -43,7 +43,7 @@ class ListedModel:
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
-    """The model ``name`` with ``overrides`` (by timm's names of arguments) over its own settings.
+    """Return the model ``name`` with ``overrides``, by timm's names, over its own settings.
 
     Raises ModelError for a name that is unknown, a model that cannot be trained here, an argument
     that it does not take, and for arguments that do not go together.
@@ -56,7 +56,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
 
 
 def _unknown(name: str) -> str:
-    """One line that suggests the names that are most alike."""
+    """Return a line that suggests the names that are most alike."""
     known = list(_names())
     alike = [each for each in known if each.endswith(f"/{name}")]  # but for its family's prefix
     alike = alike or difflib.get_close_matches(name, known, _SUGGESTED, 0.5)
@@ -65,7 +65,7 @@ def _unknown(name: str) -> str:
 
 
 def list_models(pattern: str | None = None) -> list[ListedModel]:
-    """The models whose names match ``pattern``: a part of the name, or with * and ? the whole.
+    """List the models whose names match ``pattern``: a part of the name, or with * and ? the whole.
 
     A short list says how many parameters each has, or why it cannot be opened.
     """
@@ -96,6 +96,6 @@ def _names() -> Iterator[str]:
 
 
 def _family(name: str) -> tuple[str, Any]:
-    """The longest prefix that fits, with its module."""
+    """Return the longest prefix that fits, with its module."""
     prefix = max((each for each in FAMILIES if name.startswith(each)), key=len)
     return prefix, importlib.import_module(FAMILIES[prefix])

@@ -62,7 +62,7 @@ class ModelSpec(abc.ABC):
 
     @abc.abstractmethod
     def build(self) -> nn.Module:
-        """The model on the meta device, where it holds no weights yet, ready to train.
+        """Return the model on the meta device, where it holds no weights yet, ready to train.
 
         Maps images (batch, *sizes.input_shape) to logits (batch, classes).
         """
@@ -89,7 +89,7 @@ class ModelSpec(abc.ABC):
 
     @abc.abstractmethod
     def block_dimensions(self) -> dict[str, tuple[str, ...]]:
-        """For each parameter of a block, by its name there, what its dimensions are.
+        """Return what the dimensions of each parameter of a block are, by its name there.
 
         "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of
         the MLP). Empty where ``why_no_tensor_parallel`` has a reason.
@@ -97,27 +97,27 @@ class ModelSpec(abc.ABC):
 
     @abc.abstractmethod
     def why_no_tensor_parallel(self) -> str | None:
-        """Why blocks cannot compute with parts of their heads and MLP; None if they can."""
+        """Return why blocks cannot compute with parts of their heads and MLP; None if they can."""
 
     @abc.abstractmethod
     def why_no_transformer_engine(self) -> str | None:
-        """Why TransformerEngine's layer cannot stand for a block; None if it can."""
+        """Return why TransformerEngine's layer cannot stand for a block; None if it can."""
 
     @property
     def preprocessing(self) -> dict[str, Any] | None:
-        """mean, std, crop_pct and interpolation that the family's trained weights want, if any."""
+        """The mean, std, crop_pct and interpolation that trained weights want, if any."""
         return None
 
     # -- for all families -------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In another process the spec is made anew, of the same name and overrides."""
+        """Let another process make the spec anew, of the same name and overrides."""
         from models.registry import open_model
 
         return open_model, (self.name, self.overrides)
 
     def units(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The pieces to shard one after the other: each block, then the model around them."""
+        """Yield the pieces to shard one after the other: each block, then the model around them."""
         for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
             yield f"blocks.{index}", block
         yield "", model
@@ -141,14 +141,14 @@ class ModelSpec(abc.ABC):
         return train_flops_per_image(self.build(), self.sizes.input_shape)
 
     def why_blocks_differ(self) -> str | None:
-        """One line that says which blocks are not like the first; None if one loop can run all.
+        """Return a line that says which blocks are not like the first; None if one loop runs all.
 
         Other probabilities of drop path do not count.
         """
         return blocks_differ(list(self.meta.blocks))  # type: ignore[arg-type]
 
     def differs_from(self, before: Mapping[str, Any]) -> str | None:
-        """The first setting that is not as in ``before``, the settings of another spec.
+        """Return the first setting that is not as in ``before``, the settings of another spec.
 
         None if weights trained with those go on to mean the same here: dropout rates and first
         weights may be others. So may be what ``before`` does not have.

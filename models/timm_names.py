@@ -37,7 +37,7 @@ _PREPROCESSING = ("mean", "std", "crop_pct", "interpolation")
 
 
 def names() -> list[str]:
-    """timm's names of such models, without "timm/". A few of them cannot be opened."""
+    """Return timm's names of such models, without "timm/"; a few of them cannot be opened."""
     return sorted(
         name
         for module in _MODULES
@@ -47,12 +47,12 @@ def names() -> list[str]:
 
 
 def knows(name: str) -> bool:
-    """Whether timm has a model ``name``, of whatever kind; after a dot it may name weights."""
+    """Tell whether timm has a model ``name``, of whatever kind; after a dot it may name weights."""
     return timm.is_model(name)
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
-    """timm's model ``name`` with ``overrides`` over its own arguments.
+    """Return timm's model ``name`` with ``overrides`` over its own arguments.
 
     Raises ModelError if it is not a Vision Transformer made of blocks that are alike, does not
     take an argument, or if sizes do not fit.
@@ -75,14 +75,14 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
 
 
 def preprocessing_of(pretrained: Any) -> dict[str, Any] | None:
-    """What one of timm's ``PretrainedCfg`` says of how images are to be made; None without one."""
+    """Return what one of timm's ``PretrainedCfg`` says of preprocessing; None without one."""
     if pretrained is None:
         return None
     return {key: getattr(pretrained, key) for key in _PREPROCESSING}
 
 
 def _as_timm_has_it(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """timm's model on meta, and the arguments that it was made with.
+    """Return timm's model on meta, and the arguments that it was made with.
 
     Raises ModelError if it is not one that can be sharded block by block.
     """

@@ -43,7 +43,7 @@ SELF_INITIALIZED = (AttentionPoolLatent, AttentionPoolPrr, ResPostBlock)
 
 
 def taken_arguments(kind: type[nn.Module]) -> dict[str, Any]:
-    """The arguments that the constructor of ``kind`` takes, with their defaults.
+    """Return the arguments that the constructor of ``kind`` takes, with their defaults.
 
     Where the parameters lie, and in which dtype, is not the caller's to choose.
     """
@@ -84,12 +84,12 @@ def arguments_given_to(*kinds: type[nn.Module]) -> Iterator[dict[str, Any]]:
 
 
 def has_computed_buffers(part: nn.Module) -> bool:
-    """Whether the module computes its own buffers that no state dict holds, and can again."""
+    """Tell whether the module computes its own buffers that no state dict holds, and can again."""
     return hasattr(part, "init_non_persistent_buffers")
 
 
 def computed_buffers(part: nn.Module) -> dict[str, torch.Tensor]:
-    """The module's own buffers that no state dict holds, computed on the CPU, by name, in fp32.
+    """Compute the module's own buffers that no state dict holds, on the CPU, by name, in fp32.
 
     The module itself is left as it is: a twin with tensors of its own computes them.
     """
@@ -141,7 +141,7 @@ def put_blocks(model: nn.Module, blocks: nn.Module) -> None:
 def _eva_features(
     model: Eva, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False
 ) -> torch.Tensor:
-    """What ``Eva.forward_features`` computes without a mask, its loop over blocks left to them."""
+    """Compute what ``Eva.forward_features`` does without a mask, its loop left to the blocks."""
     assert attn_mask is None
     assert not is_causal
     x = model.patch_embed(x)

@@ -110,12 +110,12 @@ class TimmSpec(ModelSpec):
 
 
 def _kept(patches: int, drop_rate: float) -> int:
-    """As timm's PatchDropout counts."""
+    """Return how many patches are kept, as timm's PatchDropout counts."""
     return max(1, int(patches * (1.0 - drop_rate))) if drop_rate else patches
 
 
 def _hidden(block: nn.Module) -> int:
-    """What the last product of the MLP takes: behind a gate, half of what the first one gives."""
+    """Return the width that the MLP's last product takes: behind a gate, half of what there was."""
     for name, part in block.named_modules():
         if name.endswith("fc2"):
             return part.in_features
@@ -162,7 +162,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """A plain JSON value that tells the same: of a class its name."""
+    """Return a plain JSON value that tells the same: of a class its name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

@@ -86,7 +86,7 @@ def _model_of(run: SavedRun, asked: ModelConfig) -> ModelConfig:
 
 
 def _with_preprocessing(weights: Weights, run: Run) -> tuple[Weights, Run]:
-    """The run with the weights' preprocessing, and the weights with what is to be said of it."""
+    """Return the weights with what is to be said of their preprocessing, and the run with it."""
     if weights.run:
         return weights, with_preprocessing(run, weights.run)
     run, note = with_preprocessing_of_file(run, weights.path)
@@ -174,7 +174,7 @@ def _say_passed_over(found: FoundImages) -> None:
 def _top_classes(
     model: nn.Module, images: torch.Tensor, precision: str
 ) -> list[list[tuple[int, float]]]:
-    """For each image the likeliest classes and their probabilities, from the highest down."""
+    """Return each image's likeliest classes and their probabilities, from the highest down."""
     device = next(model.parameters()).device
     lower = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     with torch.autocast(device.type, dtype=lower, enabled=lower is not None):
@@ -187,7 +187,7 @@ def _top_classes(
 
 
 def _class_names(weights: Weights, data_dir: str, num_classes: int) -> list[str]:
-    """By label: from the checkpoint, else from ``data_dir``/train, else "class <label>"."""
+    """Return names by label: the checkpoint's, else ``data_dir``/train's, else "class <label>"."""
     known = weights.run.classes if weights.run else None
     names = class_folders(data_dir, "train") if known is None else known
     if len(names) > num_classes:  # the folder is another model's
@@ -200,7 +200,7 @@ def _class_names(weights: Weights, data_dir: str, num_classes: int) -> list[str]
 
 @bad_data_is_the_users()
 def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """The run with its data, and the body of every process. Raises UsageError."""
+    """Return the run with its data, and the body of every process. Raises UsageError."""
     weights, run = _with_preprocessing(weights, run)
     data = open_data(wanted_images(run, with_train=False))
     check_same_classes(weights.run.classes if weights.run else None, weights.path, data)

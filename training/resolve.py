@@ -36,7 +36,7 @@ class BackendConfig(Protocol):
         """Sizes of matrix products must be multiples of this."""
 
     def shrunk(self) -> Self:
-        """The same for a model of a few blocks."""
+        """Return the same for a model of a few blocks."""
 
 
 Own = TypeVar("Own", bound=BackendConfig)
@@ -64,11 +64,11 @@ class Run(Generic[Own]):
         return Path(self.config.checkpoints.ckpt_dir)
 
     def with_data(self, **changes: Any) -> Self:
-        """The same with other values in ``config.data``."""
+        """Return the same with other values in ``config.data``."""
         return replace(self, config=replace(self.config, data=replace(self.config.data, **changes)))
 
     def on(self, devices: int) -> Self:
-        """The same on as many devices as were found.
+        """Return the same on as many devices as were found.
 
         Raises UsageError if the flags do not go with them.
         """
@@ -84,7 +84,7 @@ MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).it
 
 
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
-    """The configuration with a model named, and that model. Raises UsageError."""
+    """Return the configuration with a model named, and that model. Raises UsageError."""
     named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
     model = model_of(named)
     _, height, width = model.sizes.input_shape
@@ -94,7 +94,7 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
 
 
 def model_of(config: ModelConfig) -> ModelSpec:
-    """The model that was asked for. Raises UsageError if there is none, or it cannot be."""
+    """Return the model that was asked for. Raises UsageError if there is none, or it cannot be."""
     try:
         return open_model(config.model or DEFAULT_MODEL, config.overrides())
     except ModelError as error:
@@ -102,7 +102,7 @@ def model_of(config: ModelConfig) -> ModelSpec:
 
 
 def resolve_common(config: RunConfig) -> RunConfig:
-    """The configuration with what no backend decides. Raises UsageError."""
+    """Return the configuration with what no backend decides. Raises UsageError."""
     _check_common(config)
     if config.log.eval_batches is not None:
         return config

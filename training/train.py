@@ -192,7 +192,7 @@ def _begin(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> Start:
 
 
 def _place(plan: Plan, run: Run, session: Session, start: Start, position: Position) -> nn.Module:
-    """The model on the devices, with the values of what is resumed."""
+    """Put the model on the devices, with the values of what is resumed."""
     say, backend = session.reports.say, session.backend
     say(f"data: {plan.data}")
     say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
@@ -210,7 +210,7 @@ def _schedule(run: Run, steps_per_epoch: int) -> WarmupCosine:
 
 
 def _positions(resume: SavedRun | None, run: Run, steps_per_epoch: int) -> tuple[Position, int]:
-    """Where to begin, and the step to end at.
+    """Return where to begin, and the step to end at.
 
     A step is an update, counted over the whole run. With another batch size the run goes on at the
     same place in the data, and so in the schedule, with as many more steps as are left there.
@@ -334,7 +334,7 @@ def _end(run: Run, session: Session, saver: CheckpointSaver, curves: Path | None
 
 
 def _again(config: CheckpointConfig) -> str:
-    """The command that goes on from the newest checkpoint."""
+    """Return the command that goes on from the newest checkpoint."""
     if config.resume_epoch:
         return f"the same command without --resume_epoch {config.resume_epoch}"
     return "the same command" if config.resume == "auto" else "the same command with --resume auto"

@@ -18,7 +18,7 @@ from training.resolve import MODEL_FLAG, Run, model_of
 
 
 def wanted_images(run: Run, *, with_train: bool = True) -> Wanted:
-    """What a run wants of its source of images."""
+    """Return what a run wants of its source of images."""
     sizes = run.model.sizes
     channels, height, _ = sizes.input_shape
     return Wanted(run.config.data, channels, height, sizes.num_classes, run.config.seed, with_train)
@@ -26,7 +26,7 @@ def wanted_images(run: Run, *, with_train: bool = True) -> Wanted:
 
 @contextlib.contextmanager
 def bad_data_is_the_users() -> Iterator[None]:
-    """Around what reads data: a folder that cannot be used is the user's to mend."""
+    """Turn a folder that cannot be used, found by what reads data inside, into a UsageError."""
     try:
         yield
     except DataFolderError as error:

@@ -85,7 +85,7 @@ class Weights:
                     parameter.copy_(self.tensors[key])
 
     def plain_model(self, spec: ModelSpec, device: torch.device) -> nn.Module:
-        """timm's model with these weights, in fp32 and whole on ``device``, to be used."""
+        """Return timm's model with these weights, in fp32 and whole on ``device``, to be used."""
         model = spec.build().to_empty(device=device)
         fill_buffers(model, lambda values: values.to(device))
         if self.tensors is not None:
@@ -101,7 +101,7 @@ _REMEDY = "give the model flags it was trained with"
 
 
 def find_weights(ckpt_dir: Path, resume: str, resume_epoch: int) -> Weights:
-    """What ``--resume`` (a folder or a file) and ``--resume_epoch`` name.
+    """Return what ``--resume`` (a folder or a file) and ``--resume_epoch`` name.
 
     Raises UsageError if there is no such thing, or if it cannot be read.
     """
@@ -134,7 +134,7 @@ def _read_file(path: Path) -> Weights:
 
 
 def _load_tensors(path: Path) -> Any:
-    """What torch.save wrote, without running any of it; values stay in the file until used."""
+    """Read what torch.save wrote, without running any of it; values stay there until used."""
     mappable = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
@@ -146,7 +146,7 @@ def _load_tensors(path: Path) -> Any:
 
 
 def _state_dict(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The model's part of a file's content, under timm's names."""
+    """Return the model's part of a file's content, under timm's names."""
     for key in ("model", "state_dict"):
         if isinstance(content.get(key), Mapping):
             content = content[key]

@@ -20,7 +20,7 @@ _CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on 
 
 
 def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
-    """The run with what was not asked as ``saved`` has it, or as for new weights.
+    """Return the run with what was not asked as ``saved`` has it, or as for new weights.
 
     Raises UsageError if ``saved`` has values that cannot be.
     """
@@ -29,7 +29,7 @@ def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
 
 
 def with_preprocessing_of_file(run: Run, path: Path) -> tuple[Run, str]:
-    """The same for a file of weights alone: as it says, or as timm has it for the model's name.
+    """Do the same for a file of weights alone: as it says, or as timm has it for the model.
 
     Returns a line, too, that tells what was taken from where; "" for the values of new weights.
     Raises UsageError for values that cannot be.
@@ -54,7 +54,7 @@ def _settled(run: Run, base: Preprocessing) -> Run:
 
 
 def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
-    """The defaults with those of ``values`` over them."""
+    """Return the defaults with those of ``values`` over them."""
     given: dict[str, Any] = {n: values[n] for n in _NAMES if values.get(n) is not None}
     for name, value in given.items():
         if not _can_be(name, value):
@@ -77,7 +77,7 @@ def _can_be(name: str, value: Any) -> bool:
 
 
 def _told_by_file(path: Path) -> Mapping[str, Any] | None:
-    """timm's ``pretrained_cfg``: in the metadata of a .safetensors file, or beside the file."""
+    """Read timm's ``pretrained_cfg`` in the metadata of a .safetensors file, or beside it."""
     texts = []
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:

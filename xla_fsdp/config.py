@@ -82,7 +82,7 @@ class XlaConfig:
     )
 
     def shrunk(self) -> XlaConfig:
-        """The same for a model of a few blocks."""
+        """Return the same for a model of a few blocks."""
         from dataclasses import replace
 
         every = min(self.mark_step_every_n_blocks, 1)

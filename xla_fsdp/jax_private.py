@@ -202,7 +202,7 @@ def _for_backward(
     scale: float,
     block: int,
 ) -> dict[str, Any]:
-    """The arguments that both of Pallas' backward functions take.
+    """Return the arguments that both of Pallas' backward functions take.
 
     ``inner`` is the sum over each row of the output times its gradient.
     """

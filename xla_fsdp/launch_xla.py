@@ -95,8 +95,11 @@ def _run_nested(
     run: XlaRun,
     parent: int | None,
 ) -> None:
-    """``_installed`` and ``begun`` come along to be unpickled, see there; ``parent`` is the process
-    that starts the others, None if there are no others."""
+    """Run the body in one process.
+
+    ``_installed`` and ``begun`` come along to be unpickled, see there; ``parent`` is the process
+    that starts the others, None if there are no others.
+    """
     if parent is not None:
         end_with(parent)
     _prepare(run)

@@ -33,7 +33,7 @@ def device_type() -> str:
 
 
 def tpu_is_attached() -> bool:
-    """Whether this host has TPU chips (a look at PCI, starts nothing)."""
+    """Tell whether this host has TPU chips (a look at PCI, starts nothing)."""
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     if all(vendor.read_text().strip() != _GOOGLE for vendor in vendors):
         return False  # without the seconds that importing torch_xla takes
@@ -43,7 +43,7 @@ def tpu_is_attached() -> bool:
 
 
 def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
-    """The run that the flags ask for on the devices of this machine, or on its slice's.
+    """Return the run that the flags ask for on the devices of this machine, or on its slice's.
 
     Raises UsageError.
     """
@@ -51,7 +51,7 @@ def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
 
 
 def resolve_for_slice(config: RunConfig, own: XlaConfig, devices: int) -> XlaRun:
-    """The run as it would be on so many TPU devices, none of which is here. Raises UsageError."""
+    """Return the run as it would be on so many TPU devices, none here. Raises UsageError."""
     return _resolve(config, own, "TPU", devices)
 
 
@@ -77,7 +77,7 @@ def _resolve(config: RunConfig, own: XlaConfig, device: str, devices: int | None
 
 
 def _asks_for_nested(config: RunConfig, own: XlaConfig) -> str | None:
-    """The flag that only nested FSDP has, if one is given."""
+    """Return the flag that only nested FSDP has, if one is given."""
     given = {
         "--no_reshard_after_forward": not config.sharding.reshard_after_forward,
         "--flatten_parameters": own.flatten_parameters,
@@ -87,7 +87,7 @@ def _asks_for_nested(config: RunConfig, own: XlaConfig) -> str | None:
 
 
 def _resolve_form(config: RunConfig, own: XlaConfig) -> tuple[XlaConfig, str]:
-    """``--xla_fsdp`` decided, and what has decided it."""
+    """Decide ``--xla_fsdp``; returns what has decided it, too."""
     if own.xla_fsdp != "auto":
         return own, ""
     flag = _asks_for_nested(config, own)

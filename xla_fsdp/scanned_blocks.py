@@ -102,7 +102,7 @@ class ScannedBlocks(nn.Module):
         shared: Mapping[str, torch.Tensor] | None = None,
         stacked: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """What all blocks make of ``x``, (batch, tokens, width), one after the other.
+        """Compute what all blocks make of ``x``, (batch, tokens, width), one after the other.
 
         Keyword arguments of each block are ``shared``, the same for all and without a gradient,
         and the parts of ``stacked`` along dimension 0, one for each block.
@@ -119,7 +119,7 @@ class ScannedBlocks(nn.Module):
     # -- the two loops ----------------------------------------------------------------
 
     def _scan(self, key: str, body, state, inputs, *, reverse: bool = False) -> Scan:
-        """The loop for this state, traced the first time that it is wanted."""
+        """Return the loop for this state, traced the first time that it is wanted."""
         whole = (key, self.training, *((tuple(each.shape), each.dtype) for each in state))
         if whole not in self._scans:
             self._scans[whole] = Scan(body, state, inputs, reverse=reverse)
@@ -133,7 +133,7 @@ class ScannedBlocks(nn.Module):
         of_each: Sequence[torch.Tensor],
         keep: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """One block. Of what is ``of_each`` and ``keep``, the parts that are its own."""
+        """Compute one block; of ``of_each`` and ``keep``, the parts given are its own."""
         x = MarkBoth.apply(x, self._mark_tokens)
         count = len(names.stacked)
         arguments = dict(zip(names.shared, shared, strict=True))

@@ -31,7 +31,7 @@ _SILENT_S = 600.0
 
 
 def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """The small run in the place of ``run``, and the body of every process.
+    """Return the small run in the place of ``run``, and the body of every process.
 
     Checks what needs no device, as for training. Raises UsageError.
     """
@@ -102,7 +102,7 @@ def _check_devices(
 
 
 def _check_going_on(devices: Devices, checkpoints: Checkpoints, table: Table) -> None:
-    """A checkpoint, loaded over the state of another update, is the state that was saved."""
+    """Check that a checkpoint, loaded over the state of another update, is what was saved."""
     if not checkpoints.usable:
         table.line(None, "gradients", "nor moments and weights: they are read from a checkpoint")
         return
@@ -122,7 +122,7 @@ def _check_going_on(devices: Devices, checkpoints: Checkpoints, table: Table) ->
 
 
 def _reference(run: Run, backend: Backend) -> tuple[Settings, Outcome | None, Tolerances | None]:
-    """What to compare with, in the first process, and how all of them update."""
+    """Return what to compare with, in the first process, and how all of them update."""
     plain = allowed = None
     told: list[float] = []
     if backend.is_main:

@@ -34,7 +34,7 @@ class Distance:
 
 
 def distance(found: Tensors, expected: Tensors, start: Tensors | None = None) -> Distance:
-    """``start``: compare how far tensors have moved from there."""
+    """Compare two sets of tensors; with ``start``, how far they have moved from there."""
     moved = {n: e - start[n] if start else e for n, e in expected.items()}
     off = {name: _square(found[name] - value) for name, value in expected.items()}
     size = {name: _square(value) for name, value in moved.items()}
@@ -53,7 +53,7 @@ def _square(tensor: torch.Tensor) -> float:
 
 
 def apart(found: list[float], expected: list[float]) -> float:
-    """The largest relative distance of numbers."""
+    """Return the largest relative distance of numbers."""
     each = [abs(f - e) / max(abs(e), 1e-9) for f, e in zip(found, expected, strict=True)]
     return max(x if math.isfinite(x) else math.inf for x in each)
 
@@ -74,7 +74,7 @@ class Tolerances:
         return min(_MOST, max(_EXACT["loss"], 8 * self.rounding))
 
     def norm(self) -> float:
-        """Not as far off as the gradient itself."""
+        """Return what is allowed of the norm, which is not as far off as the gradient itself."""
         return max(self.state(update, "exp_avg", None).whole for update in (1, UPDATES))
 
     def state(self, update: int, kind: str, start: Tensors | None) -> Distance:

@@ -41,7 +41,7 @@ UPDATES = 3
 
 
 def batches(run: Run, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-    """A process's share of each global batch, divided as the loader divides real ones."""
+    """Return a process's share of each global batch, divided as the loader divides real ones."""
     sizes, seed, batch_size = run.model.sizes, run.config.seed, run.config.data.batch_size
     length = batch_size * (UPDATES + 1)
     images = _Images(length, sizes.input_shape, sizes.num_classes, seed)

@@ -32,7 +32,7 @@ State = dict[str, Tensors]
 
 @contextlib.contextmanager
 def own_folder(run: Run, backend: Backend, table: Table) -> Iterator[Path | None]:
-    """A new folder in ``--ckpt_dir``, which is locked meanwhile; it is removed afterwards.
+    """Make a folder in ``--ckpt_dir``, which is locked meanwhile, and remove it afterwards.
 
     None where no run could write there.
     """
@@ -131,7 +131,7 @@ class Checkpoints:
         load_state(self._backend, folder_of(self._folder, number))
 
     def check_equal(self, first: int, second: int) -> None:
-        """That two checkpoints hold the same, to the last bit; looked at in the first process."""
+        """Check, in the first process, that two checkpoints hold the same, to the last bit."""
         if not self._backend.is_main:
             return
         one, other = self.states[first], self.states[second]
@@ -151,7 +151,7 @@ class Checkpoints:
 
 
 def checkpoint_bytes(run: Run) -> int:
-    """The size of a checkpoint of the whole model: weights and AdamW's two moments."""
+    """Return the size of a checkpoint of the whole model: weights and AdamW's two moments."""
     each = 4 if run.own.keeps_fp32_weights else 2
     return 3 * each * run.model.parameter_count
 

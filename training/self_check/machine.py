@@ -23,7 +23,7 @@ _SHARE = 16
 
 
 def check_hosts(backend: Backend, table: Table) -> None:
-    """A collective each way between the processes: sum, largest, and everyone's own value."""
+    """Try a collective each way between the processes: sum, largest, and everyone's own value."""
     count, rank = processes.count(), processes.rank()
     total = torch.tensor([float(rank + 1), 1.0])
     if dist.is_initialized():

@@ -47,7 +47,7 @@ class Outcome:
 
 
 def compute(run: Run) -> tuple[Settings, Outcome, Outcome]:
-    """How to update, what then comes out in fp32, and what with everything rounded to bf16."""
+    """Return how to update, what then comes out in fp32, and what if all is rounded to bf16."""
     data = list(batches(run))[:UPDATES]
     plain = _Training(run, torch.float32, torch.float32)
     _, norm = plain.gradients(data[0])

@@ -27,7 +27,7 @@ _LAYER_SCALE = 0.1
 
 
 def shrink(run: Run) -> Run:
-    """The small run in the place of ``run``: the same choices, on the same devices.
+    """Return the small run in the place of ``run``: the same choices, on the same devices.
 
     What depends on random masks is left out: dropout of all kinds.
     """
@@ -42,7 +42,7 @@ def shrink(run: Run) -> Run:
 
 
 def _small_model(run: Run) -> ModelSpec:
-    """The model with fewer and narrower blocks, of the same kind."""
+    """Return the model with fewer and narrower blocks, of the same kind."""
     sizes, settings = run.model.sizes, run.model.settings
     tensor, devices = run.mesh.tensor, run.mesh.devices
     multiple = 1 if run.own.product_multiple == 1 else _ROWS_OF_MULTIPLES

@@ -23,14 +23,14 @@ class Table:
             print(text, flush=True)
 
     def line(self, good: bool | None, name: str, text: str) -> None:
-        """``good`` is None where nothing could be told."""
+        """Print a line; ``good`` is None where nothing could be told."""
         verdict = SKIP if good is None else PASS if good else FAIL
         self.failed += verdict == FAIL
         self.passed += verdict == PASS
         self.say(f"{verdict}  {name:{_NAME_WIDTH}} {text}")
 
     def within(self, name: str, found: float, allowed: float, text: str) -> None:
-        """A figure that should be 0. ``text`` says what it is of."""
+        """Print a line for a figure that should be 0; ``text`` says what it is of."""
         good = found <= allowed  # not a number: no
         relation = "at most" if good else "more than"
         self.line(good, name, f"{found:.1e} ({relation} {allowed:.1e}) {text}")

@@ -75,7 +75,7 @@ class Devices:
 
 
 def check_rows(devices: Devices, table: Table) -> None:
-    """That the devices have each image of the batch once, with its label.
+    """Check that the devices have each image of the batch once, with its label.
 
     Each row's label times a weighted sum of its pixels, summed by ``Backend.sum`` and ``mean``.
     """

@@ -23,7 +23,7 @@ WIDEST_HEAD = 256
 def resolve_attention(
     config: RunConfig, own: XlaConfig, model: ModelSpec, *, on_tpu: bool
 ) -> tuple[XlaConfig, str]:
-    """``--attention`` decided, and how the line that describes a run tells of it.
+    """Decide ``--attention``; returns how the line that describes a run tells of it, too.
 
     Nothing is told where there is nothing to choose. Raises UsageError for ``--attention flash``
     where the kernels cannot be used.

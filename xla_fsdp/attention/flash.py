@@ -87,7 +87,7 @@ class _Flash(TorchFunctionMode):
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shards: BatchShards | None = None
 ) -> torch.Tensor:
-    """softmax(q k' / sqrt(width)) v, of (batch, heads, tokens, width), in autocast's dtype."""
+    """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
     tokens, width = q.shape[-2:]
     dtype = v.dtype
     if torch.is_autocast_enabled("xla"):

@@ -88,7 +88,7 @@ def _compile(run: XlaRun, topology: Topology, libtpu_args: str) -> Report:
 def _compile_graphs(
     step: Step, topology: Topology, compile_for: Callable[[Graph], Compiled]
 ) -> list[CompiledGraph]:
-    """Each different graph once, in the order in which they first run."""
+    """Compile each different graph once, in the order in which they first run."""
     done: dict[bytes, Compiled] = {}
 
     def shardings(result: Result) -> str | None:

@@ -31,7 +31,7 @@ def start_xla(devices: int, form: str) -> None:
 
 
 def trace_step(run: XlaRun) -> Step:
-    """The graphs of one step of ``run``, sharded as in training. Call ``start_xla`` before."""
+    """Trace one step of ``run``, sharded as in training. Call ``start_xla`` before."""
     from xla_fsdp.compile_only import tracing_backend
 
     backend: tracing_backend.TracingBackend

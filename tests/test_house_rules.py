@@ -1,0 +1,69 @@
+"""Rules of the code that a reader relies on: who imports whom, and how long things are."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli import ROOT
+
+MAY_IMPORT = {
+    "config_fields": set(),
+    "models": {"config_fields"},
+    "data": {"config_fields"},
+    "training": {"config_fields", "models", "data"},
+    "xla_fsdp": {"config_fields", "models", "data", "training"},
+    "gpu_fsdp": {"config_fields", "models", "data", "training"},
+    "launch": set(),
+}
+"""Of the program's own parts, besides itself."""
+LONGEST_FILE, LONGEST_FUNCTION, MOST_UNFORMATTED = 400, 60, 20
+
+
+def sources() -> list[Path]:
+    folders = [*MAY_IMPORT, "benchmarks", "tests"]
+    found = [*ROOT.glob("*.py"), *(p for each in folders for p in (ROOT / each).rglob("*.py"))]
+    assert len(found) > 150
+    return found
+
+
+def imported_by(path: Path) -> set[str]:
+    """The top level of all that a file imports, inside of functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {name.partition(".")[0] for name in found}
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_imports_go_one_way(part):
+    ours = {*MAY_IMPORT, "run_vit_training", "benchmarks", "tests"}
+    files = [path for path in sources() if part in (path.relative_to(ROOT).parts[0], path.stem)]
+    for path in files:
+        assert imported_by(path) & ours <= MAY_IMPORT[part] | {part}, path
+
+
+def test_files_and_functions_are_short():
+    for path in sources():
+        text = path.read_text()
+        assert text.count("\n") <= LONGEST_FILE, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= LONGEST_FUNCTION, (path, node.name)
+
+
+def test_no_namespace_below_the_entrypoint():
+    parts = ("models", "data", "training", "xla_fsdp", "gpu_fsdp")
+    named = [p for p in sources() if p.relative_to(ROOT).parts[0] in parts]
+    found = {str(p.relative_to(ROOT)) for p in named if re.search(r"\bNamespace\b", p.read_text())}
+    assert found <= {"training/flags.py"}
+
+
+def test_nearly_all_is_formatted():
+    marks = sum(path.read_text().count("# fmt" + ": skip") for path in sources())
+    assert marks <= MOST_UNFORMATTED
