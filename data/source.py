@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol
 
 from torch.utils.data import Dataset
 
 from data.config import DataConfig
-from data.errors import printable
+from data.errors import DataFolderError, printable
 from data.loader import BatchLoader, DatasetLoader
+from data.registry import OPENED_BY
 from data.sampler import GlobalBatchSampler
 
 _KINDS = 5  # of files, named in the log
@@ -141,3 +144,19 @@ def describe(source: DataSource) -> str:
     """Return the source's name and sizes in one line."""
     training = f"{source.train_length:,} training, " if source.train_length else ""
     return f"{printable(source.name)}: {training}{source.val_length:,} validation images"
+
+
+def open_data(wanted: Wanted) -> DataSource:
+    """Open the source that ``wanted.config`` chooses.
+
+    Raises DataFolderError if it cannot be used.
+    """
+    module, _, name = OPENED_BY[wanted.config.data_source].partition(":")
+    open_source: Callable[[Wanted], DataSource] = getattr(import_module(module), name)
+    source = open_source(wanted)
+    if wanted.with_train and source.train_length < wanted.config.batch_size:
+        raise DataFolderError(
+            f"{source.name} has {source.train_length} training images, fewer than one batch: "
+            f"use --batch_size {source.train_length} or less"
+        )
+    return source

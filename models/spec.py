@@ -110,11 +110,15 @@ class ModelSpec(abc.ABC):
 
     # -- for all families -------------------------------------------------------------
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Let another process make the spec anew, of the same name and overrides."""
-        from models.registry import open_model
-
-        return open_model, (self.name, self.overrides)
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is read off the model: another process builds its own."""
+        cached = {
+            name
+            for kind in type(self).__mro__
+            for name, value in vars(kind).items()
+            if isinstance(value, functools.cached_property)
+        }
+        return {name: value for name, value in vars(self).items() if name not in cached}
 
     def units(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the pieces to shard one after the other: each block, then the model around them."""

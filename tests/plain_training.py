@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from data.registry import open_data
+from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.filled import filled
 from tests.plain_checkpoint import tiny_timm_model

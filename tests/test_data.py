@@ -13,9 +13,8 @@ from data.config import DataConfig
 from data.digits import main, write_digits
 from data.errors import DataFolderError
 from data.folder_index import check_folder, index_split
-from data.registry import open_data
 from data.sampler import GlobalBatchSampler
-from data.source import Wanted
+from data.source import Wanted, open_data
 from models.config import VitConfig
 
 CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)

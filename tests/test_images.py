@@ -19,7 +19,7 @@ from data.decode import read_image
 from data.errors import BrokenImageError, DataFolderError
 from data.folder_index import check_folder, index_split
 from data.image_folder import substitute
-from data.registry import open_data
+from data.source import open_data
 from models.config import VitConfig
 from tests.cli import ROOT
 from tests.test_data import arguments, loaders, wanted

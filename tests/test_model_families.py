@@ -1,6 +1,7 @@
 """Models of timm's by name, small, against timm itself: state dicts, logits, first weights."""
 
 import functools
+import pickle
 
 import pytest
 import timm
@@ -129,6 +130,15 @@ def test_buffers_are_timms(family):
     assert len(sent) == len(expected)
     cast_buffers(elsewhere.blocks[0], torch.bfloat16)
     assert {b.dtype for b in elsewhere.blocks[0].buffers()} <= {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_spec_can_be_sent_to_a_process(family):
+    """Nested FSDP starts a process for each device."""
+    spec = small(family)
+    there = pickle.loads(pickle.dumps(spec))
+    assert (there.name, there.sizes, there.settings) == (spec.name, spec.sizes, spec.settings)
+    assert there.parameter_count == spec.parameter_count
 
 
 @pytest.mark.parametrize("family", FAMILIES)

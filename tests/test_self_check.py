@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import run_vit_training
-from data.registry import open_data
+from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, run_program
 from tests.resolved import on_xla
 from training.checkpoints.lock import FolderLock

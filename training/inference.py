@@ -19,8 +19,7 @@ from data.errors import printable
 from data.folder_index import class_folders
 from data.image_files import FoundImages, find_images, read_batches
 from data.loader import BadImage
-from data.registry import open_data
-from data.source import DataSource
+from data.source import DataSource, open_data
 from data.transforms import val_transform
 from models.config import ModelConfig
 from training.backend import Backend

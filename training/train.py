@@ -12,8 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from data.registry import open_data
-from data.source import DataSource
+from data.source import DataSource, open_data
 from training.backend import Backend
 from training.bad_images import BadImages
 from training.checkpoints.choose import RUN_FILE, Candidates, find_resume, first_readable

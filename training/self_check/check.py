@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from data.registry import open_data
-from data.source import DataSource
+from data.source import DataSource, open_data
 from models.spec import ModelSpec
 from training import processes
 from training.backend import Backend
