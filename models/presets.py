@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from timm import get_pretrained_cfg
-from timm.models.vision_transformer import VisionTransformer
-
+from models.arguments import check_arguments, check_patches
 from models.config import PRESETS, VitConfig
 from models.errors import ModelError
-from models.spec import ModelSpec
-from models.timm_names import preprocessing_of
-from models.timm_spec import TimmSpec, check_patches
+
+if TYPE_CHECKING:
+    from models.spec import ModelSpec
 
 _FINE_TUNED = ("img_size", "in_chans", "num_classes", "weight_init")
 """What fine-tuning changes: the preprocessing of timm's weights stays the right one."""
@@ -38,6 +36,14 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
             raise ModelError(f"{name} does not take <{argument}>; it takes {', '.join(taken)}")
     config = replace(PRESETS[name], **overrides)
     check_patches(config.img_size, config.patch_size)
+    check_arguments(asdict(config))
+    # Only now: timm takes seconds, and a wrong size is told before.
+    from timm import get_pretrained_cfg
+    from timm.models.vision_transformer import VisionTransformer
+
+    from models.timm_names import preprocessing_of
+    from models.timm_spec import TimmSpec
+
     trained = None
     if all(key in _FINE_TUNED or key.endswith("_rate") for key in overrides):
         trained = get_pretrained_cfg(name)

@@ -11,12 +11,13 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from models.arguments import check_patches
 from models.blocks import parameters_differ
 from models.errors import ModelError
 from models.meta import check_buffers
 from models.spec import ModelSpec
 from models.timm_private import arguments_given_to, taken_arguments
-from models.timm_spec import TimmSpec, check_patches
+from models.timm_spec import TimmSpec
 
 KINDS = (VisionTransformer, Eva)
 _MODULES = ("vision_transformer", "eva", "deit")

@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from models import blocks
+from models.arguments import check_arguments
 from models.errors import ModelError
 from models.initialize import Scheme, eva_scheme, initialize, vision_transformer_scheme
 from models.spec import ModelSizes, ModelSpec
@@ -39,7 +40,7 @@ class TimmSpec(ModelSpec):
         complete = taken_arguments(kind) | self._arguments
         super().__init__(name, overrides, {key: _as_json(v) for key, v in complete.items()})
         self._preprocessing = None if preprocessing is None else dict(preprocessing)
-        _check(kind, complete)
+        check_arguments(complete)
         self.sizes  # noqa: B018 - read off the model, which shows whether it can be built
 
     @property
@@ -120,41 +121,6 @@ def _hidden(block: nn.Module) -> int:
         if name.endswith("fc2"):
             return part.in_features
     return block.in_split[0]  # type: ignore[index,return-value] # of a parallel block
-
-
-def _check(kind: type[nn.Module], arguments: Mapping[str, Any]) -> None:
-    """Raises ModelError for arguments that timm would take and then compute something else."""
-    width, heads = arguments["embed_dim"], arguments["num_heads"]
-    if width % heads:
-        raise ModelError(f"<embed_dim> {width} is not a multiple of <num_heads> {heads}")
-    if width * arguments["mlp_ratio"] < 1:
-        raise ModelError(f"<mlp_ratio> {arguments['mlp_ratio']} leaves no MLP")
-    if arguments["global_pool"] == "token" and not arguments["class_token"]:
-        raise ModelError("<global_pool> token needs <class_token>")
-    if kind is Eva and arguments["use_rot_pos_emb"] and width // heads % 4:
-        raise ModelError(
-            f"rotary position embedding needs heads whose width is a multiple of 4: <embed_dim> "
-            f"{width} / <num_heads> {heads} is {width // heads}"
-        )
-    rate = arguments["patch_drop_rate"]
-    if rate and int(_patches(arguments) * (1 - rate)) < 1:
-        raise ModelError(f"<patch_drop_rate> {rate} leaves no patch")
-
-
-def check_patches(img_size: Any, patch_size: Any) -> None:
-    """Raises ModelError if an image is not a whole number of patches each way."""
-    for image, patch in zip(_pair(img_size), _pair(patch_size), strict=True):
-        if image % patch:
-            raise ModelError(f"<img_size> {image} is not a multiple of <patch_size> {patch}")
-
-
-def _patches(arguments: Mapping[str, Any]) -> int:
-    (height, width), (rows, columns) = map(_pair, (arguments["img_size"], arguments["patch_size"]))
-    return (height // rows) * (width // columns)
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _one_line(error: BaseException) -> str:
