@@ -40,12 +40,7 @@ FORMS = {
     "fsdp2": (2, "--backend cuda"),
     "megatron": (2, "--backend cuda --fsdp megatron --meta_init"),
 }
-CASES = [
-    ("DINOv3", "scanned", "bf16"),
-    ("RoPE, mixed", "scanned", "fp32"),
-    ("DINOv3", "megatron", "bf16"),
-    ("EVA02", "fsdp2", "fp32"),
-]
+CASES = [("DINOv3", "scanned", "bf16"), ("EVA02", "fsdp2", "fp32")]
 
 
 def train(folder, family, form, precision):
