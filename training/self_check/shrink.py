@@ -6,9 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from models.errors import ModelError
 from models.registry import open_model
 from models.spec import ModelSpec
-from training.resolve import Run
+from training.errors import UsageError
+from training.resolve import MODEL_FLAG, Run
 
 _GRID, _PATCH = 4, 4
 _DEPTH = 3
@@ -67,4 +69,10 @@ def _small_model(run: Run) -> ModelSpec:
     for name, value in (("reg_tokens", 2), ("num_reg_tokens", 2), ("init_values", _LAYER_SCALE)):
         if settings.get(name):
             small[name] = value
-    return open_model(run.model.name, run.model.overrides | small)
+    try:
+        return open_model(run.model.name, run.model.overrides | small)
+    except ModelError as error:
+        reason = error.told(MODEL_FLAG)
+        raise UsageError(
+            f"--self_check cannot make --model {run.model.name} small: {reason}"
+        ) from None
