@@ -17,19 +17,12 @@ from torch_xla.distributed.fsdp import checkpoint_module
 from models.meta import fill_buffers
 from models.registry import open_model
 from models.spec import ModelSpec
+from tests.filled import SMALL
 from tests.scan_on_xla import scanned
 from training.self_check.content import FirstWeights
 from xla_fsdp.around_blocks import compute_in_bf16
 from xla_fsdp.attention import flash
 
-SMALL = {
-    "img_size": 32,
-    "patch_size": 8,
-    "depth": 3,
-    "embed_dim": 48,
-    "num_heads": 2,
-    "num_classes": 7,
-}
 NAMES = {
     "plain": "vit_base_patch16_224",
     "AIMv2": "aimv2_large_patch14_224",

@@ -4,6 +4,16 @@ from torch import nn
 
 from models.spec import ModelSpec
 
+# Arguments of timm's that make any of its models small.
+SMALL = {
+    "img_size": 32,
+    "patch_size": 8,
+    "depth": 3,
+    "embed_dim": 48,
+    "num_heads": 2,
+    "num_classes": 7,
+}
+
 
 def filled(spec: ModelSpec, seed: int = 0) -> nn.Module:
     """The model on the CPU, filled unit by unit as a backend does it."""

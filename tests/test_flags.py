@@ -149,6 +149,15 @@ def test_every_flag_that_there_was(names, field, default, example):
             assert given != before
 
 
+def test_a_data_source_by_name(capsys):
+    assert values("--data_source", "digits")["data_source"] == "digits"
+    assert values("--data_source", "fake") == values("--fake_data")
+    with pytest.raises(SystemExit) as ended:
+        values("--data_source", "none")
+    assert ended.value.code == 2
+    assert "argument --data_source: " in capsys.readouterr().err
+
+
 def test_a_file_of_flags(tmp_path):
     (tmp_path / "a.args").write_text("# comment\n--lr 0.5  # and more\n\n--scale 0.1 0.9\n")
     (tmp_path / "b.args").write_text(f"@{tmp_path}/a.args --ckpt_dir 'with blank'\n")

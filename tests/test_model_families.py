@@ -9,16 +9,8 @@ import torch
 
 from models.meta import cast_buffers, fill_buffers
 from models.registry import ModelError, list_models, open_model
+from tests.filled import SMALL, filled
 from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS
-
-SMALL = {
-    "img_size": 32,
-    "patch_size": 8,
-    "depth": 3,
-    "embed_dim": 48,
-    "num_heads": 2,
-    "num_classes": 7,
-}
 
 FAMILIES = {
     "plain": "vit_base_patch16_224",
@@ -69,13 +61,6 @@ def timms(family, **changes):
     return model
 
 
-def initialize(spec, seed=0):
-    model = spec.build()
-    for name, unit in spec.units(model):
-        spec.initialize(unit, name, seed=seed)
-    return model
-
-
 @pytest.fixture
 def uninitialized_memory_is_nan():
     """Whatever initialisation leaves out shows up as NaN."""
@@ -86,7 +71,7 @@ def uninitialized_memory_is_nan():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_timms_weights_give_timms_logits(family):
-    reference, model = timms(family).eval(), initialize(small(family)).eval()
+    reference, model = timms(family).eval(), filled(small(family)).eval()
     assert [*model.state_dict()] == [*reference.state_dict()]
     model.load_state_dict(reference.state_dict(), strict=True)
     images = torch.randn(2, 3, 32, 32)
@@ -100,7 +85,7 @@ def test_timms_weights_give_timms_logits(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_has_a_value_and_a_gradient(family, uninitialized_memory_is_nan):
     spec = small(family)
-    model = initialize(spec)
+    model = filled(spec)
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         assert parameter.device.type == "cpu", name
         assert parameter.isfinite().all(), name
@@ -119,7 +104,7 @@ def test_buffers_are_timms(family):
     spec = small(family)
     elsewhere = spec.build().to(torch.bfloat16).to_empty(device="cpu")
     fill_buffers(elsewhere)
-    for found in (initialize(spec), elsewhere):
+    for found in (filled(spec), elsewhere):
         buffers = dict(found.named_buffers())
         assert buffers.keys() == expected.keys()
         for name, values in buffers.items():
@@ -147,7 +132,7 @@ def test_first_weights_are_drawn_as_timms(family):
     torch.manual_seed(0)
     wide = SMALL | {"embed_dim": 192}
     reference = dict(timm.create_model(FAMILIES[family], **wide).named_parameters())
-    for name, value in initialize(small(family, embed_dim=192)).named_parameters():
+    for name, value in filled(small(family, embed_dim=192)).named_parameters():
         expected = reference[name]
         if name == "rope.freqs":  # turned by a random angle each
             value, expected = (each.square().sum(0) for each in (value, expected))
@@ -181,7 +166,7 @@ def test_facts(family):
 def test_dropped_patches_are_counted(family):
     spec = small(family, patch_drop_rate=0.4)
     seen = []
-    model = initialize(spec)
+    model = filled(spec)
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
     model(torch.zeros(1, 3, 32, 32))
     assert seen == [spec.sizes.train_tokens]
@@ -190,12 +175,12 @@ def test_dropped_patches_are_counted(family):
 
 def test_weights_depend_on_seed_and_name_alone():
     spec = small("DINOv3, SwiGLU")
-    first, second = initialize(spec).state_dict(), spec.build()
+    first, second = filled(spec).state_dict(), spec.build()
     for name, unit in reversed(list(spec.units(second))):  # the root, which holds all, before
         spec.initialize(unit, name, seed=0)
     for key, value in second.state_dict().items():
         assert torch.equal(value, first[key]), key
-    other = initialize(spec, seed=1).state_dict()
+    other = filled(spec, seed=1).state_dict()
     assert not torch.equal(other["head.weight"], first["head.weight"])
     assert not torch.equal(first["blocks.0.attn.qkv.weight"], first["blocks.1.attn.qkv.weight"])
 
