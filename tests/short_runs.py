@@ -1,9 +1,13 @@
 """Runs of a few steps on the GPU backend, in one process: it starts at once."""
 
-from tests.cli import run_program, tiny, train_tiny_gpu
+import subprocess
+import sys
+
+from tests.cli import ROOT, environment, run_program, tiny, train_tiny_gpu
 
 # Eleven steps an epoch, of 4 tokens an image; an evaluation has 3 batches.
 QUICK = "--patch_size 8 --batch_size 128 --num_epochs 3 --ckpt_epoch_interval 1".split()
+ENDLESS = "--num_epochs 99999 --max_steps 99999 --test_epoch_interval 9999".split()
 
 
 def program(ckpt_dir, *flags, module="", **how):
@@ -11,6 +15,14 @@ def program(ckpt_dir, *flags, module="", **how):
     start = ["-m", module] if module else ["run_vit_training.py"]
     flags = (*tiny(ckpt_dir), *QUICK, "--backend", "cuda", *map(str, flags))
     return run_program(*start, *flags, **how)
+
+
+def start(ckpt_dir, *flags):
+    """The program on digits in a process of its own, still running: what it says can be read."""
+    command = [sys.executable, "run_vit_training.py", *tiny(ckpt_dir), *QUICK, "--backend", "cuda"]
+    return subprocess.Popen(
+        [*command, *flags], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
 
 
 def mistake(done):

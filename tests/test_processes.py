@@ -19,7 +19,7 @@ from tests.cli import (
     environment,
     warm_python,
 )
-from tests.short_runs import QUICK, program
+from tests.short_runs import ENDLESS, QUICK, program, start
 from tests.test_checkpoints import left
 from tests.test_launch_gpu import free_port
 
@@ -157,32 +157,7 @@ def test_a_mistake_on_one_process_alone_is_told(tmp_path):
 
 def test_sigkill_of_one_job_leaves_the_folder_free(run):
     """The lock goes with the process, and the next start goes on at once."""
-    first = subprocess.Popen(
-        [
-            sys.executable,
-            "run_vit_training.py",
-            "--data_dir",
-            DIGITS,
-            "--ckpt_dir",
-            run,
-            *TINY_MODEL,
-            *TINY_RUN,
-            *QUICK,
-            "--backend",
-            "cuda",
-            "--max_steps",
-            "9999",
-            "--num_epochs",
-            "9999",
-            "--num_workers",
-            "2",
-            "--test_epoch_interval",
-            "9999",
-        ],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-    )
+    first = start(run, *ENDLESS, "--num_workers", "2")
     metrics, before = run / "metrics.jsonl", len((run / "metrics.jsonl").read_text())
     while len(metrics.read_text()) <= before:
         assert first.poll() is None

@@ -18,16 +18,10 @@ import pytest
 from tests.cli import (
     DIGITS,
     ROOT,
-    TINY_MODEL,
-    TINY_RUN,
-    WARM_PYTHON,
     Result,
-    environment,
-    tiny,
     train_tiny_gpu,
-    warm_python,
 )
-from tests.short_runs import QUICK, mistake, program
+from tests.short_runs import ENDLESS, QUICK, mistake, program, start
 from tests.test_checkpoints import flip, left, truncate
 from tests.test_folder_lock import HOLD
 
@@ -96,29 +90,8 @@ def test_damaged_checkpoint_that_was_asked_for(run):
     assert taken.returncode == 0, taken.stderr
 
 
-def test_second_job_in_a_folder(run, monkeypatch):
-    monkeypatch.setenv("WARM_PYTHON", warm_python(xla=False))
-    endless = [*QUICK, *"--num_epochs 99999 --max_steps 99999 --test_epoch_interval 9999".split()]
-    first = subprocess.Popen(
-        [
-            sys.executable,
-            WARM_PYTHON,
-            "run_vit_training.py",
-            "--data_dir",
-            DIGITS,
-            "--ckpt_dir",
-            run,
-            *TINY_MODEL,
-            *TINY_RUN,
-            *endless,
-            "--backend",
-            "cuda",
-        ],
-        cwd=ROOT,
-        env=environment() | {"WARM_PYTHON": warm_python(xla=False)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def test_second_job_in_a_folder(run):
+    first = start(run, *ENDLESS)
     try:
         while "epoch 2 step" not in first.stdout.readline():
             assert first.poll() is None
@@ -150,19 +123,7 @@ def test_restart_resumes_what_the_first_start_still_writes(run, trained, monkeyp
     )
     try:
         assert holder.stdout.readline() == "held\n"
-        command = [
-            sys.executable,
-            "run_vit_training.py",
-            *tiny(run),
-            *QUICK,
-            "--backend",
-            "cuda",
-            "--max_steps",
-            "11",
-        ]
-        second = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
-        )
+        second = start(run, "--max_steps", "11")
         while not has_open(second.pid, run / ".lock"):
             assert second.poll() is None
             time.sleep(0.05)
