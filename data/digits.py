@@ -19,12 +19,11 @@ import numpy as np
 import torch
 import xxhash
 from PIL import Image
-from torch.utils.data import Dataset
 
 from data.errors import DataFolderError
 from data.loader import Sample
 from data.sampler import PADDING
-from data.source import SplitSource, Wanted
+from data.source import SplitSource, Wanted, WholeImages
 from data.transforms import seeded, transforms_of
 
 SIZE = 8
@@ -32,7 +31,7 @@ MAX_VALUE = 16  # scikit-learn's grey levels run from 0 to 16
 CLASSES = [str(digit) for digit in range(10)]
 
 
-class DigitsSplit(Dataset):
+class DigitsSplit(WholeImages):
     """Holds one split of the digits in memory: a dataset of ``Sample`` by (epoch, image index)."""
 
     def __init__(self, split: str, transform: Callable, seed: int) -> None:
