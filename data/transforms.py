@@ -29,7 +29,7 @@ def transforms_of(wanted: Wanted) -> tuple[Callable, Callable]:
     if len(size) != 2:
         raise DataFolderError(
             f"--data_source {config.data_source} has flat images, and the model takes volumes of "
-            f"{' x '.join(map(str, size))}: use --data_source fake"
+            f"{' x '.join(map(str, size))}: use --data_source mosaics or fake"
         )
     train = train_transform(how, size, channels, config.scale, config.ratio, config.hflip)
     return train, val_transform(how, size, channels)
@@ -70,9 +70,7 @@ def _resize_to_cover(
 
 
 def _to_tensor(how: Preprocessing, channels: int) -> list[Callable]:
-    mean, std = list(how.mean), list(how.std)
-    if channels == 1:
-        mean, std = [sum(mean) / 3], [sum(std) / 3]
+    mean, std = how.of_channels(channels)
     return [
         v2.Grayscale() if channels == 1 else v2.Identity(),
         v2.PILToTensor(),
