@@ -237,15 +237,13 @@ def _segments(file: Any, page: Any, rows: slice, columns: slice) -> np.ndarray:
     )
     for plane, tile_row, tile_column in needed:
         number = (plane * down + tile_row) * across + tile_column
+        length = page.databytecounts[number]
+        if not length:  # a sparse file's tile of zeros
+            continue
         file.seek(page.dataoffsets[number])
         values, *_ = page.decode(
-            file.read(page.databytecounts[number]),
-            number,
-            jpegtables=page.jpegtables,
-            jpegheader=page.jpegheader,
+            file.read(length), number, jpegtables=page.jpegtables, jpegheader=page.jpegheader
         )
-        if values is None:  # a sparse file's tile of zeros
-            continue
         top, left = tile_row * high, tile_column * wide
         values = values[0, : height - top, : width - left]
         there, here = _overlap(top, values.shape[0], rows)

@@ -284,3 +284,43 @@ def test_a_zip_file_whose_headers_have_room_for_more(tmp_path):
         archive.writestr(info, (tmp_path / "volume.npy").read_bytes())
     _, part = read(tmp_path / "a.npz", (2, 4), (0, 24), (0, 40))
     np.testing.assert_array_equal(part, array[2:4])
+
+
+def test_a_name_that_tells_no_format(tmp_path):
+    with pytest.raises(BrokenImageError, match=r"ends in none of \.npy, "), open_array("a.mha"):
+        pass
+
+
+@pytest.mark.parametrize("version", [(2, 0), (3, 0)])
+def test_versions_of_numpys_format(version, tmp_path):
+    array = values(9, 24, 40)
+    with (
+        zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("volume.npy", "w") as member,
+    ):
+        np.lib.format.write_array(member, array, version)
+    if version == (3, 0):
+        with pytest.raises(BrokenImageError, match=r"version 3\.0 of NumPy's format"):
+            read(tmp_path / "a.npz")
+    else:
+        _, part = read(tmp_path / "a.npz", (2, 4), (0, 24), (0, 40))
+        np.testing.assert_array_equal(part, array[2:4])
+
+
+def test_a_sparse_tiff_file(tmp_path):
+    """Tiles that were left out are zeros."""
+    array = values(32, 32, dtype=np.uint8)
+    array[:16, 16:] = 0
+    tiles = iter([array[:16, :16], None, array[16:, :16], array[16:, 16:]])
+    tifffile.imwrite(
+        tmp_path / "a.tif", tiles, shape=(32, 32), dtype=np.uint8, tile=(16, 16), compression="zlib"
+    )
+    _, part = read(tmp_path / "a.tif", (5, 20), (0, 32))
+    np.testing.assert_array_equal(part, array[5:20])
+
+
+def test_a_tiff_file_of_a_volume(tmp_path):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, values(16, 32, 32, dtype=np.uint8), tile=(16, 16, 16), volumetric=True)
+    with pytest.raises(BrokenImageError, match="it is a volume; of TIFF files, images are read"):
+        read(path)
