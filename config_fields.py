@@ -31,6 +31,7 @@ class Flag:
     shorthands: Mapping[str, Any]
     env: str | None
     bare: Any
+    several: bool
     choices: tuple[str, ...]
     common: bool
     needs: tuple[str, ...]
@@ -47,6 +48,7 @@ def flag(
     shorthands: Mapping[str, Any] | None = None,
     env: str | None = None,
     bare: Any = None,
+    several: bool = False,
     choices: Sequence[str] = (),
     common: bool = False,
     needs: Sequence[str] = (),
@@ -61,7 +63,8 @@ def flag(
     ``names``: the flag's names if not the field's, messages use the first one; a switch that is
     on by default and named ``--no_...`` is turned off by it. ``shorthands``: flags without a value
     that set a value. ``env``: the variable of the environment that gives the default. ``bare``: the
-    value where the flag is given without one. ``choices``: the words that can be given, where they
+    value where the flag is given without one. ``several``: it takes one value or more, of which one
+    alone stands for itself, more are a tuple. ``choices``: the words that can be given, where they
     are not in the type. ``common``: shown by ``--help`` alone. ``needs``: conditions that must hold
     where the value is not the default, each "field" or "field=value", with "|" between
     alternatives. ``conflicts``: fields that must then be at their defaults.
@@ -74,6 +77,7 @@ def flag(
         dict(shorthands or {}),
         env,
         bare,
+        several,
         tuple(choices),
         common,
         tuple(needs),

@@ -26,7 +26,8 @@ class DataConfig:
     data_source: str = flag(
         "folder",
         "folder: the images of --data_dir; fake: all-zero images with label 0, as many as ImageNet "
-        "has, no host work; digits: scikit-learn's handwritten digits, no files",
+        "has, no host work; digits: scikit-learn's handwritten digits, no files; mosaics: images "
+        "of any size made of these, labelled by the digit that occurs most often",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),
         common=True,

@@ -19,12 +19,11 @@ import numpy as np
 import torch
 import xxhash
 from PIL import Image
-from torch.utils.data import Dataset
 
 from data.errors import DataFolderError
 from data.loader import Sample
 from data.sampler import PADDING
-from data.source import SplitSource, Wanted
+from data.source import SplitSource, Wanted, WholeImages
 from data.transforms import seeded, transforms_of
 
 SIZE = 8
@@ -32,11 +31,11 @@ MAX_VALUE = 16  # scikit-learn's grey levels run from 0 to 16
 CLASSES = [str(digit) for digit in range(10)]
 
 
-class DigitsSplit(Dataset):
+class DigitsSplit(WholeImages):
     """Holds one split of the digits in memory: a dataset of ``Sample`` by (epoch, image index)."""
 
     def __init__(self, split: str, transform: Callable, seed: int) -> None:
-        found = [each for each in _digits() if each[0] == split]
+        found = [each for each in read_digits() if each[0] == split]
         self._pixels = [pixels for *_, pixels in found]
         self._labels = [digit for _, digit, _, _ in found]
         self._transform, self._seed = transform, seed
@@ -62,17 +61,22 @@ def open_digits(wanted: Wanted) -> SplitSource:
 
     Raises DataFolderError for a model of fewer classes.
     """
-    if wanted.num_classes < len(CLASSES):
-        raise DataFolderError(
-            f"the digits have 10 classes, more than --num_classes {wanted.num_classes}"
-        )
+    check_classes(wanted)
     augment, plain = transforms_of(wanted)
     train = DigitsSplit("train", augment, wanted.seed) if wanted.with_train else None
     val = DigitsSplit("val", plain, wanted.seed)
     return SplitSource(wanted, "handwritten digits", train, val, CLASSES)
 
 
-def _digits() -> Iterator[tuple[str, int, int, np.ndarray]]:
+def check_classes(wanted: Wanted) -> None:
+    """Raises DataFolderError for a model that has fewer classes than there are digits."""
+    if wanted.num_classes < len(CLASSES):
+        raise DataFolderError(
+            f"the digits have 10 classes, more than --num_classes {wanted.num_classes}"
+        )
+
+
+def read_digits() -> Iterator[tuple[str, int, int, np.ndarray]]:
     """Yield (split, digit, number, pixels) of each image, in the order of an image folder's names.
 
     Each class is split by a fixed shuffle. Pixels are (8, 8), uint8.
@@ -105,7 +109,7 @@ def write_digits(root: str | os.PathLike[str]) -> Path:
         return root
     partial = root.with_name(root.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    for split, digit, number, pixels in _digits():
+    for split, digit, number, pixels in read_digits():
         folder = partial / split / str(digit)
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(folder / f"{number:04d}.png")

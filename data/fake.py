@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from data.loader import BadImage, Batch
+from data.share import Share
 from data.source import Wanted, describe
 
 TRAIN_LENGTH, VAL_LENGTH = 1_281_167, 50_000
@@ -19,31 +21,18 @@ class FakeSource:
     name = "fake data (zeros)"
     classes: list[str] | None = None
     decodes = False
+    reads_rows = True
     val_length = VAL_LENGTH
 
     def __init__(self, wanted: Wanted) -> None:
         self._shape = wanted.shape
         self.train_length = TRAIN_LENGTH if wanted.with_train else 0
 
-    def train_loader(self, batch_size: int, rank: int, world_size: int) -> FakeLoader:
-        return FakeLoader(
-            self.train_length,
-            batch_size,
-            self._shape,
-            keep_short=False,
-            rank=rank,
-            world_size=world_size,
-        )
+    def train_loader(self, batch_size: int, share: Share) -> FakeLoader:
+        return FakeLoader(self.train_length, batch_size, self._shape, share, keep_short=False)
 
-    def val_loader(self, batch_size: int, rank: int, world_size: int) -> FakeLoader:
-        return FakeLoader(
-            self.val_length,
-            batch_size,
-            self._shape,
-            keep_short=True,
-            rank=rank,
-            world_size=world_size,
-        )
+    def val_loader(self, batch_size: int, share: Share) -> FakeLoader:
+        return FakeLoader(self.val_length, batch_size, self._shape, share, keep_short=True)
 
     def fingerprint(self) -> dict[str, Any]:
         return {
@@ -58,6 +47,8 @@ class FakeSource:
 class FakeLoader:
     """Gives one and the same batch of zeros again and again: no host work after the first.
 
+    The zeros take no memory on the host, whatever the size of the images.
+
     With ``keep_short`` the last batch of an epoch, if short, is filled up with the
     label -1, as the folder loader does for evaluation; without, it is dropped.
     """
@@ -69,17 +60,18 @@ class FakeLoader:
         length: int,
         batch_size: int,
         image_shape: tuple[int, ...],
+        share: Share,
         *,
         keep_short: bool,
-        rank: int,
-        world_size: int,
     ) -> None:
         self._length, self._batch_size, self._keep_short = length, batch_size, keep_short
-        share = batch_size // world_size
-        images = torch.zeros(share, *image_shape)
-        self._full = images, torch.zeros(share, dtype=torch.int64)
-        rest = length % batch_size
-        present = torch.arange(rank * share, (rank + 1) * share) < rest
+        # The operating system gives no memory to zeros of NumPy's until they are written to.
+        # Zeros of torch.Tensor.expand take none either, but cannot be pinned for a GPU.
+        zeros = np.zeros(share.shape_of(batch_size, image_shape), np.float32)
+        images = torch.from_numpy(zeros)
+        count = len(images)
+        self._full = images, torch.zeros(count, dtype=torch.int64)
+        present = torch.arange(count) + share.rank * count < length % batch_size
         self._short = images, torch.where(present, 0, -1)
 
     def __len__(self) -> int:

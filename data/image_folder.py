@@ -11,14 +11,13 @@ import numpy as np
 import torch
 import xxhash
 from PIL import Image
-from torch.utils.data import Dataset
 
 from data.decode import read_image
 from data.errors import BrokenImageError, DataFolderError, printable
 from data.folder_index import check_folder, index_split
 from data.loader import BadImage, Sample
 from data.sampler import PADDING
-from data.source import SplitSource, Wanted
+from data.source import SplitSource, Wanted, WholeImages
 from data.transforms import seeded, transforms_of
 
 ATTEMPTS = 10
@@ -30,9 +29,9 @@ def open_folder(wanted: Wanted) -> SplitSource:
 
     Raises DataFolderError, see ``index_split``.
     """
+    augment, plain = transforms_of(wanted)
     root, seed = wanted.config.data_dir, wanted.seed
     check_folder(root, wanted.num_classes, ("train", "val") if wanted.with_train else ("val",))
-    augment, plain = transforms_of(wanted)
     train = None
     if wanted.with_train:
         train = FolderSplit(root, "train", augment, seed, substitutes=True)
@@ -51,7 +50,7 @@ def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> 
     return (index + 1 + int(state[0]) % max(length - 1, 1)) % length
 
 
-class FolderSplit(Dataset):
+class FolderSplit(WholeImages):
     """One split (train or val) of an image folder: a dataset by (epoch, image index).
 
     What a transform draws at random depends on the seed, the epoch and the image

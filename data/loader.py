@@ -16,7 +16,8 @@ from data.errors import DataFolderError
 from data.sampler import GlobalBatchSampler
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""A batch on the CPU: images (share, channels, height, width) float32, labels (share,) int64."""
+"""A batch on the CPU: images (share, channels, rows, width) float32, labels (share,) int64;
+of volumes (share, channels, slices, height, width)."""
 
 BadImage = tuple[str, str]
 """The path of an image that cannot be read, and the reason in one line."""
@@ -126,3 +127,24 @@ class DatasetLoader:
 
     def bad_images(self) -> list[BadImage]:
         return [self._bad.popleft() for _ in range(len(self._bad))]
+
+
+class EmptyLoader:
+    """Gives batches without images, all the same: to a process that others hand its images."""
+
+    prefetch_depth = 0
+
+    def __init__(self, batches: int, shape: tuple[int, ...]) -> None:
+        """Take how many ``batches`` an epoch has, and the shape of a batch: of 0 images."""
+        self._batches = batches
+        self._batch = torch.zeros(shape), torch.zeros(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        for _ in range(first_batch, len(self)):
+            yield self._batch
+
+    def bad_images(self) -> list[BadImage]:
+        return []

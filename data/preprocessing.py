@@ -20,6 +20,14 @@ class Preprocessing:
     """The side of the centre crop as a share of the resized image's shorter side."""
     interpolation: str = "bicubic"
 
+    def of_channels(self, channels: int) -> tuple[list[float], list[float]]:
+        """Return mean and std by channel; other channels than three colours have their means."""
+        if channels == len(self.mean):
+            return list(self.mean), list(self.std)
+        return [sum(self.mean) / len(self.mean)] * channels, [
+            sum(self.std) / len(self.std)
+        ] * channels
+
     def __str__(self) -> str:
         mean, std = (" ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
         return f"mean {mean}, std {std}, crop {self.crop_pct:g}, {self.interpolation}"

@@ -8,5 +8,6 @@ OPENED_BY = {
     "folder": "data.image_folder:open_folder",
     "fake": "data.fake:FakeSource",
     "digits": "data.digits:open_digits",
+    "mosaics": "data.mosaics:open_mosaics",
 }
 """Where the function of each is; imported when it is chosen: some need packages of their own."""

@@ -12,9 +12,10 @@ from torch.utils.data import Dataset
 
 from data.config import DataConfig
 from data.errors import DataFolderError, printable
-from data.loader import BatchLoader, DatasetLoader
+from data.loader import BatchLoader, DatasetLoader, EmptyLoader, Sample
 from data.registry import OPENED_BY
 from data.sampler import GlobalBatchSampler
+from data.share import Share
 
 _KINDS = 5  # of files, named in the log
 
@@ -25,17 +26,17 @@ class Wanted:
 
     config: DataConfig
     channels: int
-    image_size: int
-    """The height and width of an image in pixels."""
+    size: tuple[int, ...]
+    """The spatial sizes: an image's height and width in pixels, a volume's slices before them."""
     num_classes: int
     seed: int
     with_train: bool = True
     """Whether training images are wanted beside those for validation."""
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Return the shape of one image: (channels, height, width)."""
-        return (self.channels, self.image_size, self.image_size)
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of one image: the channels, then the spatial sizes."""
+        return (self.channels, *self.size)
 
 
 class DataSource(Protocol):
@@ -52,14 +53,16 @@ class DataSource(Protocol):
     """The names of the classes by label, if the source has any."""
     decodes: bool
     """Whether loading takes work for each image, so that its speed matters."""
+    reads_rows: bool
+    """Whether an image's rows can be read without reading the others."""
 
-    def train_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
-        """Return shuffled global batches of ``batch_size``: the share of process ``rank``.
+    def train_loader(self, batch_size: int, share: Share) -> BatchLoader:
+        """Return shuffled global batches of ``batch_size`` images, this ``share`` of each.
 
         The position in them is the loader's: ``BatchLoader.epoch`` begins at any batch.
         """
 
-    def val_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
+    def val_loader(self, batch_size: int, share: Share) -> BatchLoader:
         """Return all validation images once, in order; padding fills up the last batch."""
 
     def fingerprint(self) -> dict[str, Any]:
@@ -69,12 +72,36 @@ class DataSource(Protocol):
 class Split(Protocol):
     """A map-style dataset of ``Sample``, indexed by (epoch, image index)."""
 
+    reads_rows: bool
+    """Whether an image's rows can be read without reading the others."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, key: tuple[int, int]) -> Any: ...
 
+    def of_rows(self, rows: range) -> Dataset:
+        """Return the same images, changed at random in the same way, but these rows only."""
+
     def digest(self) -> str:
         """Return a checksum of what the split's images are, in order."""
+
+
+class WholeImages(Dataset):
+    """The base of splits that can only make whole images, of which rows are then kept."""
+
+    reads_rows = False
+
+    def of_rows(self, rows: range) -> Dataset:
+        return _RowsOf(self, rows)
+
+
+class _RowsOf(Dataset):
+    def __init__(self, split: WholeImages, rows: range) -> None:
+        self._split, self._rows = split, rows
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        image, label, bad = self._split[key]
+        return image[:, self._rows.start : self._rows.stop], label, bad
 
 
 class SplitSource:
@@ -92,31 +119,31 @@ class SplitSource:
         left_out: Counter[str] | None = None,
     ) -> None:
         """Take the splits. ``left_out``: how many files are no images, by extension."""
-        self.name, self.classes = name, classes
+        self.name, self.classes, self.reads_rows = name, classes, val.reads_rows
         self.train_length, self.val_length = len(train) if train else 0, len(val)
         self._wanted, self._train, self._val = wanted, train, val
         self._left_out = left_out or Counter[str]()
 
-    def train_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
+    def train_loader(self, batch_size: int, share: Share) -> BatchLoader:
         assert self._train is not None
-        return self._loader(self._train, batch_size, rank, world_size, shuffle=True)
+        return self._loader(self._train, batch_size, share, shuffle=True)
 
-    def val_loader(self, batch_size: int, rank: int, world_size: int) -> BatchLoader:
-        return self._loader(self._val, batch_size, rank, world_size, shuffle=False)
+    def val_loader(self, batch_size: int, share: Share) -> BatchLoader:
+        return self._loader(self._val, batch_size, share, shuffle=False)
 
-    def _loader(
-        self, split: Any, batch_size: int, rank: int, world_size: int, *, shuffle: bool
-    ) -> BatchLoader:
+    def _loader(self, split: Any, batch_size: int, share: Share, *, shuffle: bool) -> BatchLoader:
         sampler = GlobalBatchSampler(
             len(split),
             batch_size,
             shuffle=shuffle,
             seed=self._wanted.seed,
-            rank=rank,
-            world_size=world_size,
+            rank=share.rank,
+            world_size=share.world_size,
         )
+        if not share.loads:
+            return EmptyLoader(len(sampler), share.shape_of(batch_size, self._wanted.shape))
         workers = self._wanted.config.num_workers
-        dataset: Dataset = split
+        dataset: Dataset = split if share.rows is None else split.of_rows(share.rows)
         return DatasetLoader(dataset, sampler, workers if shuffle else min(workers, len(sampler)))
 
     def fingerprint(self) -> dict[str, Any]:

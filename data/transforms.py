@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -10,43 +11,66 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from data.errors import DataFolderError
 from data.preprocessing import Preprocessing
 from data.source import Wanted
 
+Size = tuple[int, ...]
+"""The height and width of an image in pixels."""
+
 
 def transforms_of(wanted: Wanted) -> tuple[Callable, Callable]:
-    """Return how images are changed for training, and how for validation."""
+    """Return how images are changed for training, and how for validation.
+
+    Raises DataFolderError where the model takes no images, but volumes.
+    """
     config, how = wanted.config, wanted.config.preprocessing
-    size, channels = wanted.image_size, wanted.channels
+    size, channels = wanted.size, wanted.channels
+    if len(size) != 2:
+        raise DataFolderError(
+            f"--data_source {config.data_source} has flat images, and the model takes volumes of "
+            f"{' x '.join(map(str, size))}: use --data_source mosaics or fake"
+        )
     train = train_transform(how, size, channels, config.scale, config.ratio, config.hflip)
     return train, val_transform(how, size, channels)
 
 
 def train_transform(
     how: Preprocessing,
-    image_size: int,
+    size: Size,
     channels: int,
     scale: tuple[float, float],
     ratio: tuple[float, float],
     hflip: float,
 ) -> Callable:
-    """Return random resized crop, horizontal flip and normalising, to (channels, size, size)."""
+    """Return random resized crop, horizontal flip and normalising, to (channels, *size)."""
     mode = v2.InterpolationMode(how.interpolation)
-    crop = v2.RandomResizedCrop(image_size, scale, ratio, interpolation=mode)
+    crop = v2.RandomResizedCrop(size, scale, ratio, interpolation=mode)
     return v2.Compose([crop, v2.RandomHorizontalFlip(hflip), *_to_tensor(how, channels)])
 
 
-def val_transform(how: Preprocessing, image_size: int, channels: int) -> Callable:
-    """Return the resizing of the shorter side to size / crop_pct, centre crop and normalising."""
+def val_transform(how: Preprocessing, size: Size, channels: int) -> Callable:
+    """Return the resizing to what covers size / crop_pct, centre crop and normalising."""
     mode = v2.InterpolationMode(how.interpolation)
-    resize = v2.Resize(math.floor(image_size / how.crop_pct), interpolation=mode)
-    return v2.Compose([resize, v2.CenterCrop(image_size), *_to_tensor(how, channels)])
+    height, width = (math.floor(side / how.crop_pct) for side in size)
+    if height == width:  # the shorter side is the one that fits
+        resize: Callable = v2.Resize(height, interpolation=mode)
+    else:
+        resize = functools.partial(_resize_to_cover, height, width, mode)
+    return v2.Compose([resize, v2.CenterCrop(size), *_to_tensor(how, channels)])
+
+
+def _resize_to_cover(
+    height: int, width: int, mode: v2.InterpolationMode, image: Image.Image
+) -> Image.Image:
+    """Return the image as small as covers height x width, its proportions kept, as timm does."""
+    by = min(image.height / height, image.width / width)
+    covering = [round(image.height / by), round(image.width / by)]
+    return v2.functional.resize(image, covering, interpolation=mode)
 
 
 def _to_tensor(how: Preprocessing, channels: int) -> list[Callable]:
-    mean, std = list(how.mean), list(how.std)
-    if channels == 1:
-        mean, std = [sum(mean) / 3], [sum(std) / 3]
+    mean, std = how.of_channels(channels)
     return [
         v2.Grayscale() if channels == 1 else v2.Identity(),
         v2.PILToTensor(),

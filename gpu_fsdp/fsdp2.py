@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -14,15 +16,18 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gpu_fsdp.devices import Device
-from gpu_fsdp.gpu_backend import OUTER, SHARD, GpuBackend
+from gpu_fsdp.domain.attention import see_all_tokens
+from gpu_fsdp.domain.group import DomainGroup
+from gpu_fsdp.gpu_backend import DOMAIN, OUTER, SHARD, GpuBackend
 from gpu_fsdp.loss_scale import LossScale
 from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name
 from models.meta import cast_buffers
+from models.token_part import PartOfPositions, TokenPart
 from training.backend import InitializeModule
 from training.shards import Chunk, ShardedTensor
 from training.skipped_steps import not_finite
@@ -34,14 +39,25 @@ class Fsdp2Backend(GpuBackend):
         is_fp16 = self._sharding.precision == "fp16"
         self._loss_scale = LossScale(device.where) if is_fp16 else None
         self._dtensors: dict[str, DTensor] = {}
-        self._mesh = dist.init_device_mesh(
-            device.where.type, (run.mesh.dcn, run.mesh.fsdp), mesh_dim_names=(OUTER, SHARD)
-        )
+        self._positions: dict[str, PartOfPositions] = {}
+        mesh, kind = run.mesh, device.where.type
+        # Processes that share an image shard parameters like all others.
+        shape = (mesh.dcn, mesh.fsdp * mesh.domain)
+        if self._zero == 0:
+            shape = (mesh.devices, 1)
+        self._mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=(OUTER, SHARD))
+        if mesh.domain > 1:
+            sizes = (mesh.dcn, mesh.fsdp, mesh.domain)
+            self._whole_mesh = dist.init_device_mesh(
+                kind, sizes, mesh_dim_names=(OUTER, SHARD, DOMAIN)
+            )
 
     def _describe_form(self) -> str:
         form = f"FSDP2 {ZERO_NAMES[self._zero]}, each block a unit"
         if self._zero == 0:
-            return "FSDP2 as data parallel (no sharding)"
+            form = "FSDP2 as data parallel (no sharding)"
+        if self._run.mesh.domain > 1:
+            form += f", {self._sharding.domain_attention} attention over domain"
         return form
 
     # -- sharding ---------------------------------------------------------------------
@@ -50,13 +66,17 @@ class Fsdp2Backend(GpuBackend):
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
         blocks: list[FSDPModule] = []
+        if self._run.mesh.domain > 1:
+            see_all_tokens(model, self._sharding.domain_attention, self._domain_group())
         for name, unit in units:
             initialize(unit, name)
+            if unit is model and self._run.mesh.domain > 1:
+                self._divide_tokens(model)
             if unit is not model:
                 unit = self._prepare_block(model, name, unit)
                 cast_buffers(unit, DTYPES[self._sharding.precision])
             # Takes this unit to the device and keeps its part, before the next one is made.
-            fully_shard(unit, **self._options(is_root=unit is model))
+            fully_shard(unit, **self._options(self._mesh, is_root=unit is model))
             assert isinstance(unit, FSDPModule)
             # Uneven parts get their final, padded storage only when first gathered; the
             # optimizer must not hold the one before.
@@ -66,12 +86,35 @@ class Fsdp2Backend(GpuBackend):
                 blocks.append(unit)
         self._order_prefetch(blocks)
         self._model = model
+        plain = {id(part.values): name for name, part in self._positions.items()}
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            self._dtensors[timm_name(name)] = parameter
+            self._dtensors[plain.get(id(parameter)) or timm_name(name)] = parameter
         return model
 
-    def _options(self, *, is_root: bool) -> dict:
+    def _domain_group(self) -> DomainGroup:
+        mesh, sizes, rank = self._run.mesh, self._run.model.sizes, dist.get_rank()
+        index = self._whole_mesh.get_local_rank(DOMAIN)
+        places = (rank - index + each for each in range(mesh.domain))
+        rows = [len(mesh.rows_of(sizes.grid[0], place)) for place in places]
+        patches = tuple(count * sizes.row_patches for count in rows)
+        return DomainGroup(self._whole_mesh.get_group(DOMAIN), index, patches)
+
+    def _divide_tokens(self, model: nn.Module) -> None:
+        """Let the model, which has its values, compute with the tokens of this process."""
+        group = self._domain_group()
+        here, before = group.patches[group.index], sum(group.patches[: group.index])
+        part = TokenPart(before, here, sum(group.patches), group.sum, group.largest)
+        self._positions = self._run.model.compute_on_part(model, part)
+        for module in self._positions.values():
+            # Others have other positions: only "dcn" and "fsdp" hold, and sum up, the same ones.
+            fully_shard(module, **self._options(self._whole_mesh[OUTER, SHARD], is_root=False))
+            # A mean is taken over those; all others' gradients are of a mean over "domain", too.
+            module.register_forward_hook(
+                lambda _, __, values: _WithGradientTimes.apply(values, 1 / group.size)
+            )
+
+    def _options(self, mesh: DeviceMesh, *, is_root: bool) -> dict:
         own, precision = self._own, self._sharding.precision
         lower = precision != "fp32" or own.reduce_dtype != "fp32"
         policy = MixedPrecisionPolicy(
@@ -80,7 +123,8 @@ class Fsdp2Backend(GpuBackend):
             output_dtype=torch.float32 if is_root else None,
         )
         return {
-            "mesh": self._mesh if self._mesh.size(0) > 1 else self._mesh[SHARD],
+            "mesh": mesh if mesh.size(0) > 1 else mesh[SHARD],
+            "shard_placement_fn": functools.partial(_placement, parts=mesh[SHARD].size()),
             # The root's weights would be gathered again at once by the backward pass.
             "reshard_after_forward": self._zero == 3 and not is_root,
             "mp_policy": policy,
@@ -138,8 +182,12 @@ class Fsdp2Backend(GpuBackend):
         self._loss_scale.update(overflowed=skipped, counts=1 - bad_loss)
         return bad
 
-    def _norm_groups(self) -> list[dist.ProcessGroup]:
-        return [self._mesh.get_group(SHARD)]
+    def _squares(self) -> Iterator[torch.Tensor]:
+        apart = self._positions.keys() if self._zero == 0 else set()
+        shard = [self._mesh.get_group(SHARD)]
+        yield self._square(self._locals.keys() - apart, shard)
+        if apart:
+            yield self._square(apart, [self._whole_mesh.get_group(DOMAIN)])
 
     def _step_state(self) -> dict[str, torch.Tensor]:
         return {} if self._loss_scale is None else self._loss_scale.state()
@@ -157,4 +205,30 @@ class Fsdp2Backend(GpuBackend):
         )
         assert values.shape == torch.Size(shape)
         chunks = [Chunk(offsets, values)] if values.numel() else []
-        return ShardedTensor(parameter.shape, values.dtype, chunks)
+        if name not in self._positions:
+            return ShardedTensor(parameter.shape, values.dtype, chunks)
+        first = self._positions[name].first
+        for chunk in chunks:
+            chunk.offsets = (chunk.offsets[0], chunk.offsets[1] + first, chunk.offsets[2])
+        entries = self._run.model.sizes.num_patches + self._run.model.token_parameters[name]
+        whole = (parameter.shape[0], entries, parameter.shape[2])
+        return ShardedTensor(whole, values.dtype, chunks)
+
+
+class _WithGradientTimes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad * ctx.factor, None
+
+
+def _placement(parameter: nn.Parameter, parts: int) -> Shard | None:
+    """Shard what has one entry for each token, (1, tokens, width), along a dimension that has
+    several; None: as PyTorch does it, along the first."""
+    if parameter.dim() != 3 or parameter.shape[0] != 1:
+        return None
+    return next((Shard(d) for d in (1, 2) if parameter.shape[d] % parts == 0), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,8 +20,8 @@ from training.backend import InitializeModule, State, pass_seed
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stopping import largest_of_all
 
-OUTER, SHARD = "dcn", "fsdp"
-"""The mesh's axes of copies, and of the shards of a copy."""
+OUTER, SHARD, DOMAIN = "dcn", "fsdp", "domain"
+"""The mesh's axes of copies, of the shards of a copy, and of the rows of an image."""
 
 
 class GpuBackend(abc.ABC):
@@ -36,6 +36,10 @@ class GpuBackend(abc.ABC):
         self._own, self._sharding = run.own, run.config.sharding
         rank, mesh = dist.get_rank(), run.mesh
         self.rank, self.world_size = mesh.batch_part(rank), mesh.batch_parts
+        sizes = run.model.sizes
+        patch = sizes.input_shape[1] // sizes.grid[0]
+        rows = mesh.rows_of(sizes.grid[0], rank)
+        self.image_rows = range(rows.start * patch, rows.stop * patch)
         self.device_count, self.is_main = mesh.devices, rank == 0
         self.compiles = run.own.compile
         assert run.own.zero_dp_strategy is not None  # resolved
@@ -65,8 +69,8 @@ class GpuBackend(abc.ABC):
         """Free or zero the gradients that ``_take_gradients`` took from."""
 
     @abc.abstractmethod
-    def _norm_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups over which parameters are sharded, so gradients' squares add up."""
+    def _squares(self) -> Iterator[torch.Tensor]:
+        """Yield sums of squares, scalars, which add up to that of all gradients; see _square."""
 
     @abc.abstractmethod
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -130,8 +134,10 @@ class GpuBackend(abc.ABC):
 
     def put(self, batch: Batch) -> Batch:
         images, labels = batch
+        images = images[:, :, self.image_rows.start : self.image_rows.stop]
         if self._own.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
+            last = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
+            images = images.contiguous(memory_format=last)
         images, labels = self._device.put([images, labels])
         return images, labels
 
@@ -174,8 +180,10 @@ class GpuBackend(abc.ABC):
         optimizer.step()
 
     def _has_copies(self) -> bool:
-        """Tell whether several processes hold the same part of a parameter."""
-        return self._zero == 0 or self._run.mesh.dcn > 1
+        """Tell whether several processes decide for themselves on what they must decide alike: they
+        hold the same part of a parameter, or compute the loss of the same images."""
+        mesh = self._run.mesh
+        return self._zero == 0 or mesh.dcn > 1 or mesh.domain > 1
 
     def _judge(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
         """Return 1.0 if the step counts as a bad one, else 0.0; asked before the update."""
@@ -187,15 +195,20 @@ class GpuBackend(abc.ABC):
         PyTorch's own clips by each DTensor's norm; uneven parts need one sum of squares.
         """
         parts = list(self._locals.values())
-        gradients = [part.grad for part in parts if part.grad is not None]
-        norm = nn.utils.get_total_norm(gradients, foreach=True)
-        square = norm.to(self._device.where).square()
-        for group in self._norm_groups():
-            dist.all_reduce(square, group=group)
-        norm = square.sqrt()
+        first, *others = self._squares()
+        norm = sum(others, start=first).sqrt()
         if max_norm > 0:
             nn.utils.clip_grads_with_norm_(parts, max_norm, norm, foreach=True)
         return norm
+
+    def _square(self, names: Collection[str], groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
+        """Return the sum of squares of these parameters' gradients, which ``groups`` shard."""
+        parts = (self._locals[name].grad for name in self._locals if name in names)
+        gradients = [grad for grad in parts if grad is not None]
+        square = nn.utils.get_total_norm(gradients, foreach=True).to(self._device.where).square()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        return square
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return self.sum(value) / self.world_size
@@ -203,7 +216,7 @@ class GpuBackend(abc.ABC):
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.clone()
         dist.all_reduce(total)
-        return total
+        return total / self._run.mesh.devices_a_part  # which have all added the same
 
     def end_step(self) -> None:  # noqa: B027
         """Do nothing: an eager device was handed each operation as it was called."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -191,12 +191,11 @@ class MegatronBackend(GpuBackend):
             parameter.grad = None
         self._model.zero_grad_buffer()
 
-    def _norm_groups(self) -> list[dist.ProcessGroup]:
-        if self._zero == 0:
-            return []
+    def _squares(self) -> Iterator[torch.Tensor]:
+        groups = [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
         if self._own.outer_dp_sharding_strategy:
-            return [self._all]
-        return [self._mesh.get_group(SHARD)]
+            groups = [self._all]
+        yield self._square(self._locals, groups)
 
     def close(self) -> None:
         super().close()

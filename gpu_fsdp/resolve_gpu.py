@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gpu_fsdp import devices, te_block
 from gpu_fsdp.config import GpuConfig
+from gpu_fsdp.domain.resolve_domain import resolve_domain
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flag_rules import check_needs
@@ -34,7 +35,7 @@ def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
     """
     config = resolve_common(replace(config, backend="cuda"))
     _check_devices()
-    own = _resolve_form(own)
+    own = _resolve_form(config, own)
     own = replace(own, zero_dp_strategy=_zero_dp_strategy(config, own))
     check_needs(config, own)
     _check_strategy(config, own)
@@ -42,17 +43,18 @@ def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
     mesh = _mesh(config, own)
     _check_precision(config, own, mesh)
     config, model = resolve_model(config)  # after what is known at once: timm takes a second
-    run = GpuRun(config, own, model, mesh)
+    run = GpuRun(resolve_domain(config, own, mesh, model), own, model, mesh)
     te_block.check(run)
     check_batch(run)
     te_block.check_batch(run)
     return run
 
 
-def _resolve_form(own: GpuConfig) -> GpuConfig:
+def _resolve_form(config: RunConfig, own: GpuConfig) -> GpuConfig:
     if own.fsdp != "auto":
         return own
-    return replace(own, fsdp="megatron" if devices.choose().runs_megatron else "fsdp2")
+    megatron = devices.choose().runs_megatron and config.sharding.mesh_domain == 1
+    return replace(own, fsdp="megatron" if megatron else "fsdp2")
 
 
 def _zero_dp_strategy(config: RunConfig, own: GpuConfig) -> int:
@@ -78,13 +80,14 @@ def _zero_dp_strategy(config: RunConfig, own: GpuConfig) -> int:
 def _mesh(config: RunConfig, own: GpuConfig) -> Mesh:
     """Return the mesh of a run; without sharding FSDP2 has copies, and all-reduces gradients."""
     size = world_size()
-    if own.zero_dp_strategy == 0 and own.fsdp == "fsdp2":
-        return Mesh(dcn=size)
-    return make_mesh(
+    mesh = make_mesh(
         config.sharding,
         size,
         "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
     )
+    if own.zero_dp_strategy == 0 and own.fsdp == "fsdp2":
+        return Mesh(dcn=mesh.fsdp, domain=mesh.domain)
+    return mesh
 
 
 def _check_devices() -> None:

@@ -13,11 +13,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
     ``arguments`` are all of the model's, by timm's names.
     """
+    check_width(arguments)
     width, heads = arguments["embed_dim"], arguments["num_heads"]
-    if width % heads:
-        raise ModelError(f"<embed_dim> {width} is not a multiple of <num_heads> {heads}")
-    if width * arguments["mlp_ratio"] < 1:
-        raise ModelError(f"<mlp_ratio> {arguments['mlp_ratio']} leaves no MLP")
     if arguments["global_pool"] == "token" and not arguments["class_token"]:
         raise ModelError("<global_pool> token needs <class_token>")
     if arguments.get("use_rot_pos_emb") and width // heads % 4:
@@ -30,17 +27,37 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise ModelError(f"<patch_drop_rate> {rate} leaves no patch")
 
 
-def check_patches(img_size: Any, patch_size: Any) -> None:
+def check_width(arguments: Mapping[str, Any]) -> None:
+    """Raise ModelError for a width that cannot be divided over the heads, or leaves no MLP."""
+    width, heads = arguments["embed_dim"], arguments["num_heads"]
+    if width % heads:
+        raise ModelError(f"<embed_dim> {width} is not a multiple of <num_heads> {heads}")
+    if width * arguments["mlp_ratio"] < 1:
+        raise ModelError(f"<mlp_ratio> {arguments['mlp_ratio']} leaves no MLP")
+
+
+def check_patches(img_size: Any, patch_size: Any, dimension: int = 2) -> None:
     """Raise ModelError if an image is not a whole number of patches each way."""
-    for image, patch in zip(_pair(img_size), _pair(patch_size), strict=True):
+    images = spatial_size(img_size, dimension)
+    for image, patch in zip(images, spatial_size(patch_size, dimension), strict=True):
         if image % patch:
             raise ModelError(f"<img_size> {image} is not a multiple of <patch_size> {patch}")
 
 
+def spatial_size(size: Any, dimension: int = 2) -> tuple[int, ...]:
+    """Return the size along each spatial dimension; one number stands for all of them.
+
+    Raises ModelError if there are not as many numbers.
+    """
+    if isinstance(size, int):
+        return (size,) * dimension
+    if len(size) != dimension:
+        told = " ".join(map(str, size))
+        raise ModelError(f"<img_size> {told} has {len(size)} numbers: give 1 or {dimension}")
+    return tuple(size)
+
+
 def _patches(arguments: Mapping[str, Any]) -> int:
-    (height, width), (rows, columns) = map(_pair, (arguments["img_size"], arguments["patch_size"]))
+    height, width = spatial_size(arguments["img_size"])
+    rows, columns = spatial_size(arguments["patch_size"])
     return (height // rows) * (width // columns)
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)

@@ -93,17 +93,26 @@ class ModelConfig:
 
     model: str | None = flag(
         None,
-        f"a preset, or any Vision Transformer of timm as timm/NAME (--list_models shows them) "
-        f"(default: {DEFAULT_MODEL})",
+        "a preset, hybrid_vit, or any Vision Transformer of timm as timm/NAME (--list_models shows "
+        f"them) (default: {DEFAULT_MODEL})",
         metavar="NAME",
         common=True,
     )
-    img_size: int | None = _own(
+    img_size: int | tuple[int, ...] | None = _own(
         "img_size",
-        "image height and width, pixels",
+        "pixels along each side of an image or volume: one number, or height and width, or slices, "
+        "height and width",
         kind=bounded(int, 1, 16384),
+        metavar="N",
+        several=True,
         names=("--image_size", "--img_size"),
         common=True,
+    )
+    dimension: int | None = flag(
+        None,
+        "2: images, 3: volumes; of hybrid_vit (default: 2)",
+        kind=bounded(int, 2, 3),
+        metavar="{2,3}",
     )
     patch_size: int | None = _own("patch_size", "patch side, pixels", kind=positive, common=True)
     in_chans: int | None = _own("in_chans", "image channels: 3 (RGB) or 1 (grey)", kind=channels)

@@ -22,6 +22,7 @@ __all__ = ["FAMILIES", "ListedModel", "ModelError", "list_models", "open_model"]
 
 FAMILIES = {
     "": "models.presets",
+    "hybrid_": "models.hybrid_names",
     "timm/": "models.timm_names",
 }
 """By what its names begin with, the module of each family."""

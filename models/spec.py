@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from models.blocks import blocks_differ
+from models import blocks
 from models.flops import train_flops_per_image
+from models.token_part import PartOfPositions, TokenPart
 
 _FREE = ("weight_init", "fix_init", "head_init_scale")
 """Settings that matter for first weights alone."""
@@ -24,7 +26,8 @@ class ModelSizes:
     input_shape: tuple[int, ...]
     """Channels, then height and width of an image in pixels; of a volume its depth before them."""
     num_classes: int
-    num_patches: int
+    grid: tuple[int, ...]
+    """Patches along each spatial dimension; they are numbered with the last one running fastest."""
     num_tokens: int
     """Length of the sequence the blocks see: patches, class token, registers."""
     train_tokens: int
@@ -40,6 +43,15 @@ class ModelSizes:
     hidden: int
     """Width inside the MLP."""
     attn_drop_rate: float
+
+    @property
+    def num_patches(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def row_patches(self) -> int:
+        """Return how many patches share a place along the first spatial dimension."""
+        return math.prod(self.grid[1:])
 
 
 class ModelSpec(abc.ABC):
@@ -88,20 +100,24 @@ class ModelSpec(abc.ABC):
         """Read off a model on meta."""
 
     @abc.abstractmethod
-    def block_dimensions(self) -> dict[str, tuple[str, ...]]:
-        """Return what the dimensions of each parameter of a block are, by its name there.
+    def why_no_token_part(self) -> str | None:
+        """Return why the model cannot compute with a part of its tokens; None if it can."""
 
-        "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of
-        the MLP). Empty where ``why_no_tensor_parallel`` has a reason.
+    @abc.abstractmethod
+    def compute_on_part(self, model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
+        """Let ``model``, given the rows of each image that hold ``part``, compute whole logits.
+
+        Its learned positions, which must have their values, become those of the part; returned by
+        their plain names. What attention does is the caller's: each token has to see all others.
         """
 
+    @property
     @abc.abstractmethod
-    def why_no_tensor_parallel(self) -> str | None:
-        """Return why blocks cannot compute with parts of their heads and MLP; None if they can."""
+    def token_parameters(self) -> dict[str, int]:
+        """The parameters that have an entry for each token, of shape (1, tokens, width), by name.
 
-    @abc.abstractmethod
-    def why_no_transformer_engine(self) -> str | None:
-        """Return why TransformerEngine's layer cannot stand for a block; None if it can."""
+        The values: how many entries come before those of the patches.
+        """
 
     @property
     def preprocessing(self) -> dict[str, Any] | None:
@@ -109,6 +125,28 @@ class ModelSpec(abc.ABC):
         return None
 
     # -- for all families -------------------------------------------------------------
+
+    def block_dimensions(self) -> dict[str, tuple[str, ...]]:
+        """Return what the dimensions of each parameter of a block are, by its name there.
+
+        "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of
+        the MLP). Empty where ``why_no_tensor_parallel`` has a reason.
+        """
+        if self.why_no_tensor_parallel():
+            return {}
+        return {name: blocks.PLAIN_BLOCK[name] for name, _ in self._block.named_parameters()}
+
+    def why_no_tensor_parallel(self) -> str | None:
+        """Return why blocks cannot compute with parts of their heads and MLP; None if they can."""
+        return blocks.why_not_plain(self._block)
+
+    def why_no_transformer_engine(self) -> str | None:
+        """Return why TransformerEngine's layer cannot stand for a block; None if it can."""
+        return blocks.why_no_transformer_engine(self._block)
+
+    @property
+    def _block(self) -> nn.Module:
+        return self.meta.blocks[0]  # type: ignore[index,return-value]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is read off the model: another process builds its own."""
@@ -149,7 +187,7 @@ class ModelSpec(abc.ABC):
 
         Other probabilities of drop path do not count.
         """
-        return blocks_differ(list(self.meta.blocks))  # type: ignore[arg-type]
+        return blocks.blocks_differ(list(self.meta.blocks))  # type: ignore[arg-type]
 
     def differs_from(self, before: Mapping[str, Any]) -> str | None:
         """Return the first setting that is not as in ``before``, the settings of another spec.

@@ -20,17 +20,23 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import ResPostBlock, VisionTransformer, get_init_weights_vit
 from torch import nn
 
+from models.token_part import PartOfPositions, TokenPart, keep_part, pool_over_parts
+
 __all__ = [
     "SELF_INITIALIZED",
     "WRITTEN_FOR",
     "arguments_given_to",
+    "compute_on_part",
     "computed_buffers",
     "draw_mixed_frequencies",
     "get_init_weights_vit",
     "has_computed_buffers",
+    "has_own_queries",
     "put_blocks",
     "RotaryEmbeddingMixed",
     "taken_arguments",
+    "token_parameters",
+    "why_no_token_part",
 ]
 
 WRITTEN_FOR = {"timm": "1.0.31"}
@@ -150,3 +156,61 @@ def _eva_features(
     given = {} if rope is None else {"rope": rope}
     x = model.blocks(x, **{"stacked" if model.rope_mixed else "shared": given})
     return model.norm(x)
+
+
+# -- a part of the tokens -------------------------------------------------------------
+
+
+def token_parameters(model: nn.Module) -> dict[str, int]:
+    """Return the parameters with an entry for each token, and how many entries are no patch's."""
+    if model.pos_embed is None:
+        return {}
+    return {"pos_embed": 0 if model.no_embed_class else int(model.num_prefix_tokens)}
+
+
+def why_no_token_part(model: nn.Module) -> str | None:
+    """Return why the model cannot compute with a part of its tokens; None if it can."""
+    if model.attn_pool is not None and type(model.attn_pool) is not AttentionPoolLatent:
+        return f"its pooling is timm's {type(model.attn_pool).__name__}"
+    if getattr(model.attn_pool, "pos_embed", None) is not None:
+        return "its pooling has positions of its own"
+    drop = model.patch_drop
+    return None if drop is None or isinstance(drop, nn.Identity) else "it has <patch_drop_rate>"
+
+
+def compute_on_part(model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
+    """Let a VisionTransformer or Eva compute with a part of its tokens, as ``ModelSpec`` says."""
+    assert isinstance(model, Eva | VisionTransformer)
+    model.patch_embed.strict_img_size = False  # it is given fewer rows than its images have
+    positions = {
+        name: keep_part(model, name, prefix, part)
+        for name, prefix in token_parameters(model).items()
+    }
+    embed, pool = model._pos_embed, model.pool
+
+    def embed_part(x: torch.Tensor) -> Any:
+        for name, module in positions.items():
+            setattr(model, name, module())
+        found = embed(x)
+        for name in positions:
+            delattr(model, name)
+        if not isinstance(found, tuple):
+            return found
+        x, rope = found
+        return x, None if rope is None else rope[..., part.first : part.last, :]
+
+    def pool_all(x: torch.Tensor, pool_type: str | None = None) -> torch.Tensor:
+        if model.attn_pool is not None:  # attention sees all tokens, here as in blocks
+            return pool(x, pool_type)
+        prefix, kind = int(model.num_prefix_tokens), pool_type or model.global_pool
+        return pool_over_parts(
+            x, part, kind, prefix, bool(getattr(model, "pool_include_prefix", False))
+        )
+
+    model._pos_embed, model.pool = embed_part, pool_all  # type: ignore[method-assign]
+    return positions
+
+
+def has_own_queries(module: nn.Module) -> bool:
+    """Tell whether a module's attention asks with learned queries, and not with the tokens."""
+    return isinstance(module, AttentionPoolLatent)

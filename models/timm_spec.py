@@ -11,12 +11,18 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from models import blocks
 from models.arguments import check_arguments
 from models.errors import ModelError
 from models.initialize import Scheme, eva_scheme, initialize, vision_transformer_scheme
 from models.spec import ModelSizes, ModelSpec
-from models.timm_private import put_blocks, taken_arguments
+from models.timm_private import (
+    compute_on_part,
+    put_blocks,
+    taken_arguments,
+    token_parameters,
+    why_no_token_part,
+)
+from models.token_part import PartOfPositions, TokenPart
 
 _WITHOUT_MEMORY: dict[type[nn.Module], dict[str, Any]] = {
     VisionTransformer: {"device": "meta", "weight_init": "skip"},  # there is nothing to fill
@@ -70,6 +76,16 @@ class TimmSpec(ModelSpec):
     def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
         put_blocks(model, blocks)
 
+    def why_no_token_part(self) -> str | None:
+        return why_no_token_part(self.meta)
+
+    def compute_on_part(self, model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
+        return compute_on_part(model, part)
+
+    @property
+    def token_parameters(self) -> dict[str, int]:
+        return token_parameters(self.meta)
+
     # -- facts ------------------------------------------------------------------------
 
     def _sizes(self, model: nn.Module) -> ModelSizes:
@@ -81,7 +97,7 @@ class TimmSpec(ModelSpec):
         return ModelSizes(
             input_shape=(model.in_chans, height, width),
             num_classes=model.num_classes,
-            num_patches=patches,
+            grid=tuple(model.patch_embed.grid_size),
             num_tokens=patches + model.num_prefix_tokens,
             train_tokens=_kept(patches, drop) + model.num_prefix_tokens,
             depth=len(model.blocks),
@@ -92,22 +108,6 @@ class TimmSpec(ModelSpec):
             hidden=_hidden(model.blocks[0]),
             attn_drop_rate=self.settings["attn_drop_rate"],
         )
-
-    def block_dimensions(self) -> dict[str, tuple[str, ...]]:
-        if self.why_no_tensor_parallel():
-            return {}
-        names = dict(self._block.named_parameters())
-        return {name: blocks.PLAIN_BLOCK[name] for name in names}
-
-    def why_no_tensor_parallel(self) -> str | None:
-        return blocks.why_not_plain(self._block)
-
-    def why_no_transformer_engine(self) -> str | None:
-        return blocks.why_no_transformer_engine(self._block)
-
-    @property
-    def _block(self) -> nn.Module:
-        return self.meta.blocks[0]  # type: ignore[index,return-value]
 
 
 def _kept(patches: int, drop_rate: float) -> int:

@@ -12,6 +12,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
+from data.share import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.filled import filled
@@ -30,8 +31,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
 
     data, images = open_data(wanted_images(run)), run.config.data
-    train_loader = data.train_loader(images.batch_size, 0, 1)
-    val_loader = data.val_loader(images.batch_size, 0, 1)
+    train_loader = data.train_loader(images.batch_size, Share())
+    val_loader = data.val_loader(images.batch_size, Share())
     total = len(train_loader) * run.config.num_epochs
     losses, norms = [], []
     for step, (images, labels) in zip(range(6), train_loader.epoch(0), strict=False):

@@ -1,6 +1,9 @@
 """Data: the digits tree, order, sharing among processes, augmentation, complete validation."""
 
+import itertools
+import os
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +17,12 @@ from data.digits import main, write_digits
 from data.errors import DataFolderError
 from data.folder_index import check_folder, index_split
 from data.sampler import GlobalBatchSampler
+from data.share import Share
 from data.source import Wanted, open_data
 from models.config import VitConfig
 
 CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)
+EVERYTHING = Share()
 
 
 def arguments(data_dir, **changes):
@@ -33,14 +38,15 @@ def arguments(data_dir, **changes):
 
 
 def wanted(config, model=CONFIG, seed=3):
-    return Wanted(config, model.in_chans, model.img_size, model.num_classes, seed)
+    size = (model.img_size, model.img_size)
+    return Wanted(config, model.in_chans, size, model.num_classes, seed)
 
 
-def loaders(config, rank=0, world_size=1, model=CONFIG, seed=3):
+def loaders(config, share=EVERYTHING, model=CONFIG, seed=3):
     source = open_data(wanted(config, model, seed))
     return (
-        source.train_loader(config.batch_size, rank, world_size),
-        source.val_loader(config.pass_size, rank, world_size),
+        source.train_loader(config.batch_size, share),
+        source.val_loader(config.pass_size, share),
     )
 
 
@@ -165,7 +171,7 @@ def test_digits_in_memory_are_those_in_the_folder(digits):
 
 def test_fake_data_is_one_batch_of_zeros():
     args = arguments("unused", data_source="fake", batch_size=1024)
-    train, val = loaders(args, rank=1, world_size=4)
+    train, val = loaders(args, Share(1, 4))
     assert (len(train), len(val)) == (1_281_167 // 1024, -(-50_000 // 1024))
     batches = train.epoch(0)
     first, second = next(batches), next(batches)
@@ -174,7 +180,7 @@ def test_fake_data_is_one_batch_of_zeros():
     assert not first[0].any()
     counts = 0
     for rank in range(4):
-        _, val = loaders(args, rank=rank, world_size=4)
+        _, val = loaders(args, Share(rank, 4))
         counts += sum(int((labels >= 0).sum()) for _, labels in val.epoch(0))
     assert counts == 50_000
 
@@ -188,3 +194,65 @@ def test_class_folder_without_images(tmp_path):
 def test_too_many_classes(digits):
     with pytest.raises(DataFolderError, match="10 classes, --num_classes is 5"):
         check_folder(str(digits), 5)
+
+
+def test_fake_volumes_take_no_memory():
+    """4 GB of zeros, as a process sees them that loads a quarter of a volume's slices."""
+    before = resident_bytes()
+    config = arguments("unused", data_source="fake", batch_size=2)
+    source = open_data(Wanted(config, 1, (1000, 1000, 2000), 10, 3))
+    assert source.reads_rows
+    images, labels = next(source.val_loader(2, Share(1, 2, rows=range(250, 500))).epoch(0))
+    assert images.shape == (1, 1, 250, 1000, 2000)
+    assert not images[0, 0, ::50, ::50].any()
+    assert labels.tolist() == [0]
+    assert len(next(source.train_loader(2, EVERYTHING).epoch(0))[0]) == 2
+    assert resident_bytes() - before < 100e6
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("source", ["folder", "digits", "fake"])
+def test_rows_are_parts_of_the_same_images(source, digits):
+    """Whoever reads which rows: flips, crops, labels and padding are those of the whole image."""
+    config = arguments(digits, data_source=source, batch_size=200)
+    cuts = [range(0, 5), range(5, 6), range(6, 16)]
+    wholes = loaders(config)
+    parts = [loaders(config, Share(rows=rows)) for rows in cuts]
+    for whole, *of_rows in zip(wholes, *parts, strict=True):
+        batches = [loader.epoch(1, 1) for loader in (whole, *of_rows)]
+        for (images, labels), *found in itertools.islice(zip(*batches, strict=True), 2):
+            assert torch.cat([rows for rows, _ in found], dim=2).equal(images)
+            assert all(theirs.equal(labels) for _, theirs in found)
+
+
+@pytest.mark.parametrize("source", ["folder", "digits", "fake"])
+def test_a_process_that_loads_nothing(source, digits, monkeypatch):
+    """Its batches are empty, as many as another's, and no image is looked at."""
+    config = arguments(digits, data_source=source, batch_size=200, num_workers=2)
+    wholes = loaders(config)
+    monkeypatch.setattr("data.loader.DataLoader.__iter__", None)
+    without = loaders(config, Share(1, 2, rows=range(4, 8), loads=False))
+    for whole, empty in zip(wholes, without, strict=True):
+        batches = list(empty.epoch(2, 1))
+        assert len(batches) == len(empty) - 1 == len(whole) - 1 > 0
+        assert [part.shape for part in batches[0]] == [(0, 3, 4, 16), (0,)]
+        assert batches[0][1].dtype == torch.int64
+        assert not empty.bad_images()
+
+
+@pytest.mark.parametrize("source", ["folder", "digits"])
+def test_images_are_no_volumes(source, digits):
+    config = arguments(digits, data_source=source)
+    with pytest.raises(DataFolderError, match=f"{source} has flat images, .* volumes of 4 x 8 x 8"):
+        open_data(Wanted(config, 3, (4, 8, 8), 10, 3))
+
+
+def test_images_need_not_be_square(digits):
+    config = arguments(digits)
+    source = open_data(Wanted(config, 3, (24, 16), 10, 3))
+    for loader in (source.train_loader(100, EVERYTHING), source.val_loader(100, EVERYTHING)):
+        assert next(loader.epoch(0))[0].shape == (100, 3, 24, 16)

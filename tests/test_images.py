@@ -19,6 +19,7 @@ from data.decode import read_image
 from data.errors import BrokenImageError, DataFolderError
 from data.folder_index import check_folder, index_split
 from data.image_folder import substitute
+from data.share import Share
 from data.source import open_data
 from models.config import VitConfig
 from tests.cli import ROOT
@@ -269,7 +270,8 @@ def test_another_image_stands_in_for_a_broken_one(half_broken):
     epochs(alone)
     assert alone.bad_images() == []  # once a process
 
-    shares = [loaders(arguments(root, batch_size=8, num_workers=r), r, 2)[0] for r in range(2)]
+    halves = [(arguments(root, batch_size=8, num_workers=r), Share(r, 2)) for r in range(2)]
+    shares = [loaders(*half)[0] for half in halves]
     found = [epochs(loader) for loader in shares]
     told = [loader.bad_images() for loader in shares]
     for whole, *parts in zip(batches, *found, strict=True):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
+from data.share import Share
 from data.source import open_data
 from models.config import VitConfig
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, train_tiny, train_tiny_gpu
@@ -46,7 +47,7 @@ def plain(case):
     model = VisionTransformer(**arguments | {"weight_init": "skip"})
     model.load_state_dict(filled(run.model, run.config.seed).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
-    loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, 0, 1)
+    loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, Share())
     losses, norms = [], []
     for _, (images, labels) in zip(range(STEPS), loader.epoch(0), strict=False):
         with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in case["precision"]):

@@ -65,15 +65,16 @@ def predicted(capsys, picture, weights, *flags):
     return {entry["index"]: entry["probability"] for entry in json.loads(out)[0]["top5"]}, err
 
 
+@pytest.mark.parametrize("size", [(64, 64), (64, 40), (40, 64), (96, 64)])
 @pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0])
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_validation_images_are_timms(crop_pct, interpolation, picture):
+def test_validation_images_are_timms(size, crop_pct, interpolation, picture):
     how = Preprocessing((0.5, 0.4, 0.3), (0.2, 0.3, 0.4), crop_pct, interpolation)
     theirs = create_transform(
-        (3, 64, 64), mean=how.mean, std=how.std, crop_pct=crop_pct, interpolation=interpolation
+        (3, *size), mean=how.mean, std=how.std, crop_pct=crop_pct, interpolation=interpolation
     )
     image = Image.open(picture)
-    torch.testing.assert_close(val_transform(how, 64, 3)(image), theirs(image))
+    torch.testing.assert_close(val_transform(how, size, 3)(image), theirs(image))
 
 
 def test_weights_of_timm(timms, picture, capsys):

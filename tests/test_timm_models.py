@@ -10,6 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
+from data.share import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_RUN, run_program, train_tiny, train_tiny_gpu
 from tests.filled import filled
@@ -63,7 +64,7 @@ def plain(family, precision):
     model = timm.create_model(name, num_classes=10, **sizes)
     model.load_state_dict(filled(run.model, run.config.seed).state_dict(), strict=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
-    loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, 0, 1)
+    loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, Share())
     losses = []
     for images, labels in itertools.islice(loader.epoch(0), STEPS):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

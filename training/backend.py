@@ -54,6 +54,8 @@ class Backend(Protocol):
     """The number of this process among those that load data."""
     world_size: int
     """How many processes load data, each its share of the global batch."""
+    image_rows: range
+    """The rows of each image, of a volume the slices, that this process puts on its devices."""
     device_count: int
     compiles: bool
     """Whether the first step of a kind takes long, because it is compiled."""
@@ -72,7 +74,8 @@ class Backend(Protocol):
         """Make AdamW over the sharded model, with its state allocated."""
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy this process's share of a global batch to the devices."""
+        """Copy this process's share of a global batch to the devices: ``image_rows`` of its images,
+        and their labels."""
 
     def begin_step(self, pass_index: int) -> None:
         """Seed dropout for this forward pass: from ``--seed`` and the pass's number since the start

@@ -210,12 +210,29 @@ class ShardingConfig:
     )
     mesh_fsdp: int | None = flag(
         None,
-        "devices that a copy is sharded over (default: all / (--mesh_dcn x --mesh_tensor))",
+        "devices that a copy is sharded over, beside those of --mesh_domain and --mesh_tensor "
+        "(default: all / (the other three))",
         kind=positive,
         names=("--mesh_fsdp", "--dp_shard"),
         metavar="N",
         common=True,
         conflicts=("run_without_fsdp",),
+    )
+    mesh_domain: int = flag(
+        1,
+        "devices that the rows of each image are sharded over (domain parallel): for images and "
+        "volumes too large for one; parameters are sharded over them too",
+        kind=positive,
+        metavar="N",
+        common=True,
+    )
+    domain_attention: Literal["auto", "ring", "ulysses", "gather"] = flag(
+        "auto",
+        "with --mesh_domain, how each token sees those of other devices; ring: keys and values go "
+        "from device to device, one part at a time is held; ulysses: each device takes some heads "
+        "of all tokens (GPU); gather: each device takes all keys and values (XLA); auto: ulysses "
+        "on GPUs where --mesh_domain divides the heads, else ring",
+        needs=("mesh_domain",),
     )
     mesh_tensor: int = flag(
         1,

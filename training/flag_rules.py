@@ -102,8 +102,9 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
             chosen[field.name] = from_values(hints[field.name], values)
         elif field.name in values and field.name in known:
             value = values[field.name]
-            is_tuple = typing.get_origin(known[field.name].type) is tuple
-            chosen[field.name] = tuple(value) if is_tuple and value is not None else value
+            option = known[field.name]
+            is_tuple = typing.get_origin(option.type) is tuple or option.flag.several
+            chosen[field.name] = tuple(value) if is_tuple and isinstance(value, list) else value
     return config(**chosen)
 
 

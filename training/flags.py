@@ -87,6 +87,11 @@ def _add(group: Any, option: Option) -> None:
         group.add_argument(name, action="store_const", const=value, help=text, **rest)
 
 
+class _OneOrSeveral(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else tuple(values))
+
+
 _METAVARS: dict[Any, str] = {int: "N", float: "X"}
 
 
@@ -100,6 +105,8 @@ def _reading(option: Option) -> dict[str, Any]:
         how["choices"] = option.flag.choices or typing.get_args(option.type)
     elif origin is list:
         how["nargs"] = "+"
+    elif option.flag.several:
+        how |= {"nargs": "+", "action": _OneOrSeveral}
     elif isinstance(metavar, tuple):
         how["nargs"] = len(metavar)
     elif option.flag.bare is not None:

@@ -19,6 +19,7 @@ from data.errors import printable
 from data.folder_index import class_folders
 from data.image_files import FoundImages, find_images, read_batches
 from data.loader import BadImage
+from data.share import Share
 from data.source import DataSource, open_data
 from data.transforms import val_transform
 from models.config import ModelConfig
@@ -132,8 +133,8 @@ def _predict_each(
     """Print the classes of all images; returns what is wrong with those that cannot be read."""
     as_json, precision = run.config.use.json, run.config.sharding.precision
     how = run.config.data.preprocessing
-    channels, size, _ = run.model.sizes.input_shape
-    transform = val_transform(how, size, channels)
+    channels, *size = run.model.sizes.input_shape
+    transform = val_transform(how, tuple(size), channels)
     results: list[dict] = []
     broken: dict[Path, str] = {}
     hide = None if len(found.paths) >= _BAR_FROM else True  # None: shown on a terminal
@@ -222,7 +223,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
             lambda saved: None,
             verify=run.config.checkpoints.verify_checkpoint,
         )
-    loader = data.val_loader(run.config.data.pass_size, backend.rank, backend.world_size)
+    loader = data.val_loader(run.config.data.pass_size, Share(backend.rank, backend.world_size))
     model, count = run.model.build(), run.model.parameter_count
     say(f"data: {data}")
     say(f"model: {run.config.model.model}, {count:,} parameters, weights of {weights.path}")

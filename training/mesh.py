@@ -28,7 +28,12 @@ LIES_ALONG: dict[str, Axes] = {
 }
 """The axes that each kind of dimension lies along: of activations, and of weights while a block
 computes with them. Which kinds a model's weights have, ``ModelSpec.block_dimensions`` says by
-their names. In between, weights are sharded along "fsdp" too (``Mesh.parameter_spec``)."""
+their names. In between, weights are sharded along "fsdp" and "domain" too
+(``Mesh.parameter_spec``)."""
+
+
+_GATHERED: Axes = ("fsdp", "domain")
+"""What weights are sharded along at rest, and gathered over before they are computed with."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,8 @@ class Mesh:
 
     ``dcn``: copies of the parameters, on different slices if there are several. ``fsdp``: what
     parameters are sharded over, and gathered over before use. ``domain``: what the tokens of an
-    image are sharded over. ``tensor``: what the work of a block is sharded over (attention heads,
-    MLP columns).
+    image are sharded over, and parameters, too. ``tensor``: what the work of a block is sharded
+    over (attention heads, MLP columns).
     """
 
     dcn: int = 1
@@ -83,6 +88,16 @@ class Mesh:
         """Return the spec of these dimensions without the axes that have one device only."""
         return tuple(tuple(a for a in axes if a in self.live) for axes in dimensions)
 
+    def rows_of(self, rows: int, place: int) -> range:
+        """Return which of ``rows`` rows of an image the device at this place works on.
+
+        They are next to each other: of 14 rows, 4 devices have 4, 4, 3 and 3.
+        """
+        index = place // self.tensor % self.domain
+        each, more = divmod(rows, self.domain)
+        first = index * each + min(index, more)
+        return range(first, first + each + (index < more))
+
     def lying(self, *kinds: str) -> Spec:
         """Return the spec of a tensor whose dimensions are of these kinds, see ``LIES_ALONG``."""
         return self.spec(*(LIES_ALONG[kind] for kind in kinds))
@@ -97,8 +112,8 @@ class Mesh:
         """Return how a parameter is kept; its block computes with ``tensor_dim`` sharded, if given.
 
         Sharded evenly: along the largest dimension that has a multiple of the devices. Where
-        "tensor" shards a dimension, "fsdp" shards another one, or the parts of the same: gathering
-        over "fsdp" then leaves what "tensor" needs.
+        "tensor" shards a dimension, "fsdp" and "domain" shard another one, or the parts of the
+        same: gathering over these then leaves what "tensor" needs.
         """
         if tensor_dim is None or self.tensor == 1:
             for axes in self._choices():
@@ -107,14 +122,29 @@ class Mesh:
                     return self._sharded_along({found: axes}, len(shape))
             return self._sharded_along({}, len(shape))
         others = [1 if d == tensor_dim else size for d, size in enumerate(shape)]
-        found = _largest(others, self.fsdp) if self.fsdp > 1 else None
+        parts = self.parts([self.spec(_GATHERED)[0]])
+        found = _largest(others, parts) if parts > 1 else None
         if found is not None:
-            along: dict[int, Axes] = {tensor_dim: ("tensor",), found: ("fsdp",)}
+            along: dict[int, Axes] = {tensor_dim: ("tensor",), found: _GATHERED}
             return self._sharded_along(along, len(shape))
-        both = shape[tensor_dim] % (self.tensor * self.fsdp) == 0
+        both = shape[tensor_dim] % (self.tensor * parts) == 0
         return self._sharded_along(
-            {tensor_dim: ("tensor", "fsdp") if both else ("tensor",)}, len(shape)
+            {tensor_dim: ("tensor", *_GATHERED) if both else ("tensor",)}, len(shape)
         )
+
+    def positions_spec(self, shape: Sequence[int], tokens: int = 1) -> Spec:
+        """Return how a parameter with an entry for each token, dimension ``tokens``, is kept.
+
+        It lies with the tokens, so that no device ever needs all entries; "fsdp" shards the width.
+        If the tokens are no multiple of "domain", it is kept as any other parameter.
+        """
+        width = len(shape) - 1
+        if shape[tokens] % self.domain:
+            return self.parameter_spec(shape)
+        along: dict[int, Axes] = {tokens: ("domain",)}
+        if shape[width] % self.fsdp == 0:
+            along[width] = ("fsdp",)
+        return self._sharded_along(along, len(shape))
 
     def gathered_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
         """Return how a parameter lies while a block computes with it."""
@@ -129,7 +159,8 @@ class Mesh:
 
     def _choices(self) -> list[Axes]:
         """Return what a parameter may be sharded over: all of a copy, or at least "fsdp"."""
-        choices = [self.spec(axes)[0] for axes in (("fsdp", "tensor"), ("fsdp",))]
+        wanted: list[Axes] = [(*_GATHERED, "tensor"), _GATHERED, ("fsdp",)]
+        choices = [self.spec(axes)[0] for axes in wanted]
         return [axes for axes in choices if axes] or [()]
 
     def _sharded_along(self, axes: dict[int, Axes], dimensions: int) -> Spec:
@@ -147,12 +178,13 @@ def _largest(shape: Sequence[int], parts: int) -> int | None:
 
 def make_mesh(sharding: ShardingConfig, devices: int, what: str = "device(s) of this run") -> Mesh:
     """Return the mesh that the flags ask for. Raises UsageError if it has not as many devices."""
-    dcn, tensor = sharding.mesh_dcn, sharding.mesh_tensor
-    fsdp = sharding.mesh_fsdp or max(1, devices // (dcn * tensor))
-    mesh = Mesh(dcn=dcn, fsdp=fsdp, tensor=tensor)
+    dcn, domain, tensor = sharding.mesh_dcn, sharding.mesh_domain, sharding.mesh_tensor
+    fsdp = sharding.mesh_fsdp or max(1, devices // (dcn * domain * tensor))
+    mesh = Mesh(dcn=dcn, fsdp=fsdp, domain=domain, tensor=tensor)
     if mesh.devices != devices:
+        between = f" x --mesh_domain {domain}" if domain > 1 else ""
         raise UsageError(
-            f"--mesh_dcn {dcn} x --mesh_fsdp {fsdp} x --mesh_tensor {tensor} is not the {devices} "
-            f"{what}"
+            f"--mesh_dcn {dcn} x --mesh_fsdp {fsdp}{between} x --mesh_tensor {tensor} is not the "
+            f"{devices} {what}"
         )
     return mesh

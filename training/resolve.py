@@ -86,11 +86,7 @@ MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).it
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     """Return the configuration with a model named, and that model. Raises UsageError."""
     named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
-    model = model_of(named)
-    _, height, width = model.sizes.input_shape
-    if height != width:
-        raise UsageError(f"--model {named.model} takes {height} x {width} images: only square ones")
-    return replace(config, model=named), model
+    return replace(config, model=named), model_of(named)
 
 
 def model_of(config: ModelConfig) -> ModelSpec:
@@ -127,13 +123,26 @@ def check_batch(run: Run) -> None:
     """Raises UsageError if the batch cannot be divided over the devices and the passes."""
     data, mesh = run.config.data, run.mesh
     if data.batch_size % (mesh.batch_parts * data.grad_accum_steps):
-        together = f" / --mesh_tensor {mesh.tensor}" if mesh.tensor > 1 else ""
+        together = "".join(
+            f" / --mesh_{axis} {size}"
+            for axis, size in (("domain", mesh.domain), ("tensor", mesh.tensor))
+            if size > 1
+        )
         passes = (
             f" x --grad_accum_steps {data.grad_accum_steps}" if data.grad_accum_steps > 1 else ""
         )
         raise UsageError(
             f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
             f"{together}{passes}"
+        )
+
+
+def check_rows(mesh: Mesh, model: ModelSpec) -> None:
+    """Raises UsageError if there are not as many rows of patches as devices to shard them over."""
+    rows = model.sizes.grid[0]
+    if mesh.domain > rows:
+        raise UsageError(
+            f"--mesh_domain {mesh.domain} is more than the {rows} rows of patches of an image"
         )
 
 

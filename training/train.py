@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
+from data.share import Share
 from data.source import DataSource, open_data
 from training.backend import Backend
 from training.bad_images import BadImages
@@ -101,8 +102,8 @@ def train(plan: Plan, run: Run, backend: Backend) -> None:
 
 def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
     start = _begin(plan, run, backend, lock)
-    data, share = run.config.data, (backend.rank, backend.world_size)
-    train_loader = plan.data.train_loader(data.batch_size, *share)
+    data, share = run.config.data, Share(backend.rank, backend.world_size)
+    train_loader = plan.data.train_loader(data.batch_size, share)
     position, last_step = _positions(start.resume, run, len(train_loader))
     so_far = _so_far(start.resume, run.ckpt_dir, position)
     session = _session(run, backend, position.step, last_step, so_far)
@@ -122,7 +123,7 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
                 session.reports.say(note)
             model = _place(plan, run, session, start, position)
             batches = TrainBatches(train_loader, backend, data.batch_size, data.grad_accum_steps)
-            val_loader = plan.data.val_loader(data.pass_size, *share)
+            val_loader = plan.data.val_loader(data.pass_size, share)
             log = run.config.log
             trainer = Trainer(
                 run,

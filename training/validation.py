@@ -20,8 +20,10 @@ from training.resolve import MODEL_FLAG, Run, model_of
 def wanted_images(run: Run, *, with_train: bool = True) -> Wanted:
     """Return what a run wants of its source of images."""
     sizes = run.model.sizes
-    channels, height, _ = sizes.input_shape
-    return Wanted(run.config.data, channels, height, sizes.num_classes, run.config.seed, with_train)
+    channels, *size = sizes.input_shape
+    return Wanted(
+        run.config.data, channels, tuple(size), sizes.num_classes, run.config.seed, with_train
+    )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from data.errors import DataFolderError
+from data.share import Share
 from data.source import DataSource
 from training import processes
 from training.backend import Backend
@@ -79,7 +80,7 @@ def check_decoding(run: Run, data: DataSource, backend: Backend, table: Table) -
 def _measure(workers: int, data: DataSource, backend: Backend) -> float | DataFolderError:
     """Images a second of this process, all of them reading at once, from the first batch on."""
     share = min(_SHARE, data.train_length // backend.world_size)
-    loader = data.train_loader(share * backend.world_size, backend.rank, backend.world_size)
+    loader = data.train_loader(share * backend.world_size, Share(backend.rank, backend.world_size))
     images, epoch = 0, 0
     began = end = 0.0
     try:

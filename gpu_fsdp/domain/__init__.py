@@ -1,0 +1,1 @@
+"""Domain parallelism on GPUs: the rows of an image over several processes."""

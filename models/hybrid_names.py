@@ -1,0 +1,66 @@
+"""The family of HybridViT, images or volumes: ``--model hybrid_vit``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from models.arguments import check_patches, check_width, spatial_size
+from models.errors import ModelError
+
+if TYPE_CHECKING:
+    from models.spec import ModelSpec
+
+NAME = "hybrid_vit"
+_OWN_NAME = "vit"
+
+
+@dataclass(frozen=True)
+class HybridVitConfig:
+    """The arguments of a HybridViT, by timm's names where timm has one."""
+
+    dimension: int = 2
+    """How many spatial dimensions its input has: 2 for images, 3 for volumes."""
+    img_size: int | tuple[int, ...] = 1024
+    """Pixels along each of them, or one number for all; a volume's slices come first."""
+    patch_size: int = 8
+    in_chans: int = 3
+    num_classes: int = 1000
+    embed_dim: int = 768
+    depth: int = 16
+    num_heads: int = 6
+    mlp_ratio: float = 4.0
+    qkv_bias: bool = True
+    drop_rate: float = 0.0
+    pos_drop_rate: float = 0.0
+    proj_drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
+    drop_path_rate: float = 0.0
+
+
+def names() -> list[str]:
+    return [_OWN_NAME]
+
+
+def knows(name: str) -> bool:
+    return name == _OWN_NAME
+
+
+def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
+    """Return the model with ``overrides``, fields of ``HybridVitConfig``, over its own arguments.
+
+    Raises ModelError for an argument that it does not have, and for sizes that do not fit.
+    """
+    taken = [field.name for field in fields(HybridVitConfig)]
+    for argument in overrides:
+        if argument not in taken:
+            raise ModelError(f"{NAME} does not take <{argument}>; it takes {', '.join(taken)}")
+    arguments = asdict(HybridVitConfig(**overrides))
+    size = spatial_size(arguments["img_size"], arguments["dimension"])
+    check_patches(size, arguments["patch_size"], len(size))
+    check_width(arguments)
+    # Only now: timm takes seconds, and a wrong size is told before.
+    from models.hybrid_vit import HybridVitSpec
+
+    return HybridVitSpec(NAME, overrides, arguments | {"img_size": size})
