@@ -28,12 +28,13 @@ def run_python(*command: str) -> subprocess.CompletedProcess[str]:
 def failure_of(done: subprocess.CompletedProcess[str]) -> str:
     """Return "OOM" for a process that ran out of memory, for any other failure its last error.
 
-    The system kills with SIGKILL what takes all of its memory; torchrun tells so of its children.
+    The system kills with SIGKILL what takes all of its memory; torchrun tells so of its children,
+    and ends with an error of its own, ChildFailedError, which says nothing of theirs.
     """
     output = done.stdout + done.stderr
     if done.returncode == -signal.SIGKILL or _OUT_OF_MEMORY.search(output):
         return "OOM"
-    errors = _ERROR.findall(output)
+    errors = [each for each in _ERROR.findall(output) if "ChildFailedError" not in each]
     return errors[-1] if errors else f"exit code {done.returncode}"
 
 

@@ -48,7 +48,7 @@ def flags_of(row: Row, options: argparse.Namespace) -> list[str]:
     if options.model == HYBRID:
         flags += ["--dimension", str(row.dimension)]
     if row.domain > 1:
-        flags += ["--mesh_domain", str(row.domain)]
+        flags += ["--mesh_domain", str(row.domain), "--domain_attention", options.domain_attention]
     if not options.fsdp:
         flags.append("--run_without_fsdp")
     for setting in options.set:
@@ -67,8 +67,6 @@ def measure(row: Row, what: str, options: argparse.Namespace) -> None:
     else:
         flags += ["--backend", "cuda", "--fsdp", "fsdp2"]
         flags += ["--compile"] if options.compile else []
-        if row.domain > 1:
-            flags += ["--domain_attention", options.domain_attention]
         if processes > 1:
             words = f"-m torch.distributed.run --standalone --nproc-per-node {processes}"
             torchrun = words.split()
@@ -181,7 +179,7 @@ def parse() -> argparse.Namespace:
     domain.add_argument("--domain_sizes", nargs="+", type=_positive, help="several of these")
     add("--backend", choices=("xla", "cuda"), default="cuda", help="default: cuda")
     add("--processes", type=_positive, help="devices in all (default: ddp x domain)")
-    add("--domain_attention", choices=("ring", "ulysses", "auto"), default="auto", help="on CUDA")
+    add("--domain_attention", default="auto", metavar="FORM", help="as run_vit_training.py has it")
     add("--use_mixed_precision", action="store_true", help="bf16 (default: fp32)")
     add("--fsdp", action="store_true", help="shard parameters (default: plain data parallel)")
     add("--compile", action="store_true", help="torch.compile of the blocks, on CUDA")
