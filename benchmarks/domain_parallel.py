@@ -90,7 +90,7 @@ def measure(row: Row, what: str, options: argparse.Namespace) -> None:
     if "reason" in found:
         row.note = found["reason"]
         return
-    row.on, row.parameters = f"{options.backend}, {found['device']}", found["parameters"]
+    row.device, row.parameters = found["device"], found["parameters"]
     row.seconds[what] = found["seconds"]
     row.memory_gb[what] = found["peak_bytes"] / 1e9
 

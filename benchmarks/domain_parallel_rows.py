@@ -38,7 +38,10 @@ class Row:
     memory_gb: dict[str, float] = field(default_factory=dict)
     out_of_memory: set[str] = field(default_factory=set)
     """Which of the two, forward and train, did not fit."""
+    device: str = ""
+    """The name of the devices that it was measured on, as they tell it."""
     note: str = ""
+    """Why it was not measured, or what else the compiler says."""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -68,7 +71,7 @@ class Row:
             "train GB": self.memory_gb.get(TRAIN),
             "samples/s": pace,
             "samples/s/device": pace and pace / (self.ddp * self.domain),
-            "note": self.note,
+            "note": self.note or self.device,
         }
 
     def line(self) -> str:
