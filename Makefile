@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train test test-long test-slurm rehearse coverage lint format bench bench-gpu tpu-table faults clean
+.PHONY: help install data train test test-long test-slurm rehearse coverage lint format bench bench-gpu bench-domain tpu-table faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
 	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
+	@echo "make bench-domain  large images over 1 to 8 GPUs (--mesh_domain): latency and memory"
 	@echo "make tpu-table  compile 10B to 120B for TPU slices, for docs/tpu.md (an hour)"
 	@echo "make faults  spoil real runs in every way, for docs/reliability.md (hours)"
 	@echo "make clean   remove .venv, datasets/ and runs/"
@@ -79,6 +80,11 @@ tpu-table: $(INSTALLED)
 bench-gpu: $(INSTALLED)
 	@mkdir -p runs
 	$(BIN)/python benchmarks/gpu_step.py --json runs/gpu_step.json --plot runs/gpu_step.png $(ARGS)
+
+bench-domain: $(INSTALLED)
+	@mkdir -p runs
+	$(BIN)/python benchmarks/domain_parallel.py --image_size_start 1024 --image_size_stop 4096 \
+		--domain_sizes 1 2 4 8 --use_mixed_precision --csv runs/domain.csv --plot runs/domain.png $(ARGS)
 
 faults: $(INSTALLED) datasets/digits
 	$(BIN)/python -m benchmarks.faults $(ARGS)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+_OUT_OF_MEMORY = re.compile(
+    "OutOfMemoryError|out of memory|MemoryError|STATUS_ALLOC_FAILED|can't allocate|bad_alloc"
+    "|RESOURCE_EXHAUSTED|SIGKILL"
+)
+_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 
 
 def run_python(*command: str) -> subprocess.CompletedProcess[str]:
@@ -16,6 +23,19 @@ def run_python(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
     )
+
+
+def failure_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Return "OOM" for a process that ran out of memory, for any other failure its last error.
+
+    The system kills with SIGKILL what takes all of its memory; torchrun tells so of its children,
+    and ends with an error of its own, ChildFailedError, which says nothing of theirs.
+    """
+    output = done.stdout + done.stderr
+    if done.returncode == -signal.SIGKILL or _OUT_OF_MEMORY.search(output):
+        return "OOM"
+    errors = [each for each in _ERROR.findall(output) if "ChildFailedError" not in each]
+    return errors[-1] if errors else f"exit code {done.returncode}"
 
 
 def last_json(stdout: str) -> dict[str, Any]:

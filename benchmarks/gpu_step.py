@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from benchmarks.common import commit, last_json, run_python
+from benchmarks.common import commit, failure_of, last_json, run_python
 from models.config import PRESETS
 from run_vit_training import read_flags
 
@@ -65,8 +65,6 @@ BATCH_SIZES = {
     "vit_gigantic_patch14_224": 32,
 }
 DEFAULT_MODELS = [name for name in BATCH_SIZES if re.search("base|large|huge|giant_", name)]
-OUT_OF_MEMORY = re.compile("OutOfMemoryError|out of memory|STATUS_ALLOC_FAILED|can't allocate")
-ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 PACKAGES = ("torch", "timm", "megatron-fsdp", "transformer-engine")
 COLUMNS = ("model", "variant", "batch a GPU", "s/step", "images/s", "ratio", "MFU", "peak GiB")
 
@@ -130,19 +128,16 @@ def measure_once(row: Row, options: argparse.Namespace, flags: list[str]) -> Non
         str(row.batch_size * processes),
         *VARIANTS[row.variant].split(),
     )
-    output = done.stdout + done.stderr
     if done.returncode == 0:
         result = last_json(done.stdout)
         if "reason" in result:
             row.failure = result["reason"]
         else:
             row.results.append(result)
-    elif OUT_OF_MEMORY.search(output):
-        row.failure = "OOM"
     else:
-        errors = ERROR.findall(output)
-        row.failure = errors[-1] if errors else f"exit code {done.returncode}"
-        tqdm.write(output, file=sys.stderr)
+        row.failure = failure_of(done)
+        if row.failure != "OOM":
+            tqdm.write(done.stdout + done.stderr, file=sys.stderr)
 
 
 def measure_model(

@@ -83,6 +83,11 @@ def test_figures(name, chips, request):
     assert found["roofline_step_s"] == max(
         found["compute_s"], found["hbm_s"], found["collective_s"]
     )
+    assert found["roofline_step_s"] < found["expected_step_s"] < 10 * found["roofline_step_s"]
+    at_peak_s = found["model_flops"] / chips / {"v5e": 197e12, "v5p": 459e12}[name]
+    assert found["expected_mfu"] == pytest.approx(at_peak_s / found["expected_step_s"])
+    assert found["expected_kernels_s"] == found["expected_unknown"] == 0  # 64 tokens: no kernel
+    assert 0 < found["expected_waiting_s"] < found["collective_s"]
 
 
 def test_weights_are_gathered_twice_in_bf16(v5e):
@@ -247,7 +252,10 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
     topology = parse_topology("v5e:2x2")
     capacity = topology.chip.hbm_bytes
     refused = Compiled(False, None, None, None, 20 * 2**30, capacity, [], "", 2.0)
-    graphs = [CompiledGraph(1, refused, None, 4e12, 2**30), CompiledGraph(2, None, None, 6e12, 0)]
+    graphs = [
+        CompiledGraph(1, refused, None, None, 4e12, 2**30),
+        CompiledGraph(2, None, None, None, 6e12, 0),
+    ]
     report = make_report(
         topology=topology,
         graphs=graphs,
@@ -263,7 +271,7 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
     assert report.peak_hbm_bytes == 21 * 2**30
     assert (report.graphs, report.distinct_graphs) == (3, 2)
     assert report.flops_per_chip == (4e12 + 2 * 6e12) / 4
-    assert report.roofline_step_s is None
+    assert report.roofline_step_s is report.expected_step_s is None
     assert "does not fit by 5.6 GB or more" in as_table(report)
 
 

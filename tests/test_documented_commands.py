@@ -163,6 +163,14 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         leaves=("cpu.json", "cpu.png"),
         long=True,
     ),
+    "python benchmarks/domain_parallel.py --image_size_start 128": Run(
+        tuple(rf"^\| cuda \| 1 \| {n} \| 256x256 \| 1 \| [\d,]+ \| [\d.]+ \| " for n in (1, 2)),
+        leaves=("cpu.csv", "cpu.png"),
+        long=True,
+    ),
+    "python benchmarks/domain_parallel.py --image_size_start 1024": Elsewhere(
+        "half an hour of TPU compilation", benchmark_takes
+    ),
     # docs/self_check.md
     "python3 run_vit_training.py --self_check --data_dir": Elsewhere(
         "needs room for a checkpoint of 10 billion parameters", trains
@@ -204,6 +212,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
     "make bench": Run((ROW % ("spmd", 1), ROW % ("nested", 1)), long=True),
     "make bench-gpu": Elsewhere("needs a GPU", make_knows),
+    "make bench-domain": Elsewhere("needs 8 GPUs", make_knows),
     "make clean": Run(removes=(".venv", "datasets", "runs")),
 }
 

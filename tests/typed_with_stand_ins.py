@@ -11,12 +11,13 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
-from benchmarks import gpu_step
+from benchmarks import domain_parallel, gpu_step
 from launch import meet
 from run_vit_training import read_flags
 from tests.cli import ROOT
@@ -82,12 +83,15 @@ def names_packages(machine: Machine, command: Command, tmp_path: Path) -> None:
     assert all(Requirement(line).specifier for line in lines if line.strip())
 
 
+BENCHMARKS: tuple[ModuleType, ...] = (gpu_step, domain_parallel)
+
+
 def benchmark_takes(machine: Machine, command: Command, tmp_path: Path) -> None:
     script_path, *flags = machine.noted(command, "python")
-    assert (machine.project / script_path).samefile(machine.project / "benchmarks/gpu_step.py")
+    benchmarks = {f"benchmarks/{each.__name__.split('.')[-1]}.py": each for each in BENCHMARKS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script_path, *flags])
-        gpu_step.parse()
+        benchmarks[script_path].parse()
 
 
 def make_knows(machine: Machine, command: Command, tmp_path: Path) -> None:

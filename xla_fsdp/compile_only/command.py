@@ -16,6 +16,7 @@ from training.errors import UsageError
 from training.versions import warn_of_others
 from xla_fsdp import jax_private, libtpu_flags, torch_xla_private
 from xla_fsdp.compile_only.compiler import Compiled, as_stablehlo, check_installed, compile_graph
+from xla_fsdp.compile_only.expected import expect
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.graphs import Graph, Result, Step, local_bytes
 from xla_fsdp.compile_only.hlo import measure
@@ -108,11 +109,13 @@ def _compile_graphs(
     graphs = []
     for same in distinct:
         compiled = done.get(same[0].hlo)
-        traffic = None
+        traffic = expected = None
         if compiled and compiled.fits:
             traffic = measure(compiled.hlo, topology.devices, topology.slices)
+            expected = expect(compiled.hlo, topology.chip, topology.devices // topology.slices)
         resident = max(local_bytes(graph.resident, shardings) for graph in same)
-        graphs.append(CompiledGraph(len(same), compiled, traffic, flops[same[0].hlo], resident))
+        of_all = flops[same[0].hlo]
+        graphs.append(CompiledGraph(len(same), compiled, traffic, expected, of_all, resident))
     return graphs
 
 

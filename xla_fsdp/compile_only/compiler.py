@@ -131,8 +131,8 @@ def _devices(topology: Topology) -> list[Any]:
     how: dict[str, Any] = {}
     if topology.slices > 1:
         how["num_slices"] = topology.slices
-    if topology.slice_chips == 1:  # else it has hosts of 2 x 2 chips
-        how["chips_per_host_bounds"] = (1, 1, 1)
+    if topology.slice_chips < 4:  # else it has hosts of 2 x 2 chips; two chips are half of one
+        how["chips_per_host_bounds"] = (1, topology.slice_chips, 1)
     if topology.generation == 4:  # a run's libtpu reads the variable itself when it takes the chips
         how["chip_config_name"] = os.environ["TPU_MEGACORE"]
     try:

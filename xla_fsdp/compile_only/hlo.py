@@ -58,6 +58,10 @@ class Instruction:
     text: str
 
 
+Computations = dict[str, list[Instruction]]
+"""Instructions in the order in which they run, by the name of their computation."""
+
+
 @dataclass
 class Traffic:
     """Bytes and collectives of one device in one execution."""
@@ -88,21 +92,20 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
 
     Its collectives stay inside a slice; the compiler makes the rest transfers by the hosts.
     """
-    computations, entry = _parse(hlo)
+    computations, entry = parse_module(hlo)
     traffic, seen = Traffic(), set[str]()
-    for name, runs in _runs(computations, entry):
+    for name, runs in _schedule(computations, entry):
         instructions = computations[name]
         shapes = {each.name: each.shape for each in instructions}
         for each in instructions:
-            collectives = _collectives_of(each, computations)
+            collectives = collectives_of(each, computations)
             if each.opcode not in _FREE and not each.opcode.endswith("-done"):
                 in_pieces = {buffer for *_, buffers in collectives for buffer in buffers}
-                traffic.hbm_bytes += runs * _instruction_bytes(each, shapes, in_pieces)
+                traffic.hbm_bytes += runs * instruction_bytes(each, shapes, in_pieces)
             if "_xla_megascale_transfer_type" in each.text and each.opcode == "send":
                 traffic.dcn_bytes += runs * _from_other_slices(each, slices)
             for found, is_async, buffers in collectives:
-                same = re.search(r'channel_id=\d+|chain_id="\d+"', found.text)
-                key = same[0] if same else f"{name}/{found.name}"
+                key = channel_of(found) or f"{name}/{found.name}"
                 if key in seen:  # one collective in pieces, among several fusions
                     continue
                 seen.add(key)
@@ -110,12 +113,13 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
                 kind = found.opcode.removesuffix("-start")
                 traffic.collectives[kind] += runs
                 traffic.asynchronous[kind] += runs if is_async else 0
-                traffic.collective_bytes[kind] += runs * _received(found, kind, devices // slices)
+                traffic.collective_bytes[kind] += runs * received_bytes(found, devices // slices)
     return traffic
 
 
-def _parse(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
-    computations: dict[str, list[Instruction]] = {}
+def parse_module(hlo: str) -> tuple[Computations, str]:
+    """Return the instructions of each computation by its name, and the name of the entry."""
+    computations: Computations = {}
     entry = current = ""
     for line in hlo.splitlines():
         head = _HEAD.match(line)
@@ -135,20 +139,26 @@ def _parse(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
     return computations, entry
 
 
-def _runs(
-    computations: dict[str, list[Instruction]], name: str, times: int = 1
-) -> Iterator[tuple[str, int]]:
+def _schedule(computations: Computations, name: str, times: int = 1) -> Iterator[tuple[str, int]]:
     """Yield every computation of the schedule, not those inside fusions, and how often it runs."""
     yield name, times
     for each in computations[name]:
-        if each.opcode == "while":
-            match = re.search(r"condition=%([\w.\-]+), body=%([\w.\-]+)", each.text)
-            assert match, each.text
-            rounds = times * _rounds(computations[match[1]])
-            yield from _runs(computations, match[2], rounds)
-        elif each.opcode in ("call", "conditional"):
-            for called in _CALLED.findall(each.text):
-                yield from _runs(computations, called, times)
+        for called, rounds in scheduled_by(each, computations):
+            yield from _schedule(computations, called, times * rounds)
+
+
+def scheduled_by(each: Instruction, computations: Computations) -> list[tuple[str, int]]:
+    """Return the computations that an instruction runs one after the other, and how often each.
+
+    They are the body of a loop, or what is called; the computation inside a fusion is none.
+    """
+    if each.opcode == "while":
+        match = re.search(r"condition=%([\w.\-]+), body=%([\w.\-]+)", each.text)
+        assert match, each.text
+        return [(match[2], _rounds(computations[match[1]]))]
+    if each.opcode in ("call", "conditional"):
+        return [(called, 1) for called in _CALLED.findall(each.text)]
+    return []
 
 
 def _rounds(condition: list[Instruction]) -> int:
@@ -157,8 +167,8 @@ def _rounds(condition: list[Instruction]) -> int:
     return max((int(match[1]) for match in constants if match), default=1)
 
 
-def _collectives_of(
-    each: Instruction, computations: dict[str, list[Instruction]]
+def collectives_of(
+    each: Instruction, computations: Computations
 ) -> list[tuple[Instruction, bool, list[str]]]:
     """Return the collectives in an instruction, and whether each goes on beside something else.
 
@@ -183,6 +193,12 @@ def _collectives_of(
     return found
 
 
+def channel_of(collective: Instruction) -> str | None:
+    """Return what all pieces of one collective, and no other one, have in common."""
+    same = re.search(r'channel_id=\d+|chain_id="\d+"', collective.text)
+    return same[0] if same else None
+
+
 def _read_and_written(collective: Instruction, inside: list[Instruction]) -> list[str]:
     operand = re.search(r"\(%([\w.\-]+)", collective.text)
     assert operand, collective.text
@@ -204,7 +220,13 @@ def _bytes(shape: str, *, only_hbm: bool = False, but: Set[str] = frozenset()) -
     return total
 
 
-def _instruction_bytes(each: Instruction, shapes: dict[str, str], but: Set[str]) -> float:
+def instruction_bytes(
+    each: Instruction, shapes: dict[str, str], but: Set[str] = frozenset()
+) -> float:
+    """Return the bytes that an instruction reads and writes in HBM; ``shapes`` are by name.
+
+    Buffers of the types ``but`` are left out.
+    """
     operands = each.text[len(each.shape) :]
     operands = operands[: operands.find("), ")] if "), " in operands else operands
     names = re.findall(r"%([\w.\-]+)", operands)
@@ -221,11 +243,12 @@ def _instruction_bytes(each: Instruction, shapes: dict[str, str], but: Set[str])
     return in_hbm
 
 
-def _received(each: Instruction, kind: str, devices: int) -> float:
-    """Return the bytes that must reach a device from the other members of its group.
+def received_bytes(each: Instruction, devices: int) -> float:
+    """Return the bytes that a collective must bring to a device from its group's other members.
 
-    A permute receives all that it gives.
+    A permute brings all that it gives.
     """
+    kind = each.opcode.removesuffix("-start")
     group = re.search(r"replica_groups=\{\{([\d,]*)\}", each.text)
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]", each.text)
     size = len(group[1].split(",")) if group else int(iota[1]) if iota else devices

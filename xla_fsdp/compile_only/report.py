@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from xla_fsdp.compile_only.compiler import Compiled
+from xla_fsdp.compile_only.expected import Expected
 from xla_fsdp.compile_only.hlo import Traffic
 from xla_fsdp.compile_only.topologies import Topology
 
@@ -20,6 +22,8 @@ class CompiledGraph:
     compiled: Compiled | None
     """None if an earlier graph does not fit."""
     traffic: Traffic | None
+    """None if this graph does not fit."""
+    expected: Expected | None
     """None if this graph does not fit."""
     flops: float
     """Operations of the whole slice in one run."""
@@ -65,6 +69,11 @@ class Report:
     dcn_s: float | None
     roofline_step_s: float | None
     roofline_mfu: float | None
+    expected_step_s: float | None
+    expected_mfu: float | None
+    expected_kernels_s: float | None
+    expected_waiting_s: float | None
+    expected_unknown: int | None
     trace_s: float
     compile_s: float
     versions: dict[str, str]
@@ -87,6 +96,7 @@ def make_report(
     flops = sum(graph.runs * graph.flops for graph in graphs)
     compute_s = flops / devices / chip.peak_flops
     traffic = _total(graphs)
+    all_at_peak_s = model_flops / devices / chip.peak_flops
     hbm_s = collective_s = dcn_s = step_s = mfu = None
     if traffic:
         hbm_s = traffic.hbm_bytes / chip.hbm_bandwidth
@@ -94,7 +104,7 @@ def make_report(
         dcn_s = traffic.dcn_bytes / chip.dcn_bandwidth
         # All four at once, each at its best: no step can be shorter.
         step_s = max(compute_s, hbm_s, collective_s, dcn_s)
-        mfu = model_flops / devices / chip.peak_flops / step_s
+        mfu = all_at_peak_s / step_s
     return Report(
         topology=topology.name,
         slices=topology.slices,
@@ -122,6 +132,7 @@ def make_report(
         dcn_s=dcn_s,
         roofline_step_s=step_s,
         roofline_mfu=mfu,
+        **_expected_figures(graphs, all_at_peak_s),
         compile_s=sum(graph.compiled.seconds for graph in graphs if graph.compiled),
         **facts,
     )
@@ -135,6 +146,26 @@ def _total(graphs: list[CompiledGraph]) -> Traffic | None:
             return None
         total.add(graph.traffic, graph.runs)
     return total
+
+
+def _expected_figures(graphs: list[CompiledGraph], all_at_peak_s: float) -> dict[str, Any]:
+    """Return the fields of the report that say how long all runs are expected to take.
+
+    They are None if a graph does not fit and so has no schedule. With the model's products alone,
+    at the chip's peak, a step would take ``all_at_peak_s``.
+    """
+    total, unknown = Expected(), False
+    for graph in graphs:
+        total = total.plus(graph.expected or Expected(), graph.runs)
+        unknown = unknown or graph.expected is None
+    figures = {
+        "step_s": total.seconds,
+        "mfu": all_at_peak_s / total.seconds if total.seconds else None,
+        "kernels_s": total.kernels_s,
+        "waiting_s": total.waiting_s,
+        "unknown": total.unknown,
+    }
+    return {f"expected_{name}": None if unknown else value for name, value in figures.items()}
 
 
 def as_json(report: Report) -> dict:
@@ -193,6 +224,7 @@ def as_table(report: Report) -> str:
             *_dcn_rows(report),
             ("shortest step", f"{report.roofline_step_s * 1e3:.1f} ms (roofline)"),
             ("highest MFU", f"{100 * report.roofline_mfu:.1f} %"),
+            *_expected_rows(report),
         ]
     rows += [
         ("trace, compile", f"{report.trace_s:.1f} s, {report.compile_s:.1f} s"),
@@ -223,3 +255,21 @@ def _dcn_rows(report: Report) -> list[tuple[str, str]]:
     assert report.dcn_s is not None
     size = report.dcn_bytes / _GIB
     return [("between slices (DCN)", f"{size:.2f} GiB, at peak {report.dcn_s * 1e3:.1f} ms")]
+
+
+def _expected_rows(report: Report) -> list[tuple[str, str]]:
+    assert report.expected_step_s is not None
+    assert report.expected_mfu is not None
+    assert report.expected_kernels_s is not None
+    assert report.expected_waiting_s is not None
+    parts = {"kernels": report.expected_kernels_s, "waiting": report.expected_waiting_s}
+    within = ", ".join(f"{name} {s * 1e3:.1f} ms" for name, s in parts.items() if s)
+    how = "by the compiler's cycles" + (f"; of it {within}" if within else "")
+    if report.expected_unknown:
+        how += f"; {report.expected_unknown} instructions not in it"
+    if report.slices > 1:
+        how += "; DCN not in it"
+    return [
+        ("expected step", f"{report.expected_step_s * 1e3:.1f} ms ({how})"),
+        ("expected MFU", f"{100 * report.expected_mfu:.1f} %"),
+    ]

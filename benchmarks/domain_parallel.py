@@ -1,0 +1,255 @@
+"""Latency and memory of images that are split over devices (--mesh_domain), for many sizes.
+
+    python benchmarks/domain_parallel.py --image_size_start 1024 --image_size_stop 4096 \
+        --image_size_step 1024 --domain_sizes 1 2 4 8 --csv domain.csv --plot domain.png
+    python benchmarks/domain_parallel.py --image_size_start 1024 --domain_sizes 1 2 4 8 \
+        --use_mixed_precision --tpu_topology v5e:1x1 v5e:1x2 v5e:2x2 v5e:2x4
+
+The first runs the program's own step (training/step.py) on CUDA, or on CPUs where there is none;
+--backend xla on TPUs or virtual CPU devices. Forward pass and training step are measured in
+processes of their own, as each other configuration is, so what does not fit is a row that says OOM.
+
+With --tpu_topology nothing runs: the TPU compiler tells memory and expected step of the slices
+(run_vit_training.py --compile_only); what it leaves out, xla_fsdp/compile_only/expected.py says.
+
+- s: wall clock from devices idle to devices idle over --num_iterations, divided by them; of a TPU
+  slice the expected step
+- GB, 10^9 bytes: on CUDA torch.cuda.max_memory_allocated of a fresh process; on CPUs by how much
+  the process's peak memory (VmHWM) grew, divided by its virtual devices, compilation included; the
+  largest of all processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tqdm import tqdm
+
+from benchmarks.common import commit, failure_of, last_json, run_python
+from benchmarks.domain_parallel_rows import COLUMNS, FORWARD, OOM, TRAIN, Row, plot, write_csv
+from run_vit_training import read_flags
+from training.errors import UsageError
+from xla_fsdp.compile_only.command import DOES_NOT_FIT
+from xla_fsdp.compile_only.topologies import parse_topology
+
+HYBRID = "hybrid_vit"
+
+
+def flags_of(row: Row, options: argparse.Namespace) -> list[str]:
+    """Return the program's flags for a row, whatever the backend."""
+    flags = ["--model", options.model, "--image_size", str(row.size), "--batch_size"]
+    flags += [str(row.batch), "--precision", "bf16" if options.use_mixed_precision else "fp32"]
+    if options.model == HYBRID:
+        flags += ["--dimension", str(row.dimension)]
+    if row.domain > 1:
+        flags += ["--mesh_domain", str(row.domain), "--domain_attention", options.domain_attention]
+    if not options.fsdp:
+        flags.append("--run_without_fsdp")
+    for setting in options.set:
+        name, is_given, value = setting.partition("=")
+        flags += [f"--{name}", value] if is_given else [f"--{name}"]
+    return flags
+
+
+def measure(row: Row, what: str, options: argparse.Namespace) -> None:
+    """Run one half of a row, "forward" or "train", in new processes; note what came out."""
+    processes = row.ddp * row.domain
+    flags = flags_of(row, options)
+    torchrun: list[str] = []
+    if options.backend == "xla":
+        flags += ["--backend", "xla", "--cpu_devices", str(processes)]
+    else:
+        flags += ["--backend", "cuda", "--fsdp", "fsdp2"]
+        flags += ["--compile"] if options.compile else []
+        if processes > 1:
+            words = f"-m torch.distributed.run --standalone --nproc-per-node {processes}"
+            torchrun = words.split()
+    own = {
+        "what": what,
+        "num_warmup": options.num_warmup,
+        "num_iterations": options.num_iterations,
+        "memory_limit_gb": options.memory_limit_gb,
+    }
+    given = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+    done = run_python(*torchrun, "-m", "benchmarks.domain_parallel_child", *given, *flags)
+    if done.returncode:
+        failure = failure_of(done)
+        if failure == OOM:
+            row.out_of_memory.add(what)
+        else:
+            row.note = failure
+            tqdm.write(done.stdout + done.stderr, file=sys.stderr)
+        return
+    found = last_json(done.stdout)
+    if "reason" in found:
+        row.note = found["reason"]
+        return
+    row.device, row.parameters = found["device"], found["parameters"]
+    row.seconds[what] = found["seconds"]
+    row.memory_gb[what] = found["peak_bytes"] / 1e9
+
+
+def ask_compiler(row: Row, options: argparse.Namespace) -> None:
+    """Let the TPU compiler tell what a row's training step needs on its slice."""
+    words = f"run_vit_training.py --compile_only --json --tpu_topology {row.on}".split()
+    done = run_python(*words, *flags_of(row, options))
+    if done.returncode not in (0, DOES_NOT_FIT):
+        row.note = (done.stderr.strip().splitlines() or ["libtpu ended without a word"])[-1]
+        return
+    report = json.loads(done.stdout)
+    row.parameters = report["parameters"]
+    row.memory_gb[TRAIN] = report["peak_hbm_bytes"] / 1e9
+    if not report["fits"]:
+        row.out_of_memory.add(TRAIN)
+        row.note = f"{report['hbm_capacity_bytes'] / 1e9:.1f} GB there are; it needs that or more"
+        return
+    row.seconds[TRAIN] = report["expected_step_s"]
+    row.note = (
+        f"expected MFU {report['expected_mfu']:.0%}; no step is shorter than "
+        f"{report['roofline_step_s']:.4g} s"
+    )
+
+
+def rows_of(options: argparse.Namespace) -> list[Row]:
+    """Return all configurations, nothing measured yet.
+
+    Of several slices or domain sizes, the combinations that are none are left out. Raises
+    UsageError.
+    """
+    first, step = options.image_size_start, options.image_size_step
+    stop = options.image_size_stop or first
+    sizes = range(first, stop + 1, step)
+    if not sizes:
+        raise UsageError(f"--image_size_stop {stop} is below --image_size_start {first}")
+    places = [(topology, parse_topology(topology).chips) for topology in options.tpu_topology or ()]
+    ways = [
+        (on, devices, domain)
+        for on, devices in places or [(options.backend, options.processes)]
+        for domain in options.domain_sizes or [1]
+    ]
+    rows = []
+    for on, devices, domain in ways:
+        ddp = _ddp_size(options.ddp_size, domain, devices)
+        wrong = None
+        if devices not in (None, ddp * domain):
+            wrong = f"{devices} device(s) are not {ddp} (ddp) x {domain} (domain)"
+        elif options.batch_size % ddp:
+            wrong = f"--batch_size {options.batch_size} is no multiple of {ddp} (ddp)"
+        if wrong and len(ways) == 1:
+            raise UsageError(wrong)
+        if not wrong:
+            rows += [
+                Row(on, ddp, domain, options.dimension, size, options.batch_size) for size in sizes
+            ]
+    if not rows:
+        raise UsageError("no ddp x domain is the number of devices, and ddp divides --batch_size")
+    return rows
+
+
+def _ddp_size(asked: int, domain: int, devices: int | None) -> int:
+    if asked != -1:
+        return asked
+    return max(devices // domain, 1) if devices else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", default=HYBRID, help=f"default: {HYBRID}; any other is 2-D")
+    add("--dimension", type=int, choices=(2, 3), default=2, help="default: 2")
+    add("--image_size_start", type=_positive, default=1024, help="pixels a side (default: 1024)")
+    add("--image_size_stop", type=_positive, help="the last size (default: the first)")
+    add("--image_size_step", type=_positive, default=1024, help="default: 1024")
+    add("--batch_size", type=_positive, default=1, help="images of all devices (default: 1)")
+    add("--ddp_size", type=int, default=-1, help="-1: devices / domain size (default)")
+    domain = parser.add_mutually_exclusive_group()
+    domain.add_argument(
+        "--domain_size", type=_positive, help="devices that share an image (default: 1)"
+    )
+    domain.add_argument("--domain_sizes", nargs="+", type=_positive, help="several of these")
+    add("--backend", choices=("xla", "cuda"), default="cuda", help="default: cuda")
+    add("--processes", type=_positive, help="devices in all (default: ddp x domain)")
+    add("--domain_attention", default="auto", metavar="FORM", help="as run_vit_training.py has it")
+    add("--use_mixed_precision", action="store_true", help="bf16 (default: fp32)")
+    add("--fsdp", action="store_true", help="shard parameters (default: plain data parallel)")
+    add("--compile", action="store_true", help="torch.compile of the blocks, on CUDA")
+    add("--inference_only", action="store_true", help="only the forward pass")
+    add("--num_warmup", type=int, default=2, help="untimed passes (default: 2)")
+    add("--num_iterations", type=_positive, default=5, help="timed passes (default: 5)")
+    add(
+        "--memory_limit_gb",
+        type=float,
+        default=0.0,
+        help="what each process may take beyond what it has before the model, on CPUs "
+        "(default: 0, what there is)",
+    )
+    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="flags of run_vit_training.py")
+    add("--tpu_topology", nargs="+", metavar="T", help="compile for these slices; run nothing")
+    add("--csv", metavar="FILE", help="write all rows, after each one")
+    add("--plot", metavar="FILE", help="draw them (PNG)")
+    options = parser.parse_args()
+    if options.domain_size:
+        options.domain_sizes = [options.domain_size]
+    if options.compile and (options.backend == "xla" or options.tpu_topology):
+        parser.error("--compile is of --backend cuda; XLA compiles always")
+    if options.inference_only and options.tpu_topology:
+        parser.error("--tpu_topology compiles the training step: drop --inference_only")
+    if options.num_warmup < 0 or (options.ddp_size < 1 and options.ddp_size != -1):
+        parser.error("--num_warmup is 0 or more, --ddp_size -1, 1 or more")
+    return options
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"is 1 or more, not {text}")
+    return value
+
+
+def run(options: argparse.Namespace, rows: list[Row]) -> None:
+    """Fill the rows one after the other; print each, and keep what there is so far."""
+    print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n", flush=True)
+    halves = (FORWARD,) if options.inference_only else (FORWARD, TRAIN)
+    for number, row in enumerate(tqdm(rows, dynamic_ncols=True), 1):
+        if options.tpu_topology:
+            ask_compiler(row, options)
+        else:
+            for what in halves:
+                if not row.note:
+                    measure(row, what, options)
+        tqdm.write(row.line(), file=sys.stdout)
+        sys.stdout.flush()
+        if options.csv:
+            write_csv(options.csv, rows[:number])
+
+
+def main() -> int:
+    options = parse()
+    try:
+        rows = rows_of(options)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    read_flags(flags_of(rows[0], options))  # a wrong one ends the program here, not in every row
+    precision = "bf16" if options.use_mixed_precision else "fp32"
+    about = f"{options.model}, {options.dimension}-D, {precision}, commit {commit()}"
+    print(f"{about}, {' '.join(sys.argv[1:])}, {os.cpu_count()} cores")
+    run(options, rows)
+    if options.plot:
+        plot(options.plot, rows, about)
+    nothing = [row for row in rows if not row.seconds and not row.out_of_memory]
+    return 1 if nothing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Rows of domain_parallel.py: as a table, as CSV, and drawn against the devices of an image."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = (
+    *("on", "ddp", "domain", "size", "batch", "parameters"),
+    *("forward s", "train s", "inference GB", "train GB", "samples/s", "samples/s/device", "note"),
+)
+OOM = "OOM"
+FORWARD, TRAIN = "forward", "train"
+
+
+@dataclass
+class Row:
+    """One configuration, and what was found out about it; GB are 10^9 bytes of one device."""
+
+    on: str
+    """The backend that it was measured on, or the TPU slice that it was compiled for."""
+    ddp: int
+    """Groups of devices that work on different images."""
+    domain: int
+    """Devices that share an image."""
+    dimension: int
+    size: int
+    """Pixels of each side of an image."""
+    batch: int
+    parameters: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of a forward pass and of a training step, by name, as far as they ran."""
+    memory_gb: dict[str, float] = field(default_factory=dict)
+    out_of_memory: set[str] = field(default_factory=set)
+    """Which of the two, forward and train, did not fit."""
+    device: str = ""
+    """The name of the devices that it was measured on, as they tell it."""
+    note: str = ""
+    """Why it was not measured, or what else the compiler says."""
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Return images a second in training; in a forward pass where nothing was trained."""
+        if TRAIN in self.out_of_memory:
+            return None
+        seconds = self.seconds.get(TRAIN, self.seconds.get(FORWARD))
+        return self.batch / seconds if seconds else None
+
+    def values(self) -> dict[str, str | int | float | None]:
+        """Return what stands in each column; a time is "OOM" where that did not fit."""
+        pace = self.samples_per_s
+        times = {
+            what: OOM if what in self.out_of_memory else self.seconds.get(what)
+            for what in (FORWARD, TRAIN)
+        }
+        return {
+            "on": self.on,
+            "ddp": self.ddp,
+            "domain": self.domain,
+            "size": "x".join([str(self.size)] * self.dimension),
+            "batch": self.batch,
+            "parameters": self.parameters,
+            "forward s": times[FORWARD],
+            "train s": times[TRAIN],
+            "inference GB": self.memory_gb.get(FORWARD),
+            "train GB": self.memory_gb.get(TRAIN),
+            "samples/s": pace,
+            "samples/s/device": pace and pace / (self.ddp * self.domain),
+            "note": self.note or self.device,
+        }
+
+    def line(self) -> str:
+        """Return the row of the table."""
+        return f"| {' | '.join(_cell(value) for value in self.values().values())} |"
+
+
+def _cell(value: str | int | float | None) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else value
+
+
+def write_csv(path: str, rows: Sequence[Row]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(row.values() for row in rows)
+
+
+def plot(path: str, rows: Sequence[Row], title: str) -> None:
+    """Draw latency, speed-up and memory against the devices that share an image, into a PNG.
+
+    A line is one size of images on one kind of slice or backend, dashed for the forward pass.
+    Speed-up is over the fewest devices that ran, taken as ideal so far. What ran out of memory
+    has a cross at the upper edge.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (latency, speed, memory) = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
+    counts = sorted({row.domain for row in rows})
+    names = list(dict.fromkeys(_line_of(row) for row in rows))
+    for number, name in enumerate(names):
+        of_line = sorted((r for r in rows if _line_of(r) == name), key=lambda row: row.domain)
+        for what, dashes in ((TRAIN, "-"), (FORWARD, "--")):
+            style = {"color": f"C{number % 10}", "linestyle": dashes, "marker": "o"}
+            label = f"{name}, {what}"
+            _draw(latency, of_line, _value("seconds", what), style, label)
+            _draw(speed, of_line, _speed_up(of_line, what), style, "")
+            _draw(memory, of_line, _value("memory_gb", what), style, "")
+            gone = [row.domain for row in of_line if what in row.out_of_memory]
+            for axis in (latency, memory):
+                at_edge = axis.get_xaxis_transform()
+                axis.plot(gone, [0.97] * len(gone), "x", color=style["color"], transform=at_edge)
+    speed.plot(counts, counts, color="grey", linewidth=0.8, label="ideal")
+    speed.legend(fontsize=8)
+    words = {latency: "seconds", speed: "speed-up", memory: "peak memory of a device, GB"}
+    for axis, word in words.items():
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.minorticks_off()
+        axis.set_xlabel("devices that share an image")
+        axis.set_ylabel(word)
+        axis.grid(alpha=0.3)
+    latency.set_yscale("log")
+    speed.set_yscale("log", base=2)
+    speed.set_yticks(counts, [str(count) for count in counts])
+    memory.set_ylim(bottom=0)
+    figure.legend(*latency.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.suptitle(f"{title}; x: out of memory")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _line_of(row: Row) -> str:
+    """Return the name of the line that a row is a point of: a slice's chips differ along it."""
+    kind = row.on.partition(":")[0]
+    each = f"{row.batch // row.ddp} an image group" if row.ddp > 1 else f"batch {row.batch}"
+    return f"{kind}, {row.values()['size']}, {each}"
+
+
+Value = Callable[[Row], float | None]
+
+
+def _draw(axis: Axes, rows: Sequence[Row], value: Value, style: dict, label: str) -> None:
+    points = [(row.domain, found) for row in rows if (found := value(row)) is not None]
+    if points:
+        axis.plot(*zip(*points, strict=True), **style, label=label or None)
+
+
+def _value(name: str, what: str) -> Value:
+    def of(row: Row) -> float | None:
+        return getattr(row, name).get(what)
+
+    return of
+
+
+def _speed_up(rows: Sequence[Row], what: str) -> Value:
+    """Return the speed-up of a row over the first that ran, which has as many devices as it has."""
+    first = next((row for row in rows if what in row.seconds), None)
+
+    def of(row: Row) -> float | None:
+        if first is None or what not in row.seconds:
+            return None
+        return first.domain * first.seconds[what] / row.seconds[what]
+
+    return of

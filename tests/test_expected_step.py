@@ -1,0 +1,174 @@
+"""The compiler's expected step, on modules made by hand and worked out by hand."""
+
+import json
+
+import pytest
+
+from xla_fsdp.compile_only.expected import expect
+from xla_fsdp.compile_only.topologies import CHIPS
+
+V5E = CHIPS["v5e"]
+MILLISECOND = 1_503_000
+"""Cycles, at the 1.503 GHz of v5e."""
+ONE_MS_OF_LINKS = int(200e9 * 1e-3 / 4 * 4 / 3)
+"""Values of fp32 of which three of four, a millisecond's bytes, come from the other devices."""
+
+
+def module(*entry: str, others: str = "") -> str:
+    lines = "\n".join(f"  {line}" for line in entry)
+    return (
+        f"HloModule step\n\n{others}\nENTRY %main (p: f32[8]) -> f32[8] {{\n"
+        f"  %p = f32[8]{{0}} parameter(0)\n{lines}\n}}\n"
+    )
+
+
+def fusion(name: str, ms: float = 0, calls: str = "inside") -> str:
+    cycles = round(ms * MILLISECOND)
+    config = json.dumps({"estimated_cycles": str(cycles)}, separators=(",", ":"))
+    said = f", backend_config={config}" if ms else ""
+    return f"%{name} = f32[8]{{0}} fusion(%p), kind=kLoop, calls=%{calls}{said}"
+
+
+def milliseconds(hlo: str) -> tuple[float, float, float]:
+    found = expect(hlo, V5E, 4)
+    assert found.seconds == found.cycles_s + found.kernels_s + found.waiting_s
+    return found.cycles_s * 1e3, found.kernels_s * 1e3, found.waiting_s * 1e3
+
+
+def exactly(*values: float):
+    return pytest.approx(values, rel=1e-3, abs=1e-6)
+
+
+LOOP = f"""
+%inside (q: f32[8]) -> f32[8] {{
+  %q = f32[8]{{0}} parameter(0)
+  ROOT %n = f32[8]{{0}} negate(%q), backend_config={{"estimated_cycles":"{MILLISECOND}"}}
+}}
+
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %state = (s32[], f32[8]) parameter(0)
+  {fusion("in.loop", 2)}
+}}
+
+%condition (state.1: (s32[], f32[8])) -> pred[] {{
+  %state.1 = (s32[], f32[8]) parameter(0)
+  %bound = s32[] constant(5)
+}}
+"""
+
+
+def test_clocks():
+    """Those of Google's pages and of JAX's scaling book, in GHz."""
+    found = {name: chip.clock_hz / 1e9 for name, chip in CHIPS.items()}
+    assert found == pytest.approx({"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75}, rel=0.003)
+
+
+def test_loops_count_in_full_and_the_inside_of_a_fusion_not_at_all():
+    loop = "%w = (s32[], f32[8]) while(%p), condition=%condition, body=%body"
+    assert milliseconds(module(fusion("a", 3), loop, others=LOOP)) == exactly(3 + 5 * 2, 0, 0)
+
+
+def test_unknown_cycles_are_told():
+    said = 'backend_config={"estimated_cycles":"9223372036854775807"}'
+    unknown = f"%a = f32[8]{{0}} fusion(%p), kind=kLoop, calls=%inside, {said}"
+    found = expect(module(unknown, fusion("b", 1), fusion("c")), V5E, 4)
+    assert (found.unknown, found.cycles_s) == (1, pytest.approx(1e-3, rel=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("flops", "size", "ms"),
+    [(197e9, 819e4, 1.0), (197e8, 819e6, 1.0), (197e9, 2 * 819e6, 2.0)],
+)
+def test_a_kernel_takes_the_longer_of_products_and_bytes(flops, size, ms):
+    cost = {"flops": int(flops), "transcendentals": 7, "bytes_accessed": int(size)}
+    config = json.dumps({"custom_call_config": {"cost_estimate": cost}}, separators=(",", ":"))
+    call = '%k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call"'
+    assert milliseconds(module(f"{call}, backend_config={config}")) == exactly(0, ms, 0)
+
+
+def test_a_kernel_without_an_estimate_takes_what_it_reads_and_writes():
+    size = int(819e9 * 1e-3 / 4 / 2)
+    call = 'custom-call(%q), custom_call_target="tpu_custom_call"'
+    hlo = module(f"%q = f32[{size}]{{0}} parameter(1)", f"%k = f32[{size}]{{0}} {call}")
+    assert milliseconds(hlo) == exactly(0, 1, 0)
+    free = 'custom-call(%q), custom_call_target="AllocateBuffer"'
+    assert milliseconds(hlo.replace(call, free)) == exactly(0, 0, 0)
+
+
+GROUP = "replica_groups={{0,1,2,3}}, dimensions={0}"
+GATHERED = f"f32[{ONE_MS_OF_LINKS}]{{0}}"
+
+
+def test_a_synchronous_collective_is_waited_for():
+    gather = f"%g = {GATHERED} all-gather(%p), channel_id=1, {GROUP}"
+    assert milliseconds(module(fusion("a", 3), gather, fusion("b", 2))) == exactly(5, 0, 1)
+
+
+@pytest.mark.parametrize(("between", "waiting"), [(0.25, 0.75), (3, 0)])
+def test_a_pair_of_start_and_done_hides_behind_what_is_between(between, waiting):
+    moved = f"f32[{ONE_MS_OF_LINKS * 3 // 4}]{{0}}"  # a permute receives all of it
+    hlo = module(
+        fusion("before", 4),
+        f"%s = ({moved}, {moved}) collective-permute-start(%p), channel_id=1",
+        fusion("between", between),
+        f"%d = {moved} collective-permute-done(%s)",
+        fusion("after", 4),
+    )
+    assert milliseconds(hlo) == exactly(8 + between, 0, waiting)
+
+
+IN_PIECES = "".join(
+    f"""
+%piece.{number} (q.{number}: f32[8]) -> f32[8] {{
+  %q.{number} = f32[8]{{0}} parameter(0)
+  %g.{number} = {GATHERED} all-gather(%q.{number}), channel_id={{channel}}, {GROUP}, """
+    f"""frontend_attributes={{chain_id="1"}}
+}}
+"""
+    for number in range(3)
+)
+
+
+def in_pieces(channel: int) -> str:
+    text = IN_PIECES.replace("{channel}", str(channel))
+    return text.replace("%piece.", f"%piece.{channel}.")
+
+
+def test_a_collective_in_pieces_goes_on_in_the_fusions_that_carry_it():
+    """As libtpu writes it: the same gather in a start, in a fusion with products, in a done."""
+    others = in_pieces(7)
+    pieces = [
+        fusion("async-collective-start", 0, "piece.7.0"),
+        fusion("products.and.piece", 0.5, "piece.7.1"),
+        fusion("async-collective-done", 0, "piece.7.2"),
+    ]
+    assert milliseconds(module(*pieces, fusion("a", 4), others=others)) == exactly(4.5, 0, 0.5)
+    hidden = [*pieces[:1], fusion("b", 0.6), *pieces[1:]]
+    assert milliseconds(module(*hidden, others=others)) == exactly(1.1, 0, 0)
+
+
+def test_two_collectives_share_the_links():
+    """Each alone would be hidden: both begin at 0, the second arrives after 2 ms."""
+    hlo = module(
+        fusion("async-collective-start", 0, "piece.7.0"),
+        fusion("async-collective-start.1", 0, "piece.8.0"),
+        fusion("a", 1.5),
+        fusion("async-collective-done", 0, "piece.7.2"),
+        fusion("async-collective-done.1", 0, "piece.8.2"),
+        others=in_pieces(7) + in_pieces(8),
+    )
+    assert milliseconds(hlo) == exactly(1.5, 0, 0.5)
+
+
+def test_what_is_begun_in_a_loop_is_over_at_its_end():
+    body = f"""
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %state = (s32[], f32[8]) parameter(0)
+  {fusion("async-collective-start", 0, "piece.7.0")}
+  {fusion("in.loop", 0.75)}
+}}
+"""
+    condition = LOOP[LOOP.index("%condition") :]
+    loop = "%w = (s32[], f32[8]) while(%p), condition=%condition, body=%body"
+    others = in_pieces(7) + body + condition
+    assert milliseconds(module(loop, others=others)) == exactly(5 * 0.75, 0, 5 * 0.25)
