@@ -239,11 +239,13 @@ class SpmdBackend(XlaBackend):
 
     def _tensor_marks(self) -> Marks:
         def columns(x: torch.Tensor) -> torch.Tensor:
-            return self._mark(x, self._activations(x.dim(), "heads"))
+            between: tuple[Axes, ...] = ((),) * (x.dim() - 3)
+            first, last = self._shape.lying("batch", "tokens"), self._shape.lying("heads")
+            return self._mark(x, (*first, *between, *last))
 
         return Marks(
-            gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_images),
-            scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_images),
+            gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_rows),
+            scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_rows),
             columns=lambda x: MarkBoth.apply(x, columns),
         )
 
