@@ -1,7 +1,8 @@
 """Seconds that a compiled module is expected to take, by the compiler's own figures.
 
 libtpu writes its estimate of cycles into the configuration of each fusion. The instructions run one
-after the other as they are scheduled, loops as often as they run. To the cycles are added
+after the other as they are scheduled, loops as often as they run. A fusion whose cycles are written
+as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles are added
 
 - Pallas kernels, which have none: the longer of FLOPs and bytes of their own cost estimate at the
   chip's peak;
@@ -44,13 +45,13 @@ class Expected:
     """Seconds of one device, by what it is doing."""
 
     cycles_s: float = 0.0
-    """In what the compiler has counted the cycles of."""
+    """In what the compiler estimates the cycles of, or ought to."""
     kernels_s: float = 0.0
     """In Pallas kernels."""
     waiting_s: float = 0.0
     """Waiting for collectives."""
     unknown: int = 0
-    """How many instructions run whose cycles the compiler does not know; they count as nothing."""
+    """How many instructions run whose cycles the compiler does not know."""
 
     @property
     def seconds(self) -> float:
@@ -123,7 +124,7 @@ def _of_instruction(each: Instruction, shapes: dict[str, str], chip: Chip) -> Ex
     if cycles and int(cycles[1]) < _UNKNOWN:
         return Expected(cycles_s=int(cycles[1]) / chip.clock_hz)
     if cycles:
-        return Expected(unknown=1)
+        return Expected(instruction_bytes(each, shapes) / chip.hbm_bandwidth, unknown=1)
     if each.opcode == "custom-call" and _KERNEL in each.text:
         return Expected(kernels_s=_of_kernel(each, shapes, chip))
     return Expected()
