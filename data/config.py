@@ -25,12 +25,18 @@ class DataConfig:
     )
     data_source: str = flag(
         "folder",
-        "folder: the images of --data_dir; fake: all-zero images with label 0, as many as ImageNet "
-        "has, no host work; digits: scikit-learn's handwritten digits, no files; mosaics: images "
-        "of any size made of these, labelled by the digit that occurs most often",
+        "folder: images of --data_dir; volumes: arrays there (docs/volumes.md); fake: zeros; "
+        "digits: scikit-learn's; mosaics: images of any size made of digits",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),
         common=True,
+    )
+    labels: str | None = flag(
+        None,
+        "CSV file with the columns path (relative to --data_dir), label and split (train or val); "
+        "default: the files of --data_dir/train/<class>/* and val/<class>/*",
+        metavar="FILE",
+        needs=("data_source=volumes",),
     )
     num_workers: int = flag(
         4,
@@ -72,15 +78,15 @@ class DataConfig:
     )
     mean: tuple[float, float, float] | None = flag(
         None,
-        "what is subtracted from each colour (0 to 1); grey images: the mean of the three "
+        "what is subtracted from each colour (0 to 1); other channels: the mean of the three "
         f"(default: that of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.mean))})",
         kind=fraction,
         metavar=("R", "G", "B"),
     )
     std: tuple[float, float, float] | None = flag(
         None,
-        "what each colour is divided by, then; grey images: the mean of the three (default: that "
-        f"of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.std))})",
+        "what each colour is divided by, then; other channels: the mean of the three (default: "
+        f"that of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.std))})",
         kind=bounded(float, 1e-3, 1),
         metavar=("R", "G", "B"),
     )

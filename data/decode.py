@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from data.errors import BrokenImageError, printable
+from data.errors import BrokenImageError, reason_of
 
 # Of sizes between Pillow's two limits, palettes, EXIF: nothing that changes what is trained on.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -37,8 +37,10 @@ def read_image(path: str) -> Image.Image:
                 raise BrokenImageError(f"its {image.width} x {image.height} pixels are a line")
             image.load()
             return _to_8_bits(image).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise BrokenImageError("no image of a known format") from error
     except Exception as error:  # each format raises what it likes
-        raise BrokenImageError(_reason(error)) from error
+        raise BrokenImageError(reason_of(error)) from error
 
 
 @functools.cache
@@ -75,11 +77,3 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
                 "convert it to 8 or 16 bits"
             )
     return image
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return "no image of a known format"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return printable(" ".join(str(error).split()))[:200] or type(error).__name__

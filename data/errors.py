@@ -19,3 +19,10 @@ class DataFolderError(Exception):
 
 class BrokenImageError(Exception):
     """Raised for one image file of many that cannot be used; the message is the reason."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line why a file cannot be read, as what a package has raised says."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return printable(" ".join(str(error).split()))[:200] or type(error).__name__

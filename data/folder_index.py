@@ -28,8 +28,10 @@ class FolderIndex:
     """How many files of the split are no images, by extension."""
 
 
-def index_split(root: str, split: str) -> FolderIndex:
+def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS) -> FolderIndex:
     """Find the images of a split, in its class folders and any folder below them.
+
+    The names of images end in one of ``suffixes``, in small or capital letters.
 
     Links to folders are followed. Raises DataFolderError for a folder that cannot be read, for
     a class without images, and where a link makes the same images count twice.
@@ -49,7 +51,7 @@ def index_split(root: str, split: str) -> FolderIndex:
         before = len(index.paths)
         for _, files in sorted(_walk(entry, real_top, reached), key=lambda found: found[0]):
             for file in files:
-                if _is_image(file):
+                if _is_image(file, suffixes):
                     index.paths.append(file.path)
                 else:
                     suffix = os.path.splitext(file.name)[1].lower()
@@ -61,7 +63,7 @@ def index_split(root: str, split: str) -> FolderIndex:
     if empty:
         raise DataFolderError(
             f"{top} has class folders without images: {_some(empty)}; add images "
-            f"({', '.join(IMG_EXTENSIONS)}) or remove them"
+            f"({', '.join(suffixes)}) or remove them"
         )
     return index
 
@@ -74,7 +76,12 @@ def class_folders(root: str, split: str) -> list[str]:
     return [entry.name for entry in _scan(path) if _is_folder(entry)]
 
 
-def check_folder(root: str, num_classes: int, splits: Sequence[str] = SPLITS) -> None:
+def check_folder(
+    root: str,
+    num_classes: int,
+    splits: Sequence[str] = SPLITS,
+    suffixes: tuple[str, ...] = IMG_EXTENSIONS,
+) -> None:
     """Refuse a folder that cannot be used, in one line, before its images are looked for.
 
     Raises DataFolderError for a missing or empty split, class folders that differ
@@ -91,7 +98,7 @@ def check_folder(root: str, num_classes: int, splits: Sequence[str] = SPLITS) ->
         if not names:
             raise DataFolderError(
                 f"{path} holds no class folders: --data_dir needs {split}/<class>/* images "
-                f"({', '.join(IMG_EXTENSIONS)})"
+                f"({', '.join(suffixes)})"
             )
     for split, other in itertools.permutations(splits, 2):
         names = sorted(set(classes[split]) - set(classes[other]))
@@ -124,10 +131,10 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _is_image(entry: os.DirEntry[str]) -> bool:
+def _is_image(entry: os.DirEntry[str], suffixes: tuple[str, ...]) -> bool:
     """Tell by its name whether a file is an image. A pipe is none: reading it would wait for ever.
     A link is looked at when it is read."""
-    named = entry.name.lower().endswith(IMG_EXTENSIONS)
+    named = entry.name.lower().endswith(suffixes)
     return named and (entry.is_symlink() or entry.is_file())
 
 

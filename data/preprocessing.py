@@ -24,9 +24,8 @@ class Preprocessing:
         """Return mean and std by channel; other channels than three colours have their means."""
         if channels == len(self.mean):
             return list(self.mean), list(self.std)
-        return [sum(self.mean) / len(self.mean)] * channels, [
-            sum(self.std) / len(self.std)
-        ] * channels
+        mean, std = (sum(values) / len(values) for values in (self.mean, self.std))
+        return [mean] * channels, [std] * channels
 
     def __str__(self) -> str:
         mean, std = (" ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))

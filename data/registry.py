@@ -8,6 +8,7 @@ OPENED_BY = {
     "folder": "data.image_folder:open_folder",
     "fake": "data.fake:FakeSource",
     "digits": "data.digits:open_digits",
+    "volumes": "data.volumes:open_volumes",
     "mosaics": "data.mosaics:open_mosaics",
 }
 """Where the function of each is; imported when it is chosen: some need packages of their own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,22 +18,19 @@ from data.source import Wanted
 
 Size = tuple[int, ...]
 """The height and width of an image in pixels."""
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 def transforms_of(wanted: Wanted) -> tuple[Callable, Callable]:
     """Return how images are changed for training, and how for validation.
 
-    Raises DataFolderError where the model takes no images, but volumes.
+    Raises DataFolderError, see ``val_transform``.
     """
     config, how = wanted.config, wanted.config.preprocessing
     size, channels = wanted.size, wanted.channels
-    if len(size) != 2:
-        raise DataFolderError(
-            f"--data_source {config.data_source} has flat images, and the model takes volumes of "
-            f"{' x '.join(map(str, size))}: use --data_source mosaics or fake"
-        )
-    train = train_transform(how, size, channels, config.scale, config.ratio, config.hflip)
-    return train, val_transform(how, size, channels)
+    val = val_transform(how, size, channels)
+    return train_transform(how, size, channels, config.scale, config.ratio, config.hflip), val
 
 
 def train_transform(
@@ -50,7 +48,15 @@ def train_transform(
 
 
 def val_transform(how: Preprocessing, size: Size, channels: int) -> Callable:
-    """Return the resizing to what covers size / crop_pct, centre crop and normalising."""
+    """Return the resizing to what covers size / crop_pct, centre crop and normalising.
+
+    Raises DataFolderError where the model takes no images, but volumes.
+    """
+    if len(size) != 2:
+        raise DataFolderError(
+            f"of flat images no volumes of {' x '.join(map(str, size))}, which the model takes, "
+            "can be made: use --data_source volumes, mosaics or fake"
+        )
     mode = v2.InterpolationMode(how.interpolation)
     height, width = (math.floor(side / how.crop_pct) for side in size)
     if height == width:  # the shorter side is the one that fits
@@ -80,8 +86,8 @@ def _to_tensor(how: Preprocessing, channels: int) -> list[Callable]:
 
 
 def seeded(
-    transform: Callable, image: Image.Image, seed: int, epoch: int, index: int
-) -> torch.Tensor:
+    transform: Callable[[Given], Made], image: Given, seed: int, epoch: int, index: int
+) -> Made:
     """Return the transformed image; these three numbers alone decide what is drawn at random."""
     state = np.random.SeedSequence((seed, epoch, index)).generate_state(1, np.uint64)
     with torch.random.fork_rng(devices=[]):

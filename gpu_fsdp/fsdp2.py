@@ -93,12 +93,10 @@ class Fsdp2Backend(GpuBackend):
         return model
 
     def _domain_group(self) -> DomainGroup:
-        mesh, sizes, rank = self._run.mesh, self._run.model.sizes, dist.get_rank()
-        index = self._whole_mesh.get_local_rank(DOMAIN)
-        places = (rank - index + each for each in range(mesh.domain))
-        rows = [len(mesh.rows_of(sizes.grid[0], place)) for place in places]
-        patches = tuple(count * sizes.row_patches for count in rows)
-        return DomainGroup(self._whole_mesh.get_group(DOMAIN), index, patches)
+        mesh, sizes = self._run.mesh, self._run.model.sizes
+        places, index = self._places_of_part()
+        patches = (len(mesh.rows_of(sizes.grid[0], p)) * sizes.row_patches for p in places)
+        return DomainGroup(self._whole_mesh.get_group(DOMAIN), index, tuple(patches))
 
     def _divide_tokens(self, model: nn.Module) -> None:
         """Let the model, which has its values, compute with the tokens of this process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data.loader import Batch
+from data.loader import Batch, BatchLoader
+from data.share import Share
 from gpu_fsdp import adamw, te_block
 from gpu_fsdp.devices import Device
+from gpu_fsdp.domain.images import SharedImages
 from gpu_fsdp.recomputation import checkpoint_activations, compile_block
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
 from training.backend import InitializeModule, State, pass_seed
@@ -36,10 +39,7 @@ class GpuBackend(abc.ABC):
         self._own, self._sharding = run.own, run.config.sharding
         rank, mesh = dist.get_rank(), run.mesh
         self.rank, self.world_size = mesh.batch_part(rank), mesh.batch_parts
-        sizes = run.model.sizes
-        patch = sizes.input_shape[1] // sizes.grid[0]
-        rows = mesh.rows_of(sizes.grid[0], rank)
-        self.image_rows = range(rows.start * patch, rows.stop * patch)
+        self.image_rows = self._rows(rank)
         self.device_count, self.is_main = mesh.devices, rank == 0
         self.compiles = run.own.compile
         assert run.own.zero_dp_strategy is not None  # resolved
@@ -132,9 +132,45 @@ class GpuBackend(abc.ABC):
 
     # -- a step -----------------------------------------------------------------------
 
+    def loader(
+        self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
+    ) -> BatchLoader:
+        if self._run.mesh.domain == 1:
+            return open_share(Share(self.rank, self.world_size))
+        if reads_rows:
+            return open_share(Share(self.rank, self.world_size, self.image_rows))
+        sources = math.gcd(self._run.mesh.domain, images // self.world_size)
+        places, index = self._places_of_part()
+        share = Share(
+            self.rank * sources + min(index, sources - 1),
+            self.world_size * sources,
+            loads=index < sources,
+        )
+        group = self._group_of_hosts()
+        return SharedImages(open_share(share), group, [self._rows(p) for p in places], sources)
+
+    def _places_of_part(self) -> tuple[range, int]:
+        """Return the places in the mesh of those that share images, and which this one is."""
+        mesh = self._run.mesh
+        places = range(self.rank * mesh.domain, (self.rank + 1) * mesh.domain)
+        return places, dist.get_rank() - places.start
+
+    def _group_of_hosts(self) -> dist.ProcessGroup:
+        """Make a new group of those that share images, for tensors on the CPU."""
+        mesh = self._run.mesh
+        ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+        return group
+
+    def _rows(self, place: int) -> range:
+        """Return which rows of each image the process at this place has."""
+        sizes = self._run.model.sizes
+        patch = sizes.input_shape[1] // sizes.grid[0]
+        rows = self._run.mesh.rows_of(sizes.grid[0], place)
+        return range(rows.start * patch, rows.stop * patch)
+
     def put(self, batch: Batch) -> Batch:
         images, labels = batch
-        images = images[:, :, self.image_rows.start : self.image_rows.stop]
         if self._own.channels_last:
             last = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
             images = images.contiguous(memory_format=last)

@@ -148,7 +148,8 @@ class HybridVitSpec(ModelSpec):
 
     def _sizes(self, model: nn.Module) -> ModelSizes:
         assert isinstance(model, HybridViT)
-        arguments, attention = self._arguments, model.blocks[0].attn
+        arguments = self._arguments
+        head_dim = arguments["embed_dim"] // arguments["num_heads"]
         tokens = model.pos_embed.shape[1]
         return ModelSizes(
             input_shape=(arguments["in_chans"], *arguments["img_size"]),
@@ -158,9 +159,9 @@ class HybridVitSpec(ModelSpec):
             train_tokens=tokens,
             depth=len(model.blocks),
             embed_dim=arguments["embed_dim"],
-            num_heads=attention.num_heads,
-            head_dim=attention.head_dim,
-            value_dim=attention.head_dim,
+            num_heads=arguments["num_heads"],
+            head_dim=head_dim,
+            value_dim=head_dim,
             hidden=int(arguments["embed_dim"] * arguments["mlp_ratio"]),
             attn_drop_rate=arguments["attn_drop_rate"],
         )

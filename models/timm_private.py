@@ -163,9 +163,10 @@ def _eva_features(
 
 def token_parameters(model: nn.Module) -> dict[str, int]:
     """Return the parameters with an entry for each token, and how many entries are no patch's."""
+    assert isinstance(model, Eva | VisionTransformer)
     if model.pos_embed is None:
         return {}
-    return {"pos_embed": 0 if model.no_embed_class else int(model.num_prefix_tokens)}
+    return {"pos_embed": 0 if model.no_embed_class else model.num_prefix_tokens}
 
 
 def why_no_token_part(model: nn.Module) -> str | None:
@@ -202,12 +203,12 @@ def compute_on_part(model: nn.Module, part: TokenPart) -> dict[str, PartOfPositi
     def pool_all(x: torch.Tensor, pool_type: str | None = None) -> torch.Tensor:
         if model.attn_pool is not None:  # attention sees all tokens, here as in blocks
             return pool(x, pool_type)
-        prefix, kind = int(model.num_prefix_tokens), pool_type or model.global_pool
+        prefix, kind = model.num_prefix_tokens, pool_type or model.global_pool
         return pool_over_parts(
             x, part, kind, prefix, bool(getattr(model, "pool_include_prefix", False))
         )
 
-    model._pos_embed, model.pool = embed_part, pool_all  # type: ignore[method-assign]
+    model._pos_embed, model.pool = embed_part, pool_all
     return positions
 
 

@@ -247,7 +247,7 @@ def test_a_process_that_loads_nothing(source, digits, monkeypatch):
 @pytest.mark.parametrize("source", ["folder", "digits"])
 def test_images_are_no_volumes(source, digits):
     config = arguments(digits, data_source=source)
-    with pytest.raises(DataFolderError, match=f"{source} has flat images, .* volumes of 4 x 8 x 8"):
+    with pytest.raises(DataFolderError, match=r"no volumes of 4 x 8 x 8.*: use --data_source vol"):
         open_data(Wanted(config, 3, (4, 8, 8), 10, 3))
 
 

@@ -44,9 +44,7 @@ def digits_in(image, digit_of):
     """The digits of a mosaic's cells in an array, and the splits they are of."""
     pixels = image[0].numpy()
     if pixels.ndim == 3:  # one slice of each cell
-        pixels = pixels[3::8] / INTENSITIES[3]
-        rows = [np.stack(np.split(each, each.shape[0] // 8)) for each in pixels]
-        pixels = np.concatenate(list(itertools.chain(*rows)))
+        pixels = pixels[3::8].reshape(-1, pixels.shape[2]) / INTENSITIES[3]
     cells = [
         np.split(row, row.shape[1] // 8, axis=1)
         for row in np.split(pixels, pixels.shape[0] // 8, axis=0)

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from data.loader import Batch
+from data.loader import Batch, BatchLoader
+from data.share import Share
 
 InitializeModule = Callable[[nn.Module, str], None]
 """A function that allocates and fills a module on the meta device; it takes its name in the
@@ -51,9 +52,9 @@ class Backend(Protocol):
     is_main: bool
     """Whether this process prints and writes the reports."""
     rank: int
-    """The number of this process among those that load data."""
+    """Which part of the images of each global batch this process puts on its devices."""
     world_size: int
-    """How many processes load data, each its share of the global batch."""
+    """How many such parts there are; several processes may share one, each with other rows."""
     image_rows: range
     """The rows of each image, of a volume the slices, that this process puts on its devices."""
     device_count: int
@@ -72,6 +73,15 @@ class Backend(Protocol):
         self, *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         """Make AdamW over the sharded model, with its state allocated."""
+
+    def loader(
+        self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
+    ) -> BatchLoader:
+        """Open a loader of what ``put`` takes of global batches of ``images`` images.
+
+        ``open_share`` opens one of a share of each batch; ``reads_rows``: it reads no more of an
+        image than the rows that it is asked for.
+        """
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy this process's share of a global batch to the devices: ``image_rows`` of its images,

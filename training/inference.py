@@ -19,7 +19,6 @@ from data.errors import printable
 from data.folder_index import class_folders
 from data.image_files import FoundImages, find_images, read_batches
 from data.loader import BadImage
-from data.share import Share
 from data.source import DataSource, open_data
 from data.transforms import val_transform
 from models.config import ModelConfig
@@ -32,6 +31,7 @@ from training.errors import UsageError
 from training.evaluation import evaluate
 from training.fingerprint import check_alike
 from training.flag_rules import from_values
+from training.loaders import val_loader
 from training.mesh import Mesh
 from training.resolve import Run, model_of, resolve_model
 from training.start import choose_checkpoint
@@ -223,7 +223,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
             lambda saved: None,
             verify=run.config.checkpoints.verify_checkpoint,
         )
-    loader = data.val_loader(run.config.data.pass_size, Share(backend.rank, backend.world_size))
+    loader = val_loader(data, backend, run.config.data.pass_size)
     model, count = run.model.build(), run.model.parameter_count
     say(f"data: {data}")
     say(f"model: {run.config.model.model}, {count:,} parameters, weights of {weights.path}")

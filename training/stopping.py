@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from training import processes
 from training.backend import Backend
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -136,7 +137,7 @@ class StopRequest:
     def due(self) -> bool:
         """Tell whether to stop now; all call it after each step and each batch evaluated."""
         mine = max(process_signals.noted, self._asked)
-        if self._backend.world_size == 1:
+        if processes.count() == 1:
             self.number = mine
         elif not self.number:
             self.number = self._found()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch import nn
 
-from data.share import Share
 from data.source import DataSource, open_data
+from training import processes
 from training.backend import Backend
 from training.bad_images import BadImages
 from training.checkpoints.choose import RUN_FILE, Candidates, find_resume, first_readable
@@ -26,6 +26,7 @@ from training.config import CheckpointConfig
 from training.errors import NOT_FINITE, RunFailed, StoppedBySignal
 from training.evaluation import Evaluations
 from training.fingerprint import check_alike, versions
+from training.loaders import train_loader, val_loader
 from training.loop import Trainer
 from training.metrics import METRICS_FILE, evaluations, read_metrics
 from training.processes import failing_together
@@ -102,9 +103,9 @@ def train(plan: Plan, run: Run, backend: Backend) -> None:
 
 def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
     start = _begin(plan, run, backend, lock)
-    data, share = run.config.data, Share(backend.rank, backend.world_size)
-    train_loader = plan.data.train_loader(data.batch_size, share)
-    position, last_step = _positions(start.resume, run, len(train_loader))
+    data = run.config.data
+    loader = train_loader(plan.data, backend, data.batch_size)
+    position, last_step = _positions(start.resume, run, len(loader))
     so_far = _so_far(start.resume, run.ckpt_dir, position)
     session = _session(run, backend, position.step, last_step, so_far)
     saver = CheckpointSaver(
@@ -122,19 +123,19 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
             for note in start.notes:
                 session.reports.say(note)
             model = _place(plan, run, session, start, position)
-            batches = TrainBatches(train_loader, backend, data.batch_size, data.grad_accum_steps)
-            val_loader = plan.data.val_loader(data.pass_size, share)
+            batches = TrainBatches(loader, backend, data.batch_size, data.grad_accum_steps)
+            images = val_loader(plan.data, backend, data.pass_size)
             log = run.config.log
             trainer = Trainer(
                 run,
                 session,
                 model,
                 batches,
-                _schedule(run, len(train_loader)),
+                _schedule(run, len(loader)),
                 StepLog(log, session, batches),
                 Saves(run.config.checkpoints, session, saver, so_far.best_step),
-                Evaluations(log, session, model, val_loader, so_far.evaluated, so_far.best_top1),
-                StepProfiler(log.profile, run.ckpt_dir / PROFILE_DIR, backend.rank),
+                Evaluations(log, session, model, images, so_far.evaluated, so_far.best_top1),
+                StepProfiler(log.profile, run.ckpt_dir / PROFILE_DIR, processes.rank()),
             )
             with session.stop:
                 trainer.train(position)

@@ -145,10 +145,24 @@ class SpmdBackend(XlaBackend):
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model, {})
-        if len(self._shape.live) > 1:
-            compute_with_whole(model, lambda x: MarkBoth.apply(x, self._mark_replicated))
+        if len(self._shape.live) > 1 or self._shape.domain > 1:
+            compute_with_whole(model, self._whole_in_root)
             after_forward(model, lambda logits: MarkBoth.apply(logits, self._mark_images))
         return model
+
+    def _lies_with_tokens(self, name: str, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter's entries, one for each token, are sharded as the tokens are."""
+        if self._shape.domain == 1 or self._sharding.run_without_fsdp:
+            return False
+        named = name in self._run.model.token_parameters
+        return named and parameter.shape[1] % self._shape.domain == 0
+
+    def _whole_in_root(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """Make a parameter whole, or, of one with an entry for each token, those of the tokens."""
+        mark = self._mark_replicated
+        if self._lies_with_tokens(name, parameter):
+            mark = functools.partial(self._mark, spec=self._shape.lying("width", "tokens", "width"))
+        return MarkBoth.apply(parameter, mark)
 
     def _place(self, module: nn.Module, tensor_dims: dict[str, int]) -> None:
         """Send parameters that are not there yet to the devices, sharded or replicated."""
@@ -157,6 +171,8 @@ class SpmdBackend(XlaBackend):
                 continue
             owner, _, key = name.rpartition(".")
             spec = self._spec(parameter.shape, tensor_dims.get(name))
+            if self._lies_with_tokens(name, parameter):
+                spec = self._shape.positions_spec(parameter.shape)
             placed = self._keep(self._send(parameter.detach(), spec), spec)
             module.get_submodule(owner)._parameters[key] = placed
 
@@ -223,6 +239,8 @@ class SpmdBackend(XlaBackend):
 
     def _put(self, share: torch.Tensor) -> torch.Tensor:
         spec = self._activations(share.dim())
+        if share.dim() > 1:  # images, whose rows become tokens; labels are the same for all of them
+            spec = (*spec[:2], *self._shape.lying("tokens"), *spec[3:])
         if self.world_size == 1:
             return self._send(share, spec)
         if self._shape.devices_a_part == 1:  # torch_xla divides a host's share by itself

@@ -17,6 +17,8 @@ from torch import nn
 from torch_xla.distributed.fsdp import checkpoint_module
 from tqdm import tqdm
 
+from data.loader import BatchLoader
+from data.share import Share
 from models.meta import fill_buffers
 from training.backend import InitializeModule, State, pass_seed
 from training.skipped_steps import count_skipped, no_counts, not_finite
@@ -59,6 +61,7 @@ class XlaBackend(abc.ABC):
         self._memory = DeviceMemory(self._device)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self.is_main = self.rank == 0
+        self.image_rows = range(run.model.sizes.input_shape[1])
         self.device_count = xr.global_runtime_device_count()
 
     # -- the form of FSDP -------------------------------------------------------------
@@ -149,6 +152,13 @@ class XlaBackend(abc.ABC):
         self._break_graph(wait=True)
 
     # -- a step -----------------------------------------------------------------------
+
+    def loader(
+        self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
+    ) -> BatchLoader:
+        rows = self.image_rows
+        is_whole = len(rows) == self._run.model.sizes.input_shape[1]
+        return open_share(Share(self.rank, self.world_size, None if is_whole else rows))
 
     def begin_step(self, pass_index: int) -> None:
         # torch_xla moves its random state on at each execution, and moves it otherwise with

@@ -109,16 +109,17 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group: dist.ProcessGroup, shapes: list[tuple[int, ...]], *parts):
         ctx.group, ctx.given = group, [tuple(part.shape) for part in parts]
-        return _exchanged(parts, shapes, group)
+        return exchanged(parts, shapes, group)
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
-        return None, None, *_exchanged(grads, ctx.given, ctx.group)
+        return None, None, *exchanged(grads, ctx.given, ctx.group)
 
 
-def _exchanged(
+def exchanged(
     parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, ...]:
+    """Give each process of ``group`` one of ``parts``; return what each gives, of these shapes."""
     given = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
     taken = given.new_empty(sum(sizes))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
-from data.loader import Batch, DatasetLoader, Sample
-from data.sampler import GlobalBatchSampler
+from data.loader import Batch, Sample
+from data.share import Share
+from data.source import SplitSource, WholeImages
 from models.meta import allocate
+from training.backend import Backend
+from training.loaders import train_loader
 from training.resolve import Run
+from training.validation import wanted_images
 
 
 def _generator(*what: object) -> torch.Generator:
@@ -21,7 +25,7 @@ def _generator(*what: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-class _Images(Dataset):
+class _Images(WholeImages):
     """Noise, another one for each index, with labels that go round."""
 
     def __init__(self, length: int, shape: tuple[int, ...], classes: int, seed: int) -> None:
@@ -29,6 +33,9 @@ class _Images(Dataset):
 
     def __len__(self) -> int:
         return self._length
+
+    def digest(self) -> str:
+        return ""  # the same for all who have the same flags
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         _, index = key
@@ -40,15 +47,17 @@ UPDATES = 3
 """That are compared. There is one batch more, to go on with."""
 
 
-def batches(run: Run, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-    """Return a process's share of each global batch, divided as the loader divides real ones."""
-    sizes, seed, batch_size = run.model.sizes, run.config.seed, run.config.data.batch_size
-    length = batch_size * (UPDATES + 1)
-    images = _Images(length, sizes.input_shape, sizes.num_classes, seed)
-    sampler = GlobalBatchSampler(
-        len(images), batch_size, shuffle=True, seed=seed, rank=rank, world_size=world_size
-    )
-    return DatasetLoader(images, sampler, num_workers=0).epoch(0)
+def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
+    """Return a process's share of each global batch, divided as real ones are; None: all of it."""
+    sizes = run.model.sizes
+    length = run.config.data.batch_size * (UPDATES + 1)
+    images = _Images(length, sizes.input_shape, sizes.num_classes, run.config.seed)
+    config = replace(run.config.data, num_workers=0)
+    wanted = replace(wanted_images(run), config=config)
+    source = SplitSource(wanted, "made up", images, images, None)
+    if backend is None:
+        return source.train_loader(config.batch_size, Share()).epoch(0)
+    return train_loader(source, backend, config.batch_size).epoch(0)
 
 
 class FirstWeights:

@@ -79,8 +79,9 @@ def check_decoding(run: Run, data: DataSource, backend: Backend, table: Table) -
 
 def _measure(workers: int, data: DataSource, backend: Backend) -> float | DataFolderError:
     """Images a second of this process, all of them reading at once, from the first batch on."""
-    share = min(_SHARE, data.train_length // backend.world_size)
-    loader = data.train_loader(share * backend.world_size, Share(backend.rank, backend.world_size))
+    share = min(_SHARE, data.train_length // processes.count())
+    mine = Share(processes.rank(), processes.count())
+    loader = data.train_loader(share * processes.count(), mine)
     images, epoch = 0, 0
     began = end = 0.0
     try:

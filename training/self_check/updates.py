@@ -39,11 +39,10 @@ class Devices:
     norms: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        share = (self.backend.rank, self.backend.world_size)
         # The one after the last update is for going on from a checkpoint.
         self.batches = [
             put_micro_batches(self.backend, batch, self.run.config.data.grad_accum_steps)
-            for batch in batches(self.run, *share)
+            for batch in batches(self.run, self.backend)
         ]
 
     def update(self, number: int) -> tuple[float, float]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
-
-from xla_fsdp.sharding.marks import Mark
 
 
 class _Forward(nn.Module):
@@ -17,7 +17,9 @@ class _Forward(nn.Module):
         return self._forward(*args)
 
 
-def compute_with_whole(model: nn.Module, whole: Mark) -> None:
+def compute_with_whole(
+    model: nn.Module, whole: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
     """Let the model compute with embeddings, and vectors outside of blocks, as ``whole`` has them.
 
     They are kept sharded along some axes of the mesh. Left to itself, the partitioner may shard
@@ -28,7 +30,7 @@ def compute_with_whole(model: nn.Module, whole: Mark) -> None:
 
     def forward(*args: torch.Tensor) -> torch.Tensor:
         small = {
-            f"model.{name}": whole(parameter)
+            f"model.{name}": whole(name, parameter)
             for name, parameter in model.named_parameters()
             if not name.startswith("blocks.") and (parameter.dim() == 1 or "." not in name)
         }

@@ -1,0 +1,326 @@
+"""Files of arrays in every format: any part that is read is what NumPy slices out of the whole."""
+
+import gzip
+import sys
+import tracemalloc
+import zipfile
+
+import nibabel
+import numpy as np
+import pytest
+import tifffile
+
+from data.array_files import check_packages, open_array
+from data.errors import BrokenImageError, DataFolderError
+
+WINDOWS = [(0, 24, 0, 40), (5, 6, 0, 40), (3, 20, 7, 33), (23, 24, 39, 40)]
+
+
+def values(*shape, dtype=np.int16):
+    return np.random.default_rng(0).integers(0, 127, shape).astype(dtype)
+
+
+def read(path, *window):
+    with open_array(str(path)) as array:
+        part = array.read(tuple(slice(*each) for each in window))
+        return array.shape, part
+
+
+def write_npz(compressed, name="volume", order="C"):
+    def write(path, array):
+        save = np.savez_compressed if compressed else np.savez
+        arrays = {name: np.asarray(array, order=order)}
+        if name == "volume":
+            arrays["other"] = np.zeros(3)
+        save(path, **arrays)
+
+    return write
+
+
+def write_nifti(path, array):
+    nibabel.Nifti1Image(np.ascontiguousarray(array.T), np.eye(4)).to_filename(path)
+
+
+VOLUME_WRITERS = {
+    "npy": (".npy", np.save),
+    "npy in Fortran's order": (".npy", lambda path, a: np.save(path, np.asfortranarray(a))),
+    "npz": (".npz", write_npz(False)),
+    "npz compressed": (".npz", write_npz(True)),
+    "npz in Fortran's order": (".npz", write_npz(False, "alone", "F")),
+    "npz compressed in Fortran's order": (".npz", write_npz(True, "alone", "F")),
+    "nifti": (".nii", write_nifti),
+    "nifti compressed": (".nii.gz", write_nifti),
+}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64", ">u2"])
+@pytest.mark.parametrize("writer", VOLUME_WRITERS)
+def test_any_part_of_a_volume(writer, dtype, tmp_path):
+    suffix, write = VOLUME_WRITERS[writer]
+    array, path = values(9, 24, 40, dtype=dtype), tmp_path / f"a{suffix}"
+    write(path, array)
+    for top, bottom, left, right in WINDOWS:
+        shape, part = read(path, (2, 7), (top, bottom), (left, right))
+        assert shape == array.shape
+        np.testing.assert_array_equal(part, array[2:7, top:bottom, left:right])
+    _, part = read(path, (0, 9), (0, 24), (0, 40))
+    np.testing.assert_array_equal(part, array)
+
+
+@pytest.mark.parametrize("writer", VOLUME_WRITERS)
+def test_any_part_of_four_axes(writer, tmp_path):
+    suffix, write = VOLUME_WRITERS[writer]
+    array, path = values(2, 9, 24, 40), tmp_path / f"a{suffix}"
+    write(path, array)
+    shape, part = read(path, (0, 2), (3, 8), (1, 20), (4, 5))
+    assert shape == array.shape
+    np.testing.assert_array_equal(part, array[:, 3:8, 1:20, 4:5])
+
+
+@pytest.mark.parametrize("writer", ["npy", "npz compressed", "npz compressed in Fortran's order"])
+def test_any_part_of_an_image(writer, tmp_path):
+    suffix, write = VOLUME_WRITERS[writer]
+    for array in (values(24, 40), values(24, 40, 3)):
+        path = tmp_path / f"{array.ndim}{suffix}"
+        write(path, array)
+        for top, bottom, left, right in WINDOWS:
+            more = [(0, 3)] * (array.ndim - 2)
+            _, part = read(path, (top, bottom), (left, right), *more)
+            np.testing.assert_array_equal(part, array[top:bottom, left:right])
+
+
+def test_values_of_a_nifti_file_are_scaled_as_it_says(tmp_path):
+    array = values(9, 24, 40)
+    image = nibabel.Nifti1Image(np.ascontiguousarray(array.T), np.eye(4))
+    image.header.set_slope_inter(0.5, -3)
+    image.to_filename(tmp_path / "a.nii")
+    _, part = read(tmp_path / "a.nii", (2, 4), (0, 24), (0, 40))
+    expected = nibabel.load(tmp_path / "a.nii").get_fdata().T[2:4]
+    np.testing.assert_array_equal(part, expected)
+    assert part.min() < 0
+
+
+TIFF_KINDS = {
+    "mapped": {},
+    "big-endian": {"byteorder": ">"},
+    "strips": {"rowsperstrip": 5, "compression": "zlib"},
+    "strips with a predictor": {"rowsperstrip": 7, "predictor": True, "compression": "zlib"},
+    "tiles": {"tile": (16, 32)},
+    "compressed tiles": {"tile": (16, 16), "compression": "zlib"},
+    "one strip": {"compression": "zlib", "rowsperstrip": 24},
+}
+
+
+@pytest.mark.parametrize("kind", TIFF_KINDS)
+@pytest.mark.parametrize("samples", [None, 3, "planes"])
+def test_any_part_of_a_tiff_image(kind, samples, tmp_path):
+    path, how = tmp_path / "a.tif", dict(TIFF_KINDS[kind])
+    array = values(24, 40, *([3] if samples else []), dtype=np.uint16)
+    if samples:
+        how |= {"photometric": "rgb", "planarconfig": "separate" if samples != 3 else "contig"}
+    stored = array.transpose(2, 0, 1) if samples == "planes" else array
+    with tifffile.TiffWriter(path, byteorder=how.pop("byteorder", "<")) as file:
+        file.write(stored, **how)
+    more = [(0, 3)] if samples else []
+    for top, bottom, left, right in WINDOWS:
+        shape, part = read(path, (top, bottom), (left, right), *more)
+        assert shape == array.shape
+        np.testing.assert_array_equal(part, array[top:bottom, left:right])
+
+
+def test_only_the_tiles_and_strips_that_hold_the_rows_are_read(tmp_path, monkeypatch):
+    """Counted in bytes: of 64 rows, those of 8 are wanted."""
+    count = []
+    plain = tifffile.FileHandle.read
+
+    def counted(self, size=-1):
+        found = plain(self, size)
+        count.append(len(found))
+        return found
+
+    array = np.random.default_rng(0).integers(0, 256, (64, 512)).astype(np.uint8)
+    for how in ({"tile": (16, 16)}, {"rowsperstrip": 4}):
+        tifffile.imwrite(tmp_path / "a.tif", array, compression="zlib", **how)
+        with open_array(str(tmp_path / "a.tif")) as file, monkeypatch.context() as patch:
+            patch.setattr(tifffile.FileHandle, "read", counted)
+            count.clear()
+            part = file.read((slice(16, 24), slice(0, 512)))
+        np.testing.assert_array_equal(part, array[16:24])
+        assert 8 * 512 < sum(count) < 17 * 512
+
+
+# -- memory -----------------------------------------------------------------------------
+
+
+def mapped_bytes(path):
+    """How much of a file is in this process's memory, by the kernel's count."""
+    found = inside = 0
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if "-" in line.split()[0] and ":" not in line.split()[0]:
+                inside = line.rstrip().endswith(str(path))
+            elif inside and line.startswith("Rss:"):
+                found += int(line.split()[1]) * 1024
+    return found
+
+
+def test_a_slab_of_a_file_of_8_gb(tmp_path):
+    """A file with holes, which takes no space on the disk, and of which 4 MB are read."""
+    path, shape = tmp_path / "a.npy", (2000, 1000, 2000)
+    whole = np.lib.format.open_memmap(path, mode="w+", dtype=np.int16, shape=shape)
+    whole[1000] = 7
+    del whole
+    assert path.stat().st_size > 8e9
+    with open_array(str(path)) as array:
+        tracemalloc.start()
+        part = array.read((slice(1000, 1001), slice(0, 1000), slice(0, 2000)))
+        assert tracemalloc.get_traced_memory()[1] < 5e6
+        tracemalloc.stop()
+        assert (part == 7).all()
+        assert part.size == 2e6
+        assert mapped_bytes(path) < 10e6
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".nii", ".nii.gz"])
+def test_a_slab_of_a_large_volume(suffix, tmp_path):
+    """A slab of 1 MB of 64 MB: the rest does not stand in memory, not even while it is read."""
+    path, array = tmp_path / f"a{suffix}", np.zeros((128, 512, 512), np.int16)
+    array[100:102] = np.arange(512)
+    if suffix == ".npz":
+        np.savez_compressed(path, array)
+    else:
+        write_nifti(path, array)
+    window = (slice(100, 102), slice(0, 512), slice(0, 512))
+    with open_array(str(path)) as file:
+        tracemalloc.start()
+        part = file.read(window)
+        # zipfile and gzip skip what is not wanted in pieces: 16 MB the larger ones.
+        assert tracemalloc.get_traced_memory()[1] < 40e6
+        tracemalloc.stop()
+    np.testing.assert_array_equal(part, array[window])
+
+
+# -- what cannot be read ------------------------------------------------------------------
+
+
+def cut(path, share=0.5):
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+def spoiled(kind, folder):
+    """Write a file that cannot be read; returns its path."""
+    array = values(9, 24, 40)
+    path = folder / f"a{kind.partition(' ')[0]}"
+    if kind.endswith("of objects"):
+        np.save(path, np.array([{}, []], dtype=object), allow_pickle=True)
+    elif kind.endswith("of words"):
+        np.savez(path, np.array(["a", "b"]))
+    elif kind.endswith("of two"):
+        np.savez(path, a=array, b=array)
+    elif kind.endswith("of text"):
+        path.write_text("no array\n")
+    elif kind.endswith("of nothing"):
+        path.touch()
+    else:
+        suffix = kind.partition(" ")[0]
+        if suffix == ".tif":
+            tifffile.imwrite(path, array[0].astype(np.uint8))
+        else:
+            dict(VOLUME_WRITERS.values())[suffix](path, array)
+        cut(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ".npy of objects",
+        ".npz of words",
+        ".npz of two",
+        *(f"{suffix} of text" for suffix in (".npy", ".npz", ".nii", ".nii.gz", ".tif")),
+        *(f"{suffix} of nothing" for suffix in (".npy", ".npz", ".nii", ".nii.gz", ".tif")),
+        *(f"{suffix} cut off" for suffix in (".npy", ".npz", ".nii", ".tif")),
+    ],
+)
+def test_found_to_be_broken_when_it_is_opened(kind, tmp_path):
+    """So whoever reads which part of it agrees on that."""
+    path = spoiled(kind, tmp_path)
+    with pytest.raises(BrokenImageError) as raised, open_array(str(path)):
+        pass
+    assert str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_found_to_be_broken_when_it_is_read(tmp_path):
+    path = tmp_path / "a.nii.gz"
+    write_nifti(path, values(9, 24, 40))
+    raw = gzip.decompress(path.read_bytes())
+    path.write_bytes(gzip.compress(raw[:5000]))
+    with open_array(str(path)) as array:
+        everything = tuple(slice(0, length) for length in array.shape)
+        with pytest.raises(BrokenImageError):
+            array.read(everything)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(BrokenImageError, match="No such file"), open_array(f"{tmp_path}/a.npy"):
+        pass
+
+
+def test_a_missing_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nibabel", None)
+    check_packages(["a.npy", "b.tif"])
+    with pytest.raises(DataFolderError, match="need the package nibabel: python3 -m pip install"):
+        check_packages(["a.npy", "b.nii.gz"])
+
+
+def test_a_zip_file_whose_headers_have_room_for_more(tmp_path):
+    """Other programs write extra fields before the data: where it begins is read, not supposed."""
+    array = values(9, 24, 40)
+    np.save(tmp_path / "volume.npy", array)
+    info = zipfile.ZipInfo("volume.npy")
+    info.extra = b"\xff\xff\x06\x00abcdef"
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr(info, (tmp_path / "volume.npy").read_bytes())
+    _, part = read(tmp_path / "a.npz", (2, 4), (0, 24), (0, 40))
+    np.testing.assert_array_equal(part, array[2:4])
+
+
+def test_a_name_that_tells_no_format(tmp_path):
+    with pytest.raises(BrokenImageError, match=r"ends in none of \.npy, "), open_array("a.mha"):
+        pass
+
+
+@pytest.mark.parametrize("version", [(2, 0), (3, 0)])
+def test_versions_of_numpys_format(version, tmp_path):
+    array = values(9, 24, 40)
+    with (
+        zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("volume.npy", "w") as member,
+    ):
+        np.lib.format.write_array(member, array, version)
+    if version == (3, 0):
+        with pytest.raises(BrokenImageError, match=r"version 3\.0 of NumPy's format"):
+            read(tmp_path / "a.npz")
+    else:
+        _, part = read(tmp_path / "a.npz", (2, 4), (0, 24), (0, 40))
+        np.testing.assert_array_equal(part, array[2:4])
+
+
+def test_a_sparse_tiff_file(tmp_path):
+    """Tiles that were left out are zeros."""
+    array = values(32, 32, dtype=np.uint8)
+    array[:16, 16:] = 0
+    tiles = iter([array[:16, :16], None, array[16:, :16], array[16:, 16:]])
+    tifffile.imwrite(
+        tmp_path / "a.tif", tiles, shape=(32, 32), dtype=np.uint8, tile=(16, 16), compression="zlib"
+    )
+    _, part = read(tmp_path / "a.tif", (5, 20), (0, 32))
+    np.testing.assert_array_equal(part, array[5:20])
+
+
+def test_a_tiff_file_of_a_volume(tmp_path):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, values(16, 32, 32, dtype=np.uint8), tile=(16, 16, 16), volumetric=True)
+    with pytest.raises(BrokenImageError, match="it is a volume; of TIFF files, images are read"):
+        read(path)
