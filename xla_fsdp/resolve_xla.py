@@ -11,9 +11,9 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.flag_rules import by_field, check_needs
 from training.mesh import Mesh, make_mesh
-from training.resolve import Run, check_batch, resolve_common, resolve_model
+from training.resolve import Run, check_batch, check_rows, resolve_common, resolve_model
 from xla_fsdp import libtpu_flags, torch_xla_private
-from xla_fsdp.attention.choice import resolve_attention
+from xla_fsdp.attention.choice import resolve_attention, resolve_domain
 from xla_fsdp.config import XlaConfig
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ def _resolve(config: RunConfig, own: XlaConfig, device: str, devices: int | None
         _check_slices(mesh)
     config, model = resolve_model(config)  # after what is known at once: timm takes a second
     own = _resolve_scan(config, own, model)
-    own, why_attention = resolve_attention(config, own, model, on_tpu=device == "TPU")
     check_mesh(mesh, model)
+    config = resolve_domain(config, mesh, model)
+    own, why_attention = resolve_attention(config, own, model, on_tpu=device == "TPU")
     run = XlaRun(config, own, model, mesh, {"xla_fsdp": why_form, "attention": why_attention})
     check_batch(run)
     return run
@@ -127,7 +128,7 @@ def _check_precision(config: RunConfig) -> None:
 def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
     sharding, known = config.sharding, by_field(RunConfig)
     if own.xla_fsdp == "nested":
-        for name in ("mesh_dcn", "mesh_fsdp", "mesh_tensor"):
+        for name in ("mesh_dcn", "mesh_fsdp", "mesh_domain", "mesh_tensor"):
             if getattr(sharding, name) != known[name].field.default:
                 raise UsageError(
                     f"{known[name].names[0]} needs --xla_fsdp spmd: nested FSDP shards over all "
@@ -162,6 +163,7 @@ def slice_count() -> int:
 
 def check_mesh(mesh: Mesh, model: ModelSpec) -> None:
     """Raises UsageError for a model that cannot be sharded so."""
+    check_rows(mesh, model)
     if mesh.tensor == 1:
         return
     if reason := model.why_no_tensor_parallel():

@@ -20,7 +20,9 @@ from data.loader import Batch
 from training.mesh import Axes, Spec
 from training.shards import Chunk, ShardedTensor
 from xla_fsdp.around_blocks import after_forward
-from xla_fsdp.attention.flash import BatchShards, use_flash
+from xla_fsdp.attention.flash import BatchShards, use_flash, use_product
+from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
+from xla_fsdp.attention.ring import Ring
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
 from xla_fsdp.sharding.hosts import in_global_batch, local_groups
@@ -98,9 +100,30 @@ class SpmdBackend(XlaBackend):
         return block
 
     def _choose_attention(self, block: nn.Module) -> None:
+        if self._sharding.domain_attention == "ring":
+            use_product(block, self._ring().attention)
+        elif self._own.attention == "flash":
+            use_flash(block, BatchShards(self._mesh, self._along("batch")))
+
+    def _along(self, *kinds: str) -> str | tuple[str, ...] | None:
+        """Return torch_xla's word for the axes that one dimension of all these kinds lies along."""
+        axes = tuple(axis for spec in self._shape.lying(*kinds) for axis in spec)
+        return partition_spec((axes,))[0]
+
+    def _ring(self) -> Ring:
+        """Return how attention goes round among the devices that share an image."""
+        parts: Axes = tuple(a for axes in self._shape.lying("tokens", "batch") for a in axes)
+
+        def mark_parts(x: torch.Tensor) -> torch.Tensor:
+            return self._mark(x, (parts, *((),) * (x.dim() - 1)))
+
+        def mark_tokens(x: torch.Tensor) -> torch.Tensor:
+            return self._mark(x, self._shape.lying("batch", "width", "tokens", "width"))
+
+        products: PartProducts = PlainProducts()
         if self._own.attention == "flash":
-            (batch,) = partition_spec(self._shape.lying("batch"))
-            use_flash(block, BatchShards(self._mesh, batch))
+            products = FlashProducts(BatchShards(self._mesh, partition_spec((parts,))[0]))
+        return Ring(self._shape.domain, products, mark_tokens, mark_parts)
 
     def _fill(self, index: int, block: nn.Module) -> None:
         self._adapt(block)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from training.config import RunConfig
 from training.errors import UsageError
+from training.mesh import Mesh
 from xla_fsdp.config import XlaConfig
 
 if TYPE_CHECKING:
@@ -43,6 +44,27 @@ def resolve_attention(
     return replace(own, attention=form), text
 
 
+def resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfig:
+    """Return the configuration with ``--domain_attention`` decided. Raises UsageError.
+
+    Nothing is decided where tokens are not sharded.
+    """
+    if mesh.domain == 1:
+        return config
+    form, hindered = config.sharding.domain_attention, None
+    if model.sizes.attn_drop_rate:
+        hindered = f"has no dropout, here --att_dropout {model.sizes.attn_drop_rate}"
+    if mesh.tensor > 1:
+        hindered = f"does not go with --mesh_tensor {mesh.tensor}"
+    if form == "ulysses":
+        raise UsageError("--domain_attention ulysses needs --backend cuda: use ring or gather")
+    if form == "ring" and hindered:
+        raise UsageError(f"--domain_attention ring {hindered}: use gather")
+    if form == "auto":
+        form = "gather" if hindered else "ring"
+    return replace(config, sharding=replace(config.sharding, domain_attention=form))
+
+
 def _hinders_flash(config: RunConfig, sizes: ModelSizes, on_tpu: bool) -> str | None:
     if not on_tpu:
         return "needs a TPU: its kernels run nowhere else"
@@ -50,6 +72,8 @@ def _hinders_flash(config: RunConfig, sizes: ModelSizes, on_tpu: bool) -> str | 
         return f"has no dropout, here --att_dropout {sizes.attn_drop_rate}"
     if config.sharding.mesh_tensor > 1:
         return f"does not go with --mesh_tensor {config.sharding.mesh_tensor}"
+    if config.sharding.domain_attention == "gather":
+        return "does not go with --domain_attention gather"
     if sizes.head_dim > WIDEST_HEAD:
         return f"takes heads up to {WIDEST_HEAD} wide, this model's are {sizes.head_dim}"
     if sizes.value_dim != sizes.head_dim:

@@ -5,6 +5,8 @@ The model stays timm's: what it asks of ``scaled_dot_product_attention`` is comp
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,17 +45,28 @@ class BatchShards:
         return (self.axis,) + (None,) * (x.dim() - 1)
 
 
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function of queries, keys and values that computes what attention does with them."""
+
+
 def use_flash(module: nn.Module, shards: BatchShards | None) -> None:
     """Let all attention of timm's in ``module``, a block, compute its product by the kernels.
 
-    ``shards`` is None where the program is one device's. Call it on the module that will run: a
-    copy of it would run the original.
+    ``shards`` is None where the program is one device's. See ``use_product``.
+    """
+    use_product(module, functools.partial(attention, shards=shards))
+
+
+def use_product(module: nn.Module, product: Product) -> None:
+    """Let all attention of timm's in ``module``, a block, compute its product by ``product``.
+
+    Call it on the module that will run: a copy of it would run the original.
     """
     for part in module.modules():
         if hasattr(part, "fused_attn"):
             # timm's own products, by TIMM_FUSED_ATTN=0, would not be seen.
             part.fused_attn = True  # type: ignore[assignment]
-            _compute_inside(part, _Flash(shards))
+            _compute_inside(part, _ByProduct(product))
 
 
 def _compute_inside(module: nn.Module, mode: TorchFunctionMode) -> None:
@@ -66,12 +79,12 @@ def _compute_inside(module: nn.Module, mode: TorchFunctionMode) -> None:
     module.forward = forward_with_mode
 
 
-class _Flash(TorchFunctionMode):
+class _ByProduct(TorchFunctionMode):
     """Takes ``scaled_dot_product_attention`` over from PyTorch, as far as a ViT's blocks use it."""
 
-    def __init__(self, shards: BatchShards | None) -> None:
+    def __init__(self, product: Product) -> None:
         super().__init__()
-        self._shards = shards
+        self._product = product
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -80,8 +93,8 @@ class _Flash(TorchFunctionMode):
 
     def _attention(self, q, k, v, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False):
         if attn_mask is not None or dropout_p or is_causal:
-            raise NotImplementedError("flash attention has no mask and no dropout here")
-        return attention(q, k, v, self._shards)
+            raise NotImplementedError("attention has no mask and no dropout here")
+        return self._product(q, k, v)
 
 
 def attention(
