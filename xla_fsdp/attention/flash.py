@@ -31,7 +31,7 @@ class BatchShards:
     """
 
     mesh: xs.Mesh
-    axis: str | tuple[str, ...]
+    axis: str | tuple[str, ...] | None
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         return xs.enable_manual_sharding(x * 1, self._spec(x), mesh=self.mesh).global_tensor

@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from xla_fsdp.attention.parts import PartProducts
 from xla_fsdp.sharding.marks import Mark
 
-Tensors = list[torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Ring:
@@ -73,7 +71,9 @@ class Ring:
 
     def rotated(self, x: torch.Tensor) -> torch.Tensor:
         """Give what each device has to the next one along "domain"."""
-        return self.mark_parts(torch.roll(x, x.shape[0] // self.devices, 0))
+        batch = x.shape[0] // self.devices
+        # In this form the partitioner knows a rotation; what torch.roll becomes it does not.
+        return self.mark_parts(torch.cat([x[-batch:], x[:-batch]]))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -96,8 +96,8 @@ class _RingAttention(torch.autograd.Function):
         valid = ring.valid(shape[2], k) if ctx.valid else None
         grad = ring.apart(grad.to(v.dtype))
         inner = (output.float() * grad.float()).sum(-1)
-        given = (q, statistics, grad, inner)
-        grad_q, grad_k, grad_v = _backward(ring, given, k, v, valid, ctx.scale)
+        given = (statistics, grad, inner, valid, ctx.scale)
+        grad_q, grad_k, grad_v = _backward(ring, q, k, v, *given)
         return (
             ring.together(grad_q.to(q.dtype), shape),
             ring.together(grad_k.to(k.dtype), shape),
@@ -127,10 +127,13 @@ def _forward(ring: Ring, q, k, v, valid, scale: float) -> tuple[torch.Tensor, to
     return output, statistics
 
 
-def _backward(ring: Ring, given, k, v, valid, scale: float) -> Tensors:
-    grad_q, of_keys = None, None
+def _backward(
+    ring: Ring, q, k, v, statistics, grad, inner, valid, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_q: torch.Tensor | None = None
+    of_keys: list[torch.Tensor] | None = None
     for step in range(ring.devices):
-        own_q, *own = ring.products.backward(*given[:1], k, v, *given[1:], valid, scale)
+        own_q, *own = ring.products.backward(q, k, v, statistics, grad, inner, valid, scale)
         grad_q = own_q.float() if grad_q is None else grad_q + own_q.float()
         if of_keys is None:
             of_keys = [each.float() for each in own]
@@ -139,8 +142,9 @@ def _backward(ring: Ring, given, k, v, valid, scale: float) -> Tensors:
         of_keys = [ring.rotated(each) for each in of_keys]  # with the keys; with the last, home
         if step + 1 < ring.devices:
             k, v, valid = (None if x is None else ring.rotated(x) for x in (k, v, valid))
+    assert grad_q is not None
     assert of_keys is not None
-    return [grad_q, *of_keys]
+    return grad_q, of_keys[0], of_keys[1]
 
 
 def _padded(x: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
