@@ -109,7 +109,8 @@ def test_a_synchronous_collective_is_waited_for():
 
 @pytest.mark.parametrize(("between", "waiting"), [(0.25, 0.75), (3, 0)])
 def test_a_pair_of_start_and_done_hides_behind_what_is_between(between, waiting):
-    moved = f"f32[{ONE_MS_OF_LINKS * 3 // 4}]{{0}}"  # a permute receives all of it
+    size = int(200e9 / 4 * 1e-3 / 4)  # fp32, all received, from one of four neighbours
+    moved = f"f32[{size}]{{0}}"
     hlo = module(
         fusion("before", 4),
         f"%s = ({moved}, {moved}) collective-permute-start(%p), channel_id=1",

@@ -7,13 +7,14 @@ as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles 
 - Pallas kernels, which have none: the longer of FLOPs and bytes of their own cost estimate at the
   chip's peak;
 - what the computation waits for collectives. They go over the links one after the other, each
-  taking the bytes that must reach a device at the chip's whole interconnect bandwidth. One that
-  goes on beside other instructions delays only what needs it before it is complete.
+  taking the bytes that must reach a device at the chip's whole interconnect bandwidth; a permute,
+  which brings them from one device, at that of one link. One that goes on beside other instructions
+  delays only what needs it before it is complete.
 
 Not in it: copies between HBM and vector memory that the next instruction waits for, transfers
 between slices, the time until the first byte of a collective arrives, and links that a collective
-leaves idle (a ring along one side of the slice uses a part of the bandwidth). Scalars and the
-little else that has no cycles count as nothing.
+leaves idle (an all-gather along one side of the slice uses a part of the bandwidth). A kernel
+hardly reaches the peak. Scalars and the little else that has no cycles count as nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _of_computation(name: str, computations: Computations, chip: Chip, devices: 
         begun = set()
         for key, (collective, goes_on) in collectives[place].items():
             if key not in arrives_at and not collective.opcode.endswith("-done"):
-                seconds = received_bytes(collective, devices) / chip.ici_bandwidth
+                seconds = _on_the_links(collective, devices, chip)
                 links_free_at = max(spent.seconds, links_free_at) + seconds
                 arrives_at[key] = links_free_at
                 begun |= {key} if goes_on else set()
@@ -96,6 +97,12 @@ def _of_computation(name: str, computations: Computations, chip: Chip, devices: 
             if last[key] == place:
                 spent = spent.plus(_wait_until(arrives_at.get(key, 0.0), spent))
     return spent.plus(_wait_until(links_free_at, spent))
+
+
+def _on_the_links(collective: Instruction, devices: int, chip: Chip) -> float:
+    to_one = collective.opcode.startswith("collective-permute")
+    bandwidth = chip.link_bandwidth if to_one else chip.ici_bandwidth
+    return received_bytes(collective, devices) / bandwidth
 
 
 def _collectives_at(
