@@ -27,6 +27,7 @@ from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
 from xla_fsdp.sharding.hosts import in_global_batch, local_groups
 from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
+from xla_fsdp.sharding.patches import convolve_by_product
 from xla_fsdp.sharding.placement import Sharding, device_order, local_devices, partition_spec
 from xla_fsdp.sharding.plain_names import device_part, is_stacked, plain_values
 from xla_fsdp.sharding.root import compute_with_whole
@@ -170,6 +171,9 @@ class SpmdBackend(XlaBackend):
         self._place(model, {})
         if len(self._shape.live) > 1 or self._shape.domain > 1:
             compute_with_whole(model, self._whole_in_root)
+        if self._shape.domain > 1:
+            convolve_by_product(model, self._mark_rows)
+        if len(self._shape.live) > 1 or self._shape.domain > 1:
             after_forward(model, lambda logits: MarkBoth.apply(logits, self._mark_images))
         return model
 
@@ -220,6 +224,10 @@ class SpmdBackend(XlaBackend):
         """Mark what lies between blocks, and between their halves: (batch, tokens, width)."""
         kinds = ("tokens between the halves of a block", "width")
         return self._mark(x, self._activations(x.dim(), *kinds))
+
+    def _mark_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Mark (images, rows, ...)."""
+        return self._mark(x, (*self._shape.lying("batch", "tokens"), *((),) * (x.dim() - 2)))
 
     def _mark_images(self, x: torch.Tensor) -> torch.Tensor:
         """Mark what is whole for each image: features, logits."""

@@ -69,11 +69,11 @@ class Ring:
         rows = here.to(torch.int32)[:, None].expand(-1, batch, -1)
         return self.mark_parts(rows.flatten(0, 1) * 1)
 
-    def rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """Give what each device has to the next one along "domain"."""
-        batch = x.shape[0] // self.devices
+    def rotated(self, x: torch.Tensor, places: int) -> torch.Tensor:
+        """Give what each device has to the one so many places further along "domain"."""
+        rows = places * x.shape[0] // self.devices
         # In this form the partitioner knows a rotation; what torch.roll becomes it does not.
-        return self.mark_parts(torch.cat([x[-batch:], x[:-batch]]))
+        return self.mark_parts(torch.cat([x[-rows:], x[:-rows]]))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -110,6 +110,7 @@ def _forward(ring: Ring, q, k, v, valid, scale: float) -> tuple[torch.Tensor, to
     """Return the output, and log(sum(exp(scores))) of each row, both in fp32."""
     output = statistics = None
     for step in range(ring.devices):
+        before = statistics
         found, total = ring.products.forward(q, k, v, valid, scale)
         if output is None or statistics is None:
             output, statistics = found.float(), total
@@ -121,7 +122,8 @@ def _forward(ring: Ring, q, k, v, valid, scale: float) -> tuple[torch.Tensor, to
             output = output + found.float() * (total - together).exp()[..., None]
             statistics = together
         if step + 1 < ring.devices:
-            k, v, valid = (None if x is None else ring.rotated(x) for x in (k, v, valid))
+            k, v = (ring.rotated(_after(before, x), 1) for x in (k, v))
+            valid = None if valid is None else ring.rotated(valid, 1)
     assert output is not None
     assert statistics is not None
     return output, statistics
@@ -130,21 +132,34 @@ def _forward(ring: Ring, q, k, v, valid, scale: float) -> tuple[torch.Tensor, to
 def _backward(
     ring: Ring, q, k, v, statistics, grad, inner, valid, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # The other way round than forward: else, where the forward pass is computed again for this
+    # one, the compiler would find these rotations there, and keep all of them from then to now.
     grad_q: torch.Tensor | None = None
     of_keys: list[torch.Tensor] | None = None
     for step in range(ring.devices):
+        before = None if of_keys is None else of_keys[0][..., 0]
         own_q, *own = ring.products.backward(q, k, v, statistics, grad, inner, valid, scale)
         grad_q = own_q.float() if grad_q is None else grad_q + own_q.float()
         if of_keys is None:
             of_keys = [each.float() for each in own]
         else:  # what other devices have found for the keys that are here
             of_keys = [a + b.float() for a, b in zip(of_keys, own, strict=True)]
-        of_keys = [ring.rotated(each) for each in of_keys]  # with the keys; with the last, home
+        of_keys = [ring.rotated(each, -1) for each in of_keys]  # with the keys; with the last, home
         if step + 1 < ring.devices:
-            k, v, valid = (None if x is None else ring.rotated(x) for x in (k, v, valid))
+            k, v = (ring.rotated(_after(before, x), -1) for x in (k, v))
+            valid = None if valid is None else ring.rotated(valid, -1)
     assert grad_q is not None
     assert of_keys is not None
     return grad_q, of_keys[0], of_keys[1]
+
+
+def _after(rows: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, which can only be known after ``rows``, one number for each row of it.
+
+    Keys are given on while attention to them is computed, but not before that to the ones before
+    is: else the compiler would let all keys of an image come at once, and keep them.
+    """
+    return x if rows is None else x + (rows * 0).to(x.dtype)[..., None]
 
 
 def _padded(x: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
