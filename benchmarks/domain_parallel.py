@@ -111,7 +111,8 @@ def ask_compiler(row: Row, options: argparse.Namespace) -> None:
         return
     row.seconds[TRAIN] = report["expected_step_s"]
     row.note = (
-        f"expected MFU {report['expected_mfu']:.0%}; no step is shorter than "
+        f"expected MFU {report['expected_mfu']:.0%}; kernels {report['expected_kernels_s']:.4g} s, "
+        f"waiting {report['expected_waiting_s']:.4g} s; no step is shorter than "
         f"{report['roofline_step_s']:.4g} s"
     )
 

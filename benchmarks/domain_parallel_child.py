@@ -66,19 +66,18 @@ def forward(run: Run, backend: Backend, batch: Batch) -> Pass:
 
 
 def random_share(run: Run, backend: Backend) -> Batch:
-    """Return this process's share of one batch, as ``put`` takes it, in the memory of one row.
+    """Return this process's share of one batch: of its images the rows that it computes, no more.
 
-    All rows of an image are the same one, which takes no memory of its own until the backend
-    copies those that it computes. It is random, not zeros: a GPU that multiplies zeros draws less
-    power and clocks higher.
+    The values are random, not zeros: a GPU that multiplies zeros draws less power and clocks
+    higher.
     """
     generator = torch.Generator().manual_seed(backend.rank)
     sizes = run.model.sizes
     share = run.config.data.batch_size // backend.world_size
-    channels, height, *others = sizes.input_shape
-    row = torch.randn((share, channels, 1, *others), generator=generator)
-    images = row.expand(share, channels, height, *others)
-    return images, torch.randint(sizes.num_classes, (share,), generator=generator)
+    channels, _, *others = sizes.input_shape
+    shape = (share, channels, len(backend.image_rows), *others)
+    labels = torch.randint(sizes.num_classes, (share,), generator=generator)
+    return torch.randn(shape, generator=generator), labels
 
 
 def measure(

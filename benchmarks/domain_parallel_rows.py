@@ -134,7 +134,8 @@ def plot(path: str, rows: Sequence[Row], title: str) -> None:
     speed.set_yticks(counts, [str(count) for count in counts])
     memory.set_ylim(bottom=0)
     figure.legend(*latency.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle(f"{title}; x: out of memory")
+    crosses = "; x: out of memory" if any(row.out_of_memory for row in rows) else ""
+    figure.suptitle(title + crosses)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -12,7 +12,7 @@ from tests.test_sharding import assert_same_curves, assert_same_training
 from training.errors import UsageError
 from training.mesh import Mesh
 from xla_fsdp import resolve_xla
-from xla_fsdp.sharding.hosts import by_slice_and_host, in_global_batch, local_groups
+from xla_fsdp.sharding.hosts import HostPart, by_slice_and_host, part_of_host
 
 # What each block may have more, so that every kind of parameter is sharded.
 FULL_BLOCK = "--qk_norm --scale_attn_norm --scale_mlp_norm --init_values 0.5 --class_token".split()
@@ -117,9 +117,41 @@ def test_devices_along_tensor_share_a_host():
     order = by_slice_and_host(attributes, here)
     assert order[:8] == [0, 1, 4, 5, 2, 3, 6, 7]
     assert order[16:24] == [16, 17, 20, 21, 18, 19, 22, 23]
-    assert local_groups(Mesh(dcn=2, fsdp=4, tensor=4), order, here) == [5]
-    assert local_groups(Mesh(dcn=2, fsdp=8, tensor=2), order, here) == [10, 11]
+    part = part_of_host(Mesh(dcn=2, fsdp=4, tensor=4), order, here, 32)
+    assert (part.groups, part.rank, part.world_size, part.rows) == ((5,), 5, 8, range(32))
+    part = part_of_host(Mesh(dcn=2, fsdp=8, tensor=2), order, here, 32)
+    assert (part.groups, part.rank, part.world_size) == ((10, 11), 5, 8)
     with pytest.raises(UsageError, match="must divide the 4 devices of a host"):
-        local_groups(Mesh(dcn=2, fsdp=2, tensor=8), order, here)
+        part_of_host(Mesh(dcn=2, fsdp=2, tensor=8), order, here, 32)
     share = torch.arange(6).view(6, 1)
-    assert in_global_batch(share, [1, 3], of=4)[[3, 4, 5, 9, 10, 11]].equal(share)
+    whole = HostPart((1, 3), 4, range(0)).in_global_batch(share)
+    assert whole[[3, 4, 5, 9, 10, 11]].equal(share)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "groups", "rows"),
+    [
+        (Mesh(fsdp=8, domain=2), (2, 3), range(32)),  # two images whole
+        (Mesh(fsdp=4, domain=4), (1,), range(32)),
+        (Mesh(fsdp=2, domain=8), (0,), range(16, 32)),  # half of an image, of two hosts
+        (Mesh(domain=16), (0,), range(8, 16)),
+        (Mesh(fsdp=2, domain=4, tensor=2), (0,), range(16, 32)),
+    ],
+)
+def test_hosts_that_share_images(mesh, groups, rows):
+    """The second of four hosts with four devices each."""
+    part = part_of_host(mesh, range(16), range(4, 8), 32)
+    assert (part.groups, part.rows) == (groups, rows)
+    images = torch.randn(len(groups) * 3, 2, len(rows), 5)
+    whole = part.in_global_batch(images, 32)
+    assert whole.shape == (mesh.batch_parts * 3, 2, 32, 5)
+    first = groups[0] * 3
+    assert whole[first : first + len(images), :, rows.start : rows.stop].equal(images)
+
+
+def test_rows_of_a_host_are_those_of_its_devices():
+    """XLA pads 13 rows over 4 devices to 4 each: the last one has 1."""
+    parts = [part_of_host(Mesh(domain=4), range(4), {2 * n, 2 * n + 1}, 13) for n in range(2)]
+    assert [part.rows for part in parts] == [range(8), range(8, 13)]
+    with pytest.raises(UsageError, match="or be a multiple of them"):
+        part_of_host(Mesh(fsdp=2, domain=3), range(6), range(4), 12)

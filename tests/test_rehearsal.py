@@ -92,6 +92,8 @@ def test_sigterm_to_one_host(slice_of, tmp_path, eight_devices):
 FLAGS = [
     (TWO_HOSTS, "--mesh_dcn 2 --mesh_fsdp 4"),
     (TWO_HOSTS, "--mesh_tensor 4 --num_heads 4 --no-scan_blocks"),
+    (TWO_HOSTS, "--mesh_domain 2 --image_size 32"),
+    (TWO_HOSTS, "--mesh_domain 8 --image_size 32 --data_source mosaics"),
     (TWO_HOSTS, "--run_without_fsdp --precision bf16 --qk_norm"),
     (TWO_HOSTS, "--grad_accum_steps 2 --no_grad_ckpt --eval_batches 3"),
     (TWO_HOSTS, "--mark_step_every_n_blocks 1 --mark_step_after_forward"),

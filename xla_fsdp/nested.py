@@ -36,6 +36,7 @@ from xla_fsdp.xla_backend import XlaBackend
 class NestedBackend(XlaBackend):
     def __init__(self, run: XlaRun) -> None:
         self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
+        self.image_rows = range(run.model.sizes.input_shape[1])
         super().__init__(run)
         self._fsdp = not run.config.sharding.run_without_fsdp
 

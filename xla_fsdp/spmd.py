@@ -25,7 +25,7 @@ from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
 from xla_fsdp.attention.ring import Ring
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
-from xla_fsdp.sharding.hosts import in_global_batch, local_groups
+from xla_fsdp.sharding.hosts import HostPart, part_of_host
 from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.sharding.patches import convolve_by_product
 from xla_fsdp.sharding.placement import Sharding, device_order, local_devices, partition_spec
@@ -38,11 +38,18 @@ from xla_fsdp.xla_backend import XlaBackend
 
 class SpmdBackend(XlaBackend):
     def __init__(self, run: XlaRun) -> None:
-        self.rank, self.world_size = xr.process_index(), xr.process_count()
-        super().__init__(run)
         self._shape = run.mesh
         live = self._shape.live
         order = self._device_order()
+        self.rank, self.world_size = xr.process_index(), xr.process_count()
+        self._host: HostPart | None = None
+        height = run.model.sizes.input_shape[1]
+        # Where no devices share images, torch_xla divides a host's among them by itself.
+        if self.world_size > 1 and self._shape.devices_a_part > 1:
+            self._host = part_of_host(self._shape, order, local_devices(), height)
+            self.rank, self.world_size = self._host.rank, self._host.world_size
+        self.image_rows = self._host.rows if self._host else range(height)
+        super().__init__(run)
         self._mesh = xs.Mesh(order, tuple(live.values()), tuple(live))
         self._replicated_bytes = 0
         self._scans = bool(run.own.scan_blocks)
@@ -239,11 +246,13 @@ class SpmdBackend(XlaBackend):
 
     def _tensor_marks(self) -> Marks:
         def columns(x: torch.Tensor) -> torch.Tensor:
-            return self._mark(x, self._activations(x.dim(), "heads"))
+            between: tuple[Axes, ...] = ((),) * (x.dim() - 3)
+            first, last = self._shape.lying("batch", "tokens"), self._shape.lying("heads")
+            return self._mark(x, (*first, *between, *last))
 
         return Marks(
-            gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_images),
-            scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_images),
+            gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_rows),
+            scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_rows),
             columns=lambda x: MarkBoth.apply(x, columns),
         )
 
@@ -268,17 +277,19 @@ class SpmdBackend(XlaBackend):
         images, labels = (self._put(part) for part in batch)
         return images, labels
 
+    def _batch_spec(self, dimensions: int) -> Spec:
+        """Return the spec of images, whose rows lie as tokens do, or of labels."""
+        spec = self._activations(dimensions)
+        return (*spec[:2], *self._shape.lying("tokens"), *spec[3:]) if dimensions > 1 else spec
+
     def _put(self, share: torch.Tensor) -> torch.Tensor:
-        spec = self._activations(share.dim())
-        if share.dim() > 1:  # images, whose rows become tokens; labels are the same for all of them
-            spec = (*spec[:2], *self._shape.lying("tokens"), *spec[3:])
-        if self.world_size == 1:
+        spec = self._batch_spec(share.dim())
+        if xr.process_count() == 1:
             return self._send(share, spec)
-        if self._shape.devices_a_part == 1:  # torch_xla divides a host's share by itself
+        if self._host is None:
             return self._send(share, spec, minibatch=True)
-        mesh = self._shape
-        groups = local_groups(mesh, self._mesh.device_ids, local_devices())
-        return self._send(in_global_batch(share, groups, mesh.batch_parts), spec)
+        height = self._run.model.sizes.input_shape[1] if share.dim() > 1 else None
+        return self._send(self._host.in_global_batch(share, height), spec)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return value  # the program's tensors are global

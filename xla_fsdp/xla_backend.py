@@ -52,6 +52,7 @@ class XlaBackend(abc.ABC):
 
     rank: int
     world_size: int
+    image_rows: range
     compiles = True
     _scans = False  # blocks run as one loop, which recomputes them by itself
 
@@ -60,8 +61,7 @@ class XlaBackend(abc.ABC):
         self._device = torch_xla.device()
         self._memory = DeviceMemory(self._device)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
-        self.is_main = self.rank == 0
-        self.image_rows = range(run.model.sizes.input_shape[1])
+        self.is_main = xr.process_index() == 0
         self.device_count = xr.global_runtime_device_count()
 
     # -- the form of FSDP -------------------------------------------------------------

@@ -1,18 +1,20 @@
 """Seconds that a compiled module is expected to take, by the compiler's own figures.
 
 libtpu writes its estimate of cycles into the configuration of each fusion. The instructions run one
-after the other as they are scheduled, loops as often as they run. To the cycles are added
+after the other as they are scheduled, loops as often as they run. A fusion whose cycles are written
+as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles are added
 
 - Pallas kernels, which have none: the longer of FLOPs and bytes of their own cost estimate at the
   chip's peak;
 - what the computation waits for collectives. They go over the links one after the other, each
-  taking the bytes that must reach a device at the chip's whole interconnect bandwidth. One that
-  goes on beside other instructions delays only what needs it before it is complete.
+  taking the bytes that must reach a device at the chip's whole interconnect bandwidth; a permute,
+  which brings them from one device, at that of one link. One that goes on beside other instructions
+  delays only what needs it before it is complete.
 
 Not in it: copies between HBM and vector memory that the next instruction waits for, transfers
 between slices, the time until the first byte of a collective arrives, and links that a collective
-leaves idle (a ring along one side of the slice uses a part of the bandwidth). Scalars and the
-little else that has no cycles count as nothing.
+leaves idle (an all-gather along one side of the slice uses a part of the bandwidth). A kernel
+hardly reaches the peak. Scalars and the little else that has no cycles count as nothing.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ class Expected:
     """Seconds of one device, by what it is doing."""
 
     cycles_s: float = 0.0
-    """In what the compiler has counted the cycles of."""
+    """In what the compiler estimates the cycles of, or ought to."""
     kernels_s: float = 0.0
     """In Pallas kernels."""
     waiting_s: float = 0.0
     """Waiting for collectives."""
     unknown: int = 0
-    """How many instructions run whose cycles the compiler does not know; they count as nothing."""
+    """How many instructions run whose cycles the compiler does not know."""
 
     @property
     def seconds(self) -> float:
@@ -84,7 +86,7 @@ def _of_computation(name: str, computations: Computations, chip: Chip, devices: 
         begun = set()
         for key, (collective, goes_on) in collectives[place].items():
             if key not in arrives_at and not collective.opcode.endswith("-done"):
-                seconds = received_bytes(collective, devices) / chip.ici_bandwidth
+                seconds = _on_the_links(collective, devices, chip)
                 links_free_at = max(spent.seconds, links_free_at) + seconds
                 arrives_at[key] = links_free_at
                 begun |= {key} if goes_on else set()
@@ -95,6 +97,12 @@ def _of_computation(name: str, computations: Computations, chip: Chip, devices: 
             if last[key] == place:
                 spent = spent.plus(_wait_until(arrives_at.get(key, 0.0), spent))
     return spent.plus(_wait_until(links_free_at, spent))
+
+
+def _on_the_links(collective: Instruction, devices: int, chip: Chip) -> float:
+    to_one = collective.opcode.startswith("collective-permute")
+    bandwidth = chip.link_bandwidth if to_one else chip.ici_bandwidth
+    return received_bytes(collective, devices) / bandwidth
 
 
 def _collectives_at(
@@ -123,7 +131,7 @@ def _of_instruction(each: Instruction, shapes: dict[str, str], chip: Chip) -> Ex
     if cycles and int(cycles[1]) < _UNKNOWN:
         return Expected(cycles_s=int(cycles[1]) / chip.clock_hz)
     if cycles:
-        return Expected(unknown=1)
+        return Expected(instruction_bytes(each, shapes) / chip.hbm_bandwidth, unknown=1)
     if each.opcode == "custom-call" and _KERNEL in each.text:
         return Expected(kernels_s=_of_kernel(each, shapes, chip))
     return Expected()

@@ -266,7 +266,7 @@ def _expected_rows(report: Report) -> list[tuple[str, str]]:
     within = ", ".join(f"{name} {s * 1e3:.1f} ms" for name, s in parts.items() if s)
     how = "by the compiler's cycles" + (f"; of it {within}" if within else "")
     if report.expected_unknown:
-        how += f"; {report.expected_unknown} instructions not in it"
+        how += f"; {report.expected_unknown} instructions by their bytes"
     if report.slices > 1:
         how += "; DCN not in it"
     return [

@@ -39,6 +39,11 @@ class Chip:
         return peak
 
     @property
+    def link_bandwidth(self) -> float:
+        """Return the bytes/s to one neighbour: there are two along each side of the torus."""
+        return self.ici_bandwidth / (2 * self.dimensions)
+
+    @property
     def clock_hz(self) -> float:
         """Return the cycles a second at which the matrix units, all at work, reach the peak."""
         return self.peak_flops / (2 * self.products_a_cycle)

@@ -64,7 +64,7 @@ class TracingSpmdBackend(TracingBackend, SpmdBackend):
         return super().shard(model, units, leave_on_meta)
 
     def _device_order(self) -> list[int]:
-        return list(range(self.device_count))  # the compiler is told which is which
+        return list(range(self._shape.devices))  # the compiler is told which is which
 
     def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
         zeros = torch.zeros(values.shape, dtype=values.dtype, device=self._device)
@@ -74,7 +74,7 @@ class TracingSpmdBackend(TracingBackend, SpmdBackend):
         return values.to(self._device)  # small: real data, unmarked and so replicated
 
     def _lay_out(self, batch: torch.Tensor) -> torch.Tensor:
-        return self._mark(batch, self._activations(batch.dim()))
+        return self._mark(batch, self._batch_spec(batch.dim()))
 
 
 class TracingNestedBackend(TracingBackend, NestedBackend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,28 +37,58 @@ def by_slice_and_host(attributes: Sequence[dict[str, Any]], local: Collection[in
     return sorted(places, key=key)
 
 
-def local_groups(mesh: Mesh, order: Sequence[int], local: Collection[int]) -> list[int]:
-    """Return which of the parts of a batch are this host's.
+@dataclass(frozen=True)
+class HostPart:
+    """What a host's devices take of a global batch: some of its parts, of each image some rows."""
 
-    Raises UsageError where devices that share a part are on several hosts.
+    groups: tuple[int, ...]
+    """The parts of the batch, of ``batch_parts``, in order."""
+    batch_parts: int
+    rows: range
+    """The rows of each image; those that XLA gives the devices, the last ones may have fewer."""
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this share of the images, of ``world_size`` equal ones."""
+        return self.groups[0] // len(self.groups)
+
+    @property
+    def world_size(self) -> int:
+        return self.batch_parts // len(self.groups)
+
+    def in_global_batch(self, share: torch.Tensor, height: int | None = None) -> torch.Tensor:
+        """Return the host's images where they stand in the global batch; nothing is elsewhere.
+
+        Of images with ``height`` rows the host has ``rows``; None: of what has none, labels. Only
+        what the devices take is sent; memory that is not written to is not taken.
+        """
+        size, (_, *shape) = len(share) // len(self.groups), share.shape
+        if height is not None:
+            shape[1] = height
+        whole = torch.empty((size * self.batch_parts, *shape), dtype=share.dtype)
+        for part, group in zip(share.split(size), self.groups, strict=True):
+            place = whole[group * size : (group + 1) * size]
+            if height is not None:
+                place = place[:, :, self.rows.start : self.rows.stop]
+            place.copy_(part)
+        return whole
+
+
+def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], height: int) -> HostPart:
+    """Return what the devices ``local`` take of a batch of images with ``height`` rows.
+
+    ``order`` has the numbers of all devices in the mesh's order. Raises UsageError where they are
+    not all those of some rows of some parts.
     """
     places = [place for place, number in enumerate(order) if number in local]
     groups = sorted({mesh.batch_part(place) for place in places})
-    if len(groups) * mesh.devices_a_part != len(places):
+    along = sorted({place // mesh.tensor % mesh.domain for place in places})
+    if len(groups) * len(along) * mesh.tensor != len(places):
+        domain = f"--mesh_domain {mesh.domain} x " if mesh.domain > 1 else ""
         raise UsageError(
-            f"--mesh_tensor {mesh.tensor} must divide the {len(places)} devices of a host"
+            f"{domain}--mesh_tensor {mesh.tensor} must divide the {len(places)} devices of a host"
+            + (", or be a multiple of them" if domain else "")
         )
-    return groups
-
-
-def in_global_batch(share: torch.Tensor, groups: Sequence[int], of: int) -> torch.Tensor:
-    """Return a host's images where they stand in the global batch; nothing is written elsewhere.
-
-    The batch has ``of`` parts, those of this host are ``groups``. Only they are sent; memory
-    that is not written to is not taken.
-    """
-    size = len(share) // len(groups)
-    whole = torch.empty((size * of, *share.shape[1:]), dtype=share.dtype)
-    for part, group in zip(share.split(size), groups, strict=True):
-        whole[group * size : (group + 1) * size] = part
-    return whole
+    each = -(-height // mesh.domain)
+    rows = range(min(along[0] * each, height), min((along[-1] + 1) * each, height))
+    return HostPart(tuple(groups), mesh.batch_parts, rows)
