@@ -132,13 +132,6 @@ positive_number = bounded(float, 1e-12, _LARGEST)
 seconds = bounded(float, 0, 1e8)
 
 
-def channels(text: str) -> int:
-    """Read, as an argparse type, the number of channels of an image: three, or one."""
-    if text not in ("1", "3"):
-        raise argparse.ArgumentTypeError(f"{_shown(text)!r} is neither 3 (RGB) nor 1 (grey)")
-    return int(text)
-
-
 def step_range(text: str) -> tuple[int, int]:
     """Read, as an argparse type, FIRST:LAST: steps counted from 1, both included."""
     first, colon, last = text.partition(":")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from config_fields import bounded, count, flag, fraction, positive
+from config_fields import bounded, count, flag, fraction, number, positive
 from data.preprocessing import Preprocessing
 from data.registry import OPENED_BY
 
@@ -26,7 +26,7 @@ class DataConfig:
     data_source: str = flag(
         "folder",
         "folder: images of --data_dir; volumes: arrays there (docs/volumes.md); fake: zeros; "
-        "digits: scikit-learn's; mosaics: images of any size made of digits",
+        "digits: scikit-learn's; mosaics: of digits, of any size",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),
         common=True,
@@ -79,15 +79,16 @@ class DataConfig:
     mean: tuple[float, float, float] | None = flag(
         None,
         "what is subtracted from each colour (0 to 1); other channels: the mean of the three "
-        f"(default: that of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.mean))})",
-        kind=fraction,
+        f"(default: that of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.mean))}, of "
+        "volumes 0)",
+        kind=number,
         metavar=("R", "G", "B"),
     )
     std: tuple[float, float, float] | None = flag(
         None,
         "what each colour is divided by, then; other channels: the mean of the three (default: "
-        f"that of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.std))})",
-        kind=bounded(float, 1e-3, 1),
+        f"that of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.std))}, of volumes 1)",
+        kind=bounded(float, 1e-6, 1e9),
         metavar=("R", "G", "B"),
     )
     crop_pct: float | None = flag(

@@ -27,6 +27,13 @@ class Preprocessing:
         mean, std = (sum(values) / len(values) for values in (self.mean, self.std))
         return [mean] * channels, [std] * channels
 
+    @classmethod
+    def of_new_weights(cls, data_source: str) -> Preprocessing:
+        """Return what new weights are trained with: values of volumes stay as they are."""
+        if data_source == "volumes":
+            return cls(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+        return cls()
+
     def __str__(self) -> str:
         mean, std = (" ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
         return f"mean {mean}, std {std}, crop {self.crop_pct:g}, {self.interpolation}"

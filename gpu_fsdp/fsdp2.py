@@ -106,7 +106,7 @@ class Fsdp2Backend(GpuBackend):
         self._positions = self._run.model.compute_on_part(model, part)
         for module in self._positions.values():
             # Others have other positions: only "dcn" and "fsdp" hold, and sum up, the same ones.
-            fully_shard(module, **self._options(self._whole_mesh[OUTER, SHARD], is_root=False))
+            fully_shard(module, **self._options(self._whole_mesh, is_root=False))
             # A mean is taken over those; all others' gradients are of a mean over "domain", too.
             module.register_forward_hook(
                 lambda _, __, values: _WithGradientTimes.apply(values, 1 / group.size)
@@ -115,14 +115,16 @@ class Fsdp2Backend(GpuBackend):
     def _options(self, mesh: DeviceMesh, *, is_root: bool) -> dict:
         own, precision = self._own, self._sharding.precision
         lower = precision != "fp32" or own.reduce_dtype != "fp32"
+        # Of the mesh with all axes: PyTorch warns of a slice of a slice.
+        shard = mesh[SHARD]
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[precision] if lower else None,
             reduce_dtype=DTYPES[own.reduce_dtype] if lower else None,
             output_dtype=torch.float32 if is_root else None,
         )
         return {
-            "mesh": mesh if mesh.size(0) > 1 else mesh[SHARD],
-            "shard_placement_fn": functools.partial(_placement, parts=mesh[SHARD].size()),
+            "mesh": mesh[OUTER, SHARD] if mesh.size(0) > 1 else shard,
+            "shard_placement_fn": functools.partial(_placement, parts=shard.size()),
             # The root's weights would be gathered again at once by the backward pass.
             "reshard_after_forward": self._zero == 3 and not is_root,
             "mp_policy": policy,

@@ -102,6 +102,9 @@ class GpuBackend(abc.ABC):
 
     def _prepare_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
         """Return the block that is to be sharded: timm's, or TransformerEngine's in its place."""
+        in_parts = self._run.mesh.domain > 1
+        if self._own.compile and in_parts:  # inside: a recomputation that breaks is not compiled
+            compile_block(block, whole=False)
         if self._own.block == "te":
             block = te_block.replace_block(block, str(self._device.where))
             model.set_submodule(name, block)
@@ -109,8 +112,8 @@ class GpuBackend(abc.ABC):
                 te_block.checkpoint_activations(block)
         elif self._sharding.grad_ckpt != "none":
             checkpoint_activations(block, self._sharding.grad_ckpt)
-        if self._own.compile:
-            compile_block(block)
+        if self._own.compile and not in_parts:
+            compile_block(block, whole=True)
         return block
 
     def build_optimizer(

@@ -55,6 +55,9 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def compile_block(block: nn.Module) -> None:
-    """Let torch.compile make one graph of the block's forward pass, and one of its backward."""
-    block.forward = torch.compile(block.forward, fullgraph=True)
+def compile_block(block: nn.Module, *, whole: bool) -> None:
+    """Let torch.compile make one graph of the block's forward pass, and one of its backward.
+
+    Not ``whole``: of what is before and after its attention, which talks with other processes.
+    """
+    block.forward = torch.compile(block.forward, fullgraph=whole)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
-from config_fields import bounded, channels, flag, positive, positive_number, rate
+from config_fields import bounded, flag, positive, positive_number, rate
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,14 @@ class ModelConfig:
 
     model: str | None = flag(
         None,
-        "a preset, hybrid_vit, or any Vision Transformer of timm as timm/NAME (--list_models shows "
-        f"them) (default: {DEFAULT_MODEL})",
+        "a preset, hybrid_vit, or timm/NAME, any Vision Transformer of timm (--list_models) "
+        f"(default: {DEFAULT_MODEL})",
         metavar="NAME",
         common=True,
     )
     img_size: int | tuple[int, ...] | None = _own(
         "img_size",
-        "pixels along each side of an image or volume: one number, or height and width, or slices, "
-        "height and width",
+        "pixels a side; or height and width; of a volume slices, height and width",
         kind=bounded(int, 1, 16384),
         metavar="N",
         several=True,
@@ -115,7 +114,11 @@ class ModelConfig:
         metavar="{2,3}",
     )
     patch_size: int | None = _own("patch_size", "patch side, pixels", kind=positive, common=True)
-    in_chans: int | None = _own("in_chans", "image channels: 3 (RGB) or 1 (grey)", kind=channels)
+    in_chans: int | None = _own(
+        "in_chans",
+        "channels: 3 (RGB) or 1 (grey); of volumes any number",
+        kind=bounded(int, 1, 1024),
+    )
     num_classes: int | None = _own(
         "num_classes", "classes", kind=bounded(int, 1, 10**7), common=True
     )

@@ -130,7 +130,7 @@ def complaint(capsys, ckpt_dir, *flags):
         (f"--max_steps {'9' * 5000}", f"'{'9' * 40}...' is not a whole number"),
         (f"--num_workers {10**9}", "must be at least 0 and at most 1024"),
         (f"--num_blocks {10**9}", "must be at least 1 and at most 1000"),
-        ("--in_chans 2", "'2' is neither 3 (RGB) nor 1 (grey)"),
+        ("--in_chans 2", "--in_chans 2 is neither 3 (RGB) nor 1 (grey)"),
         ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 leaves no MLP"),
         ("--fake_data --batch_size 1281168", "1281167 training images, fewer than one batch"),
         ("--data_dir=", "--data_dir is empty"),

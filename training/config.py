@@ -201,7 +201,7 @@ class ShardingConfig:
     mesh_dcn: int = flag(
         1,
         "copies of the parameters: a TPU slice each where there are several, HSDP's groups of "
-        "GPUs; gradients are summed over them, the batch is sharded over all",
+        "GPUs; gradients are summed over them",
         kind=positive,
         names=("--mesh_dcn", "--dp_outer"),
         metavar="N",
@@ -210,8 +210,7 @@ class ShardingConfig:
     )
     mesh_fsdp: int | None = flag(
         None,
-        "devices that a copy is sharded over, beside those of --mesh_domain and --mesh_tensor "
-        "(default: all / (the other three))",
+        "devices that a copy is sharded over (default: all / the other --mesh_*)",
         kind=positive,
         names=("--mesh_fsdp", "--dp_shard"),
         metavar="N",
@@ -220,8 +219,7 @@ class ShardingConfig:
     )
     mesh_domain: int = flag(
         1,
-        "devices that the rows of each image are sharded over (domain parallel): for images and "
-        "volumes too large for one; parameters are sharded over them too",
+        "devices that an image's rows are sharded over (domain parallel)",
         kind=positive,
         metavar="N",
         common=True,
@@ -275,7 +273,7 @@ class RunConfig:
     )
     list_models: str | None = flag(
         None,
-        "list the models with this in their names, or that match it with * and ? (default: none)",
+        "list models whose names have this, or match it (default: none)",
         metavar="PATTERN",
         bare="*",
         common=True,

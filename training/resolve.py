@@ -83,10 +83,18 @@ MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).it
 """The flag that a person types, by timm's name."""
 
 
+_ANY_CHANNELS = ("volumes", "fake")
+"""Sources whose images can have any number of channels; those of others are colour or grey."""
+
+
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     """Return the configuration with a model named, and that model. Raises UsageError."""
     named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
-    return replace(config, model=named), model_of(named)
+    model, source = model_of(named), config.data.data_source
+    channels = model.sizes.input_shape[0]
+    if source not in _ANY_CHANNELS and channels not in (1, 3):
+        raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (grey)")
+    return replace(config, model=named), model
 
 
 def model_of(config: ModelConfig) -> ModelSpec:
@@ -111,6 +119,11 @@ def _check_common(config: RunConfig) -> None:
     for name, (low, high) in (("--scale", data.scale), ("--ratio", data.ratio)):
         if low > high:
             raise UsageError(f"{name} {low} {high}: the first must not be above the second")
+    if data.data_source != "volumes":
+        for name, values in (("--mean", data.mean), ("--std", data.std)):
+            wrong = next((each for each in values or () if not 0 <= each <= 1), None)
+            if wrong is not None:
+                raise UsageError(f"{name}: {wrong:g} must be at least 0 and at most 1")
     if data.scale[1] == 0:
         raise UsageError("--scale 0 0 leaves no image to crop")
     if ckpt_dir.exists() and not ckpt_dir.is_dir():

@@ -16,6 +16,8 @@ from training.errors import UsageError
 from training.resolve import Run
 
 _NAMES = tuple(field.name for field in fields(Preprocessing))
+_MOST_OF_VOLUMES = 1e30
+"""Values of images are from 0 to 1, those of volumes any numbers: Hounsfield units, say."""
 _CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
 
 
@@ -24,7 +26,8 @@ def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
 
     Raises UsageError if ``saved`` has values that cannot be.
     """
-    base = _checked(saved.arguments, saved.path) if saved else Preprocessing()
+    new = Preprocessing.of_new_weights(run.config.data.data_source)
+    base = _checked(saved.arguments, saved.path) if saved else new
     return _settled(run, base)
 
 
@@ -56,23 +59,24 @@ def _settled(run: Run, base: Preprocessing) -> Run:
 def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
     """Return the defaults with those of ``values`` over them."""
     given: dict[str, Any] = {n: values[n] for n in _NAMES if values.get(n) is not None}
+    most = _MOST_OF_VOLUMES if values.get("data_source") == "volumes" else 1.0
     for name, value in given.items():
-        if not _can_be(name, value):
+        if not _can_be(name, value, most):
             raise UsageError(f"{path} has {name} {value!r}, which is not known here: give --{name}")
     given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
     return Preprocessing(**given)
 
 
-def _can_be(name: str, value: Any) -> bool:
+def _can_be(name: str, value: Any, most: float) -> bool:
     if name == "interpolation":
         return value in INTERPOLATIONS
     if name == "crop_pct":
         return isinstance(value, (int, float)) and 0 < value <= 1
-    low = 0 if name == "mean" else 1e-6
+    low = 1e-6 if name == "std" else 0.0 if most == 1 else -most
     return (
         isinstance(value, (list, tuple))
         and len(value) == 3
-        and all(isinstance(colour, (int, float)) and low <= colour <= 1 for colour in value)
+        and all(isinstance(colour, (int, float)) and low <= colour <= most for colour in value)
     )
 
 

@@ -29,6 +29,7 @@ def see_all_tokens(model: nn.Module, form: str, group: DomainGroup) -> None:
             part.forward = functools.partial(_forward_inside, mode, part.forward)
 
 
+@torch.compiler.disable  # torch.compile knows neither the exchange between processes nor the mode
 def _forward_inside(mode: _OverProcesses, forward: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     with mode:
         return forward(*args, **kwargs)

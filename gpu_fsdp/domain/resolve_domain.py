@@ -30,6 +30,12 @@ def resolve_domain(config: RunConfig, own: GpuConfig, mesh: Mesh, model: ModelSp
         raise UsageError(f"{given} needs --fsdp fsdp2: Megatron-FSDP shards no images here")
     if own.block == "te":
         raise UsageError(f"{given} does not go with --block te: use --block timm")
+    if own.compile and config.sharding.grad_ckpt == "selective":
+        # Seen with PyTorch 2.9: what is compiled is not run where a policy looks at operations.
+        raise UsageError(
+            f"--compile with {given} needs --grad_ckpt full or none: selective would leave nothing "
+            "compiled"
+        )
     reason = model.why_no_token_part()
     for name in _DROPOUTS:
         if model.settings[name]:
