@@ -6,10 +6,11 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train test test-long test-slurm rehearse coverage lint format bench bench-gpu bench-domain tpu-table faults clean
+.PHONY: help install data train train-domain test test-long test-slurm rehearse coverage lint format bench bench-gpu bench-domain tpu-table faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
+	@echo "make train-domain  the same with each image over 4 virtual devices (about 5 minutes)"
 	@echo "make test    set up, then run the tests"
 	@echo "make test-long  the tests that compile for TPUs for minutes"
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
@@ -42,6 +43,10 @@ datasets/digits: | $(INSTALLED)
 train: $(INSTALLED) datasets/digits
 	$(BIN)/python -u run_vit_training.py @recipes/digits.args --data_dir datasets/digits \
 		--cpu_devices 2 --num_workers 2 --ckpt_dir $(RUN) $(ARGS)
+
+train-domain: $(INSTALLED)
+	$(BIN)/python -u run_vit_training.py @recipes/mosaics.args --cpu_devices 4 --mesh_domain 4 \
+		--num_workers 1 --ckpt_dir $(subst digits,mosaics,$(RUN)) $(ARGS)
 
 test: $(INSTALLED) datasets/digits
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests

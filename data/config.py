@@ -26,7 +26,7 @@ class DataConfig:
     data_source: str = flag(
         "folder",
         "folder: images of --data_dir; volumes: arrays there (docs/volumes.md); fake: zeros; "
-        "digits: scikit-learn's; mosaics: images of any size made of digits",
+        "digits: scikit-learn's; mosaics: of digits, of any size",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),
         common=True,

@@ -273,7 +273,7 @@ class RunConfig:
     )
     list_models: str | None = flag(
         None,
-        "list the models with this in their names, or that match it with * and ? (default: none)",
+        "list models whose names have this, or match it (default: none)",
         metavar="PATTERN",
         bare="*",
         common=True,

@@ -69,6 +69,8 @@ class SpmdBackend(XlaBackend):
             form = "SPMD FSDP (ZeRO-3), each block a unit"
             form += ", scanned" if self._scans else ""
             form += f", {self._shape}"
+            if self._shape.domain > 1:
+                form += f", {self._sharding.domain_attention} attention over domain"
             if self._replicated_bytes:
                 form += (
                     f", {self._replicated_bytes:,} bytes of parameters replicated "

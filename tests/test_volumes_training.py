@@ -1,0 +1,67 @@
+"""A 3-D HybridViT on volumes in files: the same training on any number of devices; it learns."""
+
+import numpy as np
+import pytest
+import torch
+
+from data.config import DataConfig
+from data.mosaics import MosaicsSplit
+from data.source import Wanted
+from tests.cli import train_tiny, train_tiny_gpu
+
+SIZE = (16, 24, 32)
+MODEL = (
+    "--model hybrid_vit --dimension 3 --in_chans 1 --patch_size 8 --embed_dim 48 --num_heads 4 "
+    "--num_blocks 2 --image_size 16 24 32"
+).split()
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory):
+    """Mosaics of digits as files, in class folders; a slice more than the model takes."""
+    root = tmp_path_factory.mktemp("volumes")
+    plain = DataConfig(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    for split, count in (("train", 80), ("val", 30)):
+        mosaics = MosaicsSplit(Wanted(plain, 1, SIZE, 10, 0), split)
+        for index in range(count):
+            volume, label, _ = mosaics[0, index]
+            larger = torch.nn.functional.pad(volume[0], (0, 0, 0, 0, 0, 1)).numpy()
+            folder = root / split / str(label)
+            folder.mkdir(parents=True, exist_ok=True)
+            if index % 2:
+                np.save(folder / f"{index}.npy", (larger * 255).astype(np.uint8))
+            else:
+                np.savez_compressed(folder / f"{index}.npz", larger)
+    return root
+
+
+def flags(volumes, *more):
+    source = ["--data_source", "volumes", "--data_dir", str(volumes), "--num_workers", "1"]
+    return [*source, *MODEL, "--max_steps", "4", *more]
+
+
+def test_the_same_training_on_parts_of_volumes(volumes, tmp_path):
+    """On one device, on two of XLA's, and on two processes that have other slices each."""
+    one = train_tiny(tmp_path / "one", *flags(volumes))
+    two = train_tiny(tmp_path / "two", *flags(volumes, "--mesh_domain", "2"), devices=2)
+    ring = flags(volumes, "--mesh_domain", "2", "--domain_attention", "ring")
+    others = train_tiny_gpu(tmp_path / "processes", *ring, processes=2)
+    for result in (two, others):
+        assert result.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
+        assert result.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
+        (found,), (expected,) = result.evaluations, one.evaluations
+        assert found["val_images"] == expected["val_images"] == 30
+        assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+
+
+@pytest.mark.long
+def test_it_learns(volumes, tmp_path):
+    """By heart, at least: the loss of volumes that it has seen."""
+    more = (
+        "--max_steps 200 --num_epochs 40 --warmup_steps 20 --lr 5e-3 --hflip 0 --eval_batches 1 "
+        "--mean 0.3 0.3 0.3 --std 0.3 0.3 0.3 --ckpt_epoch_interval 99 --test_epoch_interval 99"
+    ).split()
+    result = train_tiny_gpu(tmp_path, *flags(volumes, "--mesh_domain", "2", *more), processes=2)
+    losses = result.column("loss")
+    assert sum(losses[:4]) / 4 > 2.2
+    assert sum(losses[-4:]) / 4 < 1.2
