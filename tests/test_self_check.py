@@ -38,6 +38,8 @@ FAULTS = {
     "wrong row": "rows, sum",
     "lost optimizer shard": "checkpoint read",
 }
+HYBRID = "--model hybrid_vit --data_source mosaics --num_heads 4"
+VOLUME = "--dimension 3 --image_size 48 16 24 --patch_size 8"
 # Flags that go together, for 1 or more processes of a program.
 SOUND = {
     "run_vit_training.py": [
@@ -67,6 +69,18 @@ SOUND = {
         (2, "--backend cuda --compile --precision bf16"),
         (1, "--backend cuda --precision bf16 --betas 0.5 0.9 --pre_norm --fc_norm"),
         (2, "--backend cuda --model vit_giant_patch14_224 --fake_data --batch_size 64"),
+        *(
+            (processes, f"{HYBRID} {flags}")
+            for processes, flags in (
+                (2, "--backend cuda --mesh_domain 2 --image_size 32"),
+                (4, "--backend cuda --mesh_domain 2 --image_size 32 --precision bf16"),
+                (4, f"--backend cuda --mesh_domain 4 {VOLUME}"),
+                (1, "--cpu_devices 2 --mesh_domain 2 --image_size 32"),
+                (1, f"--cpu_devices 6 --mesh_domain 6 {VOLUME}"),
+            )
+        ),
+        (3, "--backend cuda --mesh_domain 3 --class_token --global_pool map --reg_tokens 2"),
+        (1, "--cpu_devices 4 --mesh_domain 2 --class_token --global_pool token"),
     ],
     "tests.fp16_on_cpu": [
         (2, "--backend cuda --precision fp16"),

@@ -86,6 +86,8 @@ class SpmdBackend(XlaBackend):
             return self._stack_block(model, name, block)
         self._adapt(block)
         self._place(block, TENSOR_DIMS)
+        if self._shape.domain > 1 and self._shape.tensor == 1:
+            compute_with_whole(block, self._whole_in_root)
         self._choose_attention(block)
         after_forward(block, self._mark_tokens)
         return block

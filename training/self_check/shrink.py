@@ -46,19 +46,23 @@ def shrink(run: Run) -> Run:
 def _small_model(run: Run) -> ModelSpec:
     """Return the model with fewer and narrower blocks, of the same kind."""
     sizes, settings = run.model.sizes, run.model.settings
-    tensor, devices = run.mesh.tensor, run.mesh.devices
+    tensor, domain, devices = run.mesh.tensor, run.mesh.domain, run.mesh.devices
     multiple = 1 if run.own.product_multiple == 1 else _ROWS_OF_MULTIPLES
     heads = tensor if tensor > 1 else min(sizes.num_heads, _HEADS)
+    if run.config.sharding.domain_attention == "ulysses":  # which divides heads over "domain"
+        heads = math.lcm(heads, domain)
     # All devices hold a part of each large parameter, as of the real model's.
     step = math.lcm(heads * _HEAD_WIDTH, devices, multiple)
     width = step * -(-_WIDTH // step)
     part = math.lcm(tensor, multiple)
     hidden = part * max(1, round(width * settings["mlp_ratio"] / part))
     patch = min(settings["patch_size"], _PATCH)
-    grid = min(sizes.input_shape[1] // settings["patch_size"], _GRID)
+    # As many dimensions, and a row of patches at least for each device that shares an image.
+    grid = [min(count, _GRID) for count in sizes.grid]
+    grid[0] = max(grid[0], domain)
     small: dict[str, Any] = {name: 0.0 for name in settings if name.endswith("_rate")}
     small |= {
-        "img_size": grid * patch,
+        "img_size": tuple(count * patch for count in grid),
         "patch_size": patch,
         "embed_dim": width,
         "num_heads": heads,

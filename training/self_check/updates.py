@@ -80,12 +80,13 @@ def check_rows(devices: Devices, table: Table) -> None:
     """
     backend, batch_size = devices.backend, devices.run.config.data.batch_size
     micro_batches = devices.batches[0]
-    total = _sum_of_rows(micro_batches)
+    total = _sum_of_rows(micro_batches, devices)
     count = sum(len(labels) for _, labels in micro_batches)
     values = {"sum": backend.sum(total), "mean": backend.mean(total / count)}
     backend.end_step()
     found = backend.read(values).result()
-    rows = _weights_of_rows(next(iter(batches(devices.run))))
+    shape = devices.run.model.sizes.input_shape
+    rows = _weights_of_rows(next(iter(batches(devices.run))), shape, range(shape[1]))
     expected = rows.sum().item()
     for name, value in (("sum", found["sum"][0]), ("mean", found["mean"][0] * batch_size)):
         off = abs(value - expected) / rows.abs().mean().item()
@@ -94,16 +95,23 @@ def check_rows(devices: Devices, table: Table) -> None:
         table.within(f"rows, {name}", off, _ROW, what)
 
 
-def _sum_of_rows(micro_batches: Sequence[Batch]) -> torch.Tensor:
-    sums = [_weights_of_rows(each).sum() for each in micro_batches]
+def _sum_of_rows(micro_batches: Sequence[Batch], devices: Devices) -> torch.Tensor:
+    shape, times = devices.run.model.sizes.input_shape, 1
+    rows = devices.backend.image_rows
+    if micro_batches[0][0].shape[2] == shape[1]:  # whole images, or a global tensor of them
+        rows = range(shape[1])
+    else:  # parts, whose sums add up to those that ``Backend.sum`` takes to be the same
+        times = devices.run.mesh.domain
+    sums = [_weights_of_rows(each, shape, rows).sum() * times for each in micro_batches]
     return sum(sums[1:], start=sums[0])
 
 
-def _weights_of_rows(batch: Batch) -> torch.Tensor:
+def _weights_of_rows(batch: Batch, shape: Sequence[int], rows: range) -> torch.Tensor:
+    """Return a weight of each image, which parts of it, these ``rows`` of pixels, add up to."""
     images, labels = batch
-    pixels = images.flatten(1)
-    ramp = torch.linspace(-1.0, 1.0, pixels.shape[1], device=pixels.device)
-    return (pixels * ramp).sum(1) * (labels + 1)
+    ramp = torch.linspace(-1.0, 1.0, math.prod(shape), device=images.device).view(*shape)
+    part = ramp[:, rows.start : rows.stop]
+    return (images * part).flatten(1).sum(1) * (labels + 1)
 
 
 # -- numbers --------------------------------------------------------------------------

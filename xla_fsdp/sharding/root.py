@@ -13,8 +13,8 @@ class _Forward(nn.Module):
         super().__init__()
         self.model, self._forward = model, model.forward
 
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        return self._forward(*args)
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return self._forward(*args, **kwargs)
 
 
 def compute_with_whole(
@@ -22,18 +22,20 @@ def compute_with_whole(
 ) -> None:
     """Let the model compute with embeddings, and vectors outside of blocks, as ``whole`` has them.
 
+    Of a block: with its vectors.
+
     They are kept sharded along some axes of the mesh. Left to itself, the partitioner may shard
     the features of activations likewise, whose batch is sharded along other axes too, by way of the
     whole tensor ("Involuntary full rematerialization").
     """
     run = _Forward(model)
 
-    def forward(*args: torch.Tensor) -> torch.Tensor:
+    def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         small = {
             f"model.{name}": whole(name, parameter)
             for name, parameter in model.named_parameters()
             if not name.startswith("blocks.") and (parameter.dim() == 1 or "." not in name)
         }
-        return torch.func.functional_call(run, small, args)
+        return torch.func.functional_call(run, small, args, kwargs)
 
     model.forward = forward
