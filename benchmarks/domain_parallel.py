@@ -100,7 +100,7 @@ def ask_compiler(row: Row, options: argparse.Namespace) -> None:
     words = f"run_vit_training.py --compile_only --json --tpu_topology {row.on}".split()
     done = run_python(*words, *flags_of(row, options))
     if done.returncode not in (0, DOES_NOT_FIT):
-        row.note = (done.stderr.strip().splitlines() or ["libtpu ended without a word"])[-1]
+        row.note = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return
     report = json.loads(done.stdout)
     row.parameters = report["parameters"]

@@ -59,7 +59,7 @@ def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
     found = gradients(flash.attention, [x.to(dtype) for x in inputs], weights)
     with torch.no_grad():
         without = flash.attention(*(x.to(dtype) for x in inputs))
-    shape = Shape(1, 2, padded_tokens(tokens), width, tokens, dtype)
+    shape = Shape(1, 2, *[padded_tokens(tokens)] * 2, width, tokens, dtype)
     return {
         "errors": [
             ((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)

@@ -51,7 +51,7 @@ def test_values():
 )
 def test_padding(tokens, padded):
     assert padded_tokens(tokens) == padded
-    assert padded % Shape(1, 1, padded, 64, tokens, None).block == 0
+    assert padded % Shape(1, 1, padded, padded, 64, tokens, None).block == 0
 
 
 def test_widths():

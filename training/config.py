@@ -228,8 +228,9 @@ class ShardingConfig:
         "auto",
         "with --mesh_domain, how each token sees those of other devices; ring: keys and values go "
         "from device to device, one part at a time is held; ulysses: each device takes some heads "
-        "of all tokens (GPU); gather: each device takes all keys and values (XLA); auto: ulysses "
-        "on GPUs where --mesh_domain divides the heads, else ring",
+        "of all tokens (GPU); gather: each device takes all keys and values (XLA); auto: on GPUs "
+        "ulysses where --mesh_domain divides the heads, on XLA gather up to 16,384 tokens, else "
+        "ring",
         needs=("mesh_domain",),
     )
     mesh_tensor: int = flag(

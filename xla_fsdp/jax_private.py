@@ -152,7 +152,15 @@ def lower_for_tpu(function: Callable, arrays: Sequence[Any]) -> Any:
 
 
 def flash_forward(
-    q: Any, k: Any, v: Any, ids: Sequence[Any], *, with_statistics: bool, scale: float, block: int
+    q: Any,
+    k: Any,
+    v: Any,
+    ids: Sequence[Any],
+    *,
+    with_statistics: bool,
+    scale: float,
+    block: int,
+    key_block: int,
 ) -> Any:
     """Return the output; with statistics also each row's sum of exponentials, largest score."""
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas
@@ -168,8 +176,8 @@ def flash_forward(
         sm_scale=scale,
         block_b=1,
         block_q=block,
-        block_k_major=block,
-        block_k=block,
+        block_k_major=key_block,
+        block_k=key_block,
         debug=False,
     )
 
@@ -201,6 +209,7 @@ def _for_backward(
     inner: Any,
     scale: float,
     block: int,
+    key_block: int,
 ) -> dict[str, Any]:
     """Return the arguments that both of Pallas' backward functions take.
 
@@ -219,8 +228,8 @@ def _for_backward(
         "do": grad,
         "di": inner,
         "block_q_major": block,
-        "block_k_major": block,
-        "block_k": block,
+        "block_k_major": key_block,
+        "block_k": key_block,
         "sm_scale": scale,
         "causal": False,
         "mask_value": pallas.DEFAULT_MASK_VALUE,

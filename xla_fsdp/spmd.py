@@ -21,6 +21,7 @@ from training.mesh import Axes, Spec
 from training.shards import Chunk, ShardedTensor
 from xla_fsdp.around_blocks import after_forward
 from xla_fsdp.attention.flash import BatchShards, use_flash, use_product
+from xla_fsdp.attention.gathered import Gathered
 from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
 from xla_fsdp.attention.ring import Ring
 from xla_fsdp.resolve_xla import XlaRun
@@ -113,8 +114,8 @@ class SpmdBackend(XlaBackend):
         return block
 
     def _choose_attention(self, block: nn.Module) -> None:
-        if self._sharding.domain_attention == "ring":
-            use_product(block, self._ring().attention)
+        if self._shape.domain > 1 and self._shape.tensor == 1 and not self._drops_scores():
+            use_product(block, self._over_domain().attention)
         elif self._own.attention == "flash":
             use_flash(block, BatchShards(self._mesh, self._along("batch")))
 
@@ -123,8 +124,11 @@ class SpmdBackend(XlaBackend):
         axes = tuple(axis for spec in self._shape.lying(*kinds) for axis in spec)
         return partition_spec((axes,))[0]
 
-    def _ring(self) -> Ring:
-        """Return how attention goes round among the devices that share an image."""
+    def _drops_scores(self) -> bool:
+        return self._run.model.sizes.attn_drop_rate > 0
+
+    def _over_domain(self) -> Ring:
+        """Return how attention is computed among the devices that share an image."""
         parts: Axes = tuple(a for axes in self._shape.lying("tokens", "batch") for a in axes)
 
         def mark_parts(x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +140,10 @@ class SpmdBackend(XlaBackend):
         products: PartProducts = PlainProducts()
         if self._own.attention == "flash":
             products = FlashProducts(BatchShards(self._mesh, partition_spec((parts,))[0]))
-        return Ring(self._shape.domain, products, mark_tokens, mark_parts)
+        how = (self._shape.domain, products, mark_tokens, mark_parts)
+        if self._sharding.domain_attention == "gather":
+            return Gathered(*how, self._mark_images)
+        return Ring(*how)
 
     def _fill(self, index: int, block: nn.Module) -> None:
         self._adapt(block)

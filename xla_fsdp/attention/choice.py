@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 FLASH_FROM = 1024
 """Tokens from which auto takes flash attention: from about there it lowers the peak of HBM and
 the traffic, as the TPU compiler shows (docs/tpu.md)."""
+GATHER_UP_TO = 16_384
+"""Tokens up to which auto gathers keys over "domain": there the TPU compiler expects a step that is
+shorter than a ring's, and memory is the same (docs/domain_parallelism.md)."""
 _NAMES = {"flash": "flash", "sdpa": "PyTorch's"}
 WIDEST_HEAD = 256
 """The kernels hold blocks of rows this wide in a TPU core's vector memory."""
@@ -61,7 +64,8 @@ def resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfig
     if form == "ring" and hindered:
         raise UsageError(f"--domain_attention ring {hindered}: use gather")
     if form == "auto":
-        form = "gather" if hindered else "ring"
+        few = model.sizes.num_tokens <= GATHER_UP_TO
+        form = "gather" if hindered or few else "ring"
     return replace(config, sharding=replace(config.sharding, domain_attention=form))
 
 
@@ -72,8 +76,6 @@ def _hinders_flash(config: RunConfig, sizes: ModelSizes, on_tpu: bool) -> str | 
         return f"has no dropout, here --att_dropout {sizes.attn_drop_rate}"
     if config.sharding.mesh_tensor > 1:
         return f"does not go with --mesh_tensor {config.sharding.mesh_tensor}"
-    if config.sharding.domain_attention == "gather":
-        return "does not go with --domain_attention gather"
     if sizes.head_dim > WIDEST_HEAD:
         return f"takes heads up to {WIDEST_HEAD} wide, this model's are {sizes.head_dim}"
     if sizes.value_dim != sizes.head_dim:

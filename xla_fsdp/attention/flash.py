@@ -153,7 +153,7 @@ def _whole(x: torch.Tensor, shards: BatchShards | None, batch: int) -> torch.Ten
 
 def _shape(part: torch.Tensor, valid: int) -> Shape:
     batch, heads, tokens, width = part.shape
-    return Shape(batch, heads, tokens, width, valid, part.dtype)
+    return Shape(batch, heads, tokens, tokens, width, valid, part.dtype)
 
 
 def _ids(q: torch.Tensor, valid: int) -> list[torch.Tensor]:

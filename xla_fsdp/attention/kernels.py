@@ -55,12 +55,13 @@ def _operands(s: Shape, query: int, key: int) -> dict[str, _Operand]:
     The grid's axes are images, heads and, numbered ``query`` and ``key``, blocks of tokens.
     """
     head, row = (1, 1, s.block, s.width), (1, 1, s.block, LANES)
+    key_head = (1, 1, s.key_block, s.width)
     return {
         "query": _Operand(s.heads_of, s.dtype, head, (0, 1, query)),
-        "key": _Operand(s.heads_of, s.dtype, head, (0, 1, key)),
+        "key": _Operand(s.heads_of_keys, s.dtype, key_head, (0, 1, key)),
         "row": _Operand(s.rows, torch.float32, row, (0, 1, query)),
         "query ids": _Operand((), torch.int32, (1, s.block, LANES), (0, query)),
-        "key ids": _Operand((), torch.int32, (1, SUBLANES, s.block), (0, key)),
+        "key ids": _Operand((), torch.int32, (1, SUBLANES, s.key_block), (0, key)),
     }
 
 
@@ -75,17 +76,18 @@ def _lower(
 ) -> Kernel:
     """Lower JAX's function ``trace`` of arrays of these kinds to a kernel.
 
-    It computes ``products`` matrix products of N x N; ``key_axis`` is the grid's axis of keys.
+    It computes ``products`` matrix products of queries x keys; ``key_axis`` is the grid's axis of
+    keys.
     """
     kinds = _operands(s, query=5 - key_axis, key=key_axis)
     ids = ["query ids", "key ids"] if s.masked else []
     arguments = [*arguments[:3], *ids, *arguments[3:]]  # as the kernels have them
-    traced = {"row": s.scores, "query ids": s.scores[::2], "key ids": s.scores[::2]}
-    given = [(traced.get(kind, s.heads_of), kinds[kind].dtype) for kind in arguments]
+    traced = {"row": s.scores, "query ids": s.scores[::2], "key ids": (s.batch, s.keys)}
+    given = [(traced.get(kind, kinds[kind].shape), kinds[kind].dtype) for kind in arguments]
     config = json.loads(_mosaic(trace, given))
-    blocks = s.tokens // s.block
-    grid = (s.batch, s.heads, blocks, blocks)
-    scores = math.prod(s.scores) * s.tokens
+    blocks = [s.tokens // s.block, s.keys // s.key_block]
+    grid = (s.batch, s.heads, *(blocks if key_axis == 3 else reversed(blocks)))
+    scores = math.prod(s.scores) * s.keys
     config["custom_call_config"]["cost_estimate"] = {
         "flops": 2 * products * scores * s.width,
         "transcendentals": scores,
@@ -120,7 +122,14 @@ def forward_function(s: Shape, scale: float, for_backward: bool) -> Callable:
 
     def forward(q, k, v, *ids):
         return jax_private.flash_forward(
-            q, k, v, ids, with_statistics=for_backward, scale=scale, block=s.block
+            q,
+            k,
+            v,
+            ids,
+            with_statistics=for_backward,
+            scale=scale,
+            block=s.block,
+            key_block=s.key_block,
         )
 
     return forward
@@ -144,7 +153,9 @@ def _of_backward(kernel: Callable, s: Shape, scale: float) -> Callable:
     def gradient(q, k, v, *rest):
         *ids, sums, largest, grad, inner = rest
         given = {"q": q, "k": k, "v": v, "ids": ids, "sums": sums, "largest": largest}
-        return kernel(**given, grad=grad, inner=inner, scale=scale, block=s.block)
+        return kernel(
+            **given, grad=grad, inner=inner, scale=scale, block=s.block, key_block=s.key_block
+        )
 
     return gradient
 

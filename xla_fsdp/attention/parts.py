@@ -79,7 +79,7 @@ class FlashProducts:
 
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         parts = self._parts(q, k, v, *_ids(q, valid))
-        kernel = flash.forward_kernel(_shape(parts[0], valid), scale, True)
+        kernel = flash.forward_kernel(_shape(parts[0], parts[1], valid), scale, True)
         output, sums, largest = (self.shards.whole(x, len(q)) for x in kernel(parts))
         return output, largest[..., 0] + sums[..., 0].log()
 
@@ -89,7 +89,7 @@ class FlashProducts:
         # exp(score - statistics) / 1: the kernels divide by the sum of exponentials.
         sums = torch.ones_like(largest)
         parts = self._parts(q, k, v, *_ids(q, valid), sums, largest, grad, inner)
-        shape = _shape(parts[0], valid)
+        shape = _shape(parts[0], parts[1], valid)
         grads = [
             *flash.query_gradient_kernel(shape, scale)(parts),
             *flash.key_gradients_kernel(shape, scale)(parts),
@@ -101,10 +101,11 @@ class FlashProducts:
         return [self.shards.part(x) for x in arguments]
 
 
-def _shape(part: torch.Tensor, valid: torch.Tensor | None) -> Shape:
-    rows, heads, tokens, width = part.shape
-    # Whether there is padding is all that matters of how many tokens are none.
-    return Shape(rows, heads, tokens, width, tokens - (valid is not None), part.dtype)
+def _shape(q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor | None) -> Shape:
+    rows, heads, tokens, width = q.shape
+    # Whether there is padding is all that matters of how many keys are none.
+    keys = k.shape[2]
+    return Shape(rows, heads, tokens, keys, width, keys - (valid is not None), q.dtype)
 
 
 def _ids(q: torch.Tensor, valid: torch.Tensor | None) -> list[torch.Tensor]:

@@ -32,10 +32,12 @@ class Ring:
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Compute softmax(q k' / sqrt(width)) v: (batch, heads, tokens, width)."""
-        if torch.is_autocast_enabled("xla"):
-            dtype = torch.get_autocast_dtype("xla")
-            q, k, v = (x.to(dtype) for x in (q, k, v))
-        return _RingAttention.apply(q, k, v, self)
+        return _RingAttention.apply(*self.in_autocasts_dtype(q, k, v), self)
+
+    def in_autocasts_dtype(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        if not torch.is_autocast_enabled("xla"):
+            return list(tensors)
+        return [x.to(torch.get_autocast_dtype("xla")) for x in tensors]
 
     # -- between tokens and parts -----------------------------------------------------
 

@@ -15,34 +15,46 @@ _BLOCKS = (512, 384)
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of what one device computes; ``tokens`` and a head's ``width`` are padded ones.
+    """Sizes of what one device computes: attention of ``tokens`` queries to ``keys`` keys.
 
-    ``valid`` is the number of tokens without padding.
+    These and a head's ``width`` are padded ones; ``valid`` is the number of keys without padding.
     """
 
     batch: int
     heads: int
     tokens: int
+    keys: int
     width: int
     valid: int
     dtype: torch.dtype
 
     @property
     def block(self) -> int:
-        return self.tokens if self.tokens <= max(_BLOCKS) else _best_block(self.tokens)
+        """Return how many queries a kernel holds at once."""
+        return block_of(self.tokens)
+
+    @property
+    def key_block(self) -> int:
+        return block_of(self.keys)
 
     @property
     def masked(self) -> bool:
-        return self.valid < self.tokens
+        return self.valid < self.keys
 
     @property
     def scores(self) -> tuple[int, ...]:
+        """Shape of one per-query statistic."""
         return (self.batch, self.heads, self.tokens)
 
     @property
     def heads_of(self) -> tuple[int, ...]:
-        """Shape of queries, keys, values, output, and their gradients."""
+        """Shape of queries, output, and their gradients."""
         return (*self.scores, self.width)
+
+    @property
+    def heads_of_keys(self) -> tuple[int, ...]:
+        """Shape of keys, values, and their gradients."""
+        return (self.batch, self.heads, self.keys, self.width)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -55,6 +67,11 @@ def padded_tokens(tokens: int) -> int:
     if tokens <= max(_BLOCKS):
         return _round_up(tokens, LANES)
     return _round_up(tokens, _best_block(tokens))
+
+
+def block_of(tokens: int) -> int:
+    """Return the block that divides so many tokens, which ``padded_tokens`` has padded."""
+    return tokens if tokens <= max(_BLOCKS) else _best_block(tokens)
 
 
 def padded_width(width: int) -> int:
