@@ -6,11 +6,11 @@ import pytest
 
 from tests.cli import run_program
 
-# No other size is a multiple of 2,048, nor are those of a device's 512 tokens for all heads.
+# No other size is a multiple of 2,048, nor is one of a device's 512 tokens of three images.
 TOKENS, HEADS = 32 * 64, 4
 SMALL = (
     "--tpu_topology v5e:2x2 --precision bf16 --mesh_domain 4 --image_size 256 512 --patch_size 8 "
-    f"--embed_dim 256 --num_heads {HEADS} --num_blocks 1 --num_classes 10 --batch_size 1"
+    f"--embed_dim 256 --num_heads {HEADS} --num_blocks 1 --num_classes 10 --batch_size 3"
 ).split()
 
 
@@ -22,9 +22,7 @@ def found_on_a_device(*flags):
     return graph
 
 
-@pytest.mark.parametrize(
-    "model", ["hybrid_vit", pytest.param("vit_10b", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("model", ["hybrid_vit", pytest.param("vit_10b", marks=pytest.mark.long)])
 def test_ring(model):
     assert found_on_a_device("--model", model) == []
 

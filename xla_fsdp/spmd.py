@@ -27,6 +27,7 @@ from xla_fsdp.attention.ring import Ring
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
 from xla_fsdp.sharding.hosts import HostPart, part_of_host
+from xla_fsdp.sharding.linear import multiply_unfolded
 from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.sharding.patches import convolve_by_product
 from xla_fsdp.sharding.placement import Sharding, device_order, local_devices, partition_spec
@@ -254,6 +255,9 @@ class SpmdBackend(XlaBackend):
     def _adapt(self, block: nn.Module) -> None:
         if self._shape.tensor > 1:
             shard_block(block, self._tensor_marks())
+        elif self._shape.domain > 1:
+            gather = None if self._scans else functools.partial(self._gather, "")
+            multiply_unfolded(block, gather)
 
     def _tensor_marks(self) -> Marks:
         def columns(x: torch.Tensor) -> torch.Tensor:
