@@ -24,7 +24,7 @@ def found_on_a_device(*flags):
 
 @pytest.mark.parametrize("model", ["hybrid_vit", pytest.param("vit_10b", marks=pytest.mark.long)])
 def test_ring(model):
-    assert found_on_a_device("--model", model) == []
+    assert found_on_a_device("--model", model, "--domain_attention", "ring") == []
 
 
 @pytest.mark.long

@@ -10,28 +10,29 @@ from tests.cli import train_tiny, train_tiny_gpu
 from tests.test_domain_gpu import EPOCHS_OF_2, HYBRID, MODELS, TOKENS, VOLUMES
 from tests.whole_images import SMALL, assert_like_whole, train_whole
 
+RING = "--domain_attention ring"
 # (devices, what both do, how images are sharded): each combines several things.
 QUICK = [
-    (3, f"{HYBRID} --grad_accum_steps 2", "--mesh_domain 3"),
-    (4, VOLUMES, "--mesh_domain 4 --no-scan_blocks"),
-    (8, f"{TOKENS} map", "--mesh_dcn 2 --mesh_fsdp 2 --mesh_domain 2"),
-    (4, MODELS["DINOv3"], "--mesh_domain 2 --no_grad_ckpt"),
+    (3, f"{HYBRID} --grad_accum_steps 2", f"--mesh_domain 3 {RING}"),
+    (4, VOLUMES, f"--mesh_domain 4 --no-scan_blocks {RING}"),
+    (8, f"{TOKENS} map", f"--mesh_dcn 2 --mesh_fsdp 2 --mesh_domain 2 {RING}"),
+    (4, MODELS["DINOv3"], f"--mesh_domain 2 --no_grad_ckpt {RING}"),
     (2, MODELS["RoPE, mixed"], "--mesh_domain 2 --domain_attention gather"),
 ]
 SHARDED = {
-    "ring of 2": (2, "--mesh_domain 2"),
-    "ring of 4": (4, "--mesh_domain 4"),
-    "ring of 4, unrolled": (4, "--mesh_domain 4 --no-scan_blocks"),
-    "ring of 4, kept": (4, "--mesh_domain 4 --no_grad_ckpt"),
-    "uneven ring": (3, "--mesh_domain 3"),
-    "uneven ring, unrolled": (3, "--mesh_domain 3 --no-scan_blocks"),
+    "ring of 2": (2, f"--mesh_domain 2 {RING}"),
+    "ring of 4": (4, f"--mesh_domain 4 {RING}"),
+    "ring of 4, unrolled": (4, f"--mesh_domain 4 --no-scan_blocks {RING}"),
+    "ring of 4, kept": (4, f"--mesh_domain 4 --no_grad_ckpt {RING}"),
+    "uneven ring": (3, f"--mesh_domain 3 {RING}"),
+    "uneven ring, unrolled": (3, f"--mesh_domain 3 --no-scan_blocks {RING}"),
     "gather of 4": (4, "--mesh_domain 4 --domain_attention gather"),
     "uneven gather": (3, "--mesh_domain 3 --domain_attention gather"),
-    "fsdp x domain": (4, "--mesh_domain 2"),
-    "dcn x fsdp x domain": (8, "--mesh_dcn 2 --mesh_domain 2"),
+    "fsdp x domain": (4, f"--mesh_domain 2 {RING}"),
+    "dcn x fsdp x domain": (8, f"--mesh_dcn 2 --mesh_domain 2 {RING}"),
     "domain x tensor": (4, "--mesh_domain 2 --mesh_tensor 2 --domain_attention gather"),
     "no sharding": (2, "--mesh_domain 2 --run_without_fsdp"),
-    "broken graph": (2, "--mesh_domain 2 --mark_step_every_n_blocks 1"),
+    "broken graph": (2, f"--mesh_domain 2 --mark_step_every_n_blocks 1 {RING}"),
 }
 
 
@@ -101,7 +102,7 @@ def test_resumed_on_other_meshes_and_on_the_other_backend(tmp_path):
 def test_steady_state(tmp_path):
     """After warm-up nothing compiles, and each step is one execution."""
     flags = f"{HYBRID} --max_steps 24 --log_step_interval 6"
-    result = train(tmp_path, 4, flags, "--mesh_domain 4")
+    result = train(tmp_path, 4, flags, f"--mesh_domain 4 {RING}")
     for name, each in (("compilations", 0), ("executions", 6)):
         values = [result.steps[step][name] for step in (6, 12, 18, 24)]
         assert [after - before for before, after in pairwise(values)] == [each] * 3
