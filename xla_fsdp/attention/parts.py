@@ -40,7 +40,11 @@ class PartProducts(Protocol):
 
 
 class PlainProducts:
-    """PyTorch's products, with the scores of all tokens of a part for each other in memory."""
+    """Plain products, with the scores of all tokens of a part for each other in memory.
+
+    By einsum, which is one product to XLA: PyTorch's folds rows and heads into one dimension, by
+    which the partitioner may lose how they are sharded.
+    """
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -50,17 +54,22 @@ class PlainProducts:
         largest = scores.amax(-1, keepdim=True)
         weights = (scores - largest).exp()
         sums = weights.sum(-1, keepdim=True)
-        return (weights / sums).to(v.dtype) @ v, (largest + sums.log())[..., 0]
+        output = torch.einsum("bhqk,bhkd->bhqd", (weights / sums).to(v.dtype), v)
+        return output, (largest + sums.log())[..., 0]
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
         weights = (_scores(q, k, valid, scale) - statistics[..., None]).exp()
-        of_weights = (grad @ v.mT).float()
+        of_weights = torch.einsum("bhqd,bhkd->bhqk", grad, v).float()
         of_scores = (weights * (of_weights - inner[..., None]) * scale).to(q.dtype)
-        return of_scores @ k, of_scores.mT @ q, weights.to(v.dtype).mT @ grad
+        return (
+            torch.einsum("bhqk,bhkd->bhqd", of_scores, k),
+            torch.einsum("bhqk,bhqd->bhkd", of_scores, q),
+            torch.einsum("bhqk,bhqd->bhkd", weights.to(v.dtype), grad),
+        )
 
 
 def _scores(q, k, valid, scale: float) -> torch.Tensor:
-    scores = (q @ k.mT).float() * scale
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k).float() * scale
     if valid is None:
         return scores
     return torch.where(valid[:, None, None, :] > 0, scores, _LOWEST)
