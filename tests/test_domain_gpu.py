@@ -79,7 +79,7 @@ def test_every_model_on_every_mesh(model, sharded, tmp_path):
 @pytest.mark.parametrize(
     "how",
     [
-        "--domain_attention ring",
+        pytest.param("--domain_attention ring", marks=pytest.mark.long),
         pytest.param("--domain_attention ulysses", marks=pytest.mark.long),
         pytest.param("--domain_attention ring --grad_ckpt none", marks=pytest.mark.long),
     ],

@@ -15,9 +15,19 @@ RING = "--domain_attention ring"
 QUICK = [
     (3, f"{HYBRID} --grad_accum_steps 2", f"--mesh_domain 3 {RING}"),
     (4, VOLUMES, f"--mesh_domain 4 --no-scan_blocks {RING}"),
-    (8, f"{TOKENS} map", f"--mesh_dcn 2 --mesh_fsdp 2 --mesh_domain 2 {RING}"),
+    pytest.param(
+        8,
+        f"{TOKENS} map",
+        "--mesh_dcn 2 --mesh_fsdp 2 --mesh_domain 2 --domain_attention gather",
+        marks=pytest.mark.long,
+    ),
     (4, MODELS["DINOv3"], f"--mesh_domain 2 --no_grad_ckpt {RING}"),
-    (2, MODELS["RoPE, mixed"], "--mesh_domain 2 --domain_attention gather"),
+    pytest.param(
+        2,
+        MODELS["RoPE, mixed"],
+        "--mesh_domain 2 --domain_attention gather",
+        marks=pytest.mark.long,
+    ),
 ]
 SHARDED = {
     "ring of 2": (2, f"--mesh_domain 2 {RING}"),
