@@ -71,6 +71,11 @@ class Printed:
 ROW = r"^\| %s \| %s \| [\d.| ]+ \| 1 \| 0 \|$"  # one execution a step, no compilation
 
 COMMANDS: dict[str, Run | Elsewhere | Printed] = {
+    # docs/domain_parallelism.md
+    "python3 run_vit_training.py --fake_data --model hybrid_vit": Elsewhere(
+        "images of 2048 x 2048: it takes hours on a CPU", trains
+    ),
+    "launch/torchrun.sh --model hybrid_vit": Elsewhere("needs 8 GPUs", trains),
     # README.md
     "make train": Run(
         (
@@ -88,6 +93,15 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         long=True,
     ),
     "make test": Elsewhere("it runs this test", make_knows),
+    "make train-domain": Run(
+        (
+            r"^XLA: 4 CPU device\(s\), .*mesh domain 4",
+            r"^training completed: step 896, val top-1 ([6-9]\d|100)\.\d+ %, checkpoint "
+            r"runs/mosaics-\S+/step_896, log \S+/metrics\.jsonl, plot \S+/curves\.png\n\Z",
+        ),
+        leaves=("runs/mosaics-*/step_896", "runs/mosaics-*/curves.png"),
+        long=True,
+    ),
     "source .venv/bin/activate": Run(),
     "python3 -m pip install -r requirements-tpu.txt": Run(
         (r"^Requirement already satisfied: torch_xla==",)

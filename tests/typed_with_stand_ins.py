@@ -26,7 +26,7 @@ from tests.new_machine import Machine
 from tests.pod_stand_in import gcloud_accepts
 from tests.test_launch_gpu import script
 from training.flag_rules import check_foreign, check_needs
-from training.mesh import Mesh
+from training.mesh import make_mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
 
 
@@ -48,7 +48,7 @@ def program_takes(flags: list[str], backend: str) -> None:
     config, model = resolve_model(asked.run)
     own = replace(asked.own[backend], **{"xla": {}, "cuda": {"fsdp": "fsdp2"}}[backend])
     check_needs(replace(resolve_common(config), backend=backend), own)
-    check_batch(Run(config, own, model, Mesh(fsdp=64)))
+    check_batch(Run(config, own, model, make_mesh(config.sharding, 64)))
 
 
 def slurm_stand_ins(machine: Machine) -> None:
