@@ -1,4 +1,4 @@
-"""Attention to parts of the keys by CUDA's flash kernels, put together as ring attention does it."""
+"""Attention to parts of the keys by CUDA's flash kernels, put together as in ring attention."""
 
 import pytest
 import torch
@@ -35,4 +35,4 @@ def test_parts_are_the_whole(dtype, width):
         torch.cat([each[2] for each in grads], 2),
     ]
     for a, b in zip(together, expected, strict=True):
-        assert (a.double() - b).norm() <= 8 * torch.finfo(dtype).eps * b.norm()
+        assert (a.double() - b).norm() <= (8 * torch.finfo(dtype).eps + 3e-6) * b.norm()
