@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-import torch_xla.distributed.spmd as xs
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +21,9 @@ from xla_fsdp.attention.kernels import (
     query_gradient_kernel,
 )
 from xla_fsdp.attention.sizes import LANES, SUBLANES, Shape, padded_tokens, padded_width
+
+if TYPE_CHECKING:  # parts.py, and plain products with it, can do without
+    import torch_xla.distributed.spmd as xs
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,13 @@ class BatchShards:
     axis: str | tuple[str, ...] | None
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
+        import torch_xla.distributed.spmd as xs
+
         return xs.enable_manual_sharding(x * 1, self._spec(x), mesh=self.mesh).global_tensor
 
     def whole(self, part: torch.Tensor, batch: int) -> torch.Tensor:
+        import torch_xla.distributed.spmd as xs
+
         shape = torch.Size((batch, *part.shape[1:]))
         joined = xs.disable_manual_sharding(part, self._spec(part), shape, mesh=self.mesh)
         return joined.global_tensor
