@@ -142,15 +142,17 @@ class GpuBackend(abc.ABC):
             return open_share(Share(self.rank, self.world_size))
         if reads_rows:
             return open_share(Share(self.rank, self.world_size, self.image_rows))
-        sources = math.gcd(self._run.mesh.domain, images // self.world_size)
+        of_part = images // self.world_size
+        sources = math.gcd(self._run.mesh.domain, of_part)
         places, index = self._places_of_part()
         share = Share(
             self.rank * sources + min(index, sources - 1),
             self.world_size * sources,
             loads=index < sources,
         )
-        group = self._group_of_hosts()
-        return SharedImages(open_share(share), group, [self._rows(p) for p in places], sources)
+        rows = [self._rows(place) for place in places]
+        group, each = self._group_of_hosts(), of_part // sources
+        return SharedImages(open_share(share), group, rows, sources, each)
 
     def _places_of_part(self) -> tuple[range, int]:
         """Return the places in the mesh of those that share images, and which this one is."""

@@ -17,10 +17,11 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from data.loader import Batch
+from models.attention_product import attentions, use_product
 from training.mesh import Axes, Spec
 from training.shards import Chunk, ShardedTensor
 from xla_fsdp.around_blocks import after_forward
-from xla_fsdp.attention.flash import BatchShards, use_flash, use_product
+from xla_fsdp.attention.flash import BatchShards, use_flash
 from xla_fsdp.attention.gathered import Gathered
 from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
 from xla_fsdp.attention.ring import Ring
@@ -115,14 +116,15 @@ class SpmdBackend(XlaBackend):
 
     def _choose_attention(self, block: nn.Module) -> None:
         if self._shape.domain > 1 and self._shape.tensor == 1 and not self._drops_scores():
-            use_product(block, self._over_domain().attention)
+            product = self._over_domain().attention
+            for attention in attentions(block):
+                use_product(attention, product)
         elif self._own.attention == "flash":
-            use_flash(block, BatchShards(self._mesh, self._along("batch")))
+            use_flash(block, self._batch_shards(*self._shape.lying("batch")))
 
-    def _along(self, *kinds: str) -> str | tuple[str, ...] | None:
-        """Return torch_xla's word for the axes that one dimension of all these kinds lies along."""
-        axes = tuple(axis for spec in self._shape.lying(*kinds) for axis in spec)
-        return partition_spec((axes,))[0]
+    def _batch_shards(self, axes: Axes) -> BatchShards:
+        """Return how kernels are called where dimension 0 is sharded along these axes."""
+        return BatchShards(self._mesh, partition_spec((axes,))[0])
 
     def _drops_scores(self) -> bool:
         return self._run.model.sizes.attn_drop_rate > 0
@@ -139,7 +141,7 @@ class SpmdBackend(XlaBackend):
 
         products: PartProducts = PlainProducts()
         if self._own.attention == "flash":
-            products = FlashProducts(BatchShards(self._mesh, partition_spec((parts,))[0]))
+            products = FlashProducts(self._batch_shards(parts))
         how = (self._shape.domain, products, mark_tokens, mark_parts)
         if self._sharding.domain_attention == "gather":
             return Gathered(*how, self._mark_images)
@@ -188,11 +190,10 @@ class SpmdBackend(XlaBackend):
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model, {})
-        if len(self._shape.live) > 1 or self._shape.domain > 1:
-            compute_with_whole(model, self._whole_in_root)
         if self._shape.domain > 1:
             convolve_by_product(model, self._mark_rows)
         if len(self._shape.live) > 1 or self._shape.domain > 1:
+            compute_with_whole(model, self._whole_in_root)
             after_forward(model, lambda logits: MarkBoth.apply(logits, self._mark_images))
         return model
 

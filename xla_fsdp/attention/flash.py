@@ -6,15 +6,14 @@ The model stays timm's: what it asks of ``scaled_dot_product_attention`` is comp
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
+from models.attention_product import attentions, use_product
 from xla_fsdp.attention.kernels import (
     forward_kernel,
     key_gradients_kernel,
@@ -52,56 +51,20 @@ class BatchShards:
         return (self.axis,) + (None,) * (x.dim() - 1)
 
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A function of queries, keys and values that computes what attention does with them."""
-
-
 def use_flash(module: nn.Module, shards: BatchShards | None) -> None:
     """Let all attention of timm's in ``module``, a block, compute its product by the kernels.
 
     ``shards`` is None where the program is one device's. See ``use_product``.
     """
-    use_product(module, functools.partial(attention, shards=shards))
+    for part in attentions(module):
+        use_product(part, functools.partial(attention, shards=shards))
 
 
-def use_product(module: nn.Module, product: Product) -> None:
-    """Let all attention of timm's in ``module``, a block, compute its product by ``product``.
-
-    Call it on the module that will run: a copy of it would run the original.
-    """
-    for part in module.modules():
-        if hasattr(part, "fused_attn"):
-            # timm's own products, by TIMM_FUSED_ATTN=0, would not be seen.
-            part.fused_attn = True  # type: ignore[assignment]
-            _compute_inside(part, _ByProduct(product))
-
-
-def _compute_inside(module: nn.Module, mode: TorchFunctionMode) -> None:
-    forward = module.forward
-
-    def forward_with_mode(*args, **kwargs):
-        with mode:
-            return forward(*args, **kwargs)
-
-    module.forward = forward_with_mode
-
-
-class _ByProduct(TorchFunctionMode):
-    """Takes ``scaled_dot_product_attention`` over from PyTorch, as far as a ViT's blocks use it."""
-
-    def __init__(self, product: Product) -> None:
-        super().__init__()
-        self._product = product
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attention(self, q, k, v, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False):
-        if attn_mask is not None or dropout_p or is_causal:
-            raise NotImplementedError("attention has no mask and no dropout here")
-        return self._product(q, k, v)
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """Add zeros to (batch, heads, tokens, width), as the kernels want tokens and width to be."""
+    tokens, width = x.shape[-2:]
+    pad = (0, padded_width(width) - width, 0, padded_tokens(tokens) - tokens)
+    return F.pad(x, pad) if any(pad) else x
 
 
 def attention(
@@ -112,8 +75,7 @@ def attention(
     dtype = v.dtype
     if torch.is_autocast_enabled("xla"):
         dtype = torch.get_autocast_dtype("xla")
-    pad = (0, padded_width(width) - width, 0, padded_tokens(tokens) - tokens)
-    q, k, v = (F.pad(x.to(dtype), pad) if any(pad) else x.to(dtype) for x in (q, k, v))
+    q, k, v = (padded(x.to(dtype)) for x in (q, k, v))
     scale = width**-0.5
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         output = _WithGradient.apply(q, k, v, scale, tokens, shards)
@@ -123,7 +85,7 @@ def attention(
 
 
 def _forward(q, k, v, scale: float, valid: int, shards: BatchShards | None, *, for_backward: bool):
-    parts = [_part(x, shards) for x in (q, k, v, *_ids(q, valid))]
+    parts = [_part(x, shards) for x in (q, k, v, *ids(q, _valid(q, valid)))]
     kernel = forward_kernel(_shape(parts[0], valid), scale, for_backward)
     return [_whole(x, shards, len(q)) for x in kernel(parts)]
 
@@ -140,7 +102,7 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, output, sums, largest = ctx.saved_tensors
         inner = (output.float() * grad.float()).sum(-1, keepdim=True).expand(sums.shape)
-        arguments = (q, k, v, *_ids(q, ctx.valid), sums, largest, grad.to(q.dtype), inner)
+        arguments = (q, k, v, *ids(q, _valid(q, ctx.valid)), sums, largest, grad.to(q.dtype), inner)
         parts = [_part(x, ctx.shards) for x in arguments]
         shape = _shape(parts[0], ctx.valid)
         grads = [
@@ -163,16 +125,22 @@ def _shape(part: torch.Tensor, valid: int) -> Shape:
     return Shape(batch, heads, tokens, tokens, width, valid, part.dtype)
 
 
-def _ids(q: torch.Tensor, valid: int) -> list[torch.Tensor]:
-    """If tokens are padded: queries take the keys of their own number, and padding has another.
-
-    What a padded query computes is finite, is dropped, and has no gradient.
-    """
+def _valid(q: torch.Tensor, count: int) -> torch.Tensor | None:
+    """Tell which tokens, the first ``count``, are no padding: see ``ids``; None if all are none."""
     batch, _, tokens, _ = q.shape
-    if valid == tokens:
+    if count == tokens:
+        return None
+    return (torch.arange(tokens, device=q.device) < count).to(torch.int32).expand(batch, -1)
+
+
+def ids(q: torch.Tensor, valid: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the numbers of queries and keys: queries take keys of their own, padding has another.
+
+    ``valid`` has 1 for a key that is none, int32 (batch, keys); None, and nothing is returned, if
+    there is no padding. What a padded query computes is finite, is dropped, and has no gradient.
+    """
+    if valid is None:
         return []
-    ours = (torch.arange(tokens, device=q.device) < valid).to(torch.int32)
-    return [
-        torch.ones((batch, tokens, LANES), dtype=torch.int32, device=q.device),
-        ours.expand(batch, SUBLANES, -1),
-    ]
+    batch, _, tokens, _ = q.shape
+    ones = torch.ones((batch, tokens, LANES), dtype=torch.int32, device=q.device)
+    return [ones, valid[:, None].expand(-1, SUBLANES, -1)]

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from xla_fsdp.attention import flash
-from xla_fsdp.attention.sizes import LANES, SUBLANES, Shape, padded_tokens, padded_width
+from xla_fsdp.attention.sizes import LANES, Shape
 
 _LOWEST = -1e30
 """The score of a key that is padding: finite, so that a row of nothing else is no NaN."""
@@ -82,12 +81,10 @@ class FlashProducts:
     shards: flash.BatchShards
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        tokens, width = x.shape[-2:]
-        pad = (0, padded_width(width) - width, 0, padded_tokens(tokens) - tokens)
-        return F.pad(x, pad) if any(pad) else x
+        return flash.padded(x)
 
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = self._parts(q, k, v, *_ids(q, valid))
+        parts = self._parts(q, k, v, *flash.ids(q, valid))
         kernel = flash.forward_kernel(_shape(parts[0], parts[1], valid), scale, True)
         output, sums, largest = (self.shards.whole(x, len(q)) for x in kernel(parts))
         return output, largest[..., 0] + sums[..., 0].log()
@@ -97,7 +94,7 @@ class FlashProducts:
         largest, inner = (x[..., None].expand(rows) for x in (statistics, inner))
         # exp(score - statistics) / 1: the kernels divide by the sum of exponentials.
         sums = torch.ones_like(largest)
-        parts = self._parts(q, k, v, *_ids(q, valid), sums, largest, grad, inner)
+        parts = self._parts(q, k, v, *flash.ids(q, valid), sums, largest, grad, inner)
         shape = _shape(parts[0], parts[1], valid)
         grads = [
             *flash.query_gradient_kernel(shape, scale)(parts),
@@ -115,12 +112,3 @@ def _shape(q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor | None) -> Shap
     # Whether there is padding is all that matters of how many keys are none.
     keys = k.shape[2]
     return Shape(rows, heads, tokens, keys, width, keys - (valid is not None), q.dtype)
-
-
-def _ids(q: torch.Tensor, valid: torch.Tensor | None) -> list[torch.Tensor]:
-    """Queries take the keys of their own number, 1, and padding has another one."""
-    if valid is None:
-        return []
-    rows, _, tokens, _ = q.shape
-    ones = torch.ones((rows, tokens, LANES), dtype=torch.int32, device=q.device)
-    return [ones, valid[:, None].expand(-1, SUBLANES, -1)]
