@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from models.errors import ModelError
+
+
+def check_taken(name: str, given: Iterable[str], config: type) -> None:
+    """Raise ModelError for an argument that is no field of ``config``, the model ``name``'s."""
+    taken = [field.name for field in fields(config)]
+    for argument in given:
+        if argument not in taken:
+            raise ModelError(f"{name} does not take <{argument}>; it takes {', '.join(taken)}")
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from models.arguments import check_patches, check_width, spatial_size
-from models.errors import ModelError
+from models.arguments import check_patches, check_taken, check_width, spatial_size
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
@@ -52,10 +51,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
 
     Raises ModelError for an argument that it does not have, and for sizes that do not fit.
     """
-    taken = [field.name for field in fields(HybridVitConfig)]
-    for argument in overrides:
-        if argument not in taken:
-            raise ModelError(f"{NAME} does not take <{argument}>; it takes {', '.join(taken)}")
+    check_taken(NAME, overrides, HybridVitConfig)
     arguments = asdict(HybridVitConfig(**overrides))
     size = spatial_size(arguments["img_size"], arguments["dimension"])
     check_patches(size, arguments["patch_size"], len(size))

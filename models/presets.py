@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from models.arguments import check_arguments, check_patches
+from models.arguments import check_arguments, check_patches, check_taken
 from models.config import PRESETS, VitConfig
-from models.errors import ModelError
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
@@ -30,10 +29,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
 
     Raises ModelError for an argument that a preset does not have, and for sizes that do not fit.
     """
-    taken = [field.name for field in fields(VitConfig)]
-    for argument in overrides:
-        if argument not in taken:
-            raise ModelError(f"{name} does not take <{argument}>; it takes {', '.join(taken)}")
+    check_taken(name, overrides, VitConfig)
     config = replace(PRESETS[name], **overrides)
     check_patches(config.img_size, config.patch_size)
     check_arguments(asdict(config))

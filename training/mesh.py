@@ -132,18 +132,15 @@ class Mesh:
             {tensor_dim: ("tensor", *_GATHERED) if both else ("tensor",)}, len(shape)
         )
 
-    def positions_spec(self, shape: Sequence[int], tokens: int = 1) -> Spec:
-        """Return how a parameter with an entry for each token, dimension ``tokens``, is kept.
+    def positions_spec(self, shape: Sequence[int]) -> Spec:
+        """Return how a parameter with an entry for each token, (1, tokens, width), is kept.
 
-        It lies with the tokens, so that no device ever needs all entries; "fsdp" shards the width.
-        If the tokens are no multiple of "domain", it is kept as any other parameter.
+        It lies with the tokens, a multiple of "domain", so that no device ever needs all entries;
+        "fsdp" shards the width.
         """
-        width = len(shape) - 1
-        if shape[tokens] % self.domain:
-            return self.parameter_spec(shape)
-        along: dict[int, Axes] = {tokens: ("domain",)}
-        if shape[width] % self.fsdp == 0:
-            along[width] = ("fsdp",)
+        along: dict[int, Axes] = {1: ("domain",)}
+        if shape[2] % self.fsdp == 0:
+            along[2] = ("fsdp",)
         return self._sharded_along(along, len(shape))
 
     def gathered_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:

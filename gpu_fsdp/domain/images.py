@@ -16,7 +16,7 @@ from gpu_fsdp.domain.group import exchanged
 class SharedImages:
     """Gives the rows of this process, of whole images that the processes of a group load together.
 
-    The first ``sources`` of them load as many images each, the others none: each image is decoded
+    The first ``sources`` of them load ``each`` images, the others none: each image is decoded
     once. What they tell each other goes through ``group``, by tensors on the CPU.
     """
 
@@ -25,6 +25,8 @@ class SharedImages:
     rows: Sequence[range]
     """The rows of each process."""
     sources: int
+    each: int
+    """How many images of each batch a source loads."""
     prefetch_depth: int = 0
     """None: threads that are ahead of the step would end at different batches, and wait for ever.
     Workers decode ahead all the same."""
@@ -42,16 +44,13 @@ class SharedImages:
     def _rows_of(self, images: torch.Tensor) -> torch.Tensor:
         given = [images[:, :, rows.start : rows.stop] for rows in self.rows]
         mine = len(self.rows[dist.get_rank(self.group)])
-        return torch.cat(self._exchanged(given, (images.shape[1], mine, *images.shape[3:])))
+        return self._exchanged(given, (images.shape[1], mine, *images.shape[3:]))
 
     def _all_of(self, labels: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._exchanged([labels] * len(self.rows), ()))
+        return self._exchanged([labels] * len(self.rows), ())
 
-    def _exchanged(self, given: Sequence[torch.Tensor], shape: Sequence[int]) -> list[torch.Tensor]:
-        """Give each process its part; return those of the processes that load, of ``shape`` each
-        image."""
-        ours = torch.tensor([len(given[0])])
-        counts = [torch.zeros_like(ours) for _ in self.rows]
-        dist.all_gather(counts, ours, group=self.group)
-        shapes = [(int(count), *shape) for count in counts]
-        return list(exchanged(given, shapes, self.group)[: self.sources])
+    def _exchanged(self, given: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """Give each process its part; return those of all that load, of ``shape`` each image."""
+        others = len(self.rows) - self.sources
+        shapes = [(self.each, *shape)] * self.sources + [(0, *shape)] * others
+        return torch.cat(exchanged(given, shapes, self.group)[: self.sources])

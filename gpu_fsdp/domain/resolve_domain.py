@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpu_fsdp.config import GpuConfig
+from models.errors import ModelError
 from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh
@@ -41,8 +42,7 @@ def resolve_domain(config: RunConfig, own: GpuConfig, mesh: Mesh, model: ModelSp
         if model.settings[name]:
             reason = f"processes would drop the same places of their tokens (<{name}>)"
     if reason:
-        for name, flag in MODEL_FLAG.items():
-            reason = reason.replace(f"<{name}>", flag)
+        reason = ModelError(reason).told(MODEL_FLAG)
         raise UsageError(f"{given} on GPUs does not go with --model {model.name}: {reason}")
     form, heads = config.sharding.domain_attention, model.sizes.num_heads
     if form == "gather":
