@@ -62,9 +62,10 @@ DROPOUT = {
 def allowed(case: Case) -> bool:
     """Whether the program takes it, as far as it is filled in."""
     form, recompute = case.get("form"), case.get("recompute", "")
-    if form and "selective" in recompute and form not in ON_GPU:
+    scanned = bool(form) and "scanned" in form
+    if form and "selective" in recompute and not scanned and form not in ON_GPU:
         return False
-    if form and "scanned" in form and "full" not in recompute and recompute:
+    if scanned and "none" in recompute:
         return False
     pools_token = "token" in case.get("pool", "")
     return not (pools_token and "--class_token" not in case.get("prefix", "--class_token"))

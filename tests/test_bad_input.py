@@ -76,7 +76,11 @@ def complaint(capsys, ckpt_dir, *flags):
             "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1",
         ),
         ("--backend xla --profile 1:2", "--profile 1:2 needs --backend cuda, this is xla"),
-        ("--grad_ckpt selective", "--grad_ckpt selective needs --backend cuda"),
+        (
+            "--grad_ckpt selective --no-scan_blocks",
+            "--grad_ckpt selective needs scanned blocks, here is --no-scan_blocks: use --grad_ckpt",
+        ),
+        ("--grad_ckpt selective --xla_fsdp nested", "here is --xla_fsdp nested: use --grad_ckpt"),
         ("--precision fp16", "--precision fp16 needs --backend cuda"),
         ("--grad_accum_steps 3", "no multiple of the 1 devices x --grad_accum_steps 3"),
         ("--profile 3", "'3' is not FIRST:LAST"),

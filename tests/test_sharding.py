@@ -40,6 +40,7 @@ def test_spmd_on_several_devices(devices, one_device, tmp_path):
         "--no_reshard_after_forward",
         "--xla_fsdp nested --run_without_fsdp",
         "--no_grad_ckpt",
+        "--grad_ckpt selective",
         "--no-scan_blocks",
         "--mark_step_after_forward",
         "--mark_step_every_n_blocks 1",
@@ -66,6 +67,7 @@ def test_form_on_one_device(flags, one_device, tmp_path):
         "--no-scan_blocks",
         "--mark_step_every_n_blocks 1 --no_grad_ckpt",
         "--grad_accum_steps 4",
+        "--grad_ckpt selective --mesh_tensor 2",
     ],
 )
 def test_form_on_two_devices(flags, one_device, tmp_path):

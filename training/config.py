@@ -183,7 +183,7 @@ class ShardingConfig:
     grad_ckpt: Literal["full", "selective", "none"] = flag(
         "full",
         "what of a block's activations is recomputed in the backward pass; selective: all but "
-        "attention and every other matrix product (GPU)",
+        "attention and every other matrix product (on XLA with scanned blocks)",
         shorthands={"--no_grad_ckpt": "none"},
         common=True,
     )

@@ -45,11 +45,11 @@ class XlaConfig:
         "SPMD: all blocks as one loop in the graph, so that compile time does not grow with depth "
         "(default: where --grad_ckpt is full and the graph is not broken between blocks)",
     )
-    attention: Literal["auto", "sdpa", "flash"] = flag(
+    attention: Literal["auto", "sdpa", "flash", "whole"] = flag(
         "auto",
         "sdpa: PyTorch's product, every token's score for every other in memory; flash: Pallas "
-        "kernels that hold a few at a time (TPU, without --att_dropout); auto: flash on TPU from "
-        "1024 tokens",
+        "kernels that hold a few at a time (TPU, without --att_dropout); whole: the same of up to "
+        "1024 tokens, all of an image's at once; auto: on TPU whole or, of more tokens, flash",
     )
     mark_step_after_forward: bool = flag(
         False,

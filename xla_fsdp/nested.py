@@ -18,6 +18,7 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from data.loader import Batch
 from training.shards import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.attention.flash import use_flash
+from xla_fsdp.attention.whole import How, use_whole
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import (
     FLAT_PARAMETER,
@@ -59,6 +60,8 @@ class NestedBackend(XlaBackend):
     def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
         if self._own.attention == "flash":
             use_flash(block, shards=None)
+        elif self._own.attention == "whole":
+            use_whole(block, How())
         wrapped = self._wrap(block)
         model.set_submodule(name, wrapped)
         return wrapped

@@ -99,8 +99,14 @@ def _resolve_form(config: RunConfig, own: XlaConfig) -> tuple[XlaConfig, str]:
 def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaConfig:
     hindered_by = _hinders_scan(config, own)
     differ = None if hindered_by else model.why_blocks_differ()
+    scan = not (hindered_by or differ) if own.scan_blocks is None else own.scan_blocks
+    if config.sharding.grad_ckpt == "selective" and not scan:
+        reason = hindered_by or differ or "--no-scan_blocks"
+        raise UsageError(
+            f"--grad_ckpt selective needs scanned blocks, here is {reason}: use --grad_ckpt full"
+        )
     if own.scan_blocks is None:
-        return replace(own, scan_blocks=not (hindered_by or differ))
+        return replace(own, scan_blocks=scan)
     if own.scan_blocks and hindered_by:
         raise UsageError(f"--scan_blocks does not go with {hindered_by}: drop one of the two")
     if own.scan_blocks and differ:
@@ -111,7 +117,7 @@ def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaCon
 def _hinders_scan(config: RunConfig, own: XlaConfig) -> str | None:
     if own.xla_fsdp == "nested":
         return "--xla_fsdp nested"
-    if config.sharding.grad_ckpt != "full":
+    if config.sharding.grad_ckpt == "none":
         return f"--grad_ckpt {config.sharding.grad_ckpt}"
     if own.mark_step_every_n_blocks:
         return "--mark_step_every_n_blocks"
@@ -119,8 +125,6 @@ def _hinders_scan(config: RunConfig, own: XlaConfig) -> str | None:
 
 
 def _check_precision(config: RunConfig) -> None:
-    if config.sharding.grad_ckpt == "selective":
-        raise UsageError("--grad_ckpt selective needs --backend cuda: here it is full or none")
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 needs --backend cuda: on XLA use bf16")
 

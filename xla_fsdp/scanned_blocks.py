@@ -2,8 +2,9 @@
 
 Graph, compilation and the host's tracing no longer grow with the depth, and the compiler
 cannot gather a block's weights before its turn or keep them after it: ZeRO-3's memory
-without barriers. The backward loop recomputes each block from its input (full gradient
-checkpointing), then lets go of its gathered weights again.
+without barriers. The backward loop recomputes each block from its input (gradient
+checkpointing) and from what the forward loop has kept beside it, then lets go of its gathered
+weights again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from timm.layers import DropPath
 from torch import nn
 
 from models.meta import fill_buffers
+from xla_fsdp.products import KeptResults
 from xla_fsdp.scan import Scan
 from xla_fsdp.sharding.marks import Mark, MarkBoth
 
@@ -47,7 +49,8 @@ class ScannedBlocks(nn.Module):
 
     A model that computes with it calls it once for all blocks (``ModelSpec.put_blocks``).
 
-    ``adapt`` changes how a block computes, ``stack(name, parameter, depth)`` makes zeros for one
+    ``adapt`` changes how a block computes, what it passes through ``kept`` is stored for the
+    backward loop; ``stack(name, parameter, depth)`` makes zeros for one
     of its parameters, ``constant`` puts a small tensor on the devices; ``mark_tokens`` and
     ``gather(name, weight)`` tell the partitioner how activations lie and where a weight is
     gathered. Names are those in a block.
@@ -63,12 +66,13 @@ class ScannedBlocks(nn.Module):
         mark_tokens: Mark,
         gather: Callable[[str, torch.Tensor], torch.Tensor],
         bf16: bool,
+        kept: KeptResults | None = None,
     ) -> None:
         super().__init__()
         self.block = copy.deepcopy(blocks[-1]).to("meta")
         adapt(self.block)
         fill_buffers(self.block, constant)  # the same in every block, as all that is not learned
-        self._depth, self._bf16 = len(blocks), bf16
+        self._depth, self._bf16, self._kept = len(blocks), bf16, kept or KeptResults()
         self._mark_tokens, self._gather = mark_tokens, gather
         self._scans: dict[tuple, Scan] = {}
         self._drop_paths: list[_DropPath] = []
@@ -114,7 +118,7 @@ class ScannedBlocks(nn.Module):
         of_each = [*stacked.values(), *self.block.parameters()]
         if torch.is_grad_enabled():
             return _ScanWithGrad.apply(self, names, x, *values, *of_each)
-        return self._run_forward(names, x, values, of_each, keep_inputs=False)[0]
+        return self._run_forward(names, x, values, of_each, keep=False)[0]
 
     # -- the two loops ----------------------------------------------------------------
 
@@ -149,36 +153,37 @@ class ScannedBlocks(nn.Module):
             del module.keep
         return MarkBoth.apply(y.to(x.dtype), self._mark_tokens)
 
-    def _run_forward(self, names: _Names, x, shared, of_each, *, keep_inputs: bool):
+    def _run_forward(self, names: _Names, x, shared, of_each, *, keep: bool):
         count = len(of_each)
 
         def body(state, slices):
             x, *shared = state
-            with torch.no_grad():
+            with torch.no_grad(), self._kept.keep() as results:
                 y = self._compute(names, x, shared, slices[:count], slices[count:])
-            return [y, *shared], [x * 1] if keep_inputs else []
+            return [y, *shared], [x * 1, *results] if keep else []
 
         inputs, state = [*of_each, *self._keep], [x, *shared]
-        scan = self._scan(f"forward {keep_inputs}", body, state, inputs)
+        scan = self._scan(f"forward {keep}", body, state, inputs)
         seeds = None
         if scan.draws:
             seeds = torch.randint(0, 2**62, (self._depth,), dtype=torch.int64, device=x.device)
         (y, *_), kept = scan(state, inputs, seeds)
         return y, kept, seeds
 
-    def _run_backward(self, names: _Names, grad, x_of_each, shared, of_each, seeds):
-        count = len(of_each)
+    def _run_backward(self, names: _Names, grad, kept_of_each, shared, of_each, seeds):
+        count, kept = len(of_each), len(kept_of_each)
 
         def body(state, slices):
             grad, *shared = state
-            x, own = slices[0].detach(), [each.detach() for each in slices[1 : 1 + count]]
-            with torch.enable_grad():
+            (x, *results), rest = slices[:kept], slices[kept:]
+            x, own = x.detach(), [each.detach() for each in rest[:count]]
+            with torch.enable_grad(), self._kept.know(results):
                 wanted = [each.requires_grad_() for each in (x, *own)]
-                y = self._compute(names, x, shared, own, slices[1 + count :])
+                y = self._compute(names, x, shared, own, rest[count:])
                 grad_x, *grads = torch.autograd.grad(y, wanted, grad)
             return [grad_x, *shared], grads
 
-        inputs, state = [x_of_each, *of_each, *self._keep], [grad, *shared]
+        inputs, state = [*kept_of_each, *of_each, *self._keep], [grad, *shared]
         scan = self._scan("backward", body, state, inputs, reverse=True)
         (grad_x, *_), grads = scan(state, inputs, seeds)
         return grad_x, grads
@@ -189,17 +194,15 @@ class _ScanWithGrad(torch.autograd.Function):
     def forward(ctx, scanned: ScannedBlocks, names: _Names, x, *given):
         count = len(names.shared)
         shared, of_each = list(given[:count]), list(given[count:])
-        y, (inputs,), seeds = scanned._run_forward(names, x, shared, of_each, keep_inputs=True)
-        ctx.scanned, ctx.names, ctx.seeds = scanned, names, seeds
-        ctx.save_for_backward(inputs, *given)
+        y, kept, seeds = scanned._run_forward(names, x, shared, of_each, keep=True)
+        ctx.scanned, ctx.names, ctx.seeds, ctx.kept = scanned, names, seeds, len(kept)
+        ctx.save_for_backward(*kept, *given)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        inputs, *given = ctx.saved_tensors
+        kept, given = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
         count = len(ctx.names.shared)
         shared, of_each = given[:count], given[count:]
-        grad_x, grads = ctx.scanned._run_backward(
-            ctx.names, grad, inputs, shared, of_each, ctx.seeds
-        )
+        grad_x, grads = ctx.scanned._run_backward(ctx.names, grad, kept, shared, of_each, ctx.seeds)
         return None, None, grad_x, *[None] * count, *grads

@@ -25,10 +25,11 @@ from xla_fsdp.attention.flash import BatchShards, use_flash
 from xla_fsdp.attention.gathered import Gathered
 from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
 from xla_fsdp.attention.ring import Ring
+from xla_fsdp.attention.whole import How, use_whole
+from xla_fsdp.products import KeptResults, multiply_unfolded
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
 from xla_fsdp.sharding.hosts import HostPart, part_of_host
-from xla_fsdp.sharding.linear import multiply_unfolded
 from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.sharding.patches import convolve_by_product
 from xla_fsdp.sharding.placement import Sharding, device_order, local_devices, partition_spec
@@ -57,6 +58,8 @@ class SpmdBackend(XlaBackend):
         self._replicated_bytes = 0
         self._scans = bool(run.own.scan_blocks)
         self._specs: dict[torch.Tensor, Spec] = {}
+        keeps = self._scans and self._sharding.grad_ckpt == "selective"
+        self._kept = KeptResults() if keeps else None
 
     def _device_order(self) -> list[int]:
         return device_order(self._shape)
@@ -107,6 +110,7 @@ class SpmdBackend(XlaBackend):
                 mark_tokens=self._mark_tokens,
                 gather=self._gather,
                 bf16=self._sharding.precision == "bf16",
+                kept=self._kept,
             )
             self._choose_attention(self._stack.block)
         self._fill(index, block)
@@ -119,8 +123,12 @@ class SpmdBackend(XlaBackend):
             product = self._over_domain().attention
             for attention in attentions(block):
                 use_product(attention, product)
-        elif self._own.attention == "flash":
-            use_flash(block, self._batch_shards(*self._shape.lying("batch")))
+        elif self._own.attention != "sdpa":
+            shards = self._batch_shards(*self._shape.lying("batch"))
+            if self._own.attention == "flash":
+                use_flash(block, shards)
+            else:
+                use_whole(block, How(shards, self._kept))
 
     def _batch_shards(self, axes: Axes) -> BatchShards:
         """Return how kernels are called where dimension 0 is sharded along these axes."""
@@ -255,10 +263,11 @@ class SpmdBackend(XlaBackend):
 
     def _adapt(self, block: nn.Module) -> None:
         if self._shape.tensor > 1:
-            shard_block(block, self._tensor_marks())
+            shard_block(block, self._tensor_marks(), self._kept)
+        elif self._scans:
+            multiply_unfolded(block, kept=self._kept)
         elif self._shape.domain > 1:
-            gather = None if self._scans else functools.partial(self._gather, "")
-            multiply_unfolded(block, gather)
+            multiply_unfolded(block, functools.partial(self._gather, ""))
 
     def _tensor_marks(self) -> Marks:
         def columns(x: torch.Tensor) -> torch.Tensor:

@@ -261,9 +261,10 @@ class XlaBackend(abc.ABC):
             breaks.append("after the forward pass")
         if self._own.mark_step_every_n_blocks:
             breaks.append(f"every {self._own.mark_step_every_n_blocks} blocks")
+        checkpointing = {"full": "on", "none": "off"}.get(self._sharding.grad_ckpt, "selective")
         return (
             f"{self._devices()}, {self._sharding.precision}, "
-            f"gradient checkpointing {'on' if self._sharding.grad_ckpt == 'full' else 'off'}"
+            f"gradient checkpointing {checkpointing}"
             + self._run.why.get("attention", "")
             + (f", graph broken {' and '.join(breaks)}" if breaks else "")
             + (self._describe_cache() if self._own.compile_cache_dir else "")

@@ -13,15 +13,14 @@ from xla_fsdp.config import XlaConfig
 if TYPE_CHECKING:
     from models.spec import ModelSizes, ModelSpec
 
-FLASH_FROM = 1024
-"""Tokens from which auto takes flash attention: from about there it lowers the peak of HBM and
-the traffic, as the TPU compiler shows (docs/tpu.md)."""
+WHOLE_UP_TO = 1024
+"""Tokens up to which the kernels that hold whole sequences find room in a core's vector memory."""
 GATHER_UP_TO = 16_384
 """Tokens up to which auto gathers keys over "domain": there the TPU compiler expects a step that is
 shorter than a ring's, and memory is the same (docs/domain_parallelism.md)."""
-_NAMES = {"flash": "flash", "sdpa": "PyTorch's"}
+_NAMES = {"flash": "flash", "sdpa": "PyTorch's", "whole": "whole sequences'"}
 WIDEST_HEAD = 256
-"""The kernels hold blocks of rows this wide in a TPU core's vector memory."""
+"""The kernels hold rows this wide in a TPU core's vector memory."""
 
 
 def resolve_attention(
@@ -33,18 +32,20 @@ def resolve_attention(
     where the kernels cannot be used.
     """
     sizes = model.sizes
-    hindered = _hinders_flash(config, sizes, on_tpu)
-    if own.attention == "flash" and hindered:
-        raise UsageError(f"--attention flash {hindered}: use --attention sdpa")
-    form = own.attention
-    if form == "auto":
-        form = "flash" if sizes.num_tokens >= FLASH_FROM and not hindered else "sdpa"
-    if own.attention == "sdpa" or hindered:
-        return replace(own, attention=form), ""
-    text = f", {_NAMES[form]} attention"
-    if own.attention == "auto":
-        text += f" ({sizes.num_tokens:,} tokens; flash from {FLASH_FROM:,})"
-    return replace(own, attention=form), text
+    hindered = _hinders_kernels(config, sizes, on_tpu)
+    too_long = sizes.num_tokens > WHOLE_UP_TO
+    if own.attention != "auto":
+        form, reason = own.attention, hindered
+        if form == "whole" and too_long and not hindered:
+            reason = f"takes up to {WHOLE_UP_TO:,} tokens, this model has {sizes.num_tokens:,}"
+        if form != "sdpa" and reason:
+            raise UsageError(f"--attention {form} {reason}: use --attention sdpa")
+        return own, "" if form == "sdpa" else f", {_NAMES[form]} attention"
+    if hindered:
+        return replace(own, attention="sdpa"), ""
+    form = "flash" if too_long or config.sharding.mesh_domain > 1 else "whole"
+    why = f" ({sizes.num_tokens:,} tokens; flash from {WHOLE_UP_TO + 1:,})"
+    return replace(own, attention=form), f", {_NAMES[form]} attention{why}"
 
 
 def resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfig:
@@ -69,7 +70,7 @@ def resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfig
     return replace(config, sharding=replace(config.sharding, domain_attention=form))
 
 
-def _hinders_flash(config: RunConfig, sizes: ModelSizes, on_tpu: bool) -> str | None:
+def _hinders_kernels(config: RunConfig, sizes: ModelSizes, on_tpu: bool) -> str | None:
     if not on_tpu:
         return "needs a TPU: its kernels run nowhere else"
     if sizes.attn_drop_rate:

@@ -84,7 +84,7 @@ def _lower(
     arguments = [*arguments[:3], *ids, *arguments[3:]]  # as the kernels have them
     traced = {"row": s.scores, "query ids": s.scores[::2], "key ids": (s.batch, s.keys)}
     given = [(traced.get(kind, kinds[kind].shape), kinds[kind].dtype) for kind in arguments]
-    config = json.loads(_mosaic(trace, given))
+    config = json.loads(mosaic_config(trace, given))
     blocks = [s.tokens // s.block, s.keys // s.key_block]
     grid = (s.batch, s.heads, *(blocks if key_axis == 3 else reversed(blocks)))
     scores = math.prod(s.scores) * s.keys
@@ -98,7 +98,7 @@ def _lower(
     )
 
 
-def _mosaic(trace: Callable, given: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+def mosaic_config(trace: Callable, given: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
     """Return the configuration of the custom call of a JAX function's one Pallas kernel."""
     import jax
 

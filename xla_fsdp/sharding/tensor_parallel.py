@@ -15,6 +15,7 @@ from torch import nn
 
 from models.blocks import PLAIN_BLOCK
 from training.mesh import LIES_ALONG
+from xla_fsdp.products import KeptResults, add_bias, product
 from xla_fsdp.sharding.marks import Mark
 
 QKV = 3
@@ -46,11 +47,12 @@ class Marks:
     """Features sharded along "tensor"."""
 
 
-def shard_block(block: nn.Module, marks: Marks) -> None:
+def shard_block(block: nn.Module, marks: Marks, kept: KeptResults | None = None) -> None:
     """Make a timm block compute with parts of its heads and of its MLP's columns.
 
     timm's packed qkv, (3 * rows, ...), becomes (3, rows, ...): a part of the rows then holds
-    the queries, keys and values of the same heads.
+    the queries, keys and values of the same heads. ``kept`` holds the results of products by
+    columns.
     """
     qkv = block.get_submodule("attn.qkv")
     for key, parameter in qkv._parameters.items():
@@ -60,8 +62,8 @@ def shard_block(block: nn.Module, marks: Marks) -> None:
 
     def attention(attn, x: torch.Tensor, attn_mask=None, is_causal: bool = False) -> torch.Tensor:
         x = marks.gather(x)
-        qkv = torch.einsum("bnd,ced->bnce", x, attn.qkv.weight)
-        qkv = marks.columns(_add(qkv, attn.qkv.bias))
+        qkv = product("bnd,ced->bnce", x, attn.qkv.weight, kept)
+        qkv = marks.columns(add_bias(qkv, attn.qkv.bias))
         q, k, v = qkv.unflatten(-1, (attn.num_heads, -1)).unbind(2)
         q, k = attn.q_norm(q) * attn.scale, attn.k_norm(k)
         # Not F.scaled_dot_product_attention: it folds batch and heads into one dimension, which
@@ -73,8 +75,8 @@ def shard_block(block: nn.Module, marks: Marks) -> None:
         return attn.proj_drop(_by_rows(y, attn.proj, marks))
 
     def mlp(mlp, x: torch.Tensor) -> torch.Tensor:
-        x = torch.einsum("bnd,ed->bne", marks.gather(x), mlp.fc1.weight)
-        x = marks.columns(_add(x, mlp.fc1.bias))
+        x = product("bnd,ed->bne", marks.gather(x), mlp.fc1.weight, kept)
+        x = marks.columns(add_bias(x, mlp.fc1.bias))
         x = mlp.norm(mlp.drop1(mlp.act(x)))
         return mlp.drop2(_by_rows(x, mlp.fc2, marks))
 
@@ -85,9 +87,4 @@ def shard_block(block: nn.Module, marks: Marks) -> None:
 
 
 def _by_rows(x: torch.Tensor, linear: nn.Linear, marks: Marks) -> torch.Tensor:
-    return _add(marks.scatter(torch.einsum("bne,de->bnd", x, linear.weight)), linear.bias)
-
-
-def _add(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Under autocast a product's dtype, as nn.Linear."""
-    return y if bias is None else y + bias.to(y.dtype)
+    return add_bias(marks.scatter(product("bne,de->bnd", x, linear.weight)), linear.bias)

@@ -1,0 +1,134 @@
+"""Attention of short sequences by kernels that hold them whole in vector memory: no score in HBM.
+
+Queries, keys and values go to the kernels as (batch, tokens, heads x width), which is how the
+products beside attention make and take them: what a model transposes for PyTorch's product is
+transposed back, and XLA drops both.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from timm.layers import Attention
+from torch import nn
+
+from models.attention_product import attentions, use_product
+from xla_fsdp.attention.flash import BatchShards
+from xla_fsdp.attention.kernels import Kernel
+from xla_fsdp.attention.whole_kernels import Whole, backward_kernel, forward_kernel
+from xla_fsdp.products import KeptResults
+
+
+@dataclass(frozen=True)
+class How:
+    """How the kernels are called: on which part of a batch, and whether outputs are kept."""
+
+    shards: BatchShards | None = None
+    """None where the program is one device's."""
+    kept: KeptResults | None = None
+
+
+def use_whole(module: nn.Module, how: How) -> None:
+    """Let all attention of timm's in ``module``, a block, compute its product by the kernels.
+
+    See ``use_product``.
+    """
+    for part in attentions(module):
+        if type(part) is Attention:
+            forward = functools.partial(_forward_unfolded, how=how)
+            part.forward = types.MethodType(forward, part)
+        else:
+            use_product(part, functools.partial(attention, how=how))
+
+
+def _forward_unfolded(
+    attn: Attention,
+    x: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    how: How,
+) -> torch.Tensor:
+    """Compute what timm's attention does, but never with heads in front of tokens."""
+    if attn_mask is not None or is_causal:
+        raise NotImplementedError("attention has no mask here")
+    gate = attn.gate(x).sigmoid() if attn.gate is not None else None
+    qkv = attn.qkv(x)
+    if isinstance(attn.q_norm, nn.Identity) and isinstance(attn.k_norm, nn.Identity):
+        y = _merged(attn.num_heads, how, qkv)
+    else:
+        q, k, v = (part.unflatten(2, (attn.num_heads, -1)) for part in qkv.chunk(3, -1))
+        q, k = attn.q_norm(q), attn.k_norm(k)
+        y = _merged(attn.num_heads, how, *(part.flatten(2) for part in (q, k, v)))
+    y = attn.norm(y)
+    return attn.proj_drop(attn.proj(y if gate is None else y * gate))
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How | None = None
+) -> torch.Tensor:
+    """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
+    heads = q.shape[1]
+    output = _merged(heads, how or How(), *(x.transpose(1, 2).flatten(2) for x in (q, k, v)))
+    return output.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _merged(heads: int, how: How, *given: torch.Tensor) -> torch.Tensor:
+    """Compute attention of one packed tensor, or of queries, keys and values.
+
+    They and the result are (batch, tokens, heads x width).
+    """
+    dtype = given[-1].dtype
+    if torch.is_autocast_enabled("xla"):
+        dtype = torch.get_autocast_dtype("xla")
+    arguments = (heads, how.shards, *(x.to(dtype) for x in given))
+    if how.kept:
+        return how.kept.result(_Attention.apply, *arguments)
+    return _Attention.apply(*arguments, None)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, heads: int, shards: BatchShards | None, *given):
+        *tensors, known = given
+        ctx.save_for_backward(*tensors)
+        ctx.heads, ctx.shards = heads, shards
+        return _call(forward_kernel, heads, shards, tensors)[0] if known is None else known
+
+    @staticmethod
+    def backward(ctx, grad):
+        given = ctx.saved_tensors
+        grad = grad.to(given[0].dtype)
+        gradients = _call(backward_kernel, ctx.heads, ctx.shards, given, grad)
+        return None, None, *gradients, None
+
+
+def _call(
+    kernel: Callable[[Whole], Kernel],
+    heads: int,
+    shards: BatchShards | None,
+    given: Sequence[torch.Tensor],
+    *beside: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Call a kernel on each device's part of a batch.
+
+    ``given`` are queries, keys and values, or all in one; so are gradients that it returns.
+    """
+    whole, packed = len(given[0]), len(given) == 1
+    parts = [shards.part(x) if shards else x for x in (*given, *beside)]
+    batch, tokens, columns = parts[0].shape
+    columns //= 3 if packed else 1
+    sizes = Whole(batch, tokens, tokens, heads, columns // heads, parts[0].dtype, packed)
+    if packed and not sizes.can_be_packed:
+        sizes, parts = replace(sizes, packed=False), [*parts[0].chunk(3, -1), *parts[1:]]
+    elif packed:
+        parts = [parts[0]] * 3 + parts[1:]
+    (result,) = kernel(sizes)(parts)
+    results = [result] if result.dim() == 3 else [*result.unbind(0)]
+    if packed and len(results) > 1:
+        results = [torch.cat(results, -1)]
+    return [shards.whole(x, whole) if shards else x for x in results]

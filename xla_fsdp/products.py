@@ -1,0 +1,142 @@
+"""Matrix products of a block as XLA computes them best: apart from what is around them.
+
+PyTorch's linear layer folds images and tokens into one dimension, of which the partitioner cannot
+shard the tokens alone: with several images on a device it gathers all of their tokens. Here they
+stay two. The sum that a bias' gradient is would be computed with the product that makes what is
+summed, which doubles the time of that product on a TPU (docs/tpu.md): here it is one of its own.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch_xla.core.xla_model as xm
+from torch import nn
+
+_ROWS = 8
+"""Rows of ones that a sum is multiplied from: of one row XLA would make a sum again."""
+
+
+class KeptResults:
+    """What a forward pass computes and keeps, for the backward pass that computes the rest anew.
+
+    Results go by the order in which they are computed, which is the same in both.
+    """
+
+    def __init__(self) -> None:
+        self._keeps = False
+        self._results: list[torch.Tensor] = []
+        self._known: list[torch.Tensor] = []
+
+    @contextmanager
+    def keep(self):
+        """Keep results; yields the list that they come into."""
+        self._keeps, self._results = True, []
+        try:
+            yield self._results
+        finally:
+            self._keeps, self._results = False, []
+
+    @contextmanager
+    def know(self, results: list[torch.Tensor]):
+        """Take these in place of what would be computed."""
+        self._known = list(results)
+        yield
+        assert not self._known, "more was kept than is computed"
+
+    def result(self, function: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+        """Return the result of ``function``, whose last argument is what is known of it, if any."""
+        y = function(*given, self._known.pop(0) if self._known else None)
+        if self._keeps:
+            self._results.append(y)
+        return y
+
+
+def multiply_unfolded(
+    block: nn.Module,
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    kept: KeptResults | None = None,
+) -> None:
+    """Let the linear layers of ``block`` compute by ``product`` and ``add_bias``.
+
+    ``gather`` makes a sharded weight whole, where nothing else does: else the partitioner may
+    compute with the shards, and exchange tokens. ``kept`` holds the results of layers that make
+    more features of less.
+    """
+
+    def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        weight = gather(linear.weight) if gather else linear.weight
+        keeps = kept if linear.out_features > linear.in_features else None
+        rows = "abcdefgh"[: x.dim() - 1]
+        return add_bias(product(f"{rows}y,zy->{rows}z", x, weight, keeps), linear.bias)
+
+    for part in block.modules():
+        if type(part) is nn.Linear:
+            part.forward = types.MethodType(forward, part)  # type: ignore[method-assign]
+
+
+def product(
+    equation: str, x: torch.Tensor, weight: torch.Tensor, kept: KeptResults | None = None
+) -> torch.Tensor:
+    """Multiply in autocast's dtype, as ``torch.einsum`` does by the equation."""
+    if torch.is_autocast_enabled("xla"):
+        dtype = torch.get_autocast_dtype("xla")
+        x, weight = x.to(dtype), weight.to(dtype)
+    given = (equation, x, weight)
+    return kept.result(_Product.apply, *given) if kept else _Product.apply(*given, None)
+
+
+def add_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Add to a product what its last dimensions are to have more, in the product's dtype."""
+    return y if bias is None else _AddBias.apply(y, bias)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, equation: str, x, weight, known):
+        x = _apart(x)
+        ctx.save_for_backward(x, weight)
+        ctx.equation = equation
+        return torch.einsum(equation, x, weight) if known is None else known
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = _apart(grad.to(x.dtype))
+        given, result = ctx.equation.split("->")
+        of_x, of_weight = given.split(",")
+        return (
+            None,
+            torch.einsum(f"{result},{of_weight}->{of_x}", grad, weight),
+            torch.einsum(f"{result},{of_x}->{of_weight}", grad, x),
+            None,
+        )
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, bias):
+        ctx.dtype, ctx.dimensions = bias.dtype, bias.dim()
+        return y + bias.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        names = "abcdefgh"[: grad.dim()]
+        summed, left = names[: -ctx.dimensions], names[-ctx.dimensions :]
+        rows = torch.full(
+            (_ROWS, *grad.shape[: len(summed)]), 1 / _ROWS, dtype=grad.dtype, device=grad.device
+        )
+        sums = torch.einsum(f"z{summed},{names}->z{left}", rows, grad)
+        return grad, sums.to(ctx.dtype).sum(0)
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """Let what computes ``x`` stay out of the products with it, which would repeat it for each of
+    their tiles."""
+    x = x * 1
+    xm.optimization_barrier_([x])
+    return x
