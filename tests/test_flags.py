@@ -97,6 +97,7 @@ FLAGS_OF_40B0636 = [
     ("--mark_step_every_n_blocks", "mark_step_every_n_blocks", 0, "7"),
     ("--compile_cache_dir", "compile_cache_dir", None, "x"),
     ("--compile_only", "compile_only", False, ""),
+    ("--hlo_dir", "hlo_dir", None, "x"),
     ("--tpu_topology", "tpu_topology", None, "x"),
     ("--fsdp", "fsdp", "auto", "megatron"),
     ("--zero_dp_strategy", "zero_dp_strategy", None, "1"),

@@ -81,6 +81,14 @@ class XlaConfig:
         common=True,
     )
 
+    hlo_dir: str | None = flag(
+        None,
+        "folder that keeps the scheduled module of each graph of --compile_only as text (default: "
+        "none)",
+        metavar="DIR",
+        needs=("compile_only",),
+    )
+
     def shrunk(self) -> XlaConfig:
         """Return the same for a model of a few blocks."""
         from dataclasses import replace

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 from models import timm_private
 from training.config import RunConfig
@@ -44,7 +45,8 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
     run = resolve_for_slice(config, own, topology.devices)
     _check_breaks(run)
-    report = _compile(run, topology, libtpu_args)
+    hlo_dir = _make_folder(own.hlo_dir)
+    report = _compile(run, topology, libtpu_args, hlo_dir)
     print(json.dumps(as_json(report)) if config.use.json else as_table(report))
     return 0 if report.fits else DOES_NOT_FIT
 
@@ -58,7 +60,21 @@ def _check_breaks(run: XlaRun) -> None:
         )
 
 
-def _compile(run: XlaRun, topology: Topology, libtpu_args: str) -> Report:
+def _make_folder(name: str | None) -> Path | None:
+    """Make the folder of ``--hlo_dir`` now, before minutes of compilation. Raises UsageError."""
+    if name is None:
+        return None
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"--hlo_dir {name} is a file, not a folder") from None
+    except OSError as error:
+        raise UsageError(f"--hlo_dir {name} cannot be made: {error.strerror}") from None
+    return folder
+
+
+def _compile(run: XlaRun, topology: Topology, libtpu_args: str, hlo_dir: Path | None) -> Report:
     start_xla(topology.devices, run.own.xla_fsdp)
     parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
     _say(f"tracing {run.model.name}, {parameters:,} parameters, for {topology.devices} devices ...")
@@ -73,6 +89,8 @@ def _compile(run: XlaRun, topology: Topology, libtpu_args: str) -> Report:
         variables=libtpu_flags.as_on_a_tpu(topology.generation, libtpu_args),
     )
     graphs = _compile_graphs(step, topology, compile_for)
+    if hlo_dir:
+        _keep_modules(graphs, hlo_dir)
     return make_report(
         topology=topology,
         graphs=graphs,
@@ -117,6 +135,15 @@ def _compile_graphs(
         of_all = flops[same[0].hlo]
         graphs.append(CompiledGraph(len(same), compiled, traffic, expected, of_all, resident))
     return graphs
+
+
+def _keep_modules(graphs: list[CompiledGraph], folder: Path) -> None:
+    """Write each scheduled module as text; one that does not fit has none."""
+    for number, graph in enumerate(graphs, 1):
+        if graph.compiled and graph.compiled.hlo:
+            path = folder / f"graph_{number}.hlo"
+            path.write_text(graph.compiled.hlo)
+            _say(f"kept {path}")
 
 
 def _say(text: str) -> None:

@@ -71,6 +71,7 @@ class Report:
     roofline_mfu: float | None
     expected_step_s: float | None
     expected_mfu: float | None
+    expected_images_per_s: float | None
     expected_kernels_s: float | None
     expected_waiting_s: float | None
     expected_unknown: int | None
@@ -80,7 +81,12 @@ class Report:
 
 
 def make_report(
-    *, topology: Topology, graphs: list[CompiledGraph], model_flops: float, **facts
+    *,
+    topology: Topology,
+    graphs: list[CompiledGraph],
+    model_flops: float,
+    batch_size: int,
+    **facts,
 ) -> Report:
     """Put the graphs of a step together; ``model_flops`` are those of the whole slice."""
     chip, devices = topology.chip, topology.devices
@@ -132,7 +138,8 @@ def make_report(
         dcn_s=dcn_s,
         roofline_step_s=step_s,
         roofline_mfu=mfu,
-        **_expected_figures(graphs, all_at_peak_s),
+        batch_size=batch_size,
+        **_expected_figures(graphs, all_at_peak_s, batch_size),
         compile_s=sum(graph.compiled.seconds for graph in graphs if graph.compiled),
         **facts,
     )
@@ -148,7 +155,9 @@ def _total(graphs: list[CompiledGraph]) -> Traffic | None:
     return total
 
 
-def _expected_figures(graphs: list[CompiledGraph], all_at_peak_s: float) -> dict[str, Any]:
+def _expected_figures(
+    graphs: list[CompiledGraph], all_at_peak_s: float, batch_size: int
+) -> dict[str, Any]:
     """Return the fields of the report that say how long all runs are expected to take.
 
     They are None if a graph does not fit and so has no schedule. With the model's products alone,
@@ -161,6 +170,7 @@ def _expected_figures(graphs: list[CompiledGraph], all_at_peak_s: float) -> dict
     figures = {
         "step_s": total.seconds,
         "mfu": all_at_peak_s / total.seconds if total.seconds else None,
+        "images_per_s": batch_size / total.seconds if total.seconds else None,
         "kernels_s": total.kernels_s,
         "waiting_s": total.waiting_s,
         "unknown": total.unknown,
@@ -260,6 +270,7 @@ def _dcn_rows(report: Report) -> list[tuple[str, str]]:
 def _expected_rows(report: Report) -> list[tuple[str, str]]:
     assert report.expected_step_s is not None
     assert report.expected_mfu is not None
+    assert report.expected_images_per_s is not None
     assert report.expected_kernels_s is not None
     assert report.expected_waiting_s is not None
     parts = {"kernels": report.expected_kernels_s, "waiting": report.expected_waiting_s}
@@ -272,4 +283,5 @@ def _expected_rows(report: Report) -> list[tuple[str, str]]:
     return [
         ("expected step", f"{report.expected_step_s * 1e3:.1f} ms ({how})"),
         ("expected MFU", f"{100 * report.expected_mfu:.1f} %"),
+        ("expected images/s", f"{report.expected_images_per_s:.4g}"),
     ]
