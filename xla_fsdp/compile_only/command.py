@@ -130,7 +130,8 @@ def _compile_graphs(
         traffic = expected = None
         if compiled and compiled.fits:
             traffic = measure(compiled.hlo, topology.devices, topology.slices)
-            expected = expect(compiled.hlo, topology.chip, topology.devices // topology.slices)
+            in_slice = topology.devices // topology.slices
+            expected = expect(compiled.hlo, topology.chip, in_slice, topology.slices)
         resident = max(local_bytes(graph.resident, shardings) for graph in same)
         of_all = flops[same[0].hlo]
         graphs.append(CompiledGraph(len(same), compiled, traffic, expected, of_all, resident))

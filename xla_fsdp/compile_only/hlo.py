@@ -103,7 +103,7 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
                 in_pieces = {buffer for *_, buffers in collectives for buffer in buffers}
                 traffic.hbm_bytes += runs * instruction_bytes(each, shapes, in_pieces)
             if "_xla_megascale_transfer_type" in each.text and each.opcode == "send":
-                traffic.dcn_bytes += runs * _from_other_slices(each, slices)
+                traffic.dcn_bytes += runs * received_from_slices(each, slices)
             for found, is_async, buffers in collectives:
                 key = channel_of(found) or f"{name}/{found.name}"
                 if key in seen:  # one collective in pieces, among several fusions
@@ -262,7 +262,13 @@ def received_bytes(each: Instruction, devices: int) -> float:
     return whole * (size - 1) / size
 
 
-def _from_other_slices(send: Instruction, slices: int) -> float:
+def dma_bytes(start: Instruction) -> float:
+    """Return the bytes that a copy begun here moves; its shape is (operands, result, context)."""
+    sizes = [_bytes(f"{kind}[{dims}]") for kind, dims, _ in _SHAPE.findall(start.shape)]
+    return min(sizes[:2]) if len(sizes) > 1 else 0.0
+
+
+def received_from_slices(send: Instruction, slices: int) -> float:
     """Return the bytes that must reach a device's host of what each slice hands to its own."""
     sent = _bytes(send.shape.partition("]")[0] + "]")  # (the data, u32[], token[])
     if '_xla_megascale_transfer_type="ALL_REDUCE"' in send.text:
