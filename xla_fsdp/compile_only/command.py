@@ -18,6 +18,8 @@ from training.versions import warn_of_others
 from xla_fsdp import jax_private, libtpu_flags, torch_xla_private
 from xla_fsdp.compile_only.compiler import Compiled, as_stablehlo, check_installed, compile_graph
 from xla_fsdp.compile_only.expected import expect
+from xla_fsdp.compile_only.explain import Cost, explain, explained_json, explained_table
+from xla_fsdp.compile_only.explain_picture import draw
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.graphs import Graph, Result, Step, local_bytes
 from xla_fsdp.compile_only.hlo import measure
@@ -46,8 +48,18 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     run = resolve_for_slice(config, own, topology.devices)
     _check_breaks(run)
     hlo_dir = _make_folder(own.hlo_dir)
-    report = _compile(run, topology, libtpu_args, hlo_dir)
-    print(json.dumps(as_json(report)) if config.use.json else as_table(report))
+    report, graphs = _compile(run, topology, libtpu_args)
+    if hlo_dir:
+        _keep_modules(graphs, hlo_dir)
+    costs = _explain(graphs, topology) if own.explain else []
+    if config.use.json:
+        explained = {"explained": explained_json(costs)} if costs else {}
+        print(json.dumps(as_json(report) | explained))
+    else:
+        print("\n\n".join([as_table(report), *([explained_table(costs)] if costs else [])]))
+    if costs and hlo_dir:
+        draw(costs, report, hlo_dir / "explain.png")
+        _say(f"drew {hlo_dir / 'explain.png'}")
     return 0 if report.fits else DOES_NOT_FIT
 
 
@@ -74,12 +86,14 @@ def _make_folder(name: str | None) -> Path | None:
     return folder
 
 
-def _compile(run: XlaRun, topology: Topology, libtpu_args: str, hlo_dir: Path | None) -> Report:
+def _compile(
+    run: XlaRun, topology: Topology, libtpu_args: str
+) -> tuple[Report, list[CompiledGraph]]:
     start_xla(topology.devices, run.own.xla_fsdp)
     parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
     _say(f"tracing {run.model.name}, {parameters:,} parameters, for {topology.devices} devices ...")
     start = time.perf_counter()
-    step = trace_step(run)
+    step = trace_step(run, named=run.own.explain)
     trace_s = time.perf_counter() - start
     compile_for = functools.partial(
         compile_graph,
@@ -89,9 +103,7 @@ def _compile(run: XlaRun, topology: Topology, libtpu_args: str, hlo_dir: Path | 
         variables=libtpu_flags.as_on_a_tpu(topology.generation, libtpu_args),
     )
     graphs = _compile_graphs(step, topology, compile_for)
-    if hlo_dir:
-        _keep_modules(graphs, hlo_dir)
-    return make_report(
+    report = make_report(
         topology=topology,
         graphs=graphs,
         model_flops=run.model.train_flops_per_image * batch_size,
@@ -102,6 +114,7 @@ def _compile(run: XlaRun, topology: Topology, libtpu_args: str, hlo_dir: Path | 
         trace_s=trace_s,
         versions={name: version(name) for name in ("torch_xla", "libtpu", "jaxlib")},
     )
+    return report, graphs
 
 
 def _compile_graphs(
@@ -136,6 +149,14 @@ def _compile_graphs(
         of_all = flops[same[0].hlo]
         graphs.append(CompiledGraph(len(same), compiled, traffic, expected, of_all, resident))
     return graphs
+
+
+def _explain(graphs: list[CompiledGraph], topology: Topology) -> list[Cost]:
+    """Return what each instruction of a step costs; nothing if a graph does not fit."""
+    modules = [(graph.compiled.hlo if graph.compiled else "", graph.runs) for graph in graphs]
+    if not all(hlo for hlo, _ in modules):
+        return []
+    return [cost for hlo, runs in modules for cost in explain(hlo, topology, runs)]
 
 
 def _keep_modules(graphs: list[CompiledGraph], folder: Path) -> None:

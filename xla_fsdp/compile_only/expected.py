@@ -10,13 +10,13 @@ as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles 
   begun, and delays only what needs it before it is complete. There are three queues, in each of
   which one move follows the other: collectives on the links, each taking the bytes that must reach
   a device at the chip's whole interconnect bandwidth (a permute, which brings them from one device,
-  at that of one link); copies between HBM and vector memory (DMA) at the bandwidth of HBM; transfers
+  at that of one link); copies between HBM and vector memory (DMA) at HBM's bandwidth; transfers
   between slices at that of the data center network.
 
 Not in it: that copies and fusions share the bandwidth of HBM, the time until the first byte of a
-move arrives, and links that a collective leaves idle (an all-gather along one side of the slice uses
-a part of the bandwidth). A kernel hardly reaches the peak. Scalars and the little else that has no
-cycles count as nothing.
+move arrives, and links that a collective leaves idle (an all-gather along one side of the slice
+uses a part of the bandwidth). A kernel hardly reaches the peak. Scalars and the little else that
+has no cycles count as nothing.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ def _begun_by(done: Instruction) -> str:
 
 def _until(moment: float, now: float, spent: Expected, queue: str) -> Expected:
     """Add the wait for a moment that comes after ``spent``, which begins now."""
-    return spent.plus(Expected(**{queue: max(moment - now - spent.seconds, 0.0)}))
+    waited = getattr(spent, queue) + max(moment - now - spent.seconds, 0.0)
+    return replace(spent, **{queue: waited})
 
 
 def _of_instruction(each: Instruction, shapes: dict[str, str], chip: Chip) -> Expected:

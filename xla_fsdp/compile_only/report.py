@@ -83,12 +83,7 @@ class Report:
 
 
 def make_report(
-    *,
-    topology: Topology,
-    graphs: list[CompiledGraph],
-    model_flops: float,
-    batch_size: int,
-    **facts,
+    *, topology: Topology, graphs: list[CompiledGraph], model_flops: float, **facts
 ) -> Report:
     """Put the graphs of a step together; ``model_flops`` are those of the whole slice."""
     chip, devices = topology.chip, topology.devices
@@ -140,8 +135,7 @@ def make_report(
         dcn_s=dcn_s,
         roofline_step_s=step_s,
         roofline_mfu=mfu,
-        batch_size=batch_size,
-        **_expected_figures(graphs, all_at_peak_s, batch_size),
+        **_expected_figures(graphs, all_at_peak_s, facts["batch_size"]),
         compile_s=sum(graph.compiled.seconds for graph in graphs if graph.compiled),
         **facts,
     )
