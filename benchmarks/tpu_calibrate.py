@@ -81,7 +81,8 @@ class Row:
             "tpu_topology": self.topology,
         }
         given = " ".join(f"--{name} {value}" for name, value in sizes.items())
-        return f"--compile_only --json --precision bf16 --model vit_10b {given}".split()
+        model = "--model vit_10b --no-qkv_bias --no-proj_bias"
+        return f"--compile_only --json --precision bf16 {model} {given}".split()
 
     @property
     def recomputed_share(self) -> float:

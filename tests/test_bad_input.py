@@ -42,6 +42,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--compile_only --tpu_topology v5e:8x4", "(global) is no multiple of the 32"),
         ("--tpu_topology v5e:4x4", "--tpu_topology v5e:4x4 needs --compile_only"),
         ("--hlo_dir hlo", "--hlo_dir hlo needs --compile_only"),
+        ("--explain", "--explain needs --compile_only"),
         (
             "--compile_only --tpu_topology v5e:4x4 --hlo_dir setup.cfg",
             "--hlo_dir setup.cfg is a file, not a folder",

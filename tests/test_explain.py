@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from tests.cli import run_program
+from tests.cli import TINY_MODEL, run_program
 from tests.test_expected_step import GATHERED, GROUP, MILLISECOND, V5E, exactly
 from xla_fsdp.compile_only.expected import expect
 from xla_fsdp.compile_only.explain import UNKNOWN, explain, explained_table, kind_of, shares
 from xla_fsdp.compile_only.hlo import Instruction
-from xla_fsdp.compile_only.names import Origin
+from xla_fsdp.compile_only.names import Origin, origin_in
 from xla_fsdp.compile_only.products import product_flops
 from xla_fsdp.compile_only.topologies import parse_topology
 
@@ -171,3 +171,31 @@ def test_the_step_is_the_same_without_names(explained):
         **{key: value for key, value in report.items() if key not in changes},
         "explained": named_report["explained"],
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "distinct"),
+    [
+        ("--xla_fsdp nested", 1),
+        ("--mesh_tensor 2", 1),
+        ("--grad_accum_steps 4", 3),  # a first micro-batch, two in between, a last
+    ],
+)
+def test_every_product_is_named_and_the_graph_is_the_same(flags, distinct):
+    """Without a loop over the blocks, with products of tensor parallelism, with several graphs."""
+    where = "--compile_only --tpu_topology v5e:2x2 --model vit_10b --batch_size 64".split()
+    traces = []
+    for more in ([], ["--explain"]):
+        command = ["tests/named_graphs.py", "4", *where, *TINY_MODEL, *flags.split(), *more]
+        done = run_program(*command, warm=False)
+        assert done.returncode == 0, done.stderr
+        traces.append(json.loads(done.stdout))
+    plain, with_names = traces
+    assert with_names["texts"] == plain["texts"]
+    assert with_names["distinct"] == plain["distinct"] == distinct
+    found = [origin_in(" ".join(names)) for names in with_names["products"]]
+    assert None not in found
+    modules = {origin.module for origin in found} - {"blocks.attn", "blocks.mlp"}
+    linear = {f"blocks.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+    assert modules == ({"head"} if "tensor" in flags else {"head", *linear})
+    assert {origin.phase for origin in found} == {"forward", "recompute", "backward"}

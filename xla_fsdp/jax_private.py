@@ -37,6 +37,15 @@ def stablehlo_of(hlo: bytes) -> Any:
         return ir.Module.parse(xla_client._xla.mlir.hlo_to_stablehlo(hlo))
 
 
+def text_without_names(hlo: bytes) -> str:
+    """Return a serialized HLO module as text, without what says where operations are from."""
+    from jax._src.lib import xla_client
+
+    options = xla_client._xla.HloPrintOptions()
+    options.print_metadata = False
+    return xla_client.XlaComputation(hlo).get_hlo_module().to_string(options)
+
+
 def mark_main(
     module: Any,
     arguments: Callable[[int], str],

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,7 +17,13 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.versions import warn_of_others
 from xla_fsdp import jax_private, libtpu_flags, torch_xla_private
-from xla_fsdp.compile_only.compiler import Compiled, as_stablehlo, check_installed, compile_graph
+from xla_fsdp.compile_only.compiler import (
+    Compiled,
+    as_stablehlo,
+    check_installed,
+    compile_graph,
+    named_alike,
+)
 from xla_fsdp.compile_only.expected import expect
 from xla_fsdp.compile_only.explain import Cost, explain, explained_json, explained_table
 from xla_fsdp.compile_only.explain_picture import draw
@@ -94,6 +101,8 @@ def _compile(
     _say(f"tracing {run.model.name}, {parameters:,} parameters, for {topology.devices} devices ...")
     start = time.perf_counter()
     step = trace_step(run, named=run.own.explain)
+    if run.own.explain:
+        step = named_alike(step)
     trace_s = time.perf_counter() - start
     compile_for = functools.partial(
         compile_graph,
@@ -109,6 +118,9 @@ def _compile(
         model_flops=run.model.train_flops_per_image * batch_size,
         parameters=parameters,
         batch_size=batch_size,
+        input_shape=run.model.sizes.input_shape,
+        precision=run.config.sharding.precision,
+        mesh=asdict(run.mesh),
         sharding=step.description,
         state_bytes=step.state_bytes,
         trace_s=trace_s,

@@ -70,16 +70,17 @@ class Names:
 
     def name_backward(self, result: torch.Tensor, module: str, given: Any = ()) -> None:
         """Name the backward pass of what computed ``result`` and has no name, up to ``given``."""
-        ends = {each.grad_fn for each in _tensors(given)}
+        seen: set[Any] = {each.grad_fn for each in _tensors(given)} | {None}
         waiting: list[Any] = [result.grad_fn]
         while waiting:
             node = waiting.pop()
-            if node is None or node in ends or _KEY in node.metadata:
+            if node in seen:
+                continue
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            if _KEY in node.metadata or not node.next_functions:  # the last: leaves a gradient
                 continue
             node.metadata[_KEY] = module
-            if not node.next_functions:  # it only leaves a gradient
-                continue
-            waiting += [following for following, _ in node.next_functions]
             node.register_prehook(lambda _: self._push(Origin(module, "backward")))
             node.register_hook(lambda *_: self._pop())
 

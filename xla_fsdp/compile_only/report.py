@@ -45,6 +45,10 @@ class Report:
     devices: int
     parameters: int
     batch_size: int
+    input_shape: tuple[int, ...]
+    """Of one image."""
+    precision: str
+    mesh: dict[str, int]
     sharding: str
     graphs: int
     distinct_graphs: int
