@@ -58,3 +58,10 @@ def commit(*paths: str) -> str:
         )
     except FileNotFoundError:  # no git in the image
         return "unknown"
+
+
+def write_between(document: Path, begin: str, end: str, lines: list[str]) -> None:
+    """Put these lines into a document in the place of those between two markers."""
+    before, _, rest = document.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    document.write_text(f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}")

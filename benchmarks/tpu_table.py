@@ -24,7 +24,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from tqdm import tqdm
 
-from benchmarks.common import ROOT, commit, run_python
+from benchmarks.common import ROOT, commit, run_python, write_between
 from xla_fsdp.compile_only.command import DOES_NOT_FIT
 
 PRESET_FLAGS = "--precision bf16 --batch_size 1024".split()
@@ -143,10 +143,7 @@ def write_table(
         f"with `{' '.join([*PRESET_FLAGS, *flags])}`. Commit {commit(*CODE)}, {versions}; "
         f"{min(seconds):.0f} to {max(seconds):.0f} s a step to trace and compile.",
     ]
-    text = document.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    document.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
+    write_between(document, BEGIN, END, lines)
 
 
 def plot(reports: Reports, path: Path) -> None:

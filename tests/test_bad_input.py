@@ -41,6 +41,12 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--compile_only --tpu_topology v5e:0x4", "v5e:0x4 is unknown. Known, for example: v4"),
         ("--compile_only --tpu_topology v5e:8x4", "(global) is no multiple of the 32"),
         ("--tpu_topology v5e:4x4", "--tpu_topology v5e:4x4 needs --compile_only"),
+        ("--hlo_dir hlo", "--hlo_dir hlo needs --compile_only"),
+        ("--explain", "--explain needs --compile_only"),
+        (
+            "--compile_only --tpu_topology v5e:4x4 --hlo_dir setup.cfg",
+            "--hlo_dir setup.cfg is a file, not a folder",
+        ),
         (
             "--compile_only --tpu_topology v5e:4x2 --mark_step_after_forward --no_grad_ckpt",
             "--compile_only with a broken graph needs --grad_ckpt full",

@@ -8,9 +8,11 @@ import pytest
 from benchmarks import tpu_table
 from tests.cli import run_program
 from xla_fsdp.compile_only.compiler import Compiled, hbm_asked_for
+from xla_fsdp.compile_only.expected import expect
 from xla_fsdp.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
+from xla_fsdp.compile_only.hlo import measure
 from xla_fsdp.compile_only.report import CompiledGraph, as_table, make_report
-from xla_fsdp.compile_only.topologies import parse_topology
+from xla_fsdp.compile_only.topologies import CHIPS, parse_topology
 
 # Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.
 WIDTH, DEPTH, BATCH, SIDE, PATCH, CLASSES = 512, 4, 64, 128, 16, 128
@@ -57,8 +59,14 @@ def step_flops(depth=DEPTH, batch=BATCH):
 
 
 @pytest.fixture(scope="module")
-def v5e():
-    return compile_for("v5e:2x2", "--precision", "bf16")
+def kept(tmp_path_factory):
+    """The folder of --hlo_dir, which is not there yet."""
+    return tmp_path_factory.mktemp("kept") / "new" / "hlo"
+
+
+@pytest.fixture(scope="module")
+def v5e(kept):
+    return compile_for("v5e:2x2", "--precision", "bf16", "--hlo_dir", str(kept))
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +94,17 @@ def test_figures(name, chips, request):
     assert found["roofline_step_s"] < found["expected_step_s"] < 10 * found["roofline_step_s"]
     at_peak_s = found["model_flops"] / chips / {"v5e": 197e12, "v5p": 459e12}[name]
     assert found["expected_mfu"] == pytest.approx(at_peak_s / found["expected_step_s"])
+    assert found["expected_images_per_s"] == pytest.approx(BATCH / found["expected_step_s"])
     assert found["expected_kernels_s"] == found["expected_unknown"] == 0  # 64 tokens: no kernel
     assert 0 < found["expected_waiting_s"] < found["collective_s"]
+
+
+def test_the_kept_module_is_the_one_that_was_told_of(v5e, kept):
+    (module,) = kept.iterdir()
+    assert module.name == "graph_1.hlo"
+    traffic = measure(module.read_text(), 4)
+    assert traffic.hbm_bytes == v5e["hbm_bytes"]
+    assert expect(module.read_text(), CHIPS["v5e"], 4).seconds == v5e["expected_step_s"]
 
 
 def test_weights_are_gathered_twice_in_bf16(v5e):
@@ -262,6 +279,9 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
         model_flops=8e12,
         parameters=10,
         batch_size=4,
+        input_shape=(3, 32, 32),
+        precision="fp32",
+        mesh={},
         sharding="",
         state_bytes=120,
         trace_s=1.0,

@@ -212,9 +212,11 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             r"^verdict +fits, ",
             r"^HBM a chip, peak +3\.\d\d GiB of 95\.74 GiB$",
             r"^highest MFU +8\d\.\d %$",
+            r"^expected images/s +\d{4}$",
         ),
         long=True,
     ),
+    "make tpu-calibrate": Elsewhere("hours, and it writes docs/tpu.md", make_knows),
     "make tpu-table": Elsewhere("an hour, and it writes docs/tpu.md", make_knows),
     # docs/reliability.md
     "make faults": Elsewhere("hours, and it writes docs/reliability.md", make_knows),

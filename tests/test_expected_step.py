@@ -31,12 +31,13 @@ def fusion(name: str, ms: float = 0, calls: str = "inside") -> str:
 
 def milliseconds(hlo: str) -> tuple[float, float, float]:
     found = expect(hlo, V5E, 4)
-    assert found.seconds == found.cycles_s + found.kernels_s + found.waiting_s
+    parts = (found.kernels_s, found.waiting_s, found.dma_s, found.dcn_s)
+    assert found.seconds == pytest.approx(found.cycles_s + sum(parts))
     return found.cycles_s * 1e3, found.kernels_s * 1e3, found.waiting_s * 1e3
 
 
 def exactly(*values: float):
-    return pytest.approx(values, rel=1e-3, abs=1e-6)
+    return pytest.approx(values if len(values) > 1 else values[0], rel=1e-3, abs=1e-6)
 
 
 LOOP = f"""
@@ -176,3 +177,60 @@ def test_what_is_begun_in_a_loop_is_over_at_its_end():
     loop = "%w = (s32[], f32[8]) while(%p), condition=%condition, body=%body"
     others = in_pieces(7) + body + condition
     assert milliseconds(module(loop, others=others)) == exactly(5 * 0.75, 0, 5 * 0.25)
+
+
+COPIED = f"f32[{int(819e9 * 1e-3 / 4)}]{{0}}"
+"""What takes a millisecond to come from HBM."""
+
+
+@pytest.mark.parametrize(("between", "waiting"), [(0.25, 0.75), (3, 0)])
+def test_a_copy_to_vector_memory_hides_behind_what_is_between(between, waiting):
+    in_vmem = COPIED.replace("}", ":S(1)}")
+    hlo = module(
+        f"%c = ({in_vmem}, {COPIED}, u32[]{{:S(2)}}) copy-start(%p)",
+        fusion("between", between),
+        f"%d = {in_vmem} copy-done(%c)",
+        fusion("after", 1),
+    )
+    found = expect(hlo, V5E, 4)
+    assert found.dma_s * 1e3 == exactly(waiting)
+    assert found.seconds * 1e3 == exactly(between + waiting + 1)
+
+
+def test_copies_follow_each_other_and_go_on_beside_collectives():
+    """Two copies, 2 ms in all, beside a gather of 1 ms; a slice moves what it gives, not all."""
+    hlo = module(
+        f"%c = ({COPIED}, {COPIED}, u32[]) copy-start(%p)",
+        f"%s = (({COPIED.replace('[', '[9,')}), {COPIED}, u32[]) slice-start(%p), slice={{[0:9]}}",
+        f"%g = {GATHERED} all-gather(%p), channel_id=1, {GROUP}",
+        f"%c.1 = {COPIED} copy-done(%c)",
+        f"%s.1 = {COPIED} slice-done(%s)",
+    )
+    found = expect(hlo, V5E, 4)
+    assert (found.waiting_s * 1e3, found.dma_s * 1e3) == exactly(1, 1)
+
+
+def between_slices(opcode: str, operand: str, number: int, values: int = 8) -> str:
+    told = (
+        f'frontend_attributes={{_xla_host_transfer_rendezvous="sum_{number}",'
+        '_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    shape = f"(f32[{values}]{{0}}, u32[], token[])"
+    return f"%{opcode}.{number} = {shape} {opcode}({operand}), is_host_transfer=true, {told}"
+
+
+@pytest.mark.parametrize(("between", "waiting"), [(0.5, 1.5), (3, 0)])
+def test_other_slices_are_waited_for_where_their_values_are_needed(between, waiting):
+    """Two sums over 2 slices: of each a millisecond's bytes come from the other slice."""
+    values = int(3.125e9 * 1e-3 / 4)
+    hlo = module(
+        between_slices("send", "%p, %t", 1, values),
+        between_slices("send", "%p, %t", 2, values),
+        *(between_slices("recv", "%t", number) for number in (1, 2)),
+        *(f"%sent.{n} = token[] send-done(%send.{n}), is_host_transfer=true" for n in (1, 2)),
+        fusion("between", between),
+        *(f"%got.{n} = (f32[8], token[]) recv-done(%recv.{n})" for n in (2, 1)),
+    )
+    found = expect(hlo, V5E, 4, slices=2)
+    assert found.dcn_s * 1e3 == exactly(waiting)
+    assert found.seconds * 1e3 == exactly(between + waiting)

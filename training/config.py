@@ -123,6 +123,12 @@ class LogConfig:
         kind=seconds,
         env="STEP_TIMEOUT_S",
     )
+    expect: str | None = flag(
+        None,
+        "file with what --compile_only --json printed for the same flags: the first log lines put "
+        "the expected seconds a step beside the measured ones, run.json keeps both (default: none)",
+        metavar="FILE",
+    )
     wandb: str | None = flag(
         None,
         "log to this Weights & Biases project too; needs the package wandb (default: none)",

@@ -16,12 +16,16 @@ from typing import Any
 from tqdm import tqdm
 
 from training.backend import Backend
+from training.checkpoints.choose import RUN_FILE
+from training.expectation import keep_measured
 from training.metrics import read_metrics
 from training.plots import plot_curves
 from training.sinks import Guarded, open_sinks
 from training.skipped_steps import COUNTS
 
 CURVES_FILE = "curves.png"
+_COMPARED = 3
+"""How many log lines put the expected seconds a step beside the measured ones."""
 SMOOTHING_WINDOW = 5
 """How many logs the means of loss and time per step are over, which log lines give beside the
 newest values, as PyTorch/XLA's ViT-10B example does."""
@@ -79,6 +83,9 @@ class Reports:
         self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._compilations = -1
         self._skipped = 0.0
+        self.expected_s: float | None = None
+        """What a step is expected to take; it is told in the first log lines with a pace."""
+        self._compared = 0
         self.longest_row_skipped = 0
         """How many steps in a row were not finite, as far as log steps have told."""
         self.last_top1: float | None = None
@@ -167,6 +174,9 @@ class Reports:
             if self._peak_flops:
                 flops = record["images_per_s"] * self._flops_per_image
                 record["mfu"] = flops / self._peak_flops
+            if self.expected_s and self._compared < _COMPARED:
+                record["expected_sec_per_iter"] = self.expected_s
+                self._compared += 1
         record.update(self._backend.counters())
         sizes = self._backend.memory()
         record.update({f"memory_{name}": size for name, size in sizes.items()})
@@ -185,6 +195,7 @@ class Reports:
             return
         self._write(record)
         self.say(self._log_line(record))
+        self._keep_measured(record)
         if skipped["total"] > self._skipped:
             self.say(
                 f"note: {skipped['total'] - self._skipped:.0f} step(s) since the last log were "
@@ -200,6 +211,14 @@ class Reports:
             self.say(f"note: {compilations - self._compilations} new compilation(s) since last log")
         self._compilations = compilations
 
+    def _keep_measured(self, record: dict[str, Any]) -> None:
+        expected = record.get("expected_sec_per_iter")
+        if expected:
+            try:
+                keep_measured(self._dir / RUN_FILE, expected, record["sec_per_iter"])
+            except (OSError, ValueError) as error:
+                self.say(f"note: {RUN_FILE} cannot be written ({error})")
+
     def _log_line(self, record: dict[str, Any]) -> str:
         parts = [
             f"epoch {record['epoch']} step {record['step']}",
@@ -209,6 +228,9 @@ class Reports:
         ]
         if "images_per_s" in record:
             parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{_mean_of(self._times)}")
+            if "expected_sec_per_iter" in record:
+                expected = record["expected_sec_per_iter"]
+                parts.append(f"expected: {expected:.4f} ({record['sec_per_iter'] / expected:.2f}x)")
             parts.append(f"images/s: {record['images_per_s']:.1f}")
             parts.append(f"data wait: {record['data_wait']:.1%}")
         if "mfu" in record:

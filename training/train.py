@@ -25,6 +25,7 @@ from training.checkpoints.state import load_state
 from training.config import CheckpointConfig
 from training.errors import NOT_FINITE, RunFailed, StoppedBySignal
 from training.evaluation import Evaluations
+from training.expectation import read_expectation
 from training.fingerprint import check_alike, versions
 from training.loaders import train_loader, val_loader
 from training.loop import Trainer
@@ -65,6 +66,8 @@ class Plan:
     data: DataSource
     candidates: Candidates
     """Checkpoints to resume, as this process sees them."""
+    expected_s: float | None
+    """What a step is expected to take, if that was told."""
 
 
 def prepare(run: Run) -> tuple[Run, Plan]:
@@ -73,13 +76,14 @@ def prepare(run: Run) -> tuple[Run, Plan]:
     Raises UsageError.
     """
     check_folder_writable(run.ckpt_dir)
+    expected_s = read_expectation(run)
     resume, candidates = _candidates(run.config.checkpoints)
     run = with_preprocessing(run, resume)
     with bad_data_is_the_users():
         data = open_data(wanted_images(run))
     if resume:
         _check_resume(resume, run, data)
-    return run, Plan(data, candidates)
+    return run, Plan(data, candidates, expected_s)
 
 
 def _candidates(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
@@ -108,6 +112,7 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
     position, last_step = _positions(start.resume, run, len(loader))
     so_far = _so_far(start.resume, run.ckpt_dir, position)
     session = _session(run, backend, position.step, last_step, so_far)
+    session.reports.expected_s = plan.expected_s
     saver = CheckpointSaver(
         run.ckpt_dir,
         backend,

@@ -81,6 +81,21 @@ class XlaConfig:
         common=True,
     )
 
+    explain: bool = flag(
+        False,
+        "with --compile_only: also print the 20 costliest instructions of the step, with the "
+        "module of the model that each comes from and what bounds it; with --hlo_dir also draw the "
+        "step's time by module, explain.png",
+        needs=("compile_only",),
+    )
+    hlo_dir: str | None = flag(
+        None,
+        "folder that keeps the scheduled module of each graph of --compile_only as text (default: "
+        "none)",
+        metavar="DIR",
+        needs=("compile_only",),
+    )
+
     def shrunk(self) -> XlaConfig:
         """Return the same for a model of a few blocks."""
         from dataclasses import replace

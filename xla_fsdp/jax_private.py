@@ -28,14 +28,22 @@ def _hlo() -> Any:
 
 
 def stablehlo_of(hlo: bytes) -> Any:
-    """Return the module of a serialized HLO module of XLA."""
+    """Return the module of a serialized HLO module of XLA; names of operations stay with them."""
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
 
     ir, context = _ir(), mlir.make_ir_context()
     with context, ir.Location.unknown(context):
-        computation = xla_client.XlaComputation(hlo)
-        return ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
+        return ir.Module.parse(xla_client._xla.mlir.hlo_to_stablehlo(hlo))
+
+
+def text_without_names(hlo: bytes) -> str:
+    """Return a serialized HLO module as text, without what says where operations are from."""
+    from jax._src.lib import xla_client
+
+    options = xla_client._xla.HloPrintOptions()
+    options.print_metadata = False
+    return xla_client.XlaComputation(hlo).get_hlo_module().to_string(options)
 
 
 def mark_main(
@@ -113,7 +121,9 @@ def compile_for(
     build.num_replicas, build.num_partitions = replicas, partitions
     build.device_assignment = xla_client.DeviceAssignment.create(numbers)
     return devices[0].client.compile(
-        module.operation.get_asm(binary=True), _jax.DeviceList(tuple(devices)), options
+        module.operation.get_asm(binary=True, enable_debug_info=True),
+        _jax.DeviceList(tuple(devices)),
+        options,
     )
 
 

@@ -198,6 +198,19 @@ def forget_all_reduces(device: str) -> None:
     _xlac()._set_all_reduce_token(device, None)
 
 
+# -- names in the graph ---------------------------------------------------------------
+
+
+def keep_scopes() -> None:
+    """Keep of each operation, from now on, which scopes it was recorded in, for the HLO."""
+    _xlac()._set_ir_debug(True)
+
+
+def open_scope(name: str) -> Any:
+    """Open a scope in this thread; it is closed when the returned object goes away."""
+    return _xlac().profiler.scope_pusher(name)
+
+
 # -- nested FSDP ----------------------------------------------------------------------
 
 FLAT_PARAMETER = "flat_param_"

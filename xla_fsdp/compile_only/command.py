@@ -8,15 +8,25 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 
 from models import timm_private
 from training.config import RunConfig
 from training.errors import UsageError
 from training.versions import warn_of_others
 from xla_fsdp import jax_private, libtpu_flags, torch_xla_private
-from xla_fsdp.compile_only.compiler import Compiled, as_stablehlo, check_installed, compile_graph
+from xla_fsdp.compile_only.compiler import (
+    Compiled,
+    as_stablehlo,
+    check_installed,
+    compile_graph,
+    named_alike,
+)
 from xla_fsdp.compile_only.expected import expect
+from xla_fsdp.compile_only.explain import Cost, explain, explained_json, explained_table
+from xla_fsdp.compile_only.explain_picture import draw
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.graphs import Graph, Result, Step, local_bytes
 from xla_fsdp.compile_only.hlo import measure
@@ -44,8 +54,19 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
     run = resolve_for_slice(config, own, topology.devices)
     _check_breaks(run)
-    report = _compile(run, topology, libtpu_args)
-    print(json.dumps(as_json(report)) if config.use.json else as_table(report))
+    hlo_dir = _make_folder(own.hlo_dir)
+    report, graphs = _compile(run, topology, libtpu_args)
+    if hlo_dir:
+        _keep_modules(graphs, hlo_dir)
+    costs = _explain(graphs, topology) if own.explain else []
+    if config.use.json:
+        explained = {"explained": explained_json(costs)} if costs else {}
+        print(json.dumps(as_json(report) | explained))
+    else:
+        print("\n\n".join([as_table(report), *([explained_table(costs)] if costs else [])]))
+    if costs and hlo_dir:
+        draw(costs, report, hlo_dir / "explain.png")
+        _say(f"drew {hlo_dir / 'explain.png'}")
     return 0 if report.fits else DOES_NOT_FIT
 
 
@@ -58,12 +79,30 @@ def _check_breaks(run: XlaRun) -> None:
         )
 
 
-def _compile(run: XlaRun, topology: Topology, libtpu_args: str) -> Report:
+def _make_folder(name: str | None) -> Path | None:
+    """Make the folder of ``--hlo_dir`` now, before minutes of compilation. Raises UsageError."""
+    if name is None:
+        return None
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"--hlo_dir {name} is a file, not a folder") from None
+    except OSError as error:
+        raise UsageError(f"--hlo_dir {name} cannot be made: {error.strerror}") from None
+    return folder
+
+
+def _compile(
+    run: XlaRun, topology: Topology, libtpu_args: str
+) -> tuple[Report, list[CompiledGraph]]:
     start_xla(topology.devices, run.own.xla_fsdp)
     parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
     _say(f"tracing {run.model.name}, {parameters:,} parameters, for {topology.devices} devices ...")
     start = time.perf_counter()
-    step = trace_step(run)
+    step = trace_step(run, named=run.own.explain)
+    if run.own.explain:
+        step = named_alike(step)
     trace_s = time.perf_counter() - start
     compile_for = functools.partial(
         compile_graph,
@@ -73,17 +112,21 @@ def _compile(run: XlaRun, topology: Topology, libtpu_args: str) -> Report:
         variables=libtpu_flags.as_on_a_tpu(topology.generation, libtpu_args),
     )
     graphs = _compile_graphs(step, topology, compile_for)
-    return make_report(
+    report = make_report(
         topology=topology,
         graphs=graphs,
         model_flops=run.model.train_flops_per_image * batch_size,
         parameters=parameters,
         batch_size=batch_size,
+        input_shape=run.model.sizes.input_shape,
+        precision=run.config.sharding.precision,
+        mesh=asdict(run.mesh),
         sharding=step.description,
         state_bytes=step.state_bytes,
         trace_s=trace_s,
         versions={name: version(name) for name in ("torch_xla", "libtpu", "jaxlib")},
     )
+    return report, graphs
 
 
 def _compile_graphs(
@@ -112,11 +155,29 @@ def _compile_graphs(
         traffic = expected = None
         if compiled and compiled.fits:
             traffic = measure(compiled.hlo, topology.devices, topology.slices)
-            expected = expect(compiled.hlo, topology.chip, topology.devices // topology.slices)
+            in_slice = topology.devices // topology.slices
+            expected = expect(compiled.hlo, topology.chip, in_slice, topology.slices)
         resident = max(local_bytes(graph.resident, shardings) for graph in same)
         of_all = flops[same[0].hlo]
         graphs.append(CompiledGraph(len(same), compiled, traffic, expected, of_all, resident))
     return graphs
+
+
+def _explain(graphs: list[CompiledGraph], topology: Topology) -> list[Cost]:
+    """Return what each instruction of a step costs; nothing if a graph does not fit."""
+    modules = [(graph.compiled.hlo if graph.compiled else "", graph.runs) for graph in graphs]
+    if not all(hlo for hlo, _ in modules):
+        return []
+    return [cost for hlo, runs in modules for cost in explain(hlo, topology, runs)]
+
+
+def _keep_modules(graphs: list[CompiledGraph], folder: Path) -> None:
+    """Write each scheduled module as text; one that does not fit has none."""
+    for number, graph in enumerate(graphs, 1):
+        if graph.compiled and graph.compiled.hlo:
+            path = folder / f"graph_{number}.hlo"
+            path.write_text(graph.compiled.hlo)
+            _say(f"kept {path}")
 
 
 def _say(text: str) -> None:

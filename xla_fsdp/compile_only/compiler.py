@@ -9,7 +9,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from training.errors import UsageError
 from xla_fsdp import jax_private
-from xla_fsdp.compile_only.graphs import Graph, local_bytes
+from xla_fsdp.compile_only.graphs import Graph, Step, local_bytes
 from xla_fsdp.compile_only.topologies import Topology
 from xla_fsdp.libtpu_flags import raise_if_refused
 
@@ -160,6 +160,17 @@ def as_stablehlo(graph: Graph) -> Any:
     """Return the program of all devices together as a StableHLO module."""
     _prepare_jax()
     return jax_private.stablehlo_of(graph.hlo)
+
+
+def named_alike(step: Step) -> Step:
+    """Return the step with graphs that differ in the names of operations alone made the same."""
+    _prepare_jax()
+    first: dict[str, bytes] = {}
+    graphs = [
+        replace(graph, hlo=first.setdefault(jax_private.text_without_names(graph.hlo), graph.hlo))
+        for graph in step.graphs
+    ]
+    return replace(step, graphs=graphs)
 
 
 def hbm_asked_for(message: str, argument_bytes: int) -> int | None:

@@ -6,30 +6,35 @@ as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles 
 
 - Pallas kernels, which have none: the longer of FLOPs and bytes of their own cost estimate at the
   chip's peak;
-- what the computation waits for collectives. They go over the links one after the other, each
-  taking the bytes that must reach a device at the chip's whole interconnect bandwidth; a permute,
-  which brings them from one device, at that of one link. One that goes on beside other instructions
-  delays only what needs it before it is complete.
+- what the computation waits for. What is moved goes on beside other instructions from where it is
+  begun, and delays only what needs it before it is complete. There are three queues, in each of
+  which one move follows the other: collectives on the links, each taking the bytes that must reach
+  a device at the chip's whole interconnect bandwidth (a permute, which brings them from one device,
+  at that of one link); copies between HBM and vector memory (DMA) at HBM's bandwidth; transfers
+  between slices at that of the data center network.
 
-Not in it: copies between HBM and vector memory that the next instruction waits for, transfers
-between slices, the time until the first byte of a collective arrives, and links that a collective
-leaves idle (an all-gather along one side of the slice uses a part of the bandwidth). A kernel
-hardly reaches the peak. Scalars and the little else that has no cycles count as nothing.
+Not in it: that copies and fusions share the bandwidth of HBM, the time until the first byte of a
+move arrives, and links that a collective leaves idle (an all-gather along one side of the slice
+uses a part of the bandwidth). A kernel hardly reaches the peak. Scalars and the little else that
+has no cycles count as nothing.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
 
 from xla_fsdp.compile_only.hlo import (
     Computations,
     Instruction,
     channel_of,
     collectives_of,
+    dma_bytes,
     instruction_bytes,
     parse_module,
     received_bytes,
+    received_from_slices,
     scheduled_by,
 )
 from xla_fsdp.compile_only.topologies import Chip
@@ -38,6 +43,9 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**60
 """From here on an estimate stands for "unknown"; libtpu writes 2**63 - 1."""
 _KERNEL = 'custom_call_target="tpu_custom_call"'
+_COLLECTIVE_DONE = re.compile(r"(?:all|collective|reduce)-[a-z\-]+-done$")
+_COPY = re.compile(r"(?:copy|slice|dynamic-slice|dynamic-update-slice|async)-(start|done)$")
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]+"')
 _COST = re.compile(r'"cost_estimate":\{[^}]*\}')
 
 
@@ -51,79 +59,156 @@ class Expected:
     """In Pallas kernels."""
     waiting_s: float = 0.0
     """Waiting for collectives."""
+    dma_s: float = 0.0
+    """Waiting for copies between HBM and vector memory."""
+    dcn_s: float = 0.0
+    """Waiting for other slices."""
     unknown: int = 0
     """How many instructions run whose cycles the compiler does not know."""
 
     @property
     def seconds(self) -> float:
-        return self.cycles_s + self.kernels_s + self.waiting_s
+        return self.cycles_s + self.kernels_s + self.waiting_s + self.dma_s + self.dcn_s
 
     def plus(self, other: Expected, times: int = 1) -> Expected:
         """Return the time of this and of ``times`` runs of another."""
-        return Expected(
-            self.cycles_s + times * other.cycles_s,
-            self.kernels_s + times * other.kernels_s,
-            self.waiting_s + times * other.waiting_s,
-            self.unknown + times * other.unknown,
-        )
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Expected(*(mine + times * its for mine, its in pairs))
 
 
-def expect(hlo: str, chip: Chip, devices: int) -> Expected:
+@dataclass(frozen=True)
+class Part:
+    """What one instruction of the schedule takes."""
+
+    instruction: Instruction
+    computation: str
+    runs: int
+    """How often it runs in one execution of the module."""
+    each: Expected
+    """The time of one run, what it waits for included."""
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Data on its way, as one of the instructions that name it tells."""
+
+    queue: str
+    """The field of ``Expected`` that waiting for it counts in."""
+    seconds: float | None
+    """On its queue; None where it was begun by another instruction."""
+    goes_on: bool = True
+
+
+def expect(hlo: str, chip: Chip, devices: int, slices: int = 1) -> Expected:
     """Return the time of a scheduled TPU module given as text; ``devices`` are those of a slice."""
-    computations, entry = parse_module(hlo)
-    return _of_computation(entry, computations, chip, devices)
+    total = Expected()
+    for part in walk(*parse_module(hlo), chip, devices, slices):
+        total = total.plus(part.each, part.runs)
+    return total
 
 
-def _of_computation(name: str, computations: Computations, chip: Chip, devices: int) -> Expected:
-    """Return the time of a computation; no collective goes on beyond its end."""
-    instructions = computations[name]
-    collectives = [_collectives_at(each, computations) for each in instructions]
-    last = {key: place for place, found in enumerate(collectives) for key in found}
-    shapes = {each.name: each.shape for each in instructions}
-    spent, links_free_at = Expected(), 0.0
-    arrives_at = dict[str, float]()
-    for place, each in enumerate(instructions):
-        begun = set()
-        for key, (collective, goes_on) in collectives[place].items():
-            if key not in arrives_at and not collective.opcode.endswith("-done"):
-                seconds = _on_the_links(collective, devices, chip)
-                links_free_at = max(spent.seconds, links_free_at) + seconds
-                arrives_at[key] = links_free_at
-                begun |= {key} if goes_on else set()
-        spent = spent.plus(_of_instruction(each, shapes, chip))
-        for called, rounds in scheduled_by(each, computations):
-            spent = spent.plus(_of_computation(called, computations, chip, devices), rounds)
-        for key in collectives[place].keys() - begun:
-            if last[key] == place:
-                spent = spent.plus(_wait_until(arrives_at.get(key, 0.0), spent))
-    return spent.plus(_wait_until(links_free_at, spent))
+def walk(
+    computations: Computations, entry: str, chip: Chip, devices: int, slices: int = 1
+) -> list[Part]:
+    """Return the instructions that a module runs with the time of each, in the order of the text
+    but for loops, whose body comes before them. A loop of n rounds has one part for each of its
+    instructions."""
+    return _Walk(computations, chip, devices, slices).parts(entry)
 
 
-def _on_the_links(collective: Instruction, devices: int, chip: Chip) -> float:
-    to_one = collective.opcode.startswith("collective-permute")
-    bandwidth = chip.link_bandwidth if to_one else chip.ici_bandwidth
-    return received_bytes(collective, devices) / bandwidth
+@dataclass(frozen=True)
+class _Walk:
+    computations: Computations
+    chip: Chip
+    devices: int
+    slices: int
+
+    def parts(self, name: str) -> list[Part]:
+        """Return those of a computation; nothing is moved beyond its end."""
+        instructions = self.computations[name]
+        shapes = {each.name: each.shape for each in instructions}
+        moves = self._moves(instructions)
+        last = {key: place for place, found in enumerate(moves) for key in found}
+        parts: list[Part] = []
+        now, free_at, arrives_at = 0.0, defaultdict[str, float](float), dict[str, float]()
+        for place, each in enumerate(instructions):
+            begun = set()
+            for key, move in moves[place].items():
+                if key not in arrives_at and move.seconds is not None:
+                    free_at[move.queue] = max(now, free_at[move.queue]) + move.seconds
+                    arrives_at[key] = free_at[move.queue]
+                    begun |= {key} if move.goes_on else set()
+            spent = _of_instruction(each, shapes, self.chip)
+            for called, rounds in scheduled_by(each, self.computations):
+                inner = self.parts(called)
+                now += rounds * sum(part.runs * part.each.seconds for part in inner)
+                parts += [replace(part, runs=rounds * part.runs) for part in inner]
+            for key in moves[place].keys() - begun:
+                if last[key] == place:
+                    spent = _until(arrives_at.get(key, 0.0), now, spent, moves[place][key].queue)
+            if place == len(instructions) - 1:
+                for queue, moment in free_at.items():
+                    spent = _until(moment, now, spent, queue)
+            now += spent.seconds
+            parts.append(Part(each, name, 1, spent))
+        return parts
+
+    def _moves(self, instructions: list[Instruction]) -> list[dict[str, _Move]]:
+        """Return what each instruction begins, carries on, or waits for, by a key.
+
+        All instructions of one move give it the same key.
+        """
+        named = {each.name: each for each in instructions}
+        return [self._moves_of(each, named) for each in instructions]
+
+    def _moves_of(self, each: Instruction, named: dict[str, Instruction]) -> dict[str, _Move]:
+        rendezvous = _rendezvous(each, named)
+        if rendezvous:
+            sends = each.opcode == "send"
+            size = received_from_slices(each, self.slices) if sends else None
+            seconds = None if size is None else size / self.chip.dcn_bandwidth
+            return {rendezvous: _Move("dcn_s", seconds)}
+        copies = _COPY.match(each.opcode)
+        if copies:
+            if copies[1] == "start":
+                return {each.name: _Move("dma_s", dma_bytes(each) / self.chip.hbm_bandwidth)}
+            return {_begun_by(each): _Move("dma_s", None)}
+        if _COLLECTIVE_DONE.match(each.opcode):
+            return {_begun_by(each): _Move("waiting_s", None)}
+        found = {}
+        for collective, goes_on, _ in collectives_of(each, self.computations):
+            begins = each.opcode.endswith("-start")
+            key = each.name if begins else channel_of(collective) or each.name
+            is_done = collective.opcode.endswith("-done")
+            seconds = None if is_done else self._on_the_links(collective)
+            found[key] = _Move("waiting_s", seconds, goes_on)
+        return found
+
+    def _on_the_links(self, collective: Instruction) -> float:
+        to_one = collective.opcode.startswith("collective-permute")
+        bandwidth = self.chip.link_bandwidth if to_one else self.chip.ici_bandwidth
+        return received_bytes(collective, self.devices) / bandwidth
 
 
-def _collectives_at(
-    each: Instruction, computations: Computations
-) -> dict[str, tuple[Instruction, bool]]:
-    """Return the collectives that an instruction begins, carries on, or waits for, by a key.
+def _rendezvous(each: Instruction, named: dict[str, Instruction]) -> str | None:
+    """Return what the instructions of one transfer between slices have in common."""
+    if each.opcode.removesuffix("-done") not in ("send", "recv"):
+        return None
+    begun = named.get(_begun_by(each), each) if each.opcode.endswith("-done") else each
+    found = _RENDEZVOUS.search(begun.text)
+    return found[0] if found else None
 
-    All instructions of one collective give it the same key. The second value tells whether it can
-    go on beside others.
-    """
-    waits = re.match(r"(?:all|collective|reduce)-[a-z\-]+-done$", each.opcode)
-    if waits:
-        begun = re.search(r"-done\(%([\w.\-]+)", each.text)
-        assert begun, each.text
-        return {begun[1]: (each, True)}
-    found = {}
-    for collective, goes_on, _ in collectives_of(each, computations):
-        begins = each.opcode.endswith("-start")
-        key = each.name if begins else channel_of(collective) or each.name
-        found[key] = collective, goes_on
-    return found
+
+def _begun_by(done: Instruction) -> str:
+    begun = re.search(r"-done\(%([\w.\-]+)", done.text)
+    assert begun, done.text
+    return begun[1]
+
+
+def _until(moment: float, now: float, spent: Expected, queue: str) -> Expected:
+    """Add the wait for a moment that comes after ``spent``, which begins now."""
+    waited = getattr(spent, queue) + max(moment - now - spent.seconds, 0.0)
+    return replace(spent, **{queue: waited})
 
 
 def _of_instruction(each: Instruction, shapes: dict[str, str], chip: Chip) -> Expected:
@@ -146,7 +231,3 @@ def _of_kernel(each: Instruction, shapes: dict[str, str], chip: Chip) -> float:
     )
     moved = int(size[1]) if size else instruction_bytes(each, shapes)
     return max(int(flops[1]) / chip.peak_flops if flops else 0.0, moved / chip.hbm_bandwidth)
-
-
-def _wait_until(moment: float, spent: Expected) -> Expected:
-    return Expected(waiting_s=max(moment - spent.seconds, 0.0))

@@ -103,7 +103,7 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
                 in_pieces = {buffer for *_, buffers in collectives for buffer in buffers}
                 traffic.hbm_bytes += runs * instruction_bytes(each, shapes, in_pieces)
             if "_xla_megascale_transfer_type" in each.text and each.opcode == "send":
-                traffic.dcn_bytes += runs * _from_other_slices(each, slices)
+                traffic.dcn_bytes += runs * received_from_slices(each, slices)
             for found, is_async, buffers in collectives:
                 key = channel_of(found) or f"{name}/{found.name}"
                 if key in seen:  # one collective in pieces, among several fusions
@@ -157,7 +157,7 @@ def scheduled_by(each: Instruction, computations: Computations) -> list[tuple[st
         assert match, each.text
         return [(match[2], _rounds(computations[match[1]]))]
     if each.opcode in ("call", "conditional"):
-        return [(called, 1) for called in _CALLED.findall(each.text)]
+        return [(called, 1) for called in called_by(each)]
     return []
 
 
@@ -180,7 +180,7 @@ def collectives_of(
     if each.opcode != "fusion":
         return []
     found: list[tuple[Instruction, bool, list[str]]] = []
-    for called in _CALLED.findall(each.text):
+    for called in called_by(each):
         inside = computations.get(called, [])
         for inner in inside:
             if inner.opcode.removesuffix("-start") not in _KINDS:
@@ -211,6 +211,30 @@ def _type(shape: str) -> str:
     return "".join(f"{kind}[{sizes}]" for kind, sizes, _ in _SHAPE.findall(shape))
 
 
+def output_bytes(each: Instruction) -> float:
+    """Return the bytes of what an instruction computes, wherever they are."""
+    return _bytes(each.shape)
+
+
+def called_by(each: Instruction) -> list[str]:
+    """Return the computations that an instruction calls, among them that inside a fusion."""
+    return _CALLED.findall(each.text)
+
+
+def operands_of(each: Instruction) -> list[str]:
+    """Return the names of what an instruction is given."""
+    operands = each.text[len(each.shape) :]
+    operands = operands[: operands.find("), ")] if "), " in operands else operands
+    return re.findall(r"%([\w.\-]+)", operands)
+
+
+def dimensions(shape: str) -> list[int]:
+    """Return the sizes of an array by its shape as text."""
+    found = _SHAPE.search(shape)
+    assert found, shape
+    return [int(size) for size in found[2].split(",") if size]
+
+
 def _bytes(shape: str, *, only_hbm: bool = False, but: Set[str] = frozenset()) -> float:
     total = 0.0
     for kind, sizes, layout in _SHAPE.findall(shape):
@@ -227,9 +251,7 @@ def instruction_bytes(
 
     Buffers of the types ``but`` are left out.
     """
-    operands = each.text[len(each.shape) :]
-    operands = operands[: operands.find("), ")] if "), " in operands else operands
-    names = re.findall(r"%([\w.\-]+)", operands)
+    names = operands_of(each)
     if "dynamic-update-slice" in each.name:  # in place: the slice, not the whole
         sizes = sorted(_bytes(shapes.get(name, ""), only_hbm=True) for name in names)
         return 2 * sum(sizes[:-1])
@@ -262,7 +284,13 @@ def received_bytes(each: Instruction, devices: int) -> float:
     return whole * (size - 1) / size
 
 
-def _from_other_slices(send: Instruction, slices: int) -> float:
+def dma_bytes(start: Instruction) -> float:
+    """Return the bytes that a copy begun here moves; its shape is (operands, result, context)."""
+    sizes = [_bytes(f"{kind}[{dims}]") for kind, dims, _ in _SHAPE.findall(start.shape)]
+    return min(sizes[:2]) if len(sizes) > 1 else 0.0
+
+
+def received_from_slices(send: Instruction, slices: int) -> float:
     """Return the bytes that must reach a device's host of what each slice hands to its own."""
     sent = _bytes(send.shape.partition("]")[0] + "]")  # (the data, u32[], token[])
     if '_xla_megascale_transfer_type="ALL_REDUCE"' in send.text:

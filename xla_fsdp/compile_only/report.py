@@ -45,6 +45,10 @@ class Report:
     devices: int
     parameters: int
     batch_size: int
+    input_shape: tuple[int, ...]
+    """Of one image."""
+    precision: str
+    mesh: dict[str, int]
     sharding: str
     graphs: int
     distinct_graphs: int
@@ -71,8 +75,11 @@ class Report:
     roofline_mfu: float | None
     expected_step_s: float | None
     expected_mfu: float | None
+    expected_images_per_s: float | None
     expected_kernels_s: float | None
     expected_waiting_s: float | None
+    expected_dma_s: float | None
+    expected_dcn_s: float | None
     expected_unknown: int | None
     trace_s: float
     compile_s: float
@@ -132,7 +139,7 @@ def make_report(
         dcn_s=dcn_s,
         roofline_step_s=step_s,
         roofline_mfu=mfu,
-        **_expected_figures(graphs, all_at_peak_s),
+        **_expected_figures(graphs, all_at_peak_s, facts["batch_size"]),
         compile_s=sum(graph.compiled.seconds for graph in graphs if graph.compiled),
         **facts,
     )
@@ -148,7 +155,9 @@ def _total(graphs: list[CompiledGraph]) -> Traffic | None:
     return total
 
 
-def _expected_figures(graphs: list[CompiledGraph], all_at_peak_s: float) -> dict[str, Any]:
+def _expected_figures(
+    graphs: list[CompiledGraph], all_at_peak_s: float, batch_size: int
+) -> dict[str, Any]:
     """Return the fields of the report that say how long all runs are expected to take.
 
     They are None if a graph does not fit and so has no schedule. With the model's products alone,
@@ -161,8 +170,11 @@ def _expected_figures(graphs: list[CompiledGraph], all_at_peak_s: float) -> dict
     figures = {
         "step_s": total.seconds,
         "mfu": all_at_peak_s / total.seconds if total.seconds else None,
+        "images_per_s": batch_size / total.seconds if total.seconds else None,
         "kernels_s": total.kernels_s,
         "waiting_s": total.waiting_s,
+        "dma_s": total.dma_s,
+        "dcn_s": total.dcn_s,
         "unknown": total.unknown,
     }
     return {f"expected_{name}": None if unknown else value for name, value in figures.items()}
@@ -260,16 +272,19 @@ def _dcn_rows(report: Report) -> list[tuple[str, str]]:
 def _expected_rows(report: Report) -> list[tuple[str, str]]:
     assert report.expected_step_s is not None
     assert report.expected_mfu is not None
-    assert report.expected_kernels_s is not None
-    assert report.expected_waiting_s is not None
-    parts = {"kernels": report.expected_kernels_s, "waiting": report.expected_waiting_s}
+    assert report.expected_images_per_s is not None
+    parts = {
+        "kernels": report.expected_kernels_s,
+        "waiting for collectives": report.expected_waiting_s,
+        "for DMA": report.expected_dma_s,
+        "for other slices": report.expected_dcn_s,
+    }
     within = ", ".join(f"{name} {s * 1e3:.1f} ms" for name, s in parts.items() if s)
     how = "by the compiler's cycles" + (f"; of it {within}" if within else "")
     if report.expected_unknown:
         how += f"; {report.expected_unknown} instructions by their bytes"
-    if report.slices > 1:
-        how += "; DCN not in it"
     return [
         ("expected step", f"{report.expected_step_s * 1e3:.1f} ms ({how})"),
         ("expected MFU", f"{100 * report.expected_mfu:.1f} %"),
+        ("expected images/s", f"{report.expected_images_per_s:.4g}"),
     ]

@@ -6,6 +6,8 @@ placeholder, and that a graph is kept where it would be run.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 
 import torch
@@ -30,9 +32,13 @@ def start_xla(devices: int, form: str) -> None:
         xr.global_ordinal = lambda: 0
 
 
-def trace_step(run: XlaRun) -> Step:
-    """Trace one step of ``run``, sharded as in training. Call ``start_xla`` before."""
+def trace_step(run: XlaRun, named: bool = False) -> Step:
+    """Trace one step of ``run``, sharded as in training. Call ``start_xla`` before.
+
+    ``named``: the graphs tell which module of the model each operation comes from.
+    """
     from xla_fsdp.compile_only import tracing_backend
+    from xla_fsdp.compile_only.names import LOSS, OPTIMIZER, Names
 
     backend: tracing_backend.TracingBackend
     if run.own.xla_fsdp == "spmd":
@@ -41,15 +47,21 @@ def trace_step(run: XlaRun) -> Step:
         backend = tracing_backend.TracingNestedBackend(run)
     sharded = shard_and_optimize(run, backend)
     sharded.train()
+    names = Names() if named else None
+    if names:
+        names.watch(sharded)
+        backend.before_backward = functools.partial(names.name_backward, module=LOSS)
+    inside = names.inside if names else _nowhere
     data, optimizer = run.config.data, run.config.optimizer
     share = data.batch_size // backend.world_size
     shape = (share, *run.model.sizes.input_shape)
     batch = torch.empty(shape, device="meta"), torch.empty(share, dtype=torch.int64, device="meta")
     backend.start_recording()
     micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)
-    with backend.recorder.seeing_saved_tensors():
+    with backend.recorder.seeing_saved_tensors(), inside(LOSS, "forward"):
         loss = forward_backward(sharded, backend, 0, micro_batches)
-    outcome = backend.optimizer_step(optimizer.lr, optimizer.clip_grad_norm, loss)
+    with inside(OPTIMIZER, "update"):
+        outcome = backend.optimizer_step(optimizer.lr, optimizer.clip_grad_norm, loss)
     del loss, outcome  # until here they live, and so are results
     return Step(
         graphs=backend.recorder.graphs,
@@ -57,3 +69,7 @@ def trace_step(run: XlaRun) -> Step:
         state_bytes=backend.local_state_bytes(),
         description=backend.describe(),
     )
+
+
+def _nowhere(module: str, phase: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -23,12 +24,19 @@ class TracingBackend(XlaBackend):
     def __init__(self, run: XlaRun) -> None:
         self.recorder = Recorder()
         self._records = False
+        self.before_backward: Callable[[torch.Tensor], None] | None = None
+        """Is told of each loss, before its backward pass is recorded."""
         super().__init__(run)
 
     def start_recording(self) -> None:
         """Record from here on: model and optimizer are there, what follows is a step."""
         self.recorder.settle()
         self._records = True
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        if self.before_backward:
+            self.before_backward(loss)
+        super().backward(loss, is_last=is_last)
 
     def _break_graph(self, wait: bool = False) -> None:
         if self._records:

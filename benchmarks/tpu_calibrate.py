@@ -1,0 +1,300 @@
+"""How far the expected step is from measured ones: published rows of MaxText, for docs/tpu.md.
+
+    python benchmarks/tpu_calibrate.py        # or make tpu-calibrate, hours on 2 cores
+
+Each row is a ViT of the published model's shape, compiled by `run_vit_training.py --compile_only`
+for the same slice, and kept with its scheduled module in runs/tpu-calibrate: started again, it goes
+on where it was, and works out anew what the kept modules are expected to take. --again NAME
+compiles a row anew. The table goes between the markers in docs/tpu.md, the picture to
+docs/tpu_calibrate.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.common import ROOT, commit, run_python, write_between
+from xla_fsdp.compile_only.command import DOES_NOT_FIT
+from xla_fsdp.compile_only.expected import expect
+from xla_fsdp.compile_only.topologies import parse_topology
+
+BEGIN, END = "<!-- begin: make tpu-calibrate -->", "<!-- end: make tpu-calibrate -->"
+IMAGES = {2048: "448 896", 8192: "896 1792"}
+"""Height and width of images that have so many patches of 14 x 14."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row that MaxText publishes, and the ViT that stands for it."""
+
+    slice: str
+    topology: str
+    model: str
+    mfu: float
+    """As published, in percent."""
+    width: int
+    depth: int
+    hidden: int
+    """Of the MLP, as wide as makes its two products those of the published model's."""
+    batch: int
+    """Sequences a chip."""
+    recomputed: str
+    tensor: int = 1
+    tokens: int = 2048
+    heads: int | None = None
+    """Where they are not 128 wide."""
+    batch_here: int | None = None
+    """Where activations, kept in fp32 here, leave no room for as many."""
+    weights: float | None = None
+    """Parameters, 1e9, where the published MFU counts causal attention in full."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.slice}-{self.model}"
+
+    @property
+    def flags(self) -> list[str]:
+        chips = parse_topology(self.topology).chips
+        sizes = {
+            "embed_dim": self.width,
+            "num_blocks": self.depth,
+            "num_heads": self.heads or self.width // 128,
+            "mlp_ratio": self.hidden / self.width,
+            "image_size": IMAGES[self.tokens],
+            "batch_size": chips * (self.batch_here or self.batch),
+            "mesh_tensor": self.tensor,
+            "tpu_topology": self.topology,
+        }
+        given = " ".join(f"--{name} {value}" for name, value in sizes.items())
+        model = "--model vit_10b --no-qkv_bias --no-proj_bias"
+        return f"--compile_only --json --precision bf16 {model} {given}".split()
+
+    @property
+    def recomputed_share(self) -> float:
+        """Return how much of a block's forward products the published run computes again."""
+        qkv, out = 3 * self.width**2, self.width**2
+        attention, mlp = 2 * self.tokens * self.width, 2 * self.width * self.hidden
+        again = {
+            "all": qkv + attention + out + mlp,
+            "all but qkv": attention + out + mlp,
+            "attention, MLP": attention + mlp,
+            "attention": attention,
+        }
+        return again[self.recomputed] / again["all"]
+
+    @property
+    def comparable(self) -> float:
+        """Return the published MFU with causal attention counted as it is computed: by half."""
+        if self.weights is None:
+            return self.mfu
+        learned = 6e9 * self.weights
+        attention = 12 * self.depth * self.tokens * self.width
+        return self.mfu * (learned + attention / 2) / (learned + attention)
+
+
+GATED = 3 / 2
+"""The width of an MLP without a gate that has the weights of one with it."""
+ROWS = [
+    Row("v5e-256", "v5e:16x16", "32B", 66.86, 8192, 32, int(GATED * 28672), 4, "all"),
+    Row("v5p-128", "v5p:4x4x4", "32B", 71.47, 8192, 32, int(GATED * 28672), 6, "attention", 4),
+    Row("v5e-256", "v5e:16x16", "16B", 61.10, 4096, 32, int(GATED * 28672), 6, "all"),
+    Row("v4-384", "v4:4x4x12", "52B", 56.0, 12288, 32, 49152, 7, "all", heads=48),
+    Row("v5p-128", "v5p:4x4x4", "64B", 70.31, 8192, 64, int(GATED * 28672), 3, "attention", 4),
+    Row("v5e-256", "v5e:16x16", "64B", 59.90, 8192, 64, int(GATED * 28672), 2, "all"),
+    Row(
+        *("v6e-256", "v6e:16x16", "Llama-3.1-8B", 45.46, 4096, 32, int(GATED * 14336), 4),
+        *("attention, MLP", 1, 8192),
+        weights=7.5,
+    ),
+    Row("v4-128", "v4:4x4x4", "22B", 56.7, 6144, 48, 24576, 13, "all", heads=24, batch_here=8),
+    Row("v5e-256", "v5e:16x16", "128B", 56.06, 8192, 64, int(GATED * 57344), 1, "all but qkv", 16),
+    Row("v5p-256", "v5p:4x4x8", "128B", 68.68, 8192, 64, int(GATED * 57344), 1, "attention", 8),
+    Row(
+        *("v6e-256", "v6e:16x16", "Llama-3.1-70B", 50.33, 8192, 80, int(GATED * 28672), 4),
+        *("all but qkv", 1, 8192),
+        batch_here=1,
+        weights=69.5,
+    ),
+    Row("v5p-1024", "v5p:8x8x8", "256B", 67.09, 16384, 64, int(GATED * 57344), 1, "attention", 8),
+    Row("v5p-1024", "v5p:8x8x8", "512B", 63.99, 16384, 128, int(GATED * 57344), 2, "all", 8),
+    Row("v5p-2048", "v5p:8x8x16", "1024B", 55.35, 16384, 128, int(GATED * 114688), 2, "all", 16),
+    Row("v5p-4096", "v5p:8x16x16", "1024B", 64.80, 16384, 128, int(GATED * 114688), 2, "all", 16),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the compiler expects of a row; shares of peak FLOP/s in percent."""
+
+    row: Row
+    report: dict[str, Any]
+    step_s: float
+    mfu: float
+    """Of the ViT as it was compiled, everything recomputed."""
+    comparable: float
+    """The same without what the published run does not compute again."""
+    waiting: float
+    """Percent of the step."""
+
+    @property
+    def error(self) -> float:
+        """Return by how many points the expected MFU is above the published one."""
+        return self.comparable - self.row.comparable
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names: list[str] = [row.name for row in ROWS]
+    for flag, default, text in (
+        ("--rows", names, f"of {', '.join(names)}; default: all"),
+        ("--again", [], "rows to compile although they are kept; default: none"),
+    ):
+        parser.add_argument(
+            flag, nargs="+", choices=names, default=default, metavar="NAME", help=text
+        )
+    parser.add_argument(
+        "--kept",
+        type=Path,
+        default=ROOT / "runs" / "tpu-calibrate",
+        help="folder of reports and modules; default: runs/tpu-calibrate",
+    )
+    parser.add_argument(
+        "--document",
+        type=Path,
+        default=ROOT / "docs" / "tpu.md",
+        help="file with the markers; default: docs/tpu.md",
+    )
+    args = parser.parse_args()
+    found: list[tuple[Row, Outcome | str]] = []
+    for row in tqdm([row for row in ROWS if row.name in args.rows], desc="compile", unit="row"):
+        found.append((row, measure(row, args.kept / row.name, row.name in args.again)))
+    write_between(args.document, BEGIN, END, table(found))
+    plot(
+        [each for _, each in found if isinstance(each, Outcome)],
+        args.document.with_name("tpu_calibrate.png"),
+    )
+
+
+def measure(row: Row, kept: Path, again: bool) -> Outcome | str:
+    """Return what the compiler expects of a row, or why it is not known."""
+    path = kept / "report.json"
+    if again or not path.exists():
+        done = run_python("run_vit_training.py", *row.flags, "--hlo_dir", str(kept))
+        crashed = "error: libtpu crashed" in done.stderr
+        if done.returncode not in (0, DOES_NOT_FIT) and not crashed:
+            sys.exit(f"{row.name}:\n{done.stderr}")
+        report = None if crashed else json.loads(done.stdout)
+        path.write_text(json.dumps({"commit": commit(), "report": report}))
+    report = json.loads(path.read_text())["report"]
+    if report is None:
+        return "libtpu crashes"
+    if not report["fits"]:
+        short = (report["peak_hbm_bytes"] - report["hbm_capacity_bytes"]) / 2**30
+        return f"does not fit by {short:.1f} GiB or more"
+    topology = parse_topology(row.topology)
+    expected = expect((kept / "graph_1.hlo").read_text(), topology.chip, topology.devices)
+    at_peak = report["model_flops"] / topology.devices / topology.chip.peak_flops
+    mfu = 100 * at_peak / expected.seconds
+    without = 4 / (3 + row.recomputed_share)  # of 3 forward passes' products, and one again
+    waiting = 100 * (expected.seconds - expected.cycles_s - expected.kernels_s) / expected.seconds
+    return Outcome(row, report, expected.seconds, mfu, mfu * without, waiting)
+
+
+def rank_correlation(first: list[float], second: list[float]) -> float:
+    """Return Spearman's correlation of two lists, whose values all differ."""
+    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
+    return float(np.asarray(np.corrcoef(ranks))[0, 1])
+
+
+def judge(outcomes: list[Outcome]) -> list[str]:
+    """Return lines that say how good the expectation is, as it is and with one factor fitted."""
+    published = [each.row.comparable for each in outcomes]
+    expected = [each.comparable for each in outcomes]
+    errors = [abs(each.error) for each in outcomes]
+    fitted, judged = outcomes[::2], outcomes[1::2]
+    factor = statistics.median(each.row.comparable / each.comparable for each in fitted)
+    after = [abs(factor * each.comparable - each.row.comparable) for each in judged]
+    return [
+        f"Over {len(outcomes)} rows: median error {statistics.median(errors):.1f} points, largest "
+        f"{max(errors):.1f}, rank correlation {rank_correlation(published, expected):.2f}. One "
+        f"factor for all MFUs, fitted on every second row, is {factor:.3f}; on the other rows the "
+        f"median error is then {statistics.median(after):.1f} points, without it "
+        f"{statistics.median(abs(each.error) for each in judged):.1f}.",
+    ]
+
+
+def table(found: list[tuple[Row, Outcome | str]]) -> list[str]:
+    head = [
+        "slice",
+        "model",
+        "images a chip",
+        "`--mesh_tensor`",
+        "they recompute",
+        "published MFU",
+        "expected MFU",
+        "expected, recomputing as they do",
+        "error, points",
+        "waiting, % of the step",
+    ]
+    rows = [head, ["---"] * len(head)]
+    for row, outcome in found:
+        published = f"{row.mfu:.1f}"
+        if row.weights is not None:
+            published += f" ({row.comparable:.1f})"
+        batch = str(row.batch) if row.batch_here is None else f"{row.batch_here} of {row.batch}"
+        told = [row.slice, row.model, batch, str(row.tensor), row.recomputed, published]
+        if isinstance(outcome, Outcome):
+            told += [f"{outcome.mfu:.1f}", f"{outcome.comparable:.1f}"]
+            told += [f"{outcome.error:+.1f}", f"{outcome.waiting:.1f}"]
+        else:
+            told += [outcome, "", "", ""]
+        rows.append(told)
+    outcomes = [outcome for _, outcome in found if isinstance(outcome, Outcome)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    if len(outcomes) > 3:
+        lines += ["", *judge(outcomes)]
+    if outcomes:
+        versions = ", ".join(f"{k} {v}" for k, v in outcomes[0].report["versions"].items())
+        lines += ["", f"Commit {commit()}, {versions}."]
+    return lines
+
+
+def plot(outcomes: list[Outcome], path: Path) -> None:
+    """Draw expected against published MFU, a colour for each generation."""
+    figure, axis = plt.subplots(figsize=(7, 6), layout="constrained")
+    axis.plot([30, 80], [30, 80], color="black", linewidth=1)
+    axis.fill_between([30, 80], [24, 74], [36, 86], color="black", alpha=0.08, label="6 points")
+    for kind in dict.fromkeys(each.row.topology.partition(":")[0] for each in outcomes):
+        of_kind = [each for each in outcomes if each.row.topology.startswith(kind + ":")]
+        places = [(each.row.comparable, each.comparable) for each in of_kind]
+        axis.scatter(*zip(*places, strict=True), label=kind)
+        for each, place in zip(of_kind, places, strict=True):
+            axis.annotate(each.row.model, place, (5, 4), textcoords="offset points", fontsize=8)
+    axis.set_xlabel("MFU that MaxText publishes, %")
+    axis.set_ylabel("MFU expected by the compiler's cycles, %")
+    axis.set_aspect("equal")
+    axis.set_title("Expected against measured")
+    axis.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""--expect: what --compile_only expects of a run's steps beside what they take."""
+
+import json
+
+import pytest
+
+from tests.cli import TINY_MODEL, TINY_RUN, run_program, tiny, train_tiny
+from tests.usage_error import told_in_one_line
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The file of the real command, for the steps of train_tiny."""
+    command = "run_vit_training.py --compile_only --json --tpu_topology v5e:1x1".split()
+    done = run_program(*command, *TINY_MODEL, *TINY_RUN)
+    assert done.returncode == 0, done.stderr
+    path = tmp_path_factory.mktemp("expected") / "expected.json"
+    path.write_text(done.stdout)
+    return path
+
+
+def test_measured_beside_expected(expected, tmp_path):
+    """In the three log lines after the first, which has no pace, in the metrics and in run.json."""
+    run = train_tiny(tmp_path / "run", "--expect", str(expected))
+    seconds = json.loads(expected.read_text())["expected_step_s"]
+    compared = {n: r for n, r in run.steps.items() if "expected_sec_per_iter" in r}
+    assert sorted(compared) == [2, 3, 4]
+    assert {record["expected_sec_per_iter"] for record in compared.values()} == {seconds}
+    assert run.stdout.count(f"expected: {seconds:.4f} (") == 3
+    measured = compared[4]["sec_per_iter"]
+    assert run.run_file["step_s"] == {"expected": seconds, "measured": measured}
+    assert f"expected: {seconds:.4f} ({measured / seconds:.2f}x)" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"batch_size": 32}, "is of another run: batch_size 32, here 16"),
+        ({"precision": "bf16"}, "is of another run: precision bf16, here fp32"),
+        ({"parameters": 7}, "is of another run: parameters 7, here"),
+        ({"expected_step_s": None}, "is of a step that does not fit"),
+        (None, "is not what --compile_only --json prints"),
+    ],
+)
+def test_an_expectation_of_something_else_is_refused(change, told, expected, tmp_path, capsys):
+    path = tmp_path / "other.json"
+    content = "[]" if change is None else json.dumps(json.loads(expected.read_text()) | change)
+    path.write_text(content)
+    words = told_in_one_line(capsys, *tiny(tmp_path / "ckpt"), "--expect", path)
+    assert told in words
+    words = told_in_one_line(capsys, *tiny(tmp_path / "ckpt"), "--expect", tmp_path / "none.json")
+    assert "cannot be read: No such file" in words
