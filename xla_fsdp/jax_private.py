@@ -97,6 +97,40 @@ def first_integer(constant: Any) -> int:
     return int(next(iter(_ir().DenseIntElementsAttr(constant.attributes["value"]))))
 
 
+def module_of_kernel(
+    config: str,
+    arguments: Sequence[tuple[str, list[int]]],
+    results: Sequence[tuple[str, list[int]]],
+) -> Any:
+    """Return a module of nothing but the call of a Mosaic kernel."""
+    from jax._src.interpreters import mlir
+
+    def type_of(kind: str, sizes: list[int]) -> str:
+        return f"tensor<{''.join(f'{size}x' for size in sizes)}{kind}>"
+
+    def layouts(types: Types) -> str:
+        dense = (f"dense<{[*range(len(s))][::-1]}> : tensor<{len(s)}xindex>" for _, s in types)
+        return f"[{', '.join(dense)}]"
+
+    taken, given = (", ".join(type_of(*each) for each in types) for types in (arguments, results))
+    names = ", ".join(f"%a{i}" for i in range(len(arguments)))
+    heads = ", ".join(f"%a{i}: {type_of(*each)}" for i, each in enumerate(arguments))
+    made = ", ".join(f"%r#{i}" for i in range(len(results)))
+    text = f"""module {{ func.func public @main({heads}) -> ({given}) {{
+        %r:{len(results)} = "stablehlo.custom_call"({names}) {{
+            call_target_name = "tpu_custom_call", api_version = 1 : i32, backend_config = "",
+            operand_layouts = {layouts(arguments)}, result_layouts = {layouts(results)}
+        }} : ({taken}) -> ({given})
+        func.return {made} : {given} }} }}"""
+    ir, context = _ir(), mlir.make_ir_context()
+    with context, ir.Location.unknown(context):
+        module = ir.Module.parse(text)
+        (main,) = module.body.operations
+        call = main.regions[0].blocks[0].operations[0]
+        call.attributes["backend_config"] = ir.StringAttr.get(config)
+        return module
+
+
 # -- the compiler ---------------------------------------------------------------------
 
 

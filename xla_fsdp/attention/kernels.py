@@ -35,6 +35,11 @@ class _Operand:
         return fetches * math.prod(self.block) * self.dtype.itemsize
 
 
+BRANCHES: dict[str, int] = {}
+"""The branches of each kernel that was lowered here, by its code: who counts the cycles of a
+compiled program meets its kernels as code alone."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A lowered kernel: its call's configuration, and its results' shapes and dtypes."""
@@ -42,6 +47,11 @@ class Kernel:
     config: str
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
+    branches: int = 1
+    """Of how many branches a program takes one, each as often as the others."""
+
+    def __post_init__(self) -> None:
+        BRANCHES[json.loads(self.config)["custom_call_config"]["body"]] = self.branches
 
     def __call__(self, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
         return torch_xla_private.call_tpu_kernel(

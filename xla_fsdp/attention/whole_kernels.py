@@ -121,13 +121,14 @@ def _lower(
     products: int,
 ) -> Kernel:
     config = json.loads(mosaic_config(function, [(shape, s.dtype) for shape in arguments]))
-    moved = len(arguments) + (1 if result == s.shape else 3)
+    branches = 1 if result == s.shape else 3
+    moved = len(arguments) + branches
     config["custom_call_config"]["cost_estimate"] = {
         "flops": products * 2 * s.batch * s.heads * s.tokens**2 * s.width,
         "transcendentals": s.batch * s.heads * s.tokens**2,
         "bytes_accessed": moved * math.prod(s.shape) * s.dtype.itemsize,
     }
-    return Kernel(json.dumps(config), [result], [s.dtype])
+    return Kernel(json.dumps(config), [result], [s.dtype], branches)
 
 
 def forward_function(s: Whole) -> Callable:

@@ -18,6 +18,7 @@ import numpy as np
 from training.errors import UsageError
 from xla_fsdp import jax_private
 from xla_fsdp.compile_only.graphs import Graph, Step, local_bytes
+from xla_fsdp.compile_only.kernel_cycles import write_kernel_cycles
 from xla_fsdp.compile_only.topologies import Topology
 from xla_fsdp.libtpu_flags import raise_if_refused
 
@@ -40,7 +41,7 @@ class Compiled:
     result_shardings: list[str]
     """How each result lies, as marked or as the compiler chose, in XLA's notation."""
     hlo: str
-    """The scheduled module of a device, empty where it does not fit."""
+    """The scheduled module of a device, empty where it does not fit, with its kernels' cycles."""
     seconds: float
 
 
@@ -53,7 +54,7 @@ def check_installed() -> None:
             )
 
 
-def _prepare_jax() -> None:
+def prepare_jax() -> None:
     """Set the environment that JAX reads when it is imported: it must leave the TPU alone."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask about a TPU
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -78,7 +79,7 @@ def compile_graph(
         ) as process,
     ):
         try:
-            return process.submit(_compile, graph, replicas, topology, by_host).result()
+            compiled = process.submit(_compile, graph, replicas, topology, by_host).result()
         except BrokenProcessPool:
             text = complaints.read()
             raise_if_refused(text)
@@ -87,6 +88,7 @@ def compile_graph(
                 f"libtpu crashed on this step ({check[0] if check else text[-300:]}): try another "
                 "slice, batch size or mesh"
             ) from None
+    return replace(compiled, hlo=write_kernel_cycles(compiled.hlo, topology, variables))
 
 
 def _begin(stderr: str, variables: dict[str, str]) -> None:
@@ -97,7 +99,7 @@ def _begin(stderr: str, variables: dict[str, str]) -> None:
 def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
     module = as_stablehlo(graph)
     jax_private.mark_main(module, graph.sharding_of, graph.results, graph.donated)
-    devices = _devices(topology)
+    devices = devices_of(topology)
     numbers = np.array(_device_ids(devices, by_host)).reshape(replicas, -1)
     left = [mark is None for mark in graph.results]
     start = time.perf_counter()
@@ -125,7 +127,8 @@ def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> 
     )
 
 
-def _devices(topology: Topology) -> list[Any]:
+def devices_of(topology: Topology) -> list[Any]:
+    """Return the devices of libtpu's compile-only client. Raises UsageError."""
     from jax.experimental import topologies
 
     how: dict[str, Any] = {}
@@ -158,13 +161,13 @@ def _device_ids(devices: list[Any], by_host: bool) -> list[int]:
 
 def as_stablehlo(graph: Graph) -> Any:
     """Return the program of all devices together as a StableHLO module."""
-    _prepare_jax()
+    prepare_jax()
     return jax_private.stablehlo_of(graph.hlo)
 
 
 def named_alike(step: Step) -> Step:
     """Return the step with graphs that differ in the names of operations alone made the same."""
-    _prepare_jax()
+    prepare_jax()
     first: dict[str, bytes] = {}
     graphs = [
         replace(graph, hlo=first.setdefault(jax_private.text_without_names(graph.hlo), graph.hlo))

@@ -4,8 +4,8 @@ libtpu writes its estimate of cycles into the configuration of each fusion. The 
 after the other as they are scheduled, loops as often as they run. A fusion whose cycles are written
 as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles are added
 
-- Pallas kernels, which have none: the longer of FLOPs and bytes of their own cost estimate at the
-  chip's peak;
+- Pallas kernels: the longest of their own cycles (``kernel_cycles``), and of FLOPs and bytes of
+  their own cost estimate at the chip's peak;
 - what the computation waits for. What is moved goes on beside other instructions from where it is
   begun, and delays only what needs it before it is complete. There are three queues, in each of
   which one move follows the other: collectives on the links, each taking the bytes that must reach
@@ -15,8 +15,7 @@ as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles 
 
 Not in it: that copies and fusions share the bandwidth of HBM, the time until the first byte of a
 move arrives, and links that a collective leaves idle (an all-gather along one side of the slice
-uses a part of the bandwidth). A kernel hardly reaches the peak. Scalars and the little else that
-has no cycles count as nothing.
+uses a part of the bandwidth). Scalars and the little else that has no cycles count as nothing.
 """
 
 from __future__ import annotations
@@ -212,13 +211,13 @@ def _until(moment: float, now: float, spent: Expected, queue: str) -> Expected:
 
 
 def _of_instruction(each: Instruction, shapes: dict[str, str], chip: Chip) -> Expected:
+    if each.opcode == "custom-call" and _KERNEL in each.text:
+        return Expected(kernels_s=_of_kernel(each, shapes, chip))
     cycles = _CYCLES.search(each.text)
     if cycles and int(cycles[1]) < _UNKNOWN:
         return Expected(cycles_s=int(cycles[1]) / chip.clock_hz)
     if cycles:
         return Expected(instruction_bytes(each, shapes) / chip.hbm_bandwidth, unknown=1)
-    if each.opcode == "custom-call" and _KERNEL in each.text:
-        return Expected(kernels_s=_of_kernel(each, shapes, chip))
     return Expected()
 
 
@@ -230,4 +229,9 @@ def _of_kernel(each: Instruction, shapes: dict[str, str], chip: Chip) -> float:
         for name in ("flops", "bytes_accessed")
     )
     moved = int(size[1]) if size else instruction_bytes(each, shapes)
-    return max(int(flops[1]) / chip.peak_flops if flops else 0.0, moved / chip.hbm_bandwidth)
+    scheduled = _CYCLES.search(each.text)
+    return max(
+        int(scheduled[1]) / chip.clock_hz if scheduled else 0.0,
+        int(flops[1]) / chip.peak_flops if flops else 0.0,
+        moved / chip.hbm_bandwidth,
+    )

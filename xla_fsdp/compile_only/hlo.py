@@ -228,6 +228,12 @@ def operands_of(each: Instruction) -> list[str]:
     return re.findall(r"%([\w.\-]+)", operands)
 
 
+def types_of(text: str) -> list[tuple[str, list[int]]]:
+    """Return dtype and sizes of each array that a text names."""
+    found = ((kind, sizes.split(",")) for kind, sizes, _ in _SHAPE.findall(text))
+    return [(kind, [int(size) for size in sizes if size]) for kind, sizes in found]
+
+
 def dimensions(shape: str) -> list[int]:
     """Return the sizes of an array by its shape as text."""
     found = _SHAPE.search(shape)
