@@ -31,6 +31,19 @@ def compute_in_bf16(model: nn.Module) -> None:
     model.forward = forward_in_bf16
 
 
+def add_in_bf16(blocks: nn.Module) -> None:
+    """Give the first block, or what computes all of them, its input in bf16.
+
+    So they add in bf16, too: their products have that dtype.
+    """
+    forward = blocks.forward
+
+    def forward_from_bf16(x: torch.Tensor, *args, **kwargs):
+        return forward(x.to(torch.bfloat16), *args, **kwargs)
+
+    blocks.forward = forward_from_bf16
+
+
 def break_graph_every(n: int, blocks: list[nn.Module], break_graph: Callable[[], None]) -> None:
     """End the graph after every ``n`` blocks, for graphs too large for the compiler.
 

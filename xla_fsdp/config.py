@@ -51,6 +51,12 @@ class XlaConfig:
         "kernels that hold a few at a time (TPU, without --att_dropout); whole: the same of up to "
         "1024 tokens, all of an image's at once; auto: on TPU whole or, of more tokens, flash",
     )
+    residual_dtype: Literal["fp32", "bf16"] = flag(
+        "fp32",
+        "numbers that blocks add their results to, with --precision bf16; fp32 is what autocast "
+        "has; bf16 halves what is kept of each block and what its norms read",
+        needs=("precision=bf16", "xla_fsdp=spmd"),
+    )
     mark_step_after_forward: bool = flag(
         False,
         "break the graph between forward and backward (TPU smem limit of very large models)",

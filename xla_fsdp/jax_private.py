@@ -97,11 +97,11 @@ def first_integer(constant: Any) -> int:
     return int(next(iter(_ir().DenseIntElementsAttr(constant.attributes["value"]))))
 
 
-def module_of_kernel(
-    config: str,
-    arguments: Sequence[tuple[str, list[int]]],
-    results: Sequence[tuple[str, list[int]]],
-) -> Any:
+Types = Sequence[tuple[str, list[int]]]
+"""Of arrays: MLIR's name of the dtype, and the sizes."""
+
+
+def module_of_kernel(config: str, arguments: Types, results: Types) -> Any:
     """Return a module of nothing but the call of a Mosaic kernel."""
     from jax._src.interpreters import mlir
 

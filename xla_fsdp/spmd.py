@@ -20,7 +20,7 @@ from data.loader import Batch
 from models.attention_product import attentions, use_product
 from training.mesh import Axes, Spec
 from training.shards import Chunk, ShardedTensor
-from xla_fsdp.around_blocks import after_forward
+from xla_fsdp.around_blocks import add_in_bf16, after_forward
 from xla_fsdp.attention.flash import BatchShards, use_flash
 from xla_fsdp.attention.gathered import Gathered
 from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
@@ -74,6 +74,7 @@ class SpmdBackend(XlaBackend):
         else:
             form = "SPMD FSDP (ZeRO-3), each block a unit"
             form += ", scanned" if self._scans else ""
+            form += ", residuals in bf16" if self._own.residual_dtype == "bf16" else ""
             form += f", {self._shape}"
             if self._shape.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
@@ -95,6 +96,8 @@ class SpmdBackend(XlaBackend):
             compute_with_whole(block, self._whole_in_root)
         self._choose_attention(block)
         after_forward(block, self._mark_tokens)
+        if name == "blocks.0" and self._own.residual_dtype == "bf16":
+            add_in_bf16(block)
         return block
 
     def _stack_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
@@ -115,6 +118,8 @@ class SpmdBackend(XlaBackend):
             self._choose_attention(self._stack.block)
         self._fill(index, block)
         if index + 1 == len(blocks):
+            if self._own.residual_dtype == "bf16":
+                add_in_bf16(self._stack)
             self._run.model.put_blocks(model, self._stack)
         return block
 
