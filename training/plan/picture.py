@@ -9,12 +9,14 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from training.plan.plans import Plan
 
 _COLOURS = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
-_PLAIN = FuncFormatter(lambda value, _: f"{value:,.4g}")
+_PLAIN = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.3g}")
+_HEIGHTS = (10, 26, 42)
+"""Points above its place at which each of the chosen is named, so that names keep apart."""
 
 
 def draw(plans: Sequence[Plan], chosen: Mapping[str, Plan], title: str, path: Path) -> Path:
@@ -45,23 +47,25 @@ def draw(plans: Sequence[Plan], chosen: Mapping[str, Plan], title: str, path: Pa
             names.setdefault((plan.hours, _height(plan), plan.hardware), []).append(name)
     axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.margins(0.15)
+    axis.margins(0.2)
+    heights = [_height(plan) for plan in shown]
     middle = _middle([plan.hours for plan in shown])
-    for (hours, height, hardware), which in names.items():
+    for above, ((hours, height, hardware), which) in zip(_HEIGHTS, names.items(), strict=False):
         right = hours <= middle  # of the middle: the text goes where there is room
         axis.annotate(
             f"{', '.join(which)}: {hardware}",
             (hours, height),
-            (8 if right else -8, 8),
+            (8 if right else -8, above),
             textcoords="offset points",
             fontsize=9,
+            arrowprops={"arrowstyle": "-", "color": "grey", "linewidth": 0.6},
             ha="left" if right else "right",
         )
-    axis.xaxis.set_major_formatter(_PLAIN)
-    axis.yaxis.set_major_formatter(_PLAIN)
-    axis.xaxis.set_minor_formatter(_PLAIN)
-    axis.yaxis.set_minor_formatter(_PLAIN)
-    axis.tick_params(which="minor", labelsize=7)
+    for each, values in ((axis.xaxis, [plan.hours for plan in shown]), (axis.yaxis, heights)):
+        narrow = max(values) < 5 * min(values)
+        each.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if narrow else (1, 2, 5)))
+        each.set_major_formatter(_PLAIN)
+        each.set_minor_formatter(NullFormatter())
     axis.set_xlabel("hours to train")
     axis.set_ylabel("cost, $" if priced else "chips (no prices)")
     axis.set_title(title, fontsize=10)

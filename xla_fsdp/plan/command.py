@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tqdm import tqdm
 from models.spec import ModelSpec
 from training.config import RunConfig
 from training.errors import UsageError
+from training.plan.choices import check_prices
 from training.plan.command_lines import ALWAYS, typed, words_of
 from training.plan.outcome import Outcome, tell
 from training.plan.plans import Plan
@@ -21,18 +23,20 @@ from training.plan.shape import shape_of
 from training.plan.work import Work, find_work
 from training.resolve import resolve_common, resolve_model
 from xla_fsdp.compile_only.compiler import check_installed
+from xla_fsdp.compile_only.topologies import CHIPS
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.plan.compilations import Compilations, compile_words
 from xla_fsdp.plan.model import estimate
 from xla_fsdp.plan.search import Found, Option, Search
-from xla_fsdp.plan.space import Candidate, candidates
+from xla_fsdp.plan.space import CHOICES, Candidate, candidates
 from xla_fsdp.resolve_xla import resolve_for_slice
 
+_ALL = 10**9
 _PROGRAM = "python3 run_vit_training.py"
 
 
 @dataclass(frozen=True)
-class _Planner:
+class Planner:
     """What is asked, for the parts of a search."""
 
     config: RunConfig
@@ -41,7 +45,8 @@ class _Planner:
     work: Work
     prices: dict[str, Price]
 
-    def options(self) -> list[Option]:
+    def options(self, choices: Mapping[str, tuple[Any, ...]] = CHOICES) -> list[Option]:
+        """Return all that the flags leave open of these choices, with what the arithmetic says."""
         shape = shape_of(self.model)
         return [
             Option(
@@ -49,7 +54,7 @@ class _Planner:
                 estimate(shape, each.layout(self.config), each.topology.chip),
                 self.prices[each.kind].per_hour if each.kind in self.prices else 0.0,
             )
-            for each in candidates(self.config, self.own)
+            for each in candidates(self.config, self.own, choices)
         ]
 
     def refusal(self, candidate: Candidate) -> str | None:
@@ -97,11 +102,12 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
     asked = config.planning
     resolve_common(config)  # for its checks
     config, model = resolve_model(config)
-    planner = _Planner(config, own, model, find_work(config, model), prices)
+    check_prices(prices, tuple(CHIPS), asked)
+    planner = Planner(config, own, model, find_work(config, model), prices)
     hours = asked.hours or math.inf
     search = Search(planner.options(), step_at_most_s=hours * 3600 / planner.work.steps)
     compilations = Compilations(Path(asked.plan_dir) / "compiled")
-    _ask(planner, search, compilations)
+    ask_compiler(planner, search, compilations, compiled=asked.plan_compilations)
     outcome = Outcome(
         config=config,
         what=f"{model.name}, {model.parameter_count:,} parameters",
@@ -114,30 +120,40 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
     return tell(outcome)
 
 
-def _ask(planner: _Planner, search: Search, compilations: Compilations) -> None:
-    """Let the compiler answer what the search asks, as often as it may."""
-    limit = planner.config.planning.plan_compilations
+def ask_compiler(
+    planner: Planner,
+    search: Search,
+    compilations: Compilations,
+    *,
+    compiled: int = _ALL,
+    asked: int = _ALL,
+) -> None:
+    """Let the compiler answer what the search asks, with so many new compilations at most.
+
+    ``asked``: how many answers are taken at most, those that are kept among them.
+    """
     last_refusal = ""
-    with tqdm(total=limit, desc="compile", unit="step", file=sys.stderr) as bar:
-        while (option := search.next()) is not None:
+    with tqdm(total=compiled, desc="compile", unit="step", file=sys.stderr) as bar:
+        while len(search.found) < asked and (option := search.next()) is not None:
             candidate = option.candidate
             if refusal := planner.refusal(candidate):
                 last_refusal = refusal
                 search.learn(candidate, None)
                 continue
             words = compile_words(planner.config, planner.own, candidate)
-            if compilations.known(words) is None and compilations.asked >= limit:
+            if compilations.known(words) is None and compilations.asked >= compiled:
                 break
             bar.set_postfix_str(f"{candidate.topology.name}, {candidate.settings}")
             before = compilations.asked
-            search.learn(candidate, _found(compilations.ask(words)))
+            search.learn(candidate, found_in(compilations.ask(words)))
             bar.update(compilations.asked - before)
     if last_refusal and len(search.dropped) == len(search.options):
         raise UsageError(last_refusal)
 
 
-def _found(answer: dict[str, Any]) -> Found | None:
-    if "refused" in answer:  # by the compiler: such a step does not run
+def found_in(answer: dict[str, Any]) -> Found | None:
+    """Return what an answer of the compiler says of a step; None if it refuses the step."""
+    if "refused" in answer:
         return None
     step_s = answer["expected_step_s"]
     if step_s is None:
@@ -146,7 +162,7 @@ def _found(answer: dict[str, Any]) -> Found | None:
     return Found(answer["fits"], answer["peak_hbm_bytes"], step_s + (answer["dcn_s"] or 0.0))
 
 
-def _plans(planner: _Planner, search: Search) -> list[Plan]:
+def _plans(planner: Planner, search: Search) -> list[Plan]:
     """Return what was compiled and fits; of slices of which nothing was, the best by arithmetic."""
     compiled = []
     for option in search.useful():

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -77,21 +78,15 @@ class Compilations:
         if found is not None:
             return found
         self.asked += 1
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), *words, "--json"],
-            text=True,
-            capture_output=True,
-            check=False,
-        )
-        if done.returncode in (0, DOES_NOT_FIT):
-            answer = json.loads(done.stdout.splitlines()[-1])
-        elif done.returncode == _USAGE:
-            answer = {"refused": done.stderr.strip().splitlines()[-1].partition("error: ")[2]}
+        code, printed, said = _run(words)
+        if code in (0, DOES_NOT_FIT):
+            answer = json.loads(printed.splitlines()[-1])
+        elif code == _USAGE:
+            answer = {"refused": said.strip().splitlines()[-1].partition("error: ")[2]}
         else:
-            last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            last = (said.strip().splitlines() or ["no word"])[-1]
             raise UsageError(
-                f"--plan: a compilation ended with code {done.returncode} ({last[:200]}): "
-                f"{' '.join(words)}"
+                f"--plan: a compilation ended with code {code} ({last[:200]}): {' '.join(words)}"
             )
         self._keep(words, answer)
         return answer
@@ -106,6 +101,27 @@ class Compilations:
     def _path(self, words: list[str]) -> Path:
         told = json.dumps([words, _circumstances()])
         return self.folder / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
+
+
+def _run(words: list[str]) -> tuple[int, str, str]:
+    """Run ``--compile_only``; return its exit code and what it printed. It ends with this process.
+
+    Compiling goes on in a child of the child, which takes gigabytes: whatever ends the waiting,
+    such as Ctrl-C, ends both.
+    """
+    with subprocess.Popen(
+        [sys.executable, str(PROGRAM), *words, "--json"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as started:
+        try:
+            printed, said = started.communicate()
+        except BaseException:
+            os.killpg(started.pid, signal.SIGKILL)
+            raise
+    return started.returncode, printed, said
 
 
 def _circumstances() -> dict[str, Any]:

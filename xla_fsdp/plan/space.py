@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,13 +86,15 @@ class Candidate:
         return replace(config, sharding=sharding, data=data, planning=PlanConfig(), plan=False), own
 
 
-def candidates(config: RunConfig, own: XlaConfig) -> Iterator[Candidate]:
+def candidates(
+    config: RunConfig, own: XlaConfig, choices: Mapping[str, tuple[Any, ...]] = CHOICES
+) -> Iterator[Candidate]:
     """Yield all that the flags leave open, whether the program takes it or not.
 
     What cannot divide the batch is left out. Raises UsageError for a slice that is unknown.
     """
     for topology in slices(config, own):
-        for chosen in combinations(CHOICES, config, own):
+        for chosen in combinations(choices, config, own):
             mesh = _mesh(topology, chosen.pop("mesh_domain"), chosen.pop("mesh_tensor"))
             if mesh is None or config.sharding.mesh_fsdp not in (None, mesh.fsdp):
                 continue
@@ -101,13 +103,16 @@ def candidates(config: RunConfig, own: XlaConfig) -> Iterator[Candidate]:
 
 
 def slices(config: RunConfig, own: XlaConfig) -> list[Topology]:
-    """Return the slices, and several of each, up to ``--chips_at_most``. Raises UsageError."""
+    """Return the slices up to ``--chips_at_most`` chips. Raises UsageError.
+
+    Of those that the user names, as many as ``--mesh_dcn`` says; of the usual ones several, too.
+    """
     most, dcn = config.planning.chips_at_most, config.sharding.mesh_dcn
     asked = own.tpu_topology.split(",") if own.tpu_topology else USUAL
     found = [
         topology
         for name in asked
-        for number in ([dcn] if dcn > 1 else [1, 2, 4, 8])
+        for number in ([dcn] if dcn > 1 or own.tpu_topology else [1, 2, 4, 8])
         if (topology := parse_topology(name, number)).chips <= most
     ]
     if not found:
