@@ -20,13 +20,13 @@ from xla_fsdp.plan.space import Candidate
 EFFECTS: list[tuple[float, Callable[[Candidate], Any]]] = [
     (0.15, lambda c: 0),
     (0.15, lambda c: c.kind),
-    (0.08, lambda c: (c.kind, c.grad_ckpt)),
-    (0.10, lambda c: (c.kind, c.attention)),
-    (0.08, lambda c: (c.kind, c.mesh.tensor)),
-    (0.10, lambda c: (c.kind, c.mesh.domain)),
-    (0.15, lambda c: (c.kind, c.mesh.batch_parts * c.grad_accum_steps / c.topology.slices)),
-    (0.08, lambda c: c.topology),
-    (0.06, lambda c: (c.topology, c.mesh, c.grad_ckpt, c.attention)),
+    (0.12, lambda c: (c.kind, c.grad_ckpt)),
+    (0.15, lambda c: (c.kind, c.attention)),
+    (0.12, lambda c: (c.kind, c.mesh.tensor)),
+    (0.12, lambda c: (c.kind, c.mesh.domain)),
+    (0.15, lambda c: (c.kind, c.mesh.fsdp * c.grad_accum_steps)),  # images of a device in a pass
+    (0.05, lambda c: c.topology),
+    (0.03, lambda c: (c.topology, c.mesh, c.grad_ckpt, c.attention)),
 ]
 """Deviations of the logarithm, and what candidates that share the effect have in common."""
 _OWN = 0.04

@@ -21,8 +21,9 @@ _MARGIN = 1.3
 """How much more than a chip's memory the arithmetic may say of what is still asked about."""
 _GAIN = 0.01
 """A plan that is better by no more than this share is not looked for."""
-_HOPE = 1.0
-"""Deviations by which a candidate may be better than expected."""
+_HOPES = (1.0, 2.0)
+"""Deviations by which a candidate may be better than expected: the second where no candidate is
+promising by the first."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,8 @@ class Guess:
     step_deviation: float
     peak_deviation: float
 
-    @property
-    def best_step_s(self) -> float:
-        return self.step_s * math.exp(-_HOPE * self.step_deviation)
+    def best_step_s(self, hope: float) -> float:
+        return self.step_s * math.exp(-hope * self.step_deviation)
 
     def may_fit(self, by: float) -> bool:
         """Tell whether it fits if it needs less than expected by so many deviations."""
@@ -112,27 +112,28 @@ class Search:
     def next(self) -> Option | None:
         """Return what to ask the compiler about, None if nothing better is to be expected."""
         guesses = self.guesses()
-        for _ in GOALS:
-            goal = list(GOALS.values())[self._turn % len(GOALS)]
-            self._turn += 1
-            option = self._best(goal, guesses)
-            if option is not None:
-                return option
+        for hope in _HOPES:
+            for _ in GOALS:
+                goal = list(GOALS.values())[self._turn % len(GOALS)]
+                self._turn += 1
+                option = self._best(goal, guesses, hope)
+                if option is not None:
+                    return option
         return None
 
-    def _best(self, goal: Goal, guesses: Sequence[Guess]) -> Option | None:
+    def _best(self, goal: Goal, guesses: Sequence[Guess], hope: float) -> Option | None:
         """Return what may be best for a goal, if it may be better than what is known."""
         known = [goal(o, self.found[o.candidate].step_s) for o in self.useful()]
-        likely = [guess for guess in guesses if guess.best_step_s <= self._at_most_s]
         better = [
             guess
-            for guess in likely
-            if not known or goal(guess.option, guess.best_step_s * (1 + _GAIN)) < min(known)
+            for guess in guesses
+            if (best_s := guess.best_step_s(hope)) <= self._at_most_s
+            and (not known or goal(guess.option, best_s * (1 + _GAIN)) < min(known))
         ]
         for by in (0.0, 1.0, 2.0):  # what surely fits is asked about first
             fitting = [guess for guess in better if guess.may_fit(by)]
             if fitting:
-                best = min(fitting, key=lambda guess: goal(guess.option, guess.best_step_s))
+                best = min(fitting, key=lambda guess: goal(guess.option, guess.best_step_s(hope)))
                 return best.option
         return None
 
