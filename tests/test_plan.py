@@ -250,7 +250,10 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
         ("--plan --tpu_topology v5e:2x2,", "--tpu_topology  is unknown. Known, for"),
         ("--plan --tpu_topology v5e:4x4 --chips_at_most 8", "the smallest slice has 16 chips"),
         ("--plan --grad_ckpt selective", "--plan knows --grad_ckpt full, none, not selective"),
-        ("--plan --batch_size 7 --tpu_topology v5e:2x2", "--batch_size 7 (global) is no multiple"),
+        (
+            "--plan --batch_size 7 --mesh_fsdp 4 --tpu_topology v5e:2x2",
+            "--batch_size 7 cannot be",
+        ),
         ("--plan --train_images 5", "5 training images (--train_images) are fewer than --batch_si"),
         ("--compile_only --tpu_topology v5e:2x2,v5e:4x4", "takes one slice, not v5e:2x2,v5e:4x4"),
     ],

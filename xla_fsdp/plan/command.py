@@ -66,10 +66,14 @@ class Planner:
             return str(error)
         return None
 
+    def takes(self, candidate: Candidate) -> bool:
+        """Tell whether the program takes a candidate."""
+        return self.refusal(candidate) is None
+
     def plan(self, option: Option, step_s: float, peak_bytes: float, compiled: bool) -> Plan:
         candidate, topology = option.candidate, option.candidate.topology
         config, own = candidate.flags(self.config, self.own)
-        train = words_of(config, own, without=("json",), always=ALWAYS)
+        train = words_of(config, own, always=ALWAYS)
         at_peak_s = self.model.train_flops_per_image * self.work.batch_size
         at_peak_s /= topology.devices * topology.chip.peak_flops
         several = f"{topology.slices} x " if topology.slices > 1 else ""
@@ -105,7 +109,13 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
     check_prices(prices, tuple(CHIPS), asked)
     planner = Planner(config, own, model, find_work(config, model), prices)
     hours = asked.hours or math.inf
-    search = Search(planner.options(), step_at_most_s=hours * 3600 / planner.work.steps)
+    options = planner.options()
+    if not options:
+        raise UsageError(
+            f"--batch_size {config.data.batch_size} cannot be divided over the devices of "
+            "any slice by these flags: change it, or --tpu_topology"
+        )
+    search = Search(options, step_at_most_s=hours * 3600 / planner.work.steps)
     compilations = Compilations(Path(asked.plan_dir) / "compiled")
     ask_compiler(planner, search, compilations, compiled=asked.plan_compilations)
     outcome = Outcome(
@@ -132,14 +142,9 @@ def ask_compiler(
 
     ``asked``: how many answers are taken at most, those that are kept among them.
     """
-    last_refusal = ""
     with tqdm(total=compiled, desc="compile", unit="step", file=sys.stderr) as bar:
-        while len(search.found) < asked and (option := search.next()) is not None:
+        while len(search.found) < asked and (option := search.next(planner.takes)) is not None:
             candidate = option.candidate
-            if refusal := planner.refusal(candidate):
-                last_refusal = refusal
-                search.learn(candidate, None)
-                continue
             words = compile_words(planner.config, planner.own, candidate)
             if compilations.known(words) is None and compilations.asked >= compiled:
                 break
@@ -147,8 +152,6 @@ def ask_compiler(
             before = compilations.asked
             search.learn(candidate, found_in(compilations.ask(words)))
             bar.update(compilations.asked - before)
-    if last_refusal and len(search.dropped) == len(search.options):
-        raise UsageError(last_refusal)
 
 
 def found_in(answer: dict[str, Any]) -> Found | None:
@@ -175,7 +178,7 @@ def _plans(planner: Planner, search: Search) -> list[Plan]:
         late = planner.work.hours(guess.step_s) > (planner.config.planning.hours or math.inf)
         if topology in seen or late or not guess.may_fit(0.0):
             continue
-        if planner.refusal(guess.option.candidate) is None:
+        if planner.takes(guess.option.candidate):
             seen.add(topology)
             computed.append(planner.plan(guess.option, guess.step_s, guess.peak_bytes, False))
     return compiled + computed

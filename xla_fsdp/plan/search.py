@@ -109,19 +109,28 @@ class Search:
             and found.step_s <= self._at_most_s
         ]
 
-    def next(self) -> Option | None:
-        """Return what to ask the compiler about, None if nothing better is to be expected."""
+    def next(self, takes: Callable[[Candidate], bool] = lambda candidate: True) -> Option | None:
+        """Return what to ask the compiler about, None if nothing better is to be expected.
+
+        ``takes`` tells whether the program takes a candidate; one that it does not is dropped.
+        """
         guesses = self.guesses()
         for hope in _HOPES:
             for _ in GOALS:
                 goal = list(GOALS.values())[self._turn % len(GOALS)]
                 self._turn += 1
-                option = self._best(goal, guesses, hope)
+                option = self._best(goal, guesses, hope, takes)
                 if option is not None:
                     return option
         return None
 
-    def _best(self, goal: Goal, guesses: Sequence[Guess], hope: float) -> Option | None:
+    def _best(
+        self,
+        goal: Goal,
+        guesses: Sequence[Guess],
+        hope: float,
+        takes: Callable[[Candidate], bool],
+    ) -> Option | None:
         """Return what may be best for a goal, if it may be better than what is known."""
         known = [goal(o, self.found[o.candidate].step_s) for o in self.useful()]
         better = [
@@ -132,9 +141,15 @@ class Search:
         ]
         for by in (0.0, 1.0, 2.0):  # what surely fits is asked about first
             fitting = [guess for guess in better if guess.may_fit(by)]
-            if fitting:
-                best = min(fitting, key=lambda guess: goal(guess.option, guess.best_step_s(hope)))
-                return best.option
+            for guess in sorted(
+                fitting, key=lambda guess: goal(guess.option, guess.best_step_s(hope))
+            ):
+                candidate = guess.option.candidate
+                if candidate in self.dropped:
+                    continue
+                if takes(candidate):
+                    return guess.option
+                self.dropped.add(candidate)
         return None
 
     def guesses(self) -> list[Guess]:

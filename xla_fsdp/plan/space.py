@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.config import RunConfig
+from training.config import RunConfig, UseConfig
 from training.errors import UsageError
 from training.mesh import Mesh
 from training.plan.choices import combinations
@@ -38,6 +38,8 @@ USUAL = [
     for sides in shapes
 ]
 """Slices that Google Cloud has, of each kind of chip, but for larger ones."""
+LARGEST = ("v4:8x8x8", "v5e:16x16", "v5p:8x8x8", "v6e:16x16")
+"""Of each kind of chip the slice with the most chips: more are several slices."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Candidate:
         )
         data = replace(config.data, grad_accum_steps=self.grad_accum_steps)
         own = replace(own, attention=self.attention, tpu_topology=None)  # type: ignore[arg-type]
-        return replace(config, sharding=sharding, data=data, planning=PlanConfig(), plan=False), own
+        config = replace(config, use=UseConfig(), planning=PlanConfig(), plan=False)
+        return replace(config, sharding=sharding, data=data), own
 
 
 def candidates(
@@ -105,14 +108,17 @@ def candidates(
 def slices(config: RunConfig, own: XlaConfig) -> list[Topology]:
     """Return the slices up to ``--chips_at_most`` chips. Raises UsageError.
 
-    Of those that the user names, as many as ``--mesh_dcn`` says; of the usual ones several, too.
+    Of those that the user names, as many as ``--mesh_dcn`` says; of the usual ones that is so, too,
+    but of the largest several: where one slice has as many chips, several smaller are no better.
     """
     most, dcn = config.planning.chips_at_most, config.sharding.mesh_dcn
     asked = own.tpu_topology.split(",") if own.tpu_topology else USUAL
     found = [
         topology
         for name in asked
-        for number in ([dcn] if dcn > 1 or own.tpu_topology else [1, 2, 4, 8])
+        for number in (
+            [1, 2, 4, 8] if name in LARGEST and not own.tpu_topology and dcn == 1 else [dcn]
+        )
         if (topology := parse_topology(name, number)).chips <= most
     ]
     if not found:
