@@ -64,9 +64,10 @@ def grid(
 
 BOTH = ("sdpa", "flash")
 PROBLEMS = {
-    "tiny": Problem(
-        "--model vit_tiny_patch16_224 --num_blocks 4 --batch_size 256 --tpu_topology v5e:2x2",
-        grid(grad_ckpt=("full", "none"), passes=(1, 4), tensor=(1,)),
+    "small": Problem(
+        "--embed_dim 256 --num_blocks 4 --num_heads 4 --image_size 64 --patch_size 16 "
+        "--batch_size 256 --tpu_topology v5e:2x2",
+        grid(passes=(1, 4), tensor=(1, 2)),
     ),
     "base": Problem(
         "--model vit_base_patch16_224 --batch_size 256 --tpu_topology v5e:2x2,v5e:2x4",
