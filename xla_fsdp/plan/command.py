@@ -142,7 +142,7 @@ def ask_compiler(
 
     ``asked``: how many answers are taken at most, those that are kept among them.
     """
-    with tqdm(total=compiled, desc="compile", unit="step", file=sys.stderr) as bar:
+    with tqdm(total=min(compiled, asked), desc="compile", unit="step", file=sys.stderr) as bar:
         while len(search.found) < asked and (option := search.next(planner.takes)) is not None:
             candidate = option.candidate
             words = compile_words(planner.config, planner.own, candidate)
