@@ -242,6 +242,7 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
         ("--train_images 3", "--train_images 3 needs --plan"),
         ("--tpu_topology v5e:2x2", "--tpu_topology v5e:2x2 needs --compile_only or --plan"),
         ("--plan --compile_only", "--plan does not go with --compile_only: drop one"),
+        ("--plan --explain", "--explain needs --compile_only"),
         ("--plan --hours 0", "0 must be at least"),
         ("--plan --backend cuda --tpu_topology v5e:2x2", "--tpu_topology needs --backend xla"),
         ("--plan --backend cuda --mesh_tensor 2", "--mesh_tensor 2 needs --backend xla"),
@@ -249,7 +250,7 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
         ("--plan --tpu_topology v9:2x2", "--tpu_topology v9:2x2 is unknown. Known, for"),
         ("--plan --tpu_topology v5e:2x2,", "--tpu_topology  is unknown. Known, for"),
         ("--plan --tpu_topology v5e:4x4 --chips_at_most 8", "the smallest slice has 16 chips"),
-        ("--plan --grad_ckpt selective", "--plan knows --grad_ckpt full, none, not selective"),
+        ("--plan --backend cuda --mesh_domain 2 --batch_size 7 --chips_at_most 1", "is not the 1"),
         (
             "--plan --batch_size 7 --mesh_fsdp 4 --tpu_topology v5e:2x2",
             "--batch_size 7 cannot be",

@@ -135,7 +135,16 @@ def check_switches(*configs: Any) -> None:
     """Raise UsageError where flags that choose what the program does lack what they need or exclude
     each other; this comes before anything is resolved."""
     values, known = flat(*configs), by_field(*map(type, configs))
-    for name in ("predict", "json", "self_check", "plan", "tpu_topology", *_PLANNING):
+    for name in (
+        "predict",
+        "json",
+        "self_check",
+        "plan",
+        "tpu_topology",
+        "explain",
+        "hlo_dir",
+        *_PLANNING,
+    ):
         if values[name] != known[name].field.default:
             _check_one(known[name], values, known)
 

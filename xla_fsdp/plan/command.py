@@ -161,8 +161,7 @@ def found_in(answer: dict[str, Any]) -> Found | None:
     step_s = answer["expected_step_s"]
     if step_s is None:
         return Found(False, answer["peak_hbm_bytes"], math.inf)
-    # What goes between slices is not in the expected step (docs/tpu.md).
-    return Found(answer["fits"], answer["peak_hbm_bytes"], step_s + (answer["dcn_s"] or 0.0))
+    return Found(answer["fits"], answer["peak_hbm_bytes"], step_s)
 
 
 def _plans(planner: Planner, search: Search) -> list[Plan]:
@@ -189,6 +188,5 @@ def _notes(search: Search, compilations: Compilations) -> list[str]:
     return [
         f"{len(search.options):,} candidates fit by arithmetic or nearly, {len(search.found)} were "
         f"compiled ({compilations.asked} now, the others before), {fit} of them fit",
-        "seconds are the TPU compiler's expectation with transfers between slices added in full, "
-        "no measurement (docs/tpu.md)",
+        "seconds are the TPU compiler's expectation, no measurement (docs/tpu.md)",
     ]

@@ -42,6 +42,7 @@ class Policy:
 
 POLICIES = {
     "full": Policy(0, 0, False, 1),
+    "selective": Policy(5, 1, False, 0.5),
     "none": Policy(8, 3, True, 0),
 }
 """The values of ``--grad_ckpt`` among which a plan chooses."""
@@ -55,7 +56,8 @@ class Layout:
     batch_size: int
     passes: int
     policy: str
-    flash: bool
+    kernels: bool
+    """Whether attention is computed by kernels that write no scores."""
     value_bytes: int
     """Of a number that is computed with: 2 in bf16."""
 
@@ -186,15 +188,15 @@ class _Part:
         return shares.exposed_in_vmem if layer <= _VMEM / 2 else shares.exposed_beyond
 
     def score_bytes(self) -> float:
-        """Return the bytes of all scores of a block; none with flash attention."""
-        if self.layout.flash:
+        """Return the bytes of all scores of a block; none where kernels compute them."""
+        if self.layout.kernels:
             return 0.0
         rows, columns = _up(self.tokens, _SUBLANES), _up(self.shape.tokens, _LANES)
         return self.images * self.heads * rows * columns * self.layout.value_bytes
 
     def kernel_bytes(self) -> float:
-        """Return the bytes of what flash attention's kernels are given and return, in tiles."""
-        if not self.layout.flash:
+        """Return the bytes of what the kernels of attention are given and return, in tiles."""
+        if not self.layout.kernels:
             return 0.0
         rows = _up(self.tokens, _LANES) + _up(self.shape.tokens, _LANES)
         head = _up(self.shape.head_dim, _LANES)

@@ -18,7 +18,7 @@ from xla_fsdp.plan.model import POLICIES, Layout
 CHOICES: dict[str, tuple[Any, ...]] = {
     "grad_ckpt": tuple(POLICIES),
     "grad_accum_steps": (1, 2, 4, 8, 16),
-    "attention": ("sdpa", "flash"),
+    "attention": ("sdpa", "whole", "flash"),
     "mesh_domain": (1, 2, 4, 8),
     "mesh_tensor": (1, 2, 4, 8),
 }
@@ -70,7 +70,7 @@ class Candidate:
             batch_size=config.data.batch_size,
             passes=self.grad_accum_steps,
             policy=self.grad_ckpt,
-            flash=self.attention == "flash",
+            kernels=self.attention != "sdpa",
             value_bytes=4 if config.sharding.precision == "fp32" else 2,
         )
 
