@@ -113,6 +113,19 @@ def print_models(pattern: str) -> int:
     return 0 if found else 1
 
 
+def _plan(flags: Flags) -> int:
+    """Plan a training: on GPUs where they are asked for, else on TPUs; return the exit code."""
+    backend = "cuda" if flags.run.backend == "cuda" else "xla"
+    check_foreign(flags.own, backend)
+    if backend == "cuda":
+        from gpu_fsdp.plan.command import plan_gpus
+
+        return plan_gpus(flags.run, flags.cuda)
+    from xla_fsdp.plan.command import plan_slices
+
+    return plan_slices(flags.run, flags.xla)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, and do what they ask for; return the exit code."""
     end_with_torchrun()
@@ -136,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(flags: Flags) -> int:
-    """Train, compile, predict, evaluate or check, as the flags ask; return the exit code."""
+    """Train, compile, plan, predict, evaluate or check, as the flags ask; return the exit code."""
     config, use = flags.run, flags.run.use
     if config.list_models is not None:
         return print_models(config.list_models)
@@ -146,6 +159,8 @@ def _run(flags: Flags) -> int:
 
         check_foreign(flags.own, "xla")
         return compile_only(config, flags.xla)
+    if config.plan:
+        return _plan(flags)
     prepare: Prepare = prepare_self_check if config.self_check else prepare_training
     if use.predict or use.eval_only:
         from training.inference import find_trained, predict, prepare_evaluation

@@ -34,6 +34,7 @@ from tests.typed_with_stand_ins import (
     names_packages,
     on_a_pod,
     only_gclouds_words,
+    plans,
     trains,
 )
 from training.config import RunConfig
@@ -218,6 +219,19 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     ),
     "make tpu-calibrate": Elsewhere("hours, and it writes docs/tpu.md", make_knows),
     "make tpu-table": Elsewhere("an hour, and it writes docs/tpu.md", make_knows),
+    # docs/planning.md
+    "python3 run_vit_training.py --plan --model vit_10b": Elsewhere(
+        "half an hour of TPU compilation", plans
+    ),
+    "python3 run_vit_training.py --plan --backend cuda": Run(
+        (
+            r"^by a model of memory and a roofline: nothing was compiled or measured",
+            r"^hardware +chips +settings ",
+            r"^cheapest: .*, by arithmetic, not compiled$",
+        ),
+        leaves=("runs/plan/gpu.png",),
+    ),
+    "make plan-check": Elsewhere("hours, and it writes docs/planning.md", make_knows),
     # docs/reliability.md
     "make faults": Elsewhere("hours, and it writes docs/reliability.md", make_knows),
     'make faults ARGS="--tries 2 --backends fsdp2 --faults sigkill hang --seed 1"': Elsewhere(

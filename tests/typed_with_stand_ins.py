@@ -28,6 +28,7 @@ from tests.test_launch_gpu import script
 from training.flag_rules import check_foreign, check_needs
 from training.mesh import make_mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
+from xla_fsdp.plan.space import candidates
 
 
 def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
@@ -40,6 +41,16 @@ def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
     at = next(i for i, word in enumerate(words) if word.endswith("run_vit_training.py"))
     assert (machine.project / words[at]).is_file()
     program_takes(words[at + 1 :], "cuda" if at else "xla")
+
+
+def plans(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """run_vit_training.py would plan with these flags."""
+    words = machine.noted(command, "python3")
+    asked = read_flags(words[1:])
+    check_foreign(asked.own, "xla")
+    config, _ = resolve_model(resolve_common(asked.run))
+    assert config.plan
+    assert next(candidates(config, asked.xla))
 
 
 def program_takes(flags: list[str], backend: str) -> None:

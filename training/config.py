@@ -23,6 +23,7 @@ from config_fields import (
 )
 from data.config import DataConfig
 from models.config import ModelConfig
+from training.plan.config import PlanConfig
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class UseConfig:
     json: bool = flag(
         False,
         "print the result as JSON, and nothing else on stdout",
-        needs=("predict|eval_only|compile_only",),
+        needs=("predict|eval_only|compile_only|plan",),
     )
 
 
@@ -225,7 +226,7 @@ class ShardingConfig:
     )
     mesh_domain: int = flag(
         1,
-        "devices that an image's rows are sharded over (domain parallel)",
+        "devices that each image's rows are sharded over (domain)",
         kind=positive,
         metavar="N",
         common=True,
@@ -273,10 +274,17 @@ class RunConfig:
     self_check: bool = flag(
         False,
         "train nothing: prove these flags on these devices with a small model, its updates against "
-        "plain PyTorch, the disk and the speed of the data; prints a table (docs/self_check.md), "
-        "the exit code is 1 if a line fails",
+        "plain PyTorch, disk and speed of the data; prints a table (docs/self_check.md), the exit "
+        "code is 1 if a line fails",
         common=True,
         conflicts=("predict", "eval_only", "compile_only"),
+    )
+    plan: bool = flag(
+        False,
+        "train nothing: find the fastest, cheapest and smallest hardware and flags to train "
+        "--model with --batch_size (docs/planning.md)",
+        common=True,
+        conflicts=("predict", "eval_only", "self_check", "compile_only"),
     )
     list_models: str | None = flag(
         None,
@@ -292,3 +300,4 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     use: UseConfig = field(default_factory=UseConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    planning: PlanConfig = field(default_factory=PlanConfig)

@@ -12,6 +12,7 @@ from typing import Any
 
 from config_fields import Flag, flag_of
 from training.errors import UsageError
+from training.plan.config import PlanConfig
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,19 @@ class Option:
 
     def typed(self, value: Any) -> str:
         """Return how a person gives the field this value, for messages."""
+        return " ".join(self.words(value))
+
+    def words(self, value: Any) -> list[str]:
+        """Return the words of a command line that give the field this value."""
         if isinstance(value, (list, tuple)):
-            between = ":" if ":" in (self.flag.metavar or "") else " "
-            return f"{self.names[0]} {between.join(map(str, value))}"
+            words = list(map(str, value))
+            joined = ":" in (self.flag.metavar or "")
+            return [self.names[0], *([":".join(words)] if joined else words)]
         if not self.is_switch:
-            return f"{self.names[0]} {value}"
+            return [self.names[0], str(value)]
         if self.has_negation and value is False:
-            return f"--no-{self.names[0].removeprefix('--')}"
-        return self.names[0]
+            return [f"--no-{self.names[0].removeprefix('--')}"]
+        return [self.names[0]]
 
 
 def options(config: type) -> Iterator[Option]:
@@ -122,11 +128,23 @@ def check_needs(*configs: Any) -> None:
             _check_one(option, values, known)
 
 
+_PLANNING = tuple(field.name for field in dataclasses.fields(PlanConfig))
+
+
 def check_switches(*configs: Any) -> None:
     """Raise UsageError where flags that choose what the program does lack what they need or exclude
     each other; this comes before anything is resolved."""
     values, known = flat(*configs), by_field(*map(type, configs))
-    for name in ("predict", "json", "self_check", "tpu_topology"):
+    for name in (
+        "predict",
+        "json",
+        "self_check",
+        "plan",
+        "tpu_topology",
+        "explain",
+        "hlo_dir",
+        *_PLANNING,
+    ):
         if values[name] != known[name].field.default:
             _check_one(known[name], values, known)
 

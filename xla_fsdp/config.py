@@ -81,9 +81,9 @@ class XlaConfig:
     tpu_topology: str | None = flag(
         None,
         "slice for --compile_only, chips along each side: v4:4x4x4 (64 chips), v5e:16x16 (256), "
-        "v5p:4x4x8 (128), v6e:8x8 (64), v6e:1x1, ...; default: none",
+        "v5p:4x4x8 (128), v6e:1x1, ...; for --plan several, with commas (default: none)",
         metavar="KIND:AxB[xC]",
-        needs=("compile_only",),
+        needs=("compile_only|plan",),
         common=True,
     )
 

@@ -50,12 +50,23 @@ def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
     return _resolve(config, own, device_type(), None)
 
 
-def resolve_for_slice(config: RunConfig, own: XlaConfig, devices: int) -> XlaRun:
-    """Return the run as it would be on so many TPU devices, none here. Raises UsageError."""
-    return _resolve(config, own, "TPU", devices)
+def resolve_for_slice(
+    config: RunConfig, own: XlaConfig, devices: int, model: ModelSpec | None = None
+) -> XlaRun:
+    """Return the run as it would be on so many TPU devices, none here. Raises UsageError.
+
+    ``model``: the one that the configuration names, if it is open already.
+    """
+    return _resolve(config, own, "TPU", devices, model)
 
 
-def _resolve(config: RunConfig, own: XlaConfig, device: str, devices: int | None) -> XlaRun:
+def _resolve(
+    config: RunConfig,
+    own: XlaConfig,
+    device: str,
+    devices: int | None,
+    model: ModelSpec | None = None,
+) -> XlaRun:
     config = resolve_common(replace(config, backend="xla"))
     _check_precision(config)
     own, why_form = _resolve_form(config, own)
@@ -64,7 +75,8 @@ def _resolve(config: RunConfig, own: XlaConfig, device: str, devices: int | None
     mesh = make_mesh(config.sharding, devices or device_count(own))
     if device == "TPU" and devices is None:
         _check_slices(mesh)
-    config, model = resolve_model(config)  # after what is known at once: timm takes a second
+    if model is None:  # after what is known at once: timm takes a second
+        config, model = resolve_model(config)
     own = _resolve_scan(config, own, model)
     check_mesh(mesh, model)
     config = resolve_domain(config, mesh, model)

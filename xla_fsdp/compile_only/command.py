@@ -48,6 +48,10 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     libtpu_args = os.environ.get(libtpu_flags.VARIABLE, "")  # before torch_xla adds to them
     if not own.tpu_topology:
         raise UsageError(f"--compile_only needs --tpu_topology. Known, for example: {KNOWN}")
+    if "," in own.tpu_topology:
+        raise UsageError(
+            f"--compile_only takes one slice, not {own.tpu_topology}: --plan takes several"
+        )
     check_installed()
     used = (torch_xla_private, jax_private, timm_private)
     warn_of_others(*(each.WRITTEN_FOR for each in used))

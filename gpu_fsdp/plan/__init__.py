@@ -1,0 +1,1 @@
+"""Which NVIDIA GPUs, mesh and flags for a training: by arithmetic alone, nothing is compiled."""

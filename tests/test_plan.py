@@ -1,0 +1,388 @@
+"""--plan: its arithmetic against the compiler's figures, its search, the whole on small models."""
+
+import json
+import math
+import re
+import shlex
+
+import pytest
+
+from run_vit_training import read_flags
+from tests.cli import run_program
+from tests.usage_error import told_in_one_line
+from training.flag_rules import flat
+from training.mesh import Mesh
+from training.plan.command_lines import words_of
+from training.plan.prices import SHIPPED, read_prices
+from training.plan.shape import shape_of
+from training.resolve import resolve_model
+from xla_fsdp.compile_only.topologies import parse_topology
+from xla_fsdp.plan.calibration import corrections
+from xla_fsdp.plan.model import POLICIES, estimate
+from xla_fsdp.plan.search import Found, Option, Search
+from xla_fsdp.plan.space import CHOICES, USUAL, Candidate, candidates
+
+VIT_L, VIT_10B = "vit_large_patch16_224", "vit_10b"
+GIB = 2**30
+
+# By --compile_only --json --precision bf16 at commit 77a40c2, torch_xla 2.9.0, libtpu 0.0.21: peak
+# in GiB, expected step in ms.
+COMPILED = [
+    ("v5e:2x4", VIT_L, 1024, Mesh(fsdp=8), "sdpa", 4.538, 1434.4),
+    ("v5e:2x4", VIT_L, 1024, Mesh(fsdp=8), "flash", 5.317, 1353.6),
+    ("v5e:2x4", VIT_L, 256, Mesh(fsdp=8), "sdpa", 1.698, 243.5),
+    ("v6e:2x4", VIT_L, 1024, Mesh(fsdp=8), "sdpa", 4.759, 787.4),
+    ("v6e:16x16", VIT_10B, 1024, Mesh(fsdp=256), "sdpa", 2.286, 374.9),
+    ("v6e:16x16", VIT_10B, 1024, Mesh(fsdp=64, tensor=4), "sdpa", 1.800, 201.4),
+]
+
+
+def asked(*words):
+    flags = read_flags(["--plan", *words])
+    config, model = resolve_model(flags.run)
+    return config, flags.xla, shape_of(model)
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    return {name: asked("--model", name)[2] for name in (VIT_L, VIT_10B)}
+
+
+def computed(row, shapes):
+    topology, model, batch_size, mesh, attention, *_ = row
+    config, _, _ = asked("--batch_size", str(batch_size), "--precision", "bf16")
+    candidate = Candidate(parse_topology(topology), mesh, "full", 1, attention)
+    return estimate(shapes[model], candidate.layout(config), candidate.topology.chip)
+
+
+@pytest.mark.parametrize("row", COMPILED)
+def test_the_arithmetic_is_near_the_compiler(row, shapes):
+    found, (peak_gib, step_ms) = computed(row, shapes), row[-2:]
+    assert found.peak_bytes / GIB == pytest.approx(peak_gib, rel=0.25)
+    assert found.step_s * 1e3 == pytest.approx(step_ms, rel=0.4)
+
+
+def test_the_arithmetic_ranks_as_the_compiler(shapes):
+    def order(figures):
+        return sorted(range(len(COMPILED)), key=lambda row: figures[row])
+
+    assert order([computed(row, shapes).step_s for row in COMPILED]) == order(
+        [row[-1] for row in COMPILED]
+    )
+
+
+def test_what_is_kept_takes_memory_and_saves_time(shapes):
+    config, _, _ = asked("--precision", "bf16")
+    topology = parse_topology("v5p:4x4x8")
+    found = {
+        policy: estimate(
+            shapes[VIT_10B],
+            Candidate(topology, Mesh(fsdp=128), policy, 1, "sdpa").layout(config),
+            topology.chip,
+        )
+        for policy in POLICIES
+    }
+    assert found["none"].peak_bytes > 2 * found["full"].peak_bytes
+    assert found["none"].step_s < found["full"].step_s
+    # State and gradients, sharded, and the inputs of the blocks: no plan goes without.
+    shape = shapes[VIT_10B]
+    least = 16 * shape.parameters / 128 + shape.depth * 8 * 256 * shape.width * 4
+    assert least < found["full"].peak_bytes < 1.6 * least
+
+
+# -- the search, beside a made-up compiler ----------------------------------------------
+
+
+def truth(option):
+    """What a compiler might say: the arithmetic, off by effects that it does not know of."""
+    each = option.candidate
+    off = {"v5e": 1.2, "v6e": 0.7, "v5p": 0.9, "v4": 1.1}[each.kind]
+    off *= {1: 1.0, 2: 0.85, 4: 0.8, 8: 1.1}[each.mesh.tensor]
+    off *= 1.15 if each.attention == "flash" else 1.0
+    off *= 1 + 0.02 * math.sin(
+        len(each.topology.name) + 3 * each.mesh.tensor + 5 * each.mesh.domain
+    )
+    peak = option.computed.peak_bytes * (1.1 if each.grad_ckpt == "none" else 0.9)
+    fits = peak <= each.topology.chip.hbm_bytes
+    return Found(fits, peak, option.computed.step_s * off if fits else math.inf)
+
+
+PRICES = {"v4": 3.0, "v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        (VIT_10B, "--tpu_topology v6e:16x16"),
+        (VIT_10B, "--tpu_topology v5e:8x8,v6e:8x8,v5p:4x4x4"),
+        (VIT_L, "--tpu_topology v5e:2x4"),
+        (VIT_L, "--chips_at_most 16"),
+    ],
+)
+def test_few_questions_find_the_best(model, flags, shapes):
+    config, own, _ = asked("--model", model, "--precision", "bf16", *flags.split())
+    options = [
+        Option(
+            each,
+            estimate(shapes[model], each.layout(config), each.topology.chip),
+            PRICES[each.kind],
+        )
+        for each in candidates(config, own)
+    ]
+    search = Search(options)
+    questions = 0
+    while (option := search.next()) and questions < 15:
+        search.learn(option.candidate, truth(option))
+        questions += 1
+    true = [(option, truth(option).step_s) for option in options]
+
+    def best(figure, among):
+        return min(figure(option, step_s) for option, step_s in among if step_s < math.inf)
+
+    found = [(option, search.found[option.candidate].step_s) for option in search.useful()]
+    for figure in (lambda option, step_s: step_s, lambda option, step_s: option.cost(step_s)):
+        assert best(figure, found) <= 1.02 * best(figure, true)
+    fewest = best(lambda option, step_s: option.candidate.topology.chips, true)
+    assert best(lambda option, step_s: option.candidate.topology.chips, found) == fewest
+
+
+def test_what_was_compiled_corrects_what_is_like_it():
+    topology, other = parse_topology("v5e:2x4"), parse_topology("v6e:2x4")
+    known = Candidate(topology, Mesh(fsdp=8), "full", 1, "sdpa")
+    alike = Candidate(topology, Mesh(fsdp=8), "full", 2, "sdpa")
+    strange = Candidate(other, Mesh(fsdp=2, tensor=4), "none", 4, "flash")
+    before = corrections([], [known, alike, strange])
+    assert [each.factor for each in before] == [1, 1, 1]
+    same, near, far = corrections([(known, 2.0)], [known, alike, strange])
+    assert 1.9 < same.factor <= 2
+    assert same.factor > near.factor > far.factor > 1
+    assert same.deviation < near.deviation < far.deviation < before[0].deviation
+
+
+def test_a_flag_that_is_given_stays(shapes):
+    config, own, _ = asked("--tpu_topology", "v5e:4x4", "--mesh_tensor", "2", "--attention", "sdpa")
+    found = list(candidates(config, own))
+    assert {each.mesh.tensor for each in found} == {2}
+    assert {each.attention for each in found} == {"sdpa"}
+    assert {each.grad_ckpt for each in found} == set(CHOICES["grad_ckpt"])
+    assert {each.mesh.domain for each in found} == {1, 2, 4, 8}
+    assert {each.mesh.devices for each in found} == {16}
+
+
+def test_usual_slices_are_known_and_of_many_sizes():
+    config, own, _ = asked("--chips_at_most", "512")
+    assert {parse_topology(name).chips for name in USUAL} == {1, *(2**n for n in range(2, 10))}
+    most = max(each.topology.chips for each in candidates(config, own))
+    assert most == 512
+
+
+# -- command lines, prices --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--image_size 512 1024 --scale 0.1 0.9 --betas 0.8 0.95 --no-scan_blocks",
+        "--fake_data --ckpt_dir 'a folder' --no_grad_ckpt --class_token --clip_grad_norm -1",
+        "--backend cuda --profile 2:4 --no_verify_checkpoint --predict a.png 'b c.png'",
+    ],
+)
+def test_a_configuration_is_typed_as_it_was_given(line):
+    flags = read_flags(shlex.split(line))
+    words = words_of(flags.run, *flags.own.values())
+    again = read_flags(words)
+    assert flat(again.run, *again.own.values()) == flat(flags.run, *flags.own.values())
+
+
+def test_shipped_prices_say_where_they_are_from():
+    for price in read_prices(None).values():
+        assert 0.5 < price.per_hour < 20
+        assert "not checked" in price.date
+        assert price.source.startswith("https://")
+
+
+def test_prices_in_json(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text('{"v5e": {"price": 0.5, "date": "2026-11-01", "source": "contract"}}')
+    assert str(read_prices(str(path))["v5e"]) == "$0.50 (2026-11-01; contract)"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("none.toml", None, "none.toml cannot be read: No such file"),
+        ("a.toml", "[v5e", "a.toml is no TOML: "),
+        ("a.json", "[v5e", "a.json is no JSON: "),
+        ("a.json", "[]", "names no chip: a table for each, as in prices.toml"),
+        ("a.toml", "v5e = 3", '"v5e" needs a "price", dollars an hour of one chip'),
+        ("a.toml", '[v5e]\nprice = "3"', '"v5e" needs a "price"'),
+        ("a.toml", "[v5e]\nprice = -1", '"v5e" needs a "price"'),
+        ("a.toml", "[v5e]\nprice = nan", '"v5e" needs a "price"'),
+        ("a.toml", "[v9]\nprice = 1", "has none of v4, v5e, v5p, v6e"),
+    ],
+)
+def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    folder = tmp_path / "plan"
+    assert words in told_in_one_line(capsys, "--plan", "--price", path, "--plan_dir", folder)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hours 3", "--hours 3.0 needs --plan"),
+        ("--chips_at_most 3", "--chips_at_most 3 needs --plan"),
+        ("--price x", "--price x needs --plan"),
+        ("--plan_compilations 3", "--plan_compilations 3 needs --plan"),
+        ("--plan_dir x", "--plan_dir x needs --plan"),
+        ("--train_images 3", "--train_images 3 needs --plan"),
+        ("--tpu_topology v5e:2x2", "--tpu_topology v5e:2x2 needs --compile_only or --plan"),
+        ("--plan --compile_only", "--plan does not go with --compile_only: drop one"),
+        ("--plan --explain", "--explain needs --compile_only"),
+        ("--plan --hours 0", "0 must be at least"),
+        ("--plan --backend cuda --tpu_topology v5e:2x2", "--tpu_topology needs --backend xla"),
+        ("--plan --backend cuda --mesh_tensor 2", "--mesh_tensor 2 needs --backend xla"),
+        ("--plan --fsdp fsdp2", "--fsdp needs --backend cuda, this is xla"),
+        ("--plan --tpu_topology v9:2x2", "--tpu_topology v9:2x2 is unknown. Known, for"),
+        ("--plan --tpu_topology v5e:2x2,", "--tpu_topology  is unknown. Known, for"),
+        ("--plan --tpu_topology v5e:4x4 --chips_at_most 8", "the smallest slice has 16 chips"),
+        ("--plan --backend cuda --mesh_domain 2 --batch_size 7 --chips_at_most 1", "is not the 1"),
+        (
+            "--plan --batch_size 7 --mesh_fsdp 4 --tpu_topology v5e:2x2",
+            "--batch_size 7 cannot be",
+        ),
+        ("--plan --train_images 5", "5 training images (--train_images) are fewer than --batch_si"),
+        ("--compile_only --tpu_topology v5e:2x2,v5e:4x4", "takes one slice, not v5e:2x2,v5e:4x4"),
+    ],
+)
+def test_refused(flags, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert words in told_in_one_line(capsys, *flags.split())
+    assert not list(tmp_path.iterdir())
+
+
+# -- the whole --------------------------------------------------------------------------
+
+TINY = (
+    "--embed_dim 256 --num_blocks 2 --num_heads 4 --image_size 64 --patch_size 16 --batch_size 32 "
+    "--num_classes 128 --precision bf16"
+).split()
+LARGE = f"--model {VIT_L} --batch_size 256 --precision bf16 --train_images 256000".split()
+
+
+def plan(folder, *flags, code=0):
+    done = run_program("run_vit_training.py", "--plan", "--json", "--plan_dir", str(folder), *flags)
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def takes(command):
+    """The flags of a printed command line, read and resolved as the program does."""
+    from xla_fsdp.resolve_xla import resolve_for_slice
+
+    program, *words = shlex.split(command.partition("python3 ")[2])
+    assert program == "run_vit_training.py"
+    flags = read_flags(words)
+    own = flags.xla
+    assert own.compile_only
+    topology = parse_topology(own.tpu_topology, flags.run.sharding.mesh_dcn)
+    return resolve_for_slice(flags.run, own, topology.devices)
+
+
+def test_by_arithmetic_alone(tmp_path):
+    found = plan(tmp_path, *LARGE, "--plan_compilations", "0", "--num_epochs", "90")
+    steps = 90 * 1000
+    assert found["work"]["steps"] == steps
+    assert len(found["plans"]) > 10
+    for each in found["plans"]:
+        assert not each["compiled"]
+        assert each["peak_bytes"] <= each["capacity_bytes"]
+        assert each["hours"] == pytest.approx(steps * each["expected_step_s"] / 3600)
+        assert each["expected_images_per_s"] == pytest.approx(256 / each["expected_step_s"])
+        kind = re.search(r"v\d\w?", each["hardware"])[0]
+        dollars = each["hours"] * each["chips"] * found["prices"][kind]["per_hour"]
+        assert each["cost_usd"] == pytest.approx(dollars)
+        assert 0 < each["expected_mfu"] < 1
+    figures = {"fastest": "hours", "cheapest": "cost_usd", "smallest": "chips"}
+    for name, figure in figures.items():
+        assert found[name][figure] == min(each[figure] for each in found["plans"])
+        run = takes(found[name]["commands"]["check"])
+        assert run.config.data.batch_size == 256
+        train = read_flags(shlex.split(found[name]["commands"]["train"])[2:])
+        assert train.run.num_epochs == 90
+        assert train.run.sharding == run.config.sharding
+        assert not train.run.plan
+    assert (tmp_path / "tpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_hours_keep_what_is_fast_enough(tmp_path):
+    flags = [*LARGE, "--plan_compilations", "0", "--tpu_topology", "v5e:2x2,v5e:4x4"]
+    both = plan(tmp_path, *flags)
+    assert [each["chips"] for each in both["plans"]] == [16, 4]
+    between = (both["fastest"]["hours"] + both["smallest"]["hours"]) / 2
+    assert [each["chips"] for each in plan(tmp_path, *flags, "--hours", str(between))["plans"]] == [
+        16
+    ]
+    none = plan(tmp_path, *flags, "--hours", "0.001", code=3)
+    assert none["plans"] == []
+    assert "fastest" not in none
+
+
+def test_on_gpus(tmp_path):
+    flags = ["--backend", "cuda", "--model", VIT_10B, "--precision", "bf16"]
+    found = plan(tmp_path, *flags, "--chips_at_most", "16")
+    assert {each["hardware"].split()[-1] for each in found["plans"]} == {
+        "A100",
+        "H100",
+        "H200",
+        "B200",
+    }
+    for each in found["plans"]:
+        assert not each["compiled"]
+        state = 16 * 10_077_917_160 / each["chips"]
+        assert state < each["peak_bytes"] < each["capacity_bytes"]
+    variables, command = found["fastest"]["commands"]["train"].split(" launch/torchrun.sh ")
+    assert "NPROC_PER_NODE=8 NNODES=2" in variables
+    assert read_flags(["--backend", "cuda", *shlex.split(command)]).run.model.model == VIT_10B
+    assert "nothing was compiled" in found["notes"][0]
+
+
+def test_with_the_compiler_and_again_without(tmp_path):
+    """One step is compiled; asked again, with other epochs, none is."""
+    # Without scanned blocks, which --grad_ckpt none has not, a step takes minutes to compile.
+    flags = [*TINY, "--tpu_topology", "v5e:2x2", "--mesh_fsdp", "4", "--scan_blocks"]
+    first = plan(tmp_path, *flags, "--plan_compilations", "1")
+    assert "(1 now" in first["notes"][0]
+    (compiled,) = [each for each in first["plans"] if each["compiled"]]
+    assert first["fastest"] == compiled
+    takes(compiled["commands"]["check"])
+    again = plan(tmp_path, *flags, "--plan_compilations", "0", "--num_epochs", "3")
+    assert "(0 now" in again["notes"][0]
+    assert again["fastest"]["expected_step_s"] == compiled["expected_step_s"]
+    assert again["fastest"]["hours"] == pytest.approx(compiled["hours"] / 100)
+
+
+def test_the_table(tmp_path):
+    flags = [*LARGE, "--plan_compilations", "0", "--tpu_topology", "v5e:2x4,v6e:2x2"]
+    prices = tmp_path / "own.toml"
+    prices.write_text("[v5e]\nprice = 1\n")
+    done = run_program(
+        *("run_vit_training.py --plan --plan_dir".split()),
+        *(str(tmp_path), *flags, "--price", str(prices)),
+    )
+    assert done.returncode == 0, done.stderr
+    for pattern in (
+        r"^hardware +chips +settings +memory, GiB +step, ms +images/s +MFU +hours +cost, \$ +by$",
+        r"^v5e:2x4 +8 +.* of 15\.8 +[\d.]+ +[\d,]+ +\d+ % +[\d.]+ +\d+ +arithmetic$",
+        r"^v6e:2x2 +4 +.* no price +arithmetic$",
+        r"^cheapest: v5e:2x4, [\d.]+ hours, \$\d+, by arithmetic, not compiled$",
+        r"^smallest: v6e:2x2, ",
+        r"^  v5e: \$1\.00 \(no date; no source\)$",
+        r"^  v6e: none$",
+    ):
+        assert re.search(pattern, done.stdout, re.MULTILINE), (pattern, done.stdout)
+    assert SHIPPED.name == "prices.toml"

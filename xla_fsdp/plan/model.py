@@ -1,0 +1,244 @@
+"""Bytes and seconds of a training step on a TPU slice by arithmetic, without the compiler.
+
+It ranks thousands of candidates so that the compiler is asked about a few. What it counts is what
+the TPU compiler does with this program's step: blocks run one after the other, a matrix product at
+a share of the chip's peak and with its sizes padded to the matrix unit, everything else at the
+bandwidth of HBM, and collectives beside it as far as there is work to hide them. The shares were
+fitted on the compiler's figures (docs/planning.md); ``xla_fsdp.plan.calibration`` corrects what is
+left by the figures of the steps that were compiled for the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from training.mesh import Mesh
+from training.plan.shape import Shape
+from xla_fsdp.compile_only.topologies import Chip
+
+_STATE_BYTES = 12
+"""Of a parameter: the fp32 weight and the two moments of AdamW."""
+_FP32 = 4
+_SUBLANES, _LANES = 8, 128
+"""Values are kept in tiles of 8 x 128."""
+_VMEM = 128 * 2**20
+"""Bytes of a core's vector memory: of v5e and v6e, taken for all."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What of a block's activations one value of ``--grad_ckpt`` keeps for the backward pass."""
+
+    widths: float
+    """Values kept for each token, in multiples of the model's width, beside the block's input."""
+    hiddens: float
+    """The same in multiples of the width inside the MLP."""
+    keeps_scores: bool
+    """Whether attention's scores are kept, where they are written at all."""
+    recomputed: float
+    """Share of a block's forward pass that runs once more; the last product's result is not
+    needed, so its share never does."""
+
+
+POLICIES = {
+    "full": Policy(0, 0, False, 1),
+    "selective": Policy(5, 1, False, 0.5),
+    "none": Policy(8, 3, True, 0),
+}
+"""The values of ``--grad_ckpt`` among which a plan chooses."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is divided: over devices, into passes, and by which policy and attention."""
+
+    mesh: Mesh
+    batch_size: int
+    passes: int
+    policy: str
+    kernels: bool
+    """Whether attention is computed by kernels that write no scores."""
+    value_bytes: int
+    """Of a number that is computed with: 2 in bf16."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a device at the step's peak, and its seconds by what it does."""
+
+    peak_bytes: float
+    products_s: float
+    traffic_s: float
+    waiting_s: float
+    """For collectives that nothing hides."""
+    dcn_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.products_s + self.traffic_s + self.waiting_s + self.dcn_s
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What was fitted on the compiler's figures."""
+
+    products: float = 0.75
+    """Of peak FLOP/s that a product of padded sizes reaches."""
+    width_passes: float = 50
+    """How often values of a token's width go to or from HBM in one pass forward through a block."""
+    hidden_passes: float = 14
+    """The same of values of the MLP's width."""
+    score_passes: float = 5
+    exposed: float = 0.45
+    """Share of the traffic's seconds that no product hides, with whole tiles of tokens."""
+    exposed_in_vmem: float = 0.7
+    """The same where an image's tokens leave tiles partly empty, and layers of a block are small
+    enough to stay in vector memory."""
+    exposed_beyond: float = 1.2
+    """The same for larger ones."""
+    waited_for: float = 0.6
+    """Share of the collectives' seconds that nothing hides."""
+
+
+SHARES = Shares()
+
+
+def estimate(shape: Shape, layout: Layout, chip: Chip, shares: Shares = SHARES) -> Estimate:
+    """Return what a step is expected to need on each device."""
+    part = _Part(shape, layout, chip)
+    policy = POLICIES[layout.policy]
+    mesh, times = layout.mesh, layout.passes * shape.depth
+    over = mesh.fsdp * mesh.domain * mesh.tensor
+
+    forward = part.forward_flops()
+    again = policy.recomputed * (forward - part.last_flops())
+    around = 3 * 2 * part.images * part.tokens * shape.pixels / shape.tokens * shape.width
+    flops = times * (3 * forward + again) + layout.passes * around
+    products_s = flops / (shares.products * chip.peak_flops)
+
+    moved = part.forward_bytes(shares) * (3 + policy.recomputed)
+    weights = shape.block_parameters / mesh.tensor * layout.value_bytes
+    gradients = _FP32 * shape.block_parameters / mesh.tensor
+    moved += (3 + policy.recomputed) * weights + 2 * gradients
+    state = shape.parameters / over
+    whole = times * moved + state * (2 * _STATE_BYTES + 2 * _FP32)
+    traffic_s = part.exposed(shares) * whole / chip.hbm_bandwidth
+    links_s = times * part.collective_bytes(policy) / chip.ici_bandwidth
+    between = 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
+    return Estimate(
+        peak_bytes=state * (_STATE_BYTES + _FP32) + part.peak_beside_state(policy),
+        products_s=products_s,
+        traffic_s=traffic_s,
+        waiting_s=shares.waited_for * links_s,
+        dcn_s=between / chip.dcn_bandwidth,
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one device computes of one block in one pass."""
+
+    shape: Shape
+    layout: Layout
+    chip: Chip
+
+    @property
+    def images(self) -> float:
+        return self.layout.batch_size / self.layout.mesh.batch_parts / self.layout.passes
+
+    @property
+    def tokens(self) -> float:
+        return self.shape.tokens / self.layout.mesh.domain
+
+    @property
+    def rows(self) -> float:
+        """Return how many rows products have, each image's padded to whole tiles."""
+        return self.images * _up(self.tokens, _SUBLANES)
+
+    @property
+    def heads(self) -> float:
+        return self.shape.heads / self.layout.mesh.tensor
+
+    @property
+    def unit(self) -> int:
+        """Return the side of the chip's matrix unit."""
+        return 256 if self.chip.kind == "v6e" else 128
+
+    def last_flops(self) -> float:
+        """Return the operations of the MLP's second product."""
+        hidden = self.shape.hidden / self.layout.mesh.tensor
+        return 2 * self.rows * _up(hidden, self.unit) * _up(self.shape.width, self.unit)
+
+    def forward_flops(self) -> float:
+        """Return the operations of one pass forward, with what the padding adds."""
+        shape, tensor = self.shape, self.layout.mesh.tensor
+        width = _up(shape.width, self.unit)
+        all_heads = _up(shape.heads * shape.head_dim / tensor, self.unit)
+        projections = 2 * self.rows * width * (3 + 1) * all_heads
+        head = _up(shape.head_dim, self.unit)
+        queries, keys = _up(self.tokens, _SUBLANES), _up(shape.tokens, self.unit)
+        scores = 2 * 2 * self.images * self.heads * queries * keys * head
+        return projections + scores + 2 * self.last_flops()
+
+    def exposed(self, shares: Shares) -> float:
+        """Return the share of the traffic's seconds that comes on top of the products'."""
+        if self.tokens % _LANES == 0:
+            return shares.exposed
+        layer = self.rows * self.shape.hidden / self.layout.mesh.tensor * self.layout.value_bytes
+        return shares.exposed_in_vmem if layer <= _VMEM / 2 else shares.exposed_beyond
+
+    def score_bytes(self) -> float:
+        """Return the bytes of all scores of a block; none where kernels compute them."""
+        if self.layout.kernels:
+            return 0.0
+        rows, columns = _up(self.tokens, _SUBLANES), _up(self.shape.tokens, _LANES)
+        return self.images * self.heads * rows * columns * self.layout.value_bytes
+
+    def kernel_bytes(self) -> float:
+        """Return the bytes of what the kernels of attention are given and return, in tiles."""
+        if not self.layout.kernels:
+            return 0.0
+        rows = _up(self.tokens, _LANES) + _up(self.shape.tokens, _LANES)
+        head = _up(self.shape.head_dim, _LANES)
+        return 4 * self.images * self.heads * rows * head * self.layout.value_bytes
+
+    def forward_bytes(self, shares: Shares) -> float:
+        """Return the bytes of activations that go to and from HBM in one pass forward."""
+        shape, size = self.shape, self.layout.value_bytes
+        hidden = shape.hidden / self.layout.mesh.tensor
+        width = (0.4 + 0.6 / self.layout.mesh.tensor) * shape.width  # "tensor" shards some of them
+        values = shares.width_passes * width + shares.hidden_passes * hidden
+        return self.rows * values * size + shares.score_passes * self.score_bytes()
+
+    def collective_bytes(self, policy: Policy) -> float:
+        """Return the bytes that reach a device from the others for one block, all of its passes."""
+        shape, mesh, size = self.shape, self.layout.mesh, self.layout.value_bytes
+        gathered_over = mesh.fsdp * mesh.domain
+        weights = shape.block_parameters / mesh.tensor
+        share = (gathered_over - 1) / gathered_over
+        gathers = 2 * weights * size * share  # forward, and again for the backward pass
+        reduced = weights * _FP32 * share
+        rounds = 3 + policy.recomputed
+        activations = self.rows * shape.width * size
+        tensor = rounds * 2 * activations * (mesh.tensor - 1) / mesh.tensor
+        keys = rounds * 2 * activations * (mesh.domain - 1)
+        return gathers + reduced + tensor + keys
+
+    def peak_beside_state(self, policy: Policy) -> float:
+        """Return the bytes that are there at once beside state and gradients."""
+        shape, mesh, size = self.shape, self.layout.mesh, self.layout.value_bytes
+        hidden = shape.hidden / mesh.tensor
+        token = policy.widths * shape.width / mesh.tensor + policy.hiddens * hidden
+        kept = self.rows * (shape.width / mesh.tensor * _FP32 + token * size)
+        kept += self.score_bytes() if policy.keeps_scores else 0
+        widths = (2 + 6 / mesh.tensor) * shape.width
+        one = self.rows * (widths + 3 * hidden) * size + 3 * self.score_bytes()
+        one += self.kernel_bytes()
+        gathered = 1.3 * shape.block_parameters / mesh.tensor * size
+        logits = 3 * self.images * shape.classes * _FP32
+        images = self.images * self.layout.passes * shape.pixels / mesh.domain * _FP32
+        return shape.depth * kept + one + gathered + logits + images
+
+
+def _up(size: float, multiple: int) -> float:
+    return -(-size // multiple) * multiple
