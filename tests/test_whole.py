@@ -85,8 +85,8 @@ def test_scores_are_not_in_hbm():
         ("--fake_data", "--attention whole needs a TPU: its kernels run nowhere else"),
         ("--backend cuda", "--attention needs --backend xla, this is cuda"),
         (
-            "--compile_only --tpu_topology v5e:2x2 --image_size 512",
-            "--attention whole takes up to 1,024 tokens, this model has 1,296",
+            "--compile_only --tpu_topology v5e:2x2 --image_size 560",
+            "--attention whole takes up to 1,024 tokens, this model has 1,600",
         ),
         (
             "--compile_only --tpu_topology v5e:2x2 --mesh_tensor 2",

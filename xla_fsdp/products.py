@@ -125,13 +125,17 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # Not over images: what each device finds for its own is added up before it is exchanged.
         names = "abcdefgh"[: grad.dim()]
-        summed, left = names[: -ctx.dimensions], names[-ctx.dimensions :]
+        summed, left = names[1 : -ctx.dimensions], names[0] + names[-ctx.dimensions :]
         rows = torch.full(
-            (_ROWS, *grad.shape[: len(summed)]), 1 / _ROWS, dtype=grad.dtype, device=grad.device
+            (_ROWS, *grad.shape[1 : 1 + len(summed)]),
+            1 / _ROWS,
+            dtype=grad.dtype,
+            device=grad.device,
         )
         sums = torch.einsum(f"z{summed},{names}->z{left}", rows, grad)
-        return grad, sums.to(ctx.dtype).sum(0)
+        return grad, sums.to(ctx.dtype).sum((0, 1))
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:

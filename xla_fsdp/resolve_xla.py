@@ -80,10 +80,18 @@ def _resolve(
     own = _resolve_scan(config, own, model)
     check_mesh(mesh, model)
     config = resolve_domain(config, mesh, model)
-    own, why_attention = resolve_attention(config, own, model, on_tpu=device == "TPU")
+    generation = _generation(own, devices) if device == "TPU" else None
+    own, why_attention = resolve_attention(config, own, model, generation)
     run = XlaRun(config, own, model, mesh, {"xla_fsdp": why_form, "attention": why_attention})
     check_batch(run)
     return run
+
+
+def _generation(own: XlaConfig, devices: int | None) -> int:
+    """Return the TPU's generation: of the slice that is asked about, or of this host's chips."""
+    if devices is None:
+        return torch_xla_private.tpu_generation()
+    return int(own.tpu_topology[1]) if own.tpu_topology else 5
 
 
 # -- the form of FSDP -----------------------------------------------------------------

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh
+from xla_fsdp.attention.whole_kernels import Whole
 from xla_fsdp.config import XlaConfig
 
 if TYPE_CHECKING:
     from models.spec import ModelSizes, ModelSpec
 
-WHOLE_UP_TO = 1024
-"""Tokens up to which the kernels that hold whole sequences find room in a core's vector memory."""
+FLASH_FROM = 1025
+"""Tokens from which auto takes flash attention."""
 GATHER_UP_TO = 16_384
 """Tokens up to which auto gathers keys over "domain": there the TPU compiler expects a step that is
 shorter than a ring's, and memory is the same (docs/domain_parallelism.md)."""
@@ -24,28 +27,26 @@ WIDEST_HEAD = 256
 
 
 def resolve_attention(
-    config: RunConfig, own: XlaConfig, model: ModelSpec, *, on_tpu: bool
+    config: RunConfig, own: XlaConfig, model: ModelSpec, generation: int | None
 ) -> tuple[XlaConfig, str]:
     """Decide ``--attention``; returns how the line that describes a run tells of it, too.
 
-    Nothing is told where there is nothing to choose. Raises UsageError for ``--attention flash``
-    where the kernels cannot be used.
+    ``generation`` is that of the TPU, None where there is none. Nothing is told where there is
+    nothing to choose. Raises UsageError for kernels that cannot be used.
     """
-    sizes = model.sizes
-    hindered = _hinders_kernels(config, sizes, on_tpu)
-    too_long = sizes.num_tokens > WHOLE_UP_TO
-    if own.attention != "auto":
-        form, reason = own.attention, hindered
-        if form == "whole" and too_long and not hindered:
-            reason = f"takes up to {WHOLE_UP_TO:,} tokens, this model has {sizes.num_tokens:,}"
-        if form != "sdpa" and reason:
+    sizes, form = model.sizes, own.attention
+    of_kernels = _hinders_kernels(config, sizes, generation)
+    of_whole = of_kernels or _hinders_whole(config, sizes, generation or 0)
+    if form != "auto":
+        reason = {"flash": of_kernels, "whole": of_whole}.get(form)
+        if reason:
             raise UsageError(f"--attention {form} {reason}: use --attention sdpa")
         return own, "" if form == "sdpa" else f", {_NAMES[form]} attention"
-    if hindered:
+    if of_kernels:
         return replace(own, attention="sdpa"), ""
-    form = "flash" if too_long or config.sharding.mesh_domain > 1 else "whole"
-    why = f" ({sizes.num_tokens:,} tokens; flash from {WHOLE_UP_TO + 1:,})"
-    return replace(own, attention=form), f", {_NAMES[form]} attention{why}"
+    form = "flash" if sizes.num_tokens >= FLASH_FROM else "sdpa" if of_whole else "whole"
+    text = f", {_NAMES[form]} attention ({sizes.num_tokens:,} tokens; flash from {FLASH_FROM:,})"
+    return replace(own, attention=form), text
 
 
 def resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfig:
@@ -70,8 +71,21 @@ def resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfig
     return replace(config, sharding=replace(config.sharding, domain_attention=form))
 
 
-def _hinders_kernels(config: RunConfig, sizes: ModelSizes, on_tpu: bool) -> str | None:
-    if not on_tpu:
+def _hinders_whole(config: RunConfig, sizes: ModelSizes, generation: int) -> str | None:
+    if sizes.num_tokens >= FLASH_FROM:
+        return f"takes up to {FLASH_FROM - 1:,} tokens, this model has {sizes.num_tokens:,}"
+    if config.sharding.mesh_domain > 1:
+        return f"does not go with --mesh_domain {config.sharding.mesh_domain}"
+    tokens, dtype = sizes.num_tokens, torch.float32
+    if config.sharding.precision == "bf16":
+        dtype = torch.bfloat16
+    if not Whole(1, tokens, tokens, sizes.num_heads, sizes.head_dim, dtype).fits(generation):
+        return f"has no room in vector memory for {sizes.num_heads} heads of {sizes.head_dim}"
+    return None
+
+
+def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
+    if generation is None:
         return "needs a TPU: its kernels run nowhere else"
     if sizes.attn_drop_rate:
         return f"has no dropout, here --att_dropout {sizes.attn_drop_rate}"

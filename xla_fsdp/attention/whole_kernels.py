@@ -27,11 +27,14 @@ from xla_fsdp.attention.sizes import LANES
 _UNDIVIDED = 512
 """Queries that are taken at once; more are taken in blocks."""
 _QUERIES = 256
-_HEADS_FORWARD, _HEADS_BACKWARD = 8, 4
-"""Heads times images that one program of the grid computes, where a group has no more: while the
-units wait for one of them they work on another. By libtpu's schedules more gains little."""
-_VMEM = 16 * 2**20
-"""Vector memory that libtpu gives a kernel which does not ask for more."""
+_FORWARD, _BACKWARD = 8, 4
+"""Heads of 256 queries and keys that one program of the grid computes: while the units wait for one
+of them they work on another. By libtpu's schedules more gains little."""
+_GIVEN = 16 * 2**20
+"""Vector memory that libtpu gives a kernel which does not ask for more, and all that v4 has."""
+_HAVE = 64 * 2**20
+"""Vector memory that a kernel may ask for on later chips."""
+_FORWARD_HELD, _BACKWARD_HELD = "qqkk", "qqqkkkk"
 _LOWEST = -1e30
 """The score of a key that is padding: finite, so that no difference of two is NaN."""
 
@@ -68,10 +71,26 @@ class Whole:
     def query_blocks(self) -> int:
         return -(-self.tokens // self.queries)
 
-    def images(self, heads_a_program: int) -> int:
-        """Return how many images a program takes: the most that divide the batch."""
-        most = max(1, heads_a_program * self.width // self.lanes)
-        return max(each for each in range(1, most + 1) if self.batch % each == 0)
+    def images(self, heads: int) -> int:
+        """Return how many images a program takes, a divisor of the batch, for so many ``heads``."""
+        most = heads * min(1.0, 256**2 / (self.queries * self.tokens)) * self.width / self.lanes
+        return max(each for each in range(1, max(1, int(most)) + 1) if self.batch % each == 0)
+
+    def vector_memory(self, heads: int, held: str) -> int:
+        """Return bytes that are enough for programs of so many ``heads``.
+
+        They are for what is ``held``, blocks of queries, "q", or all tokens, "k", twice, as the
+        next ones arrive meanwhile; and for scores, each in a few forms.
+        """
+        images, rows = self.images(heads), {"q": self.queries, "k": self.tokens}
+        blocks = sum(2 * rows[each] * self.lanes * self.dtype.itemsize for each in held)
+        scores = 4 * self.queries * -(-self.tokens // LANES) * LANES
+        return images * (blocks + self.lanes // self.width * scores * 2)
+
+    def fits(self, generation: int) -> bool:
+        """Tell whether a TPU of this generation has the vector memory for all kernels."""
+        needed = self.vector_memory(_BACKWARD, _BACKWARD_HELD)
+        return needed <= (_HAVE if generation > 4 else _GIVEN)
 
     @property
     def can_be_packed(self) -> bool:
@@ -135,7 +154,7 @@ def forward_function(s: Whole) -> Callable:
     """Return a function of JAX arrays that calls the kernel of the forward pass."""
     from jax.experimental import pallas as pl
 
-    images = s.images(_HEADS_FORWARD)
+    images = s.images(_FORWARD)
     q, k, v = (_taken(pl, s, images, kind, place) for place, kind in enumerate("qkk"))
     return pl.pallas_call(
         functools.partial(_forward, s),
@@ -143,7 +162,7 @@ def forward_function(s: Whole) -> Callable:
         in_specs=[q, k, v],
         out_specs=pl.BlockSpec((images, s.queries, s.lanes), lambda i, j, block: (i, block, j)),
         out_shape=_shape(s, s.shape),
-        compiler_params=_parameters(s, images, 3, "qqkk"),
+        compiler_params=_parameters(3, s.vector_memory(_FORWARD, _FORWARD_HELD)),
         name="attention_forward",
     )
 
@@ -157,7 +176,7 @@ def backward_function(s: Whole) -> Callable:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    images, groups, last = s.images(_HEADS_BACKWARD), s.groups, s.query_blocks - 1
+    images, groups, last = s.images(_BACKWARD), s.groups, s.query_blocks - 1
     rows = s.query_blocks * s.queries
     sums = pltpu.VMEM((images, rows, s.lanes), "float32" if last else _name(s.dtype))
     block = (images, s.queries, s.lanes)
@@ -172,7 +191,7 @@ def backward_function(s: Whole) -> Callable:
         out_specs=written,
         out_shape=_shape(s, s.gradients),
         scratch_shapes=[sums, sums],
-        compiler_params=_parameters(s, images, 4, "qqqkkkk"),
+        compiler_params=_parameters(4, s.vector_memory(_BACKWARD, _BACKWARD_HELD)),
         name="attention_backward",
     )
 
@@ -211,23 +230,14 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _parameters(s: Whole, images: int, axes: int, held: str) -> Any:
+def _parameters(axes: int, vector_memory: int) -> Any:
     """Return what the compiler is told: that programs may run in any order but for a group's."""
     from jax.experimental.pallas import tpu as pltpu
 
-    needed = _vector_memory(s, images, held)
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", *["arbitrary"] * (axes - 2)),
-        vmem_limit_bytes=needed if needed > _VMEM else None,
+        vmem_limit_bytes=vector_memory if vector_memory > _GIVEN else None,
     )
-
-
-def _vector_memory(s: Whole, images: int, held: str) -> int:
-    """Return bytes that are enough: for what is ``held``, blocks of queries, "q", or all tokens,
-    "k", twice, as the next ones arrive meanwhile; and for two heads' scores in a few forms each."""
-    rows = {"q": s.queries, "k": s.tokens}
-    blocks = sum(2 * rows[each] * s.lanes * s.dtype.itemsize for each in held)
-    return images * blocks + 12 * 4 * s.queries * (-(-s.tokens // LANES) * LANES)
 
 
 # -- what a program computes ----------------------------------------------------------
@@ -270,9 +280,11 @@ class _Sums:
             before = self._of_register.get(start)
             self._of_register[start] = part if before is None else before + part
 
-    def write(self, ref: Any, image: int) -> None:
+    def write(self, ref: Any, image: int, place: tuple[int, ...] = ()) -> None:
+        """Write what was added for an image; ``place``: where in a stack of such arrays."""
         for start, x in self._of_register.items():
-            ref[image, :, start : start + x.shape[1]] = x.astype(ref.dtype)
+            here = (*place, image, slice(None), slice(start, start + x.shape[1]))
+            ref[here] = x.astype(ref.dtype)
 
     def add_to(self, ref: Any, image: int, block: Any) -> None:
         """Add to what earlier blocks of queries have left there; None: there is but one."""
@@ -318,7 +330,6 @@ def _backward(s: Whole, *refs: Any) -> None:
     from jax.experimental import pallas as pl
 
     *given, written, key_sums, value_sums = refs
-    written = written if s.packed else written.at[0]
     of, block = pl.program_id(2), pl.program_id(3)
     here = slice(None)
     if s.query_blocks > 1:
@@ -331,7 +342,7 @@ def _backward(s: Whole, *refs: Any) -> None:
             for head in _heads(s):
                 for total, x in zip(found, _of_head(s, head, image, block, *given), strict=True):
                     total.add(head, x)
-            found[0].write(written, image)
+            found[0].write(written, image, () if s.packed else (0,))
             for x, total in zip(found[1:], (key_sums, value_sums), strict=True):
                 x.add_to(total, image, block if s.query_blocks > 1 else None)
 
@@ -339,7 +350,8 @@ def _backward(s: Whole, *refs: Any) -> None:
 
         @pl.when(of == place)
         def _(sums: Any = sums) -> None:
-            written[...] = sums[:, here, :].astype(written.dtype)
+            taken = sums[:, here, :].astype(written.dtype)
+            written[...] = taken.reshape(written.shape)
 
 
 def _of_head(s: Whole, head: _Head, image: int, block: Any, *refs: Any) -> tuple[Any, Any, Any]:
