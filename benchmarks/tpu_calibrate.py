@@ -107,6 +107,7 @@ class Row:
         return self.mfu * (learned + attention / 2) / (learned + attention)
 
 
+FEWEST_FOR_A_FIT = 6
 GATED = 3 / 2
 """The width of an MLP without a gate that has the weights of one with it."""
 ROWS = [
@@ -142,6 +143,8 @@ class Outcome:
     """What the compiler expects of a row; shares of peak FLOP/s in percent."""
 
     row: Row
+    commit: str
+    """That it was compiled at."""
     report: dict[str, Any]
     step_s: float
     mfu: float
@@ -202,7 +205,8 @@ def measure(row: Row, kept: Path, again: bool) -> Outcome | str:
             sys.exit(f"{row.name}:\n{done.stderr}")
         report = None if crashed else json.loads(done.stdout)
         path.write_text(json.dumps({"commit": commit(), "report": report}))
-    report = json.loads(path.read_text())["report"]
+    kept_report = json.loads(path.read_text())
+    report = kept_report["report"]
     if report is None:
         return "libtpu crashes"
     if not report["fits"]:
@@ -214,7 +218,9 @@ def measure(row: Row, kept: Path, again: bool) -> Outcome | str:
     mfu = 100 * at_peak / expected.seconds
     without = 4 / (3 + row.recomputed_share)  # of 3 forward passes' products, and one again
     waiting = 100 * (expected.seconds - expected.cycles_s - expected.kernels_s) / expected.seconds
-    return Outcome(row, report, expected.seconds, mfu, mfu * without, waiting)
+    return Outcome(
+        row, kept_report["commit"], report, expected.seconds, mfu, mfu * without, waiting
+    )
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
@@ -228,14 +234,19 @@ def judge(outcomes: list[Outcome]) -> list[str]:
     published = [each.row.comparable for each in outcomes]
     expected = [each.comparable for each in outcomes]
     errors = [abs(each.error) for each in outcomes]
+    lines = [
+        f"Over {len(outcomes)} rows: median error {statistics.median(errors):.1f} points, largest "
+        f"{max(errors):.1f}, rank correlation {rank_correlation(published, expected):.2f}."
+    ]
+    if len(outcomes) < FEWEST_FOR_A_FIT:
+        return lines
     fitted, judged = outcomes[::2], outcomes[1::2]
     factor = statistics.median(each.row.comparable / each.comparable for each in fitted)
     after = [abs(factor * each.comparable - each.row.comparable) for each in judged]
     return [
-        f"Over {len(outcomes)} rows: median error {statistics.median(errors):.1f} points, largest "
-        f"{max(errors):.1f}, rank correlation {rank_correlation(published, expected):.2f}. One "
-        f"factor for all MFUs, fitted on every second row, is {factor:.3f}; on the other rows the "
-        f"median error is then {statistics.median(after):.1f} points, without it "
+        *lines,
+        f"One factor for all MFUs, fitted on every second row, is {factor:.3f}; on the other rows "
+        f"the median error is then {statistics.median(after):.1f} points, without it "
         f"{statistics.median(abs(each.error) for each in judged):.1f}.",
     ]
 
@@ -268,19 +279,20 @@ def table(found: list[tuple[Row, Outcome | str]]) -> list[str]:
         rows.append(told)
     outcomes = [outcome for _, outcome in found if isinstance(outcome, Outcome)]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    if len(outcomes) > 3:
+    if len(outcomes) > 2:
         lines += ["", *judge(outcomes)]
     if outcomes:
         versions = ", ".join(f"{k} {v}" for k, v in outcomes[0].report["versions"].items())
-        lines += ["", f"Commit {commit()}, {versions}."]
+        commits = ", ".join(sorted({outcome.commit for outcome in outcomes}))
+        lines += ["", f"Compiled at commit {commits}, {versions}."]
     return lines
 
 
 def plot(outcomes: list[Outcome], path: Path) -> None:
     """Draw expected against published MFU, a colour for each generation."""
     figure, axis = plt.subplots(figsize=(7, 6), layout="constrained")
-    axis.plot([30, 80], [30, 80], color="black", linewidth=1)
-    axis.fill_between([30, 80], [24, 74], [36, 86], color="black", alpha=0.08, label="6 points")
+    axis.plot([20, 80], [20, 80], color="black", linewidth=1)
+    axis.fill_between([20, 80], [14, 74], [26, 86], color="black", alpha=0.08, label="6 points")
     for kind in dict.fromkeys(each.row.topology.partition(":")[0] for each in outcomes):
         of_kind = [each for each in outcomes if each.row.topology.startswith(kind + ":")]
         places = [(each.row.comparable, each.comparable) for each in of_kind]

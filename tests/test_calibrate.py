@@ -63,15 +63,19 @@ def test_rank_correlation():
 def test_table_and_picture(kept, tmp_path):
     outcome = measure(ROW, kept, again=False)
     outcomes = [
-        Outcome(ROW, outcome.report, 1.0, mfu, mfu, 2.0) for mfu in (40.0, 45.0, 50.0, 52.0)
+        Outcome(ROW, "abc", outcome.report, 1.0, mfu, mfu, 2.0)
+        for mfu in (40.0, 45.0, 50.0, 52.0, 50.0, 46.0)
     ]
     lines = "\n".join(table([(ROW, each) for each in outcomes]))
     assert "| v5e-4 | tiny | 1 | 1 | attention | 50.0 | 45.0 | 45.0 | -5.0 | 2.0 |" in lines
-    assert "median error 3.5 points, largest 10.0" in lines
-    # Rows 1 and 3 give the factor, (50/40 + 50/50) / 2; rows 2 and 4 are judged by it.
+    assert "Over 6 rows: median error 3.0 points, largest 10.0" in lines
+    # Rows 1, 3 and 5 give the factor, the middle one of 50/40, 50/50, 50/50; the others judge it.
     assert (
-        "is 1.125; on the other rows the median error is then 4.6 points, without it 3.5" in lines
+        "is 1.000; on the other rows the median error is then 4.0 points, without it 4.0" in lines
     )
+    few = "\n".join(table([(ROW, each) for each in outcomes[:4]]))
+    assert "Over 4 rows: median error 3.5" in few
+    assert "factor" not in few
     tpu_calibrate.plot(outcomes, tmp_path / "calibrate.png")
     assert (tmp_path / "calibrate.png").read_bytes().startswith(b"\x89PNG")
 

@@ -217,6 +217,14 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         ),
         long=True,
     ),
+    "python3 run_vit_training.py --explain": Run(
+        (
+            r"^expected MFU +\d\d\.\d %$",
+            r"^ms +share +runs +module .* of ideal +bound by +instruction$",
+            r" 32 +blocks\.mlp\.fc1 +recompute +product +\d+ % +products ",
+        ),
+        long=True,
+    ),
     "make tpu-calibrate": Elsewhere("hours, and it writes docs/tpu.md", make_knows),
     "make tpu-table": Elsewhere("an hour, and it writes docs/tpu.md", make_knows),
     # docs/planning.md

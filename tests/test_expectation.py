@@ -12,7 +12,7 @@ from tests.usage_error import told_in_one_line
 def expected(tmp_path_factory):
     """The file of the real command, for the steps of train_tiny."""
     command = "run_vit_training.py --compile_only --json --tpu_topology v5e:1x1".split()
-    done = run_program(*command, *TINY_MODEL, *TINY_RUN)
+    done = run_program(*command, *TINY_MODEL, *TINY_RUN, "--attention", "sdpa")
     assert done.returncode == 0, done.stderr
     path = tmp_path_factory.mktemp("expected") / "expected.json"
     path.write_text(done.stdout)

@@ -125,7 +125,7 @@ def test_what_is_told_of_a_module():
 TINY = (
     "run_vit_training.py --compile_only --json --tpu_topology v5e:1x1 --precision bf16 "
     "--embed_dim 256 --num_blocks 2 --num_heads 2 --image_size 128 --patch_size 16 "
-    "--num_classes 128 --batch_size 16"
+    "--num_classes 128 --batch_size 16 --attention sdpa"
 ).split()
 
 

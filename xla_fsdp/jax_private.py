@@ -108,7 +108,7 @@ def module_of_kernel(config: str, arguments: Types, results: Types) -> Any:
     def type_of(kind: str, sizes: list[int]) -> str:
         return f"tensor<{''.join(f'{size}x' for size in sizes)}{kind}>"
 
-    def layouts(types: Types) -> str:
+    def layouts(types: Sequence[tuple[str, list[int]]]) -> str:
         dense = (f"dense<{[*range(len(s))][::-1]}> : tensor<{len(s)}xindex>" for _, s in types)
         return f"[{', '.join(dense)}]"
 
