@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch_xla.core.xla_model as xm
 from torch import nn
 
 _ROWS = 8
@@ -141,6 +140,8 @@ class _AddBias(torch.autograd.Function):
 def _apart(x: torch.Tensor) -> torch.Tensor:
     """Let what computes ``x`` stay out of the products with it, which would repeat it for each of
     their tiles."""
+    import torch_xla.core.xla_model as xm  # here: names of this module are read without XLA, too
+
     x = x * 1
     xm.optimization_barrier_([x])
     return x
