@@ -19,6 +19,8 @@ from tests.test_launch_gpu import free_port
 LIMIT = 240
 _starts = itertools.count()
 
+NO_KERNELS = ("--attention", "sdpa")
+
 
 class Rehearsal:
     """A slice, its metadata servers, and what its hosts exchange."""
@@ -62,7 +64,8 @@ class Rehearsal:
         **more: str,
     ) -> list[subprocess.Popen[str]]:
         """The program with these words on every host, by worker number; ``own``: further ones of a
-        worker."""
+        worker. Attention is PyTorch's: what has no TPU cannot run a TPU's kernels."""
+        words = (*words, *NO_KERNELS)
         variables, python = environment() | self.variables() | more, []
         del variables["PJRT_DEVICE"]  # the program finds the chips
         if warm:

@@ -376,7 +376,7 @@ def test_flags_that_do_not_go_together(capsys, files, tmp_path):
     assert told == f"--predict {IMAGE} does not go with --eval_only: drop one of the two"
     assert (
         told_in_one_line(capsys, "--json")
-        == "--json needs --predict, --eval_only or --compile_only"
+        == "--json needs --predict, --eval_only, --compile_only or --plan"
     )
     evaluate = ("--eval_only", "--resume", plain, "--data_dir")
     assert "number 0 is eight there, 0 here" in told_in_one_line(capsys, *evaluate, DIGITS)

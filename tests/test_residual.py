@@ -29,6 +29,7 @@ def test_training(devices, flags, in_fp32, tmp_path):
     assert found.column("loss") != in_fp32.column("loss")
 
 
+@pytest.mark.long
 def test_halves_what_is_kept_of_each_block():
     model = (
         "--embed_dim 256 --num_blocks 8 --num_heads 4 --image_size 512 --patch_size 16 "

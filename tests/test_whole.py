@@ -36,7 +36,10 @@ def compiled(*flags):
         "--tpu_topology v5e:2x2 --image_size 112",
         "--tpu_topology v6e:2x2 --image_size 112 --class_token",
         "--tpu_topology v5e:2x2 --image_size 112 --xla_fsdp nested",
-        "--tpu_topology v5e:1x1 --image_size 112 --class_token --no-scan_blocks",
+        pytest.param(
+            "--tpu_topology v5e:1x1 --image_size 112 --class_token --no-scan_blocks",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_auto_takes_it(flags):
@@ -68,6 +71,7 @@ def test_every_generation_compiles_it(slice_, model):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_scores_are_not_in_hbm():
     """The step with PyTorch's product moves at least its scores more."""
     flags = "--tpu_topology v5e:1x1 --image_size 512 --batch_size 16".split()
