@@ -63,7 +63,7 @@ def compare(tokens: int, heads: int, width: int, dtype: str, options: dict) -> d
     plain = (torch.randn(2, heads, tokens, width) for _ in range(3))
     q, k, v = (each.to(kind) for each in plain)
     product = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in (q, k, v)))
-    sizes = whole_kernels.Whole(2, tokens, tokens, heads, width, kind)
+    sizes = whole_kernels.Whole(2, tokens, heads, width, kind)
     pairs = [*zip(found, expected, strict=True), (whole.attention(q, k, v), product)]
     return {
         # Of the bias of keys' norm the gradient is 0.

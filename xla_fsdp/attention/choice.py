@@ -79,7 +79,7 @@ def _hinders_whole(config: RunConfig, sizes: ModelSizes, generation: int) -> str
     tokens, dtype = sizes.num_tokens, torch.float32
     if config.sharding.precision == "bf16":
         dtype = torch.bfloat16
-    if not Whole(1, tokens, tokens, sizes.num_heads, sizes.head_dim, dtype).fits(generation):
+    if not Whole(1, tokens, sizes.num_heads, sizes.head_dim, dtype).fits(generation):
         return f"has no room in vector memory for {sizes.num_heads} heads of {sizes.head_dim}"
     return None
 

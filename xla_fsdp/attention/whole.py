@@ -122,7 +122,7 @@ def _call(
     parts = [shards.part(x) if shards else x for x in (*given, *beside)]
     batch, tokens, columns = parts[0].shape
     columns //= 3 if packed else 1
-    sizes = Whole(batch, tokens, tokens, heads, columns // heads, parts[0].dtype, packed)
+    sizes = Whole(batch, tokens, heads, columns // heads, parts[0].dtype, packed)
     if packed and not sizes.can_be_packed:
         sizes, parts = replace(sizes, packed=False), [*parts[0].chunk(3, -1), *parts[1:]]
     elif packed:

@@ -35,21 +35,17 @@ _GIVEN = 16 * 2**20
 _HAVE = 64 * 2**20
 """Vector memory that a kernel may ask for on later chips."""
 _FORWARD_HELD, _BACKWARD_HELD = "qqkk", "qqqkkkk"
-_LOWEST = -1e30
-"""The score of a key that is padding: finite, so that no difference of two is NaN."""
 
 
 @dataclass(frozen=True)
 class Whole:
     """Sizes of what one device computes.
 
-    ``tokens`` may hold padding at their end, the first ``valid`` are none. ``packed``: queries,
-    keys and values are one array, (batch, tokens, 3 x heads x width).
+    ``packed``: queries, keys and values are one array, (batch, tokens, 3 x heads x width).
     """
 
     batch: int
     tokens: int
-    valid: int
     heads: int
     width: int
     dtype: torch.dtype
@@ -313,8 +309,6 @@ def _forward(s: Whole, q_ref: Any, k_ref: Any, v_ref: Any, output_ref: Any) -> N
         for head in _heads(s):
             q, k, v = (ref[image, :, head.lanes] for ref in (q_ref, k_ref, v_ref))
             scores = _product(head.only(q), k, 1, 1)  # (queries, keys)
-            if s.valid < s.tokens:
-                scores = jnp.where(_numbers(1, s.tokens) < s.valid, scores, _LOWEST)
             weights = jnp.exp((scores - scores.max(1, keepdims=True)) * s.width**-0.5)
             sums = weights.sum(1, keepdims=True)
             output.add(head, _product(weights.astype(v.dtype), head.only(v), 1, 0) / sums)
@@ -367,8 +361,6 @@ def _of_head(s: Whole, head: _Head, image: int, block: Any, *refs: Any) -> tuple
         )
     q, k, grad = (head.only(x) for x in (q, k, grad))
     scores = _product(k, q, 1, 1)  # (keys, queries)
-    if s.valid < s.tokens:
-        scores = jnp.where(_numbers(s.tokens, 1) < s.valid, scores, _LOWEST)
     weights = jnp.exp((scores - scores.max(0, keepdims=True)) * s.width**-0.5)
     weights = weights / weights.sum(0, keepdims=True)
     of_weights = _product(v, grad, 1, 1)
