@@ -162,6 +162,7 @@ def test_products_of_the_compiled_step_are_those_of_the_program(explained):
     assert counted == pytest.approx(report["flops_per_chip"], rel=1e-6)
 
 
+@pytest.mark.long
 def test_the_step_is_the_same_without_names(explained):
     done = run_program(*TINY)
     assert done.returncode == 0, done.stderr

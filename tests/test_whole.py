@@ -34,11 +34,13 @@ def compiled(*flags):
     "flags",
     [
         "--tpu_topology v5e:2x2 --image_size 112",
-        "--tpu_topology v6e:2x2 --image_size 112 --class_token",
-        "--tpu_topology v5e:2x2 --image_size 112 --xla_fsdp nested",
-        pytest.param(
-            "--tpu_topology v5e:1x1 --image_size 112 --class_token --no-scan_blocks",
-            marks=pytest.mark.long,
+        *(
+            pytest.param(flags, marks=pytest.mark.long)
+            for flags in (
+                "--tpu_topology v6e:2x2 --image_size 112 --class_token",
+                "--tpu_topology v5e:2x2 --image_size 112 --xla_fsdp nested",
+                "--tpu_topology v5e:1x1 --image_size 112 --class_token --no-scan_blocks",
+            )
         ),
     ],
 )
