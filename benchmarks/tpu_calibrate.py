@@ -28,8 +28,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import ROOT, commit, run_python, write_between
-from xla_fsdp.compile_only.command import DOES_NOT_FIT
+from benchmarks.common import DOES_NOT_FIT, ROOT, commit, run_python, write_between
 from xla_fsdp.compile_only.expected import expect
 from xla_fsdp.compile_only.topologies import parse_topology
 

@@ -11,7 +11,6 @@ markers in docs/tpu.md, the picture to docs/tpu_table.png.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from tqdm import tqdm
 
-from benchmarks.common import ROOT, commit, run_python, write_between
-from xla_fsdp.compile_only.command import DOES_NOT_FIT
+from benchmarks.common import CODE_THAT_IS_COMPILED, ROOT, commit, kept_report, write_between
 
 PRESET_FLAGS = "--precision bf16 --batch_size 1024".split()
 MODELS = ("vit_10b", "vit_60b", "vit_120b")
@@ -41,9 +39,6 @@ SLICES = {
     "v6e-64": "v6e:8x8",
     "v6e-256": "v6e:16x16",
 }
-CODE = (
-    "run_vit_training.py config_fields.py training models data xla_fsdp requirements-tpu.txt"
-).split()
 Reports = dict[tuple[str, str], dict[str, Any] | None]
 """The reports of ``--compile_only`` by slice and model; None where libtpu crashes."""
 GIB = 2**30
@@ -77,7 +72,7 @@ def main() -> None:
         help="file with the markers; default: docs/tpu.md",
     )
     args, flags = parser.parse_known_args()
-    kept = ROOT / "runs" / "tpu-table" / commit(*CODE)
+    kept = ROOT / "runs" / "tpu-table" / commit(*CODE_THAT_IS_COMPILED)
     kept.mkdir(parents=True, exist_ok=True)
     cells = [(name, model) for model in args.models for name in args.slices]
     reports: Reports = {}
@@ -90,14 +85,9 @@ def main() -> None:
 def compile_one(name: str, model: str, flags: list[str], kept: Path) -> dict[str, Any] | None:
     """Compile one step; return its figures, None if libtpu crashes."""
     path = kept / f"{'_'.join([name, model, *flags]).replace('/', '-')}.json"
-    if not path.exists():
-        where = f"run_vit_training.py --compile_only --json --tpu_topology {SLICES[name]}"
-        done = run_python(*where.split(), "--model", model, *PRESET_FLAGS, *flags)
-        crashed = "error: libtpu crashed" in done.stderr
-        if done.returncode not in (0, DOES_NOT_FIT) and not crashed:
-            sys.exit(f"{name}, {model}:\n{done.stderr}")
-        path.write_text("null" if crashed else done.stdout)
-    return json.loads(path.read_text())
+    return kept_report(
+        path, "--tpu_topology", SLICES[name], "--model", model, *PRESET_FLAGS, *flags
+    )
 
 
 def cell(report: dict[str, Any] | None) -> str:
@@ -136,11 +126,12 @@ def write_table(
         )
     seconds = [report["trace_s"] + report["compile_s"] for report in found.values()]
     versions = ", ".join(f"{k} {v}" for k, v in of_slice[name]["versions"].items())
+    made_by = f"Commit {commit(*CODE_THAT_IS_COMPILED)}, {versions}"
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines += [
         "",
         "Peak HBM of a chip and the highest MFU that the roofline allows, "
-        f"with `{' '.join([*PRESET_FLAGS, *flags])}`. Commit {commit(*CODE)}, {versions}; "
+        f"with `{' '.join([*PRESET_FLAGS, *flags])}`. {made_by}; "
         f"{min(seconds):.0f} to {max(seconds):.0f} s a step to trace and compile.",
     ]
     write_between(document, BEGIN, END, lines)

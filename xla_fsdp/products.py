@@ -59,8 +59,12 @@ def multiply_unfolded(
     block: nn.Module,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
     kept: KeptResults | None = None,
+    *,
+    parts: int,
 ) -> None:
     """Let the linear layers of ``block`` compute by ``product`` and ``add_bias``.
+
+    The batch is sharded into ``parts``.
 
     ``gather`` makes a sharded weight whole, where nothing else does: else the partitioner may
     compute with the shards, and exchange tokens. ``kept`` holds the results of layers that make
@@ -71,7 +75,7 @@ def multiply_unfolded(
         weight = gather(linear.weight) if gather else linear.weight
         keeps = kept if linear.out_features > linear.in_features else None
         rows = "abcdefgh"[: x.dim() - 1]
-        return add_bias(product(f"{rows}y,zy->{rows}z", x, weight, keeps), linear.bias)
+        return add_bias(product(f"{rows}y,zy->{rows}z", x, weight, keeps), linear.bias, parts)
 
     for part in block.modules():
         if type(part) is nn.Linear:
@@ -89,9 +93,12 @@ def product(
     return kept.result(_Product.apply, *given) if kept else _Product.apply(*given, None)
 
 
-def add_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Add to a product what its last dimensions are to have more, in the product's dtype."""
-    return y if bias is None else _AddBias.apply(y, bias)
+def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
+    """Add to a product what its last dimensions are to have more, in the product's dtype.
+
+    Dimension 0 of the product is sharded into ``parts``.
+    """
+    return y if bias is None else _AddBias.apply(y, bias, parts)
 
 
 class _Product(torch.autograd.Function):
@@ -118,23 +125,24 @@ class _Product(torch.autograd.Function):
 
 class _AddBias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, bias):
-        ctx.dtype, ctx.dimensions = bias.dtype, bias.dim()
+    def forward(ctx, y, bias, parts: int):
+        ctx.dtype, ctx.dimensions, ctx.parts = bias.dtype, bias.dim(), parts
         return y + bias.to(y.dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        # Not over images: what each device finds for its own is added up before it is exchanged.
-        names = "abcdefgh"[: grad.dim()]
+        # What each device finds for its own images is added up before it is exchanged.
+        of_device = grad.unflatten(0, (ctx.parts, -1))
+        names = "abcdefgh"[: of_device.dim()]
         summed, left = names[1 : -ctx.dimensions], names[0] + names[-ctx.dimensions :]
         rows = torch.full(
-            (_ROWS, *grad.shape[1 : 1 + len(summed)]),
+            (_ROWS, *of_device.shape[1 : 1 + len(summed)]),
             1 / _ROWS,
             dtype=grad.dtype,
             device=grad.device,
         )
-        sums = torch.einsum(f"z{summed},{names}->z{left}", rows, grad)
-        return grad, sums.to(ctx.dtype).sum((0, 1))
+        sums = torch.einsum(f"z{summed},{names}->z{left}", rows, of_device)
+        return grad, sums.to(ctx.dtype).sum((0, 1)), None
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:

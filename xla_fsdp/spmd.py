@@ -267,14 +267,15 @@ class SpmdBackend(XlaBackend):
         return self._mark(x, self._activations(x.dim()))
 
     def _adapt(self, block: nn.Module) -> None:
+        parts = self._shape.parts(self._shape.lying("batch"))
         if self._shape.tensor > 1:
-            shard_block(block, self._tensor_marks(), self._kept)
+            shard_block(block, self._tensor_marks(parts), self._kept)
         elif self._scans:
-            multiply_unfolded(block, kept=self._kept)
+            multiply_unfolded(block, kept=self._kept, parts=parts)
         elif self._shape.domain > 1:
-            multiply_unfolded(block, functools.partial(self._gather, ""))
+            multiply_unfolded(block, functools.partial(self._gather, ""), parts=parts)
 
-    def _tensor_marks(self) -> Marks:
+    def _tensor_marks(self, parts: int) -> Marks:
         def columns(x: torch.Tensor) -> torch.Tensor:
             between: tuple[Axes, ...] = ((),) * (x.dim() - 3)
             first, last = self._shape.lying("batch", "tokens"), self._shape.lying("heads")
@@ -284,6 +285,7 @@ class SpmdBackend(XlaBackend):
             gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_rows),
             scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_rows),
             columns=lambda x: MarkBoth.apply(x, columns),
+            parts=parts,
         )
 
     def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:

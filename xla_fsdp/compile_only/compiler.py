@@ -54,11 +54,17 @@ def check_installed() -> None:
             )
 
 
+JAX_WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask about a TPU
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU is taken: nothing to lock
+}
+"""The environment that JAX is to read when it is imported: it must leave the TPU alone."""
+
+
 def prepare_jax() -> None:
-    """Set the environment that JAX reads when it is imported: it must leave the TPU alone."""
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask about a TPU
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU is taken: nothing to lock
+    """Set the environment for JAX, before its first import."""
+    os.environ.update(JAX_WITHOUT_TPU)
 
 
 def compile_graph(

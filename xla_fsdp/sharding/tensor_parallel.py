@@ -45,6 +45,8 @@ class Marks:
     """From a product by rows back to what lies between."""
     columns: Mark
     """Features sharded along "tensor"."""
+    parts: int
+    """How many the batch is sharded into."""
 
 
 def shard_block(block: nn.Module, marks: Marks, kept: KeptResults | None = None) -> None:
@@ -63,7 +65,7 @@ def shard_block(block: nn.Module, marks: Marks, kept: KeptResults | None = None)
     def attention(attn, x: torch.Tensor, attn_mask=None, is_causal: bool = False) -> torch.Tensor:
         x = marks.gather(x)
         qkv = product("bnd,ced->bnce", x, attn.qkv.weight, kept)
-        qkv = marks.columns(add_bias(qkv, attn.qkv.bias))
+        qkv = marks.columns(add_bias(qkv, attn.qkv.bias, marks.parts))
         q, k, v = qkv.unflatten(-1, (attn.num_heads, -1)).unbind(2)
         q, k = attn.q_norm(q) * attn.scale, attn.k_norm(k)
         # Not F.scaled_dot_product_attention: it folds batch and heads into one dimension, which
@@ -76,7 +78,7 @@ def shard_block(block: nn.Module, marks: Marks, kept: KeptResults | None = None)
 
     def mlp(mlp, x: torch.Tensor) -> torch.Tensor:
         x = product("bnd,ed->bne", marks.gather(x), mlp.fc1.weight, kept)
-        x = marks.columns(add_bias(x, mlp.fc1.bias))
+        x = marks.columns(add_bias(x, mlp.fc1.bias, marks.parts))
         x = mlp.norm(mlp.drop1(mlp.act(x)))
         return mlp.drop2(_by_rows(x, mlp.fc2, marks))
 
@@ -87,4 +89,5 @@ def shard_block(block: nn.Module, marks: Marks, kept: KeptResults | None = None)
 
 
 def _by_rows(x: torch.Tensor, linear: nn.Linear, marks: Marks) -> torch.Tensor:
-    return add_bias(marks.scatter(product("bne,de->bnd", x, linear.weight)), linear.bias)
+    y = marks.scatter(product("bne,de->bnd", x, linear.weight))
+    return add_bias(y, linear.bias, marks.parts)

@@ -1,0 +1,204 @@
+"""The program's step beside the same one written in JAX, both by the TPU compiler.
+
+    python benchmarks/tpu_peer.py        # or make tpu-peer, half an hour on 2 cores
+
+Model, slice, batch, dtype of the residual stream and recomputation are the same; the peer is
+benchmarks/tpu_peer_step.py, once with attention's softmax in fp32 and once in bf16, of which the
+faster counts. Figures are kept in runs/tpu-peer/COMMIT: started again, it goes on where it was. The
+table goes between the markers in docs/benchmarks.md, the picture to docs/tpu_peer.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from tqdm import tqdm
+
+from benchmarks.common import (
+    CODE_THAT_IS_COMPILED,
+    ROOT,
+    commit,
+    failure_of,
+    kept_report,
+    last_json,
+    write_between,
+)
+
+BATCH = "1024"
+ROWS = {
+    "10B, v5p:4x4x8": ("vit_10b", "v5p:4x4x8"),
+    "10B, v5e:8x8": ("vit_10b", "v5e:8x8"),
+    "10B, v6e:16x16": ("vit_10b", "v6e:16x16"),
+    "ViT-L/16, v5e:2x4": ("vit_large_patch16_224", "v5e:2x4"),
+    "ViT-L/16, v6e:2x4": ("vit_large_patch16_224", "v6e:2x4"),
+}
+DTYPES = ("fp32", "bf16")
+GOAL = 0.85
+"""The program's expected step, over the peer's."""
+BEGIN, END = "<!-- begin: make tpu-peer -->", "<!-- end: make tpu-peer -->"
+_SET_FOR_LIBTPU = """
+import json, os, sys
+from xla_fsdp.libtpu_flags import as_on_a_tpu
+print(json.dumps(as_on_a_tpu(int(sys.argv[1]), os.environ.get("LIBTPU_INIT_ARGS", ""))))
+"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What the compiler expects of both."""
+
+    name: str
+    residual: str
+    ours: dict[str, Any]
+    peer: dict[str, Any]
+    scores: str
+    """The dtype of the peer's softmax."""
+
+    @property
+    def time(self) -> float:
+        return self.ours["expected_step_s"] / self.peer["expected_step_s"]
+
+    @property
+    def memory(self) -> float:
+        return self.ours["peak_hbm_bytes"] / self.peer["peak_hbm_bytes"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    choices: list[str] = list(ROWS)
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=choices,
+        default=choices,
+        metavar="ROW",
+        help=f"of {'; '.join(choices)}; default: all",
+    )
+    parser.add_argument(
+        "--document",
+        type=Path,
+        default=ROOT / "docs" / "benchmarks.md",
+        help="file with the markers; default: docs/benchmarks.md",
+    )
+    args = parser.parse_args()
+    kept = ROOT / "runs" / "tpu-peer" / commit(*CODE_THAT_IS_COMPILED)
+    kept.mkdir(parents=True, exist_ok=True)
+    both = [(row, residual) for row in args.rows for residual in DTYPES]
+    pairs = [compare(row, dtype, kept) for row, dtype in tqdm(both, desc="compile", unit="pair")]
+    write_between(args.document, BEGIN, END, table(pairs))
+    plot(pairs, args.document.with_name("tpu_peer.png"))
+
+
+def compare(row: str, residual: str, kept: Path) -> Pair:
+    """Compile both; the benchmark ends if one does not fit."""
+    model, topology = ROWS[row]
+    where = ["--model", model, "--tpu_topology", topology, "--batch_size", BATCH]
+    where += ["--residual_dtype", residual]
+    name = f"{model}_{topology}_{residual}"
+    ours = kept_report(kept / f"{name}_ours.json", *where, "--precision", "bf16")
+    if ours is None or not ours["fits"]:
+        sys.exit(f"{row}: the program's step does not fit")
+    peers = {scores: peer(kept / f"{name}_peer_{scores}.json", where, scores) for scores in DTYPES}
+    fastest = min(peers, key=lambda scores: peers[scores]["expected_step_s"])
+    return Pair(row, residual, ours, peers[fastest], fastest)
+
+
+def peer(path: Path, where: list[str], scores: str) -> dict[str, Any]:
+    """Compile the peer with the flags for libtpu that the program sets; keep its figures."""
+    if not path.exists():
+        generation = where[where.index("--tpu_topology") + 1][1]
+        flags = [sys.executable, "-c", _SET_FOR_LIBTPU, generation]
+        set_ = subprocess.run(flags, cwd=ROOT, capture_output=True, text=True, check=True)
+        step = str(Path(__file__).with_name("tpu_peer_step.py"))
+        done = subprocess.run(
+            [sys.executable, step, *where, "--scores_dtype", scores],
+            env={**os.environ, **last_json(set_.stdout)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{path.stem}: {failure_of(done)}")
+        path.write_text(json.dumps(last_json(done.stdout)))
+    return json.loads(path.read_text())
+
+
+def table(pairs: list[Pair]) -> list[str]:
+    head = [
+        "model, slice",
+        "residual",
+        "expected ms: program",
+        "JAX (its softmax in)",
+        "ratio",
+        "peak HBM, GiB: program",
+        "JAX",
+        "ratio",
+        "seconds to compile: program",
+        "JAX",
+    ]
+    rows = [head, ["---"] * len(head)]
+    for each in pairs:
+        ours, peer = each.ours, each.peer
+        steps = [1e3 * side["expected_step_s"] for side in (ours, peer)]
+        peaks = [side["peak_hbm_bytes"] / 2**30 for side in (ours, peer)]
+        rows.append(
+            [
+                each.name,
+                each.residual,
+                f"{steps[0]:,.0f}",
+                f"{steps[1]:,.0f} ({each.scores})",
+                f"{each.time:.2f}",
+                *(f"{peak:.2f}" for peak in peaks),
+                f"{each.memory:.2f}",
+                *(f"{side['compile_s']:.0f}" for side in (ours, peer)),
+            ]
+        )
+    reached = sum(each.time <= GOAL for each in pairs)
+    less = sum(each.memory <= 1 for each in pairs)
+    versions = ", ".join(f"{k} {v}" for k, v in pairs[0].ours["versions"].items())
+    return [
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        f"At most {GOAL} of the peer's time in {reached} of {len(pairs)} rows, at most its memory "
+        f"in {less}. Global batch {BATCH}, everything recomputed, bf16 products. Commit "
+        f"{commit(*CODE_THAT_IS_COMPILED)}, {versions}.",
+    ]
+
+
+def plot(pairs: list[Pair], path: Path) -> None:
+    """Draw both ratios of each row, below 1 where the program is better."""
+    figure, axis = plt.subplots(figsize=(8, 0.5 * len(pairs) + 1.5), layout="constrained")
+    for number, each in enumerate(pairs):
+        axis.barh(number - 0.2, each.time, 0.38, color="tab:blue")
+        axis.barh(number + 0.2, each.memory, 0.38, color="tab:orange")
+        axis.text(each.time, number - 0.2, f" {each.time:.2f}", va="center", fontsize=8)
+        axis.text(each.memory, number + 0.2, f" {each.memory:.2f}", va="center", fontsize=8)
+    axis.set_yticks(range(len(pairs)), [f"{each.name}, {each.residual}" for each in pairs])
+    axis.invert_yaxis()
+    axis.axvline(1.0, color="black", linewidth=1)
+    axis.axvline(GOAL, color="black", linewidth=1, linestyle=":")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in ("tab:blue", "tab:orange")]
+    axis.legend(handles, ["expected step", "peak HBM"], loc="lower right")
+    axis.set_xlabel("the program, over the same step in JAX")
+    axis.set_title("By the TPU compiler (dotted: the goal for time)")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
