@@ -57,6 +57,13 @@ class XlaConfig:
         "has; bf16 halves what is kept of each block and what its norms read",
         needs=("precision=bf16", "xla_fsdp=spmd"),
     )
+    matmul: Literal["precision", "int8"] = flag(
+        "precision",
+        "products of the blocks' linear layers, forward, with --precision bf16: in that, or of "
+        "int8 numbers with a factor for each row of a weight and of what it multiplies; v5e and "
+        "v6e multiply these at twice the pace, and half as much is gathered",
+        needs=("precision=bf16", "xla_fsdp=spmd"),
+    )
     mark_step_after_forward: bool = flag(
         False,
         "break the graph between forward and backward (TPU smem limit of very large models)",

@@ -80,6 +80,11 @@ def shape_of(value: Any) -> list[int]:
     return list(_ir().RankedTensorType(value.type).shape)
 
 
+def is_int8(value: Any) -> bool:
+    """Tell whether a value of a module is a tensor of int8 numbers."""
+    return str(_ir().RankedTensorType(value.type).element_type) == "i8"
+
+
 def contracted_dimensions(dot_general: Any) -> list[int]:
     """Return the dimensions of a dot_general's left side that are summed over."""
     numbers = _hlo().DotDimensionNumbers(dot_general.attributes["dot_dimension_numbers"])

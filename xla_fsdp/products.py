@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from xla_fsdp.apart import apart
+from xla_fsdp.int8 import Int8Marks, Int8Product
+
 _ROWS = 8
 """Rows of ones that a sum is multiplied from: of one row XLA would make a sum again."""
 
@@ -61,36 +64,51 @@ def multiply_unfolded(
     kept: KeptResults | None = None,
     *,
     parts: int,
+    int8: Callable[[str], Int8Marks] | None = None,
 ) -> None:
     """Let the linear layers of ``block`` compute by ``product`` and ``add_bias``.
 
-    The batch is sharded into ``parts``.
+    The batch is sharded into ``parts``. ``int8`` tells of a weight, by its name, how it lies.
 
     ``gather`` makes a sharded weight whole, where nothing else does: else the partitioner may
     compute with the shards, and exchange tokens. ``kept`` holds the results of layers that make
     more features of less.
     """
 
-    def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        weight = gather(linear.weight) if gather else linear.weight
-        keeps = kept if linear.out_features > linear.in_features else None
-        rows = "abcdefgh"[: x.dim() - 1]
-        return add_bias(product(f"{rows}y,zy->{rows}z", x, weight, keeps), linear.bias, parts)
+    def compute(name: str) -> Callable[[nn.Linear, torch.Tensor], torch.Tensor]:
+        marks = int8(f"{name}.weight") if int8 else None
 
-    for part in block.modules():
+        def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+            weight = gather(linear.weight) if gather else linear.weight
+            keeps = kept if linear.out_features > linear.in_features else None
+            rows = "abcdefgh"[: x.dim() - 1]
+            y = product(f"{rows}y,zy->{rows}z", x, weight, keeps, marks)
+            return add_bias(y, linear.bias, parts)
+
+        return forward
+
+    for name, part in block.named_modules():
         if type(part) is nn.Linear:
-            part.forward = types.MethodType(forward, part)  # type: ignore[method-assign]
+            part.forward = types.MethodType(compute(name), part)  # type: ignore[method-assign]
 
 
 def product(
-    equation: str, x: torch.Tensor, weight: torch.Tensor, kept: KeptResults | None = None
+    equation: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    kept: KeptResults | None = None,
+    int8: Int8Marks | None = None,
 ) -> torch.Tensor:
-    """Multiply in autocast's dtype, as ``torch.einsum`` does by the equation."""
+    """Multiply in autocast's dtype, as ``torch.einsum`` does by the equation.
+
+    With ``int8`` in that, and the weight is a sharded one.
+    """
     if torch.is_autocast_enabled("xla"):
         dtype = torch.get_autocast_dtype("xla")
-        x, weight = x.to(dtype), weight.to(dtype)
-    given = (equation, x, weight)
-    return kept.result(_Product.apply, *given) if kept else _Product.apply(*given, None)
+        x, weight = x.to(dtype), weight if int8 else weight.to(dtype)
+    function = Int8Product.apply if int8 else _Product.apply
+    given = (equation, x, weight, *((int8,) if int8 else ()))
+    return kept.result(function, *given) if kept else function(*given, None)
 
 
 def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
@@ -104,7 +122,7 @@ def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Te
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, equation: str, x, weight, known):
-        x = _apart(x)
+        x = apart(x)
         ctx.save_for_backward(x, weight)
         ctx.equation = equation
         return torch.einsum(equation, x, weight) if known is None else known
@@ -112,7 +130,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad = _apart(grad.to(x.dtype))
+        grad = apart(grad.to(x.dtype))
         given, result = ctx.equation.split("->")
         of_x, of_weight = given.split(",")
         return (
@@ -143,13 +161,3 @@ class _AddBias(torch.autograd.Function):
         )
         sums = torch.einsum(f"z{summed},{names}->z{left}", rows, of_device)
         return grad, sums.to(ctx.dtype).sum((0, 1)), None
-
-
-def _apart(x: torch.Tensor) -> torch.Tensor:
-    """Let what computes ``x`` stay out of the products with it, which would repeat it for each of
-    their tiles."""
-    import torch_xla.core.xla_model as xm  # here: names of this module are read without XLA, too
-
-    x = x * 1
-    xm.optimization_barrier_([x])
-    return x

@@ -125,6 +125,9 @@ def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaCon
         raise UsageError(
             f"--grad_ckpt selective needs scanned blocks, here is {reason}: use --grad_ckpt full"
         )
+    if own.matmul == "int8" and not scan:
+        reason = hindered_by or differ or "--no-scan_blocks"
+        raise UsageError(f"--matmul int8 needs scanned blocks, here is {reason}: drop one of them")
     if own.scan_blocks is None:
         return replace(own, scan_blocks=scan)
     if own.scan_blocks and hindered_by:

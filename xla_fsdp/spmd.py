@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import torch
 import torch_xla.core.xla_model as xm
@@ -26,6 +27,7 @@ from xla_fsdp.attention.gathered import Gathered
 from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
 from xla_fsdp.attention.ring import Ring
 from xla_fsdp.attention.whole import How, use_whole
+from xla_fsdp.int8 import Int8Marks
 from xla_fsdp.products import KeptResults, multiply_unfolded
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
@@ -60,6 +62,7 @@ class SpmdBackend(XlaBackend):
         self._specs: dict[torch.Tensor, Spec] = {}
         keeps = self._scans and self._sharding.grad_ckpt == "selective"
         self._kept = KeptResults() if keeps else None
+        self._in_int8: set[str] = set()
 
     def _device_order(self) -> list[int]:
         return device_order(self._shape)
@@ -74,7 +77,6 @@ class SpmdBackend(XlaBackend):
         else:
             form = "SPMD FSDP (ZeRO-3), each block a unit"
             form += ", scanned" if self._scans else ""
-            form += ", residuals in bf16" if self._own.residual_dtype == "bf16" else ""
             form += f", {self._shape}"
             if self._shape.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
@@ -83,6 +85,8 @@ class SpmdBackend(XlaBackend):
                     f", {self._replicated_bytes:,} bytes of parameters replicated "
                     f"(no dimension is a multiple of {self._shape.fewest_parts})"
                 )
+        form += ", residuals in bf16" if self._own.residual_dtype == "bf16" else ""
+        form += ", linear layers in int8" if self._own.matmul == "int8" else ""
         return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
 
     # -- sharding ---------------------------------------------------------------------
@@ -195,6 +199,8 @@ class SpmdBackend(XlaBackend):
         parameter.grad = self._mark(parameter.grad * 1, self._specs[parameter])
 
     def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        if name in self._in_int8:
+            return weight  # the product rounds and gathers it
         lower = self._sharding.precision == "bf16" and weight.dim() > 1
         dtype = torch.bfloat16 if lower else weight.dtype
         shard = functools.partial(self._mark, spec=self._block_spec(name, weight))
@@ -268,10 +274,14 @@ class SpmdBackend(XlaBackend):
 
     def _adapt(self, block: nn.Module) -> None:
         parts = self._shape.parts(self._shape.lying("batch"))
+        int8 = self._int8_marks if self._own.matmul == "int8" else None
+        if int8:
+            linear = [name for name, part in block.named_modules() if type(part) is nn.Linear]
+            self._in_int8 = {f"{name}.weight" for name in linear}
         if self._shape.tensor > 1:
-            shard_block(block, self._tensor_marks(parts), self._kept)
+            shard_block(block, replace(self._tensor_marks(parts), int8=int8), self._kept)
         elif self._scans:
-            multiply_unfolded(block, kept=self._kept, parts=parts)
+            multiply_unfolded(block, kept=self._kept, parts=parts, int8=int8)
         elif self._shape.domain > 1:
             multiply_unfolded(block, functools.partial(self._gather, ""), parts=parts)
 
@@ -286,6 +296,19 @@ class SpmdBackend(XlaBackend):
             scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_rows),
             columns=lambda x: MarkBoth.apply(x, columns),
             parts=parts,
+        )
+
+    def _int8_marks(self, name: str) -> Int8Marks:
+        """Return how numbers of a weight of a block are marked."""
+        dim = TENSOR_DIMS.get(name)
+
+        def mark(x: torch.Tensor, spec: Spec) -> torch.Tensor:
+            kept = (axes if n > 1 else () for n, axes in zip(x.shape, spec, strict=True))
+            return self._mark(x * 1, tuple(kept))
+
+        return Int8Marks(
+            sharded=lambda x, size: mark(x, self._spec(size, dim)),
+            whole=lambda x, size: mark(x, self._shape.gathered_spec(size, dim)),
         )
 
     def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:

@@ -136,6 +136,19 @@ def kernel_config(lowered: Any) -> str | None:
     return _extract_backend_config(lowered)
 
 
+def dot_general_int8(
+    left: torch.Tensor, right: torch.Tensor, along_left: Sequence[int], along_right: Sequence[int]
+) -> torch.Tensor:
+    """Return int32 sums of products of two int8 tensors along these dimensions of each.
+
+    What is left of the first one's dimensions comes before what is left of the second one's.
+    """
+    import torch
+
+    summed: tuple = ((list(along_left), list(along_right)), ([], []))
+    return _xlac()._xla_dot_general(left, right, summed, preferred_element_type=torch.int32)
+
+
 def dynamic_slice(stacked: Any, index: Any) -> Any:
     """Return ``stacked[index]``, of two ops of the builder."""
     from torch_xla.experimental.scan import dynamic_slice

@@ -147,7 +147,8 @@ def _compile_graphs(
     libtpu = version("libtpu")
     flops = {}
     for number, (graph, *_) in enumerate(distinct, 1):
-        flops[graph.hlo] = count_flops(as_stablehlo(graph)) * step.replicas
+        of_one = count_flops(as_stablehlo(graph), topology.chip.int8_pace)
+        flops[graph.hlo] = of_one * step.replicas
         if not all(each.fits for each in done.values()):
             continue  # it is not known how what this one is given lies
         which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""

@@ -98,7 +98,8 @@ def _cost(
     chip: Chip,
 ) -> Cost:
     each = part.instruction
-    flops = product_flops(each, shapes) + sum(f for f, _ in flops_inside(each, computations))
+    flops = product_flops(each, shapes, chip.int8_pace)
+    flops += sum(f for f, _ in flops_inside(each, computations, chip.int8_pace))
     kind = _kind(part, flops, origin, computations)
     of_products = flops / chip.peak_flops / own
     of_bytes = instruction_bytes(each, shapes) / chip.hbm_bandwidth / own

@@ -9,39 +9,41 @@ from typing import Any
 from xla_fsdp.jax_private import (
     contracted_dimensions,
     first_integer,
+    is_int8,
     kernel_output_dimension,
     shape_of,
 )
 
 
-def count_flops(module: Any) -> float:
+def count_flops(module: Any, int8_pace: int = 1) -> float:
     """Count the whole program, before it is divided over devices: two for each multiply-add.
 
-    Recomputation under gradient checkpointing is in the program and so in the count.
+    Recomputation under gradient checkpointing is in the program and so in the count. Of int8
+    numbers, ``int8_pace`` operations count as one.
     """
     functions = {f.name.value: f for f in module.body.operations}
-    return _of_block(functions["main"].regions[0].blocks[0], functions)
+    return _of_block(functions["main"].regions[0].blocks[0], functions, int8_pace)
 
 
-def _of_block(block: Any, functions: dict[str, Any]) -> float:
+def _of_block(block: Any, functions: dict[str, Any], pace: int) -> float:
     total = 0.0
     for op in _live(block):
         if op.name == "stablehlo.dot":
             total += 2.0 * math.prod(shape_of(op.results[0])) * shape_of(op.operands[0])[-1]
         elif op.name == "stablehlo.dot_general":
-            total += _dot(op)
+            total += _dot(op) / (pace if is_int8(op.operands[0]) else 1)
         elif op.name == "stablehlo.convolution":
             total += _convolution(op)
         elif op.name == "stablehlo.custom_call":
             total += _kernel(op)
         elif op.name == "func.call":
             called = functions[op.attributes["callee"].value]
-            total += _of_block(called.regions[0].blocks[0], functions)
+            total += _of_block(called.regions[0].blocks[0], functions, pace)
         elif op.name == "stablehlo.while":
             condition, body = (region.blocks[0] for region in op.regions)
-            total += _rounds(condition, functions) * _of_block(body, functions)
+            total += _rounds(condition, functions) * _of_block(body, functions, pace)
         else:
-            total += sum(_of_block(b, functions) for r in op.regions for b in r.blocks)
+            total += sum(_of_block(b, functions, pace) for r in op.regions for b in r.blocks)
     return total
 
 

@@ -17,13 +17,19 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
-def product_flops(each: Instruction, shapes: dict[str, str]) -> float:
+def product_flops(each: Instruction, shapes: dict[str, str], int8_pace: int = 1) -> float:
     """Return the operations of one product, two a multiply-add; 0 if it is none.
 
-    ``shapes`` are those of its computation's instructions, by name.
+    ``shapes`` are those of its computation's instructions, by name. Of int8 numbers, ``int8_pace``
+    operations count as one.
     """
     if each.opcode not in ("dot", "convolution"):
         return 0.0
+    pace = int8_pace if shapes[operands_of(each)[0]].startswith("s8") else 1
+    return _operations(each, shapes) / pace
+
+
+def _operations(each: Instruction, shapes: dict[str, str]) -> float:
     left, right = (dimensions(shapes[name]) for name in operands_of(each)[:2])
     result = dimensions(each.shape)
     if each.opcode == "dot":
@@ -41,7 +47,9 @@ def product_flops(each: Instruction, shapes: dict[str, str]) -> float:
     return total
 
 
-def flops_inside(each: Instruction, computations: Computations) -> list[tuple[float, Instruction]]:
+def flops_inside(
+    each: Instruction, computations: Computations, int8_pace: int = 1
+) -> list[tuple[float, Instruction]]:
     """Return the products in a fusion, of whatever depth, and the operations of each."""
     if each.opcode != "fusion":
         return []
@@ -50,8 +58,8 @@ def flops_inside(each: Instruction, computations: Computations) -> list[tuple[fl
         inside = computations.get(called, [])
         shapes = {inner.name: inner.shape for inner in inside}
         for inner in inside:
-            flops = product_flops(inner, shapes)
-            found += [(flops, inner)] if flops else flops_inside(inner, computations)
+            flops = product_flops(inner, shapes, int8_pace)
+            found += [(flops, inner)] if flops else flops_inside(inner, computations, int8_pace)
     return found
 
 

@@ -26,7 +26,7 @@ class CompiledGraph:
     expected: Expected | None
     """None if this graph does not fit."""
     flops: float
-    """Operations of the whole slice in one run."""
+    """Operations of the whole slice in one run, at the pace of bf16 products."""
     resident_bytes: int
     """Bytes on a device of what is there meanwhile without being an argument."""
 

@@ -31,6 +31,8 @@ class Chip:
     dcn_bandwidth: float
     products_a_cycle: int
     """Multiply-adds that all of its matrix units begin in a cycle."""
+    int8_pace: int = 2
+    """How many multiply-adds of int8 numbers it does in the time of one of bf16 numbers."""
 
     @property
     def peak_flops(self) -> float:
@@ -51,7 +53,7 @@ class Chip:
 
 _GIB = 2**30
 CHIPS = {
-    "v4": Chip("v4", 3, int(31.75 * _GIB), 1228e9, 300e9, 6.25e9, 8 * 128**2),
+    "v4": Chip("v4", 3, int(31.75 * _GIB), 1228e9, 300e9, 6.25e9, 8 * 128**2, int8_pace=1),
     "v5e": Chip("v5litepod", 2, int(15.75 * _GIB), 819e9, 200e9, 3.125e9, 4 * 128**2),
     "v5p": Chip("v5p", 3, int(95.74 * _GIB), 2765e9, 600e9, 6.25e9, 8 * 128**2),
     "v6e": Chip("v6e", 2, int(31.25 * _GIB), 1640e9, 400e9, 12.5e9, 4 * 256**2),

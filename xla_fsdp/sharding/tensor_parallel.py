@@ -8,6 +8,7 @@ half of a block gathers its input and scatters the sum of its output.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from models.blocks import PLAIN_BLOCK
 from training.mesh import LIES_ALONG
+from xla_fsdp.int8 import Int8Marks
 from xla_fsdp.products import KeptResults, add_bias, product
 from xla_fsdp.sharding.marks import Mark
 
@@ -47,6 +49,11 @@ class Marks:
     """Features sharded along "tensor"."""
     parts: int
     """How many the batch is sharded into."""
+    int8: Callable[[str], Int8Marks] | None = None
+    """Of a weight, by its name, if products with it are in int8."""
+
+    def of(self, name: str) -> Int8Marks | None:
+        return self.int8(name) if self.int8 else None
 
 
 def shard_block(block: nn.Module, marks: Marks, kept: KeptResults | None = None) -> None:
@@ -64,7 +71,7 @@ def shard_block(block: nn.Module, marks: Marks, kept: KeptResults | None = None)
 
     def attention(attn, x: torch.Tensor, attn_mask=None, is_causal: bool = False) -> torch.Tensor:
         x = marks.gather(x)
-        qkv = product("bnd,ced->bnce", x, attn.qkv.weight, kept)
+        qkv = product("bnd,ced->bnce", x, attn.qkv.weight, kept, marks.of("attn.qkv.weight"))
         qkv = marks.columns(add_bias(qkv, attn.qkv.bias, marks.parts))
         q, k, v = qkv.unflatten(-1, (attn.num_heads, -1)).unbind(2)
         q, k = attn.q_norm(q) * attn.scale, attn.k_norm(k)
@@ -74,13 +81,15 @@ def shard_block(block: nn.Module, marks: Marks, kept: KeptResults | None = None)
         weights = attn.attn_drop(scores.softmax(dim=-1))
         y = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
         y = attn.norm(marks.columns(y))
-        return attn.proj_drop(_by_rows(y, attn.proj, marks))
+        return attn.proj_drop(_by_rows(y, attn.proj, "attn.proj", marks))
 
     def mlp(mlp, x: torch.Tensor) -> torch.Tensor:
-        x = product("bnd,ed->bne", marks.gather(x), mlp.fc1.weight, kept)
+        x = product(
+            "bnd,ed->bne", marks.gather(x), mlp.fc1.weight, kept, marks.of("mlp.fc1.weight")
+        )
         x = marks.columns(add_bias(x, mlp.fc1.bias, marks.parts))
         x = mlp.norm(mlp.drop1(mlp.act(x)))
-        return mlp.drop2(_by_rows(x, mlp.fc2, marks))
+        return mlp.drop2(_by_rows(x, mlp.fc2, "mlp.fc2", marks))
 
     # Bound methods: a deep copy of the block (the scanned one) has its own.
     for name, forward in (("attn", attention), ("mlp", mlp)):
@@ -88,6 +97,7 @@ def shard_block(block: nn.Module, marks: Marks, kept: KeptResults | None = None)
         part.forward = types.MethodType(forward, part)
 
 
-def _by_rows(x: torch.Tensor, linear: nn.Linear, marks: Marks) -> torch.Tensor:
-    y = marks.scatter(product("bne,de->bnd", x, linear.weight))
+def _by_rows(x: torch.Tensor, linear: nn.Linear, name: str, marks: Marks) -> torch.Tensor:
+    y = product("bne,de->bnd", x, linear.weight, int8=marks.of(f"{name}.weight"))
+    y = marks.scatter(y)
     return add_bias(y, linear.bias, marks.parts)
