@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train train-domain test test-long test-slurm rehearse coverage lint format bench bench-gpu bench-domain tpu-table tpu-calibrate plan-check faults clean
+.PHONY: help install data train train-domain test test-long test-slurm rehearse coverage lint format bench bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-domain  large images over 1 to 8 GPUs (--mesh_domain): latency and memory"
 	@echo "make tpu-table  compile 10B to 120B for TPU slices, for docs/tpu.md (an hour)"
 	@echo "make tpu-calibrate  expected beside published MFUs, for docs/tpu.md (hours)"
+	@echo "make tpu-peer   the step beside the same one in JAX, for docs/benchmarks.md (half an hour)"
 	@echo "make plan-check  compare --plan with exhaustive grids, for docs/planning.md (hours)"
 	@echo "make faults  spoil real runs in every way, for docs/reliability.md (hours)"
 	@echo "make clean   remove .venv, datasets/ and runs/"
@@ -86,6 +87,9 @@ tpu-table: $(INSTALLED)
 
 tpu-calibrate: $(INSTALLED)
 	$(BIN)/python benchmarks/tpu_calibrate.py $(ARGS)
+
+tpu-peer: $(INSTALLED)
+	$(BIN)/python benchmarks/tpu_peer.py $(ARGS)
 
 plan-check: $(INSTALLED)
 	$(BIN)/python benchmarks/plan_check.py $(ARGS)

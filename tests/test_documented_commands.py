@@ -225,6 +225,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         ),
         long=True,
     ),
+    "make tpu-peer": Elsewhere("half an hour, and it writes docs/benchmarks.md", make_knows),
     "make tpu-calibrate": Elsewhere("hours, and it writes docs/tpu.md", make_knows),
     "make tpu-table": Elsewhere("an hour, and it writes docs/tpu.md", make_knows),
     # docs/planning.md

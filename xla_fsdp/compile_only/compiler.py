@@ -7,10 +7,8 @@ import os
 import re
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from training.errors import UsageError
 from xla_fsdp import jax_private
 from xla_fsdp.compile_only.graphs import Graph, Step, local_bytes
 from xla_fsdp.compile_only.kernel_cycles import write_kernel_cycles
+from xla_fsdp.compile_only.processes import libtpu_process
 from xla_fsdp.compile_only.topologies import Topology
 from xla_fsdp.libtpu_flags import raise_if_refused
 
@@ -74,15 +73,12 @@ def compile_graph(
 
     Every argument's sharding must already be resolved. ``by_host``: the mesh counts the devices
     host by host, not by their numbers. ``variables`` are those of the environment that libtpu is to
-    start with. It runs in a process of its own: libtpu ends it where a check of its own fails, and
-    complains on stderr that there is no TPU. Raises UsageError if libtpu refuses the program, or
+    start with. It runs in a process of its own. Raises UsageError if libtpu refuses the program, or
     ends so.
     """
     with (
         tempfile.NamedTemporaryFile(mode="r") as complaints,
-        ProcessPoolExecutor(
-            1, get_context("spawn"), initializer=_begin, initargs=(complaints.name, variables)
-        ) as process,
+        libtpu_process(variables, complaints.name) as process,
     ):
         try:
             compiled = process.submit(_compile, graph, replicas, topology, by_host).result()
@@ -95,11 +91,6 @@ def compile_graph(
                 "slice, batch size or mesh"
             ) from None
     return replace(compiled, hlo=write_kernel_cycles(compiled.hlo, topology, variables))
-
-
-def _begin(stderr: str, variables: dict[str, str]) -> None:
-    os.dup2(os.open(stderr, os.O_WRONLY), 2)
-    os.environ.update(variables)
 
 
 def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:

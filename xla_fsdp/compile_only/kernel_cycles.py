@@ -15,9 +15,7 @@ import json
 import os
 import re
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +23,7 @@ import numpy as np
 from xla_fsdp import jax_private
 from xla_fsdp.attention.kernels import BRANCHES
 from xla_fsdp.compile_only.hlo import types_of
+from xla_fsdp.compile_only.processes import libtpu_process
 from xla_fsdp.compile_only.topologies import Topology
 from xla_fsdp.libtpu_flags import VARIABLE
 
@@ -67,9 +66,7 @@ def _count(calls: dict[str, str], topology: Topology, variables: dict[str, str])
         written = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         flags = f"{variables.get(VARIABLE, '')} {written}"
         variables = {**variables, VARIABLE: flags}
-        with ProcessPoolExecutor(
-            1, get_context("spawn"), initializer=_begin, initargs=(variables,)
-        ) as process:
+        with libtpu_process(variables, os.devnull) as process:
             for body, call in calls.items():
                 try:
                     process.submit(_compile, call, topology).result()
@@ -79,11 +76,6 @@ def _count(calls: dict[str, str], topology: Topology, variables: dict[str, str])
                 if found:
                     cycles[body] = found
     return cycles
-
-
-def _begin(variables: dict[str, str]) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.environ.update(variables)
 
 
 def _compile(call: str, topology: Topology) -> None:

@@ -16,7 +16,7 @@ import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from data.config import DataConfig
 from training.config import OptimizerConfig, RunConfig
@@ -107,8 +107,9 @@ def _run(words: list[str]) -> tuple[int, str, str]:
     """Run ``--compile_only``; return its exit code and what it printed. It ends with this process.
 
     Compiling goes on in a child of the child, which takes gigabytes: whatever ends the waiting,
-    such as Ctrl-C, ends both.
+    such as Ctrl-C or SIGTERM, ends both.
     """
+    signal.signal(signal.SIGTERM, _end)
     with subprocess.Popen(
         [sys.executable, str(PROGRAM), *words, "--json"],
         text=True,
@@ -122,6 +123,10 @@ def _run(words: list[str]) -> tuple[int, str, str]:
             os.killpg(started.pid, signal.SIGKILL)
             raise
     return started.returncode, printed, said
+
+
+def _end(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _circumstances() -> dict[str, Any]:
