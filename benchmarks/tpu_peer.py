@@ -4,8 +4,9 @@
 
 Model, slice, batch, dtype of the residual stream and recomputation are the same; the peer is
 benchmarks/tpu_peer_step.py, once with attention's softmax in fp32 and once in bf16, of which the
-faster counts. Figures are kept in runs/tpu-peer/COMMIT: started again, it goes on where it was. The
-table goes between the markers in docs/benchmarks.md, the picture to docs/tpu_peer.png.
+faster counts. Figures are kept in runs/tpu-peer, of either side by its own commit: started again,
+it goes on where it was. The table goes between the markers in docs/benchmarks.md, the picture to
+docs/tpu_peer.png.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -46,6 +47,7 @@ ROWS = {
     "ViT-L/16, v6e:2x4": ("vit_large_patch16_224", "v6e:2x4"),
 }
 DTYPES = ("fp32", "bf16")
+PEER = "benchmarks/tpu_peer_step.py"
 GOAL = 0.85
 """The program's expected step, over the peer's."""
 BEGIN, END = "<!-- begin: make tpu-peer -->", "<!-- end: make tpu-peer -->"
@@ -54,6 +56,13 @@ import json, os, sys
 from xla_fsdp.libtpu_flags import as_on_a_tpu
 print(json.dumps(as_on_a_tpu(int(sys.argv[1]), os.environ.get("LIBTPU_INIT_ARGS", ""))))
 """
+
+
+class Kept(NamedTuple):
+    """Folders of what the compiler has said."""
+
+    ours: Path
+    peer: Path
 
 
 @dataclass(frozen=True)
@@ -96,24 +105,28 @@ def main() -> None:
         help="file with the markers; default: docs/benchmarks.md",
     )
     args = parser.parse_args()
-    kept = ROOT / "runs" / "tpu-peer" / commit(*CODE_THAT_IS_COMPILED)
-    kept.mkdir(parents=True, exist_ok=True)
+    folder = ROOT / "runs" / "tpu-peer"
+    kept = Kept(folder / commit(*CODE_THAT_IS_COMPILED), folder / commit(PEER, "models"))
+    for each in (kept.ours, kept.peer):
+        each.mkdir(parents=True, exist_ok=True)
     both = [(row, residual) for row in args.rows for residual in DTYPES]
     pairs = [compare(row, dtype, kept) for row, dtype in tqdm(both, desc="compile", unit="pair")]
     write_between(args.document, BEGIN, END, table(pairs))
     plot(pairs, args.document.with_name("tpu_peer.png"))
 
 
-def compare(row: str, residual: str, kept: Path) -> Pair:
+def compare(row: str, residual: str, kept: Kept) -> Pair:
     """Compile both; the benchmark ends if one does not fit."""
     model, topology = ROWS[row]
     where = ["--model", model, "--tpu_topology", topology, "--batch_size", BATCH]
     where += ["--residual_dtype", residual]
     name = f"{model}_{topology}_{residual}"
-    ours = kept_report(kept / f"{name}_ours.json", *where, "--precision", "bf16")
+    ours = kept_report(kept.ours / f"{name}.json", *where, "--precision", "bf16")
     if ours is None or not ours["fits"]:
         sys.exit(f"{row}: the program's step does not fit")
-    peers = {scores: peer(kept / f"{name}_peer_{scores}.json", where, scores) for scores in DTYPES}
+    peers = {
+        scores: peer(kept.peer / f"{name}_scores_{scores}.json", where, scores) for scores in DTYPES
+    }
     fastest = min(peers, key=lambda scores: peers[scores]["expected_step_s"])
     return Pair(row, residual, ours, peers[fastest], fastest)
 
@@ -124,9 +137,8 @@ def peer(path: Path, where: list[str], scores: str) -> dict[str, Any]:
         generation = where[where.index("--tpu_topology") + 1][1]
         flags = [sys.executable, "-c", _SET_FOR_LIBTPU, generation]
         set_ = subprocess.run(flags, cwd=ROOT, capture_output=True, text=True, check=True)
-        step = str(Path(__file__).with_name("tpu_peer_step.py"))
         done = subprocess.run(
-            [sys.executable, step, *where, "--scores_dtype", scores],
+            [sys.executable, str(ROOT / PEER), *where, "--scores_dtype", scores],
             env={**os.environ, **last_json(set_.stdout)},
             capture_output=True,
             text=True,

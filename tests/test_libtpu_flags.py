@@ -23,6 +23,7 @@ def test_compile_only_has_the_set_of_a_run(kind, monkeypatch):
     assert len(names) == len(set(names))
     assert "--xla_latency_hiding_scheduler_rerun=1" in flags  # torch_xla's
     assert "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000" in flags  # ours
+    assert ("--xla_tpu_scoped_vmem_limit_kib=32768" in flags) == (kind != "v4-8")
     assert (V5 in flags) == (kind == "v5p-8")
     assert run["TPU_MEGACORE"] == ("megacore_dense" if kind == "v4-8" else None)
 

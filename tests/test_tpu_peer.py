@@ -22,7 +22,7 @@ def test_the_peer_computes_what_timm_does():
 def test_both_are_compiled(tmp_path, monkeypatch):
     monkeypatch.setitem(tpu_peer.ROWS, "ViT-Ti", ("vit_tiny_patch16_224", "v5e:2x2"))
     monkeypatch.setattr(tpu_peer, "BATCH", "64")
-    pair = tpu_peer.compare("ViT-Ti", "bf16", tmp_path)
+    pair = tpu_peer.compare("ViT-Ti", "bf16", tpu_peer.Kept(tmp_path, tmp_path))
     assert pair.ours["parameters"] == pair.peer["parameters"]
     assert 0.2 < pair.time < 1.5
     assert 0.2 < pair.memory < 1.5

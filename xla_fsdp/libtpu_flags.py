@@ -23,8 +23,12 @@ _OURS = {
     # anew, with --mesh_tensor as much as all the rest of the step.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
-_ASYNC_ALL_REDUCE = {
-    # Whole gradients are reduced while the next ones are computed, not in between.
+_NOT_ON_V4 = {
+    # Vector memory that a fusion may take, twice libtpu's own limit: products then have larger
+    # tiles (docs/tpu_speed.md). It is half of what a v5p has, a quarter of v5e's and v6e's.
+    "xla_tpu_scoped_vmem_limit_kib": "32768",
+    # Whole gradients are reduced while the next ones are computed, not in between. For v4 the
+    # compiler takes many times as long with these (libtpu 0.0.21).
     "xla_enable_async_all_reduce": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
@@ -34,8 +38,7 @@ _START_SECONDS = 60
 
 def with_ours(given: str, generation: int) -> str:
     """Return the flags that the user and torch_xla give libtpu, and our own where they do not."""
-    # For v4 the compiler takes many times as long with them (libtpu 0.0.21).
-    ours = _OURS | ({} if generation == 4 else _ASYNC_ALL_REDUCE)
+    ours = _OURS | ({} if generation == 4 else _NOT_ON_V4)
     named = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
     return " ".join(
         [

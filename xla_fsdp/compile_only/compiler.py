@@ -19,7 +19,7 @@ from xla_fsdp.compile_only.graphs import Graph, Step, local_bytes
 from xla_fsdp.compile_only.kernel_cycles import write_kernel_cycles
 from xla_fsdp.compile_only.processes import libtpu_process
 from xla_fsdp.compile_only.topologies import Topology
-from xla_fsdp.libtpu_flags import raise_if_refused
+from xla_fsdp.libtpu_flags import VARIABLE, raise_if_refused
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> 
     except Exception as error:  # noqa: BLE001
         asked = hbm_asked_for(str(error), local_bytes(graph.arguments.values(), lambda _: None))
         if asked is None:
-            text = f"the TPU compiler refuses the step: {_first_line(error)}"
-            raise UsageError(text) from None
+            raise UsageError(_refusal(_first_line(error))) from None
         seconds, capacity = time.perf_counter() - start, topology.chip.hbm_bytes
         return Compiled(False, None, None, None, asked, capacity, [], "", seconds)
     seconds = time.perf_counter() - start
@@ -122,6 +121,13 @@ def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> 
         hlo=executable.hlo_modules()[0].to_string(),
         seconds=seconds,
     )
+
+
+def _refusal(said: str) -> str:
+    text = f"the TPU compiler refuses the step: {said}"
+    if "memory space vmem" in said:
+        text += f"; try {VARIABLE}=--xla_tpu_scoped_vmem_limit_kib=16384, libtpu's own limit"
+    return text
 
 
 def devices_of(topology: Topology) -> list[Any]:
