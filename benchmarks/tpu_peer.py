@@ -47,7 +47,7 @@ ROWS = {
     "ViT-L/16, v6e:2x4": ("vit_large_patch16_224", "v6e:2x4"),
 }
 DTYPES = ("fp32", "bf16")
-PEER = "benchmarks/tpu_peer_step.py"
+PEER, LIBTPU_FLAGS = "benchmarks/tpu_peer_step.py", "xla_fsdp/libtpu_flags.py"
 GOAL = 0.85
 """The program's expected step, over the peer's."""
 BEGIN, END = "<!-- begin: make tpu-peer -->", "<!-- end: make tpu-peer -->"
@@ -106,7 +106,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     folder = ROOT / "runs" / "tpu-peer"
-    kept = Kept(folder / commit(*CODE_THAT_IS_COMPILED), folder / commit(PEER, "models"))
+    kept = Kept(folder / commit(*CODE_THAT_IS_COMPILED), folder / commit(PEER, "models", LIBTPU_FLAGS))
     for each in (kept.ours, kept.peer):
         each.mkdir(parents=True, exist_ok=True)
     both = [(row, residual) for row in args.rows for residual in DTYPES]
