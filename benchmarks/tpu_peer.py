@@ -106,7 +106,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     folder = ROOT / "runs" / "tpu-peer"
-    kept = Kept(folder / commit(*CODE_THAT_IS_COMPILED), folder / commit(PEER, "models", LIBTPU_FLAGS))
+    kept = Kept(
+        folder / commit(*CODE_THAT_IS_COMPILED), folder / commit(PEER, "models", LIBTPU_FLAGS)
+    )
     for each in (kept.ours, kept.peer):
         each.mkdir(parents=True, exist_ok=True)
     both = [(row, residual) for row in args.rows for residual in DTYPES]
