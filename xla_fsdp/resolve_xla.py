@@ -77,7 +77,7 @@ def _resolve(
         _check_slices(mesh)
     if model is None:  # after what is known at once: timm takes a second
         config, model = resolve_model(config)
-    own = _resolve_scan(config, own, model)
+    own = _resolve_gather(config, _resolve_scan(config, own, model))
     check_mesh(mesh, model)
     config = resolve_domain(config, mesh, model)
     generation = _generation(own, devices) if device == "TPU" else None
@@ -134,6 +134,18 @@ def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaCon
         raise UsageError(f"--scan_blocks does not go with {hindered_by}: drop one of the two")
     if own.scan_blocks and differ:
         raise UsageError(f"--scan_blocks needs blocks that are alike: {differ}")
+    return own
+
+
+def _resolve_gather(config: RunConfig, own: XlaConfig) -> XlaConfig:
+    """Decide ``--gather_dtype``: blocks that are not scanned leave it to the compiler."""
+    if own.gather_dtype == "auto":
+        return replace(own, gather_dtype="bf16" if config.sharding.precision == "bf16" else "fp32")
+    if not own.scan_blocks:
+        hindered_by = _hinders_scan(config, own) or "--no-scan_blocks"
+        raise UsageError(
+            f"--gather_dtype {own.gather_dtype} needs scanned blocks, here is {hindered_by}"
+        )
     return own
 
 

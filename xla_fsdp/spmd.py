@@ -31,6 +31,7 @@ from xla_fsdp.int8 import Int8Marks
 from xla_fsdp.products import KeptResults, multiply_unfolded
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
+from xla_fsdp.sharding.fp8 import gather_in_fp8
 from xla_fsdp.sharding.hosts import HostPart, part_of_host
 from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.sharding.patches import convolve_by_product
@@ -77,6 +78,8 @@ class SpmdBackend(XlaBackend):
         else:
             form = "SPMD FSDP (ZeRO-3), each block a unit"
             form += ", scanned" if self._scans else ""
+            if self._own.gather_dtype == "fp8":
+                form += ", weights gathered in fp8"
             form += f", {self._shape}"
             if self._shape.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
@@ -176,9 +179,11 @@ class SpmdBackend(XlaBackend):
         shape = torch.Size((depth, *parameter.shape))
         return self._keep(self._new_state(shape, spec), spec)
 
-    def _new_state(self, shape: torch.Size, spec: Spec) -> torch.Tensor:
+    def _new_state(
+        self, shape: torch.Size, spec: Spec, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """Make zeros on the devices, for stacked parameters and AdamW."""
-        return self._mark(torch.zeros(shape, device=self._device), spec)
+        return self._mark(torch.zeros(shape, dtype=dtype, device=self._device), spec)
 
     def _keep(self, values: torch.Tensor, spec: Spec) -> nn.Parameter:
         """Make a parameter of values that lie on the devices as ``spec`` says."""
@@ -201,11 +206,18 @@ class SpmdBackend(XlaBackend):
     def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name in self._in_int8:
             return weight  # the product rounds and gathers it
-        lower = self._sharding.precision == "bf16" and weight.dim() > 1
-        dtype = torch.bfloat16 if lower else weight.dtype
-        shard = functools.partial(self._mark, spec=self._block_spec(name, weight))
+        dtype = self._own.gather_dtype if weight.dim() > 1 else "fp32"
+        spec = self._block_spec(name, weight)
         whole = self._shape.gathered_spec(weight.shape, TENSOR_DIMS.get(name))
-        return Gather.apply(weight, dtype, shard, functools.partial(self._mark, spec=whole))
+        if dtype == "fp8":
+            return gather_in_fp8(weight, spec, whole, self._mark)
+        marks = (functools.partial(self._mark, spec=each) for each in (spec, whole))
+        lower = torch.bfloat16 if dtype == "bf16" else weight.dtype
+        gathered = Gather.apply(weight, lower, *marks)
+        if dtype == "fp32" and self._sharding.precision == "bf16" and weight.dim() > 1:
+            # Or the compiler gathers what is made of it for the products: bf16.
+            xm.optimization_barrier_([gathered])
+        return gathered
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model, {})
@@ -316,8 +328,8 @@ class SpmdBackend(XlaBackend):
         sharding = Sharding(self._mesh, partition_spec(spec), minibatch=minibatch)
         return xm.send_cpu_data_to_device(values, self._device, sharding)[0]
 
-    def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._new_state(parameter.shape, self._specs[parameter])
+    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._new_state(parameter.shape, self._specs[parameter], dtype)
 
     def _constant(self, values: torch.Tensor) -> torch.Tensor:
         # Marked, because results of a step are: an unmarked one would compile anew.

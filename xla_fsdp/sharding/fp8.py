@@ -1,0 +1,50 @@
+"""Weights gathered in fp8: a byte a number, and a factor for each index along a sharded dimension.
+
+Where that is the only one, each device finds the factors of its part by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from training.mesh import Spec
+
+_FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FP8).max
+_LEAST = 1e-30
+"""Of a factor: a row of zeros has one, too."""
+
+MarkAs = Callable[[torch.Tensor, Spec], torch.Tensor]
+
+
+def gather_in_fp8(weight: torch.Tensor, shard: Spec, whole: Spec, mark: MarkAs) -> torch.Tensor:
+    """Return a weight rounded to fp8 and made whole from ``shard`` to ``whole``, in bf16."""
+    return _GatherInFp8.apply(weight, shard, whole, mark)
+
+
+class _GatherInFp8(torch.autograd.Function):
+    """The gradient is that of the whole weight, as if it had not been rounded; it is sharded."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, shard: Spec, whole: Spec, mark: MarkAs) -> torch.Tensor:
+        ctx.dtype, ctx.shard, ctx.mark = weight.dtype, shard, mark
+        along = next((d for d, axes in enumerate(shard) if axes), 0)
+        others = [d for d in range(weight.dim()) if d != along]
+        factors = (weight.abs().amax(others, keepdim=True) / _LARGEST).clamp(min=_LEAST)
+        rounded = _gather((weight / factors).to(_FP8), shard, whole, mark)
+        factors = _gather(factors, _only(along, shard), _only(along, whole), mark)
+        return (rounded.to(weight.dtype) * factors).to(torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return ctx.mark(grad * 1, ctx.shard).to(ctx.dtype), None, None, None
+
+
+def _gather(x: torch.Tensor, shard: Spec, whole: Spec, mark: MarkAs) -> torch.Tensor:
+    return mark(mark(x * 1, shard) * 1, whole)
+
+
+def _only(dimension: int, spec: Spec) -> Spec:
+    return tuple(axes if d == dimension else () for d, axes in enumerate(spec))
