@@ -66,10 +66,9 @@ class XlaConfig:
     )
     gather_dtype: Literal["auto", "fp32", "bf16", "fp8"] = flag(
         "auto",
-        "numbers that the matrices of scanned blocks are gathered in, with --precision bf16; fp32: "
-        "twice the bytes of bf16, the same values; fp8: half of them, weights are rounded to e4m3 "
-        "with a factor a row, gradients are not; auto: as --precision",
-        needs=("precision=bf16", "xla_fsdp=spmd"),
+        "numbers that the matrices of scanned blocks are gathered in; gradients are not; fp8: half "
+        "the bytes of bf16, rounded to e4m3 with a factor a row; auto: as --precision",
+        needs=("xla_fsdp=spmd",),
         conflicts=("run_without_fsdp", "matmul"),
     )
     mark_step_after_forward: bool = flag(

@@ -141,6 +141,11 @@ def _resolve_gather(config: RunConfig, own: XlaConfig) -> XlaConfig:
     """Decide ``--gather_dtype``: blocks that are not scanned leave it to the compiler."""
     if own.gather_dtype == "auto":
         return replace(own, gather_dtype="bf16" if config.sharding.precision == "bf16" else "fp32")
+    if own.gather_dtype == "fp32" and config.sharding.precision == "bf16":
+        raise UsageError(
+            "--gather_dtype fp32 with --precision bf16 would send twice the bytes for the same "
+            "values: use bf16"
+        )
     if not own.scan_blocks:
         hindered_by = _hinders_scan(config, own) or "--no-scan_blocks"
         raise UsageError(

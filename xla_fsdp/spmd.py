@@ -206,18 +206,16 @@ class SpmdBackend(XlaBackend):
     def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name in self._in_int8:
             return weight  # the product rounds and gathers it
-        dtype = self._own.gather_dtype if weight.dim() > 1 else "fp32"
         spec = self._block_spec(name, weight)
         whole = self._shape.gathered_spec(weight.shape, TENSOR_DIMS.get(name))
-        if dtype == "fp8":
-            return gather_in_fp8(weight, spec, whole, self._mark)
+        lower = sent = weight.dtype
+        if weight.dim() > 1:
+            lower = torch.bfloat16 if self._sharding.precision == "bf16" else lower
+            sent = torch.bfloat16 if self._own.gather_dtype == "bf16" else sent
+            if self._own.gather_dtype == "fp8":
+                return gather_in_fp8(weight, lower, spec, whole, self._mark)
         marks = (functools.partial(self._mark, spec=each) for each in (spec, whole))
-        lower = torch.bfloat16 if dtype == "bf16" else weight.dtype
-        gathered = Gather.apply(weight, lower, *marks)
-        if dtype == "fp32" and self._sharding.precision == "bf16" and weight.dim() > 1:
-            # Or the compiler gathers what is made of it for the products: bf16.
-            xm.optimization_barrier_([gathered])
-        return gathered
+        return Gather.apply(weight, sent, lower, *marks)
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model, {})
@@ -304,7 +302,7 @@ class SpmdBackend(XlaBackend):
             return self._mark(x, (*first, *between, *last))
 
         return Marks(
-            gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_rows),
+            gather=lambda x: Gather.apply(x, x.dtype, x.dtype, self._mark_tokens, self._mark_rows),
             scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_rows),
             columns=lambda x: MarkBoth.apply(x, columns),
             parts=parts,

@@ -19,27 +19,32 @@ _LEAST = 1e-30
 MarkAs = Callable[[torch.Tensor, Spec], torch.Tensor]
 
 
-def gather_in_fp8(weight: torch.Tensor, shard: Spec, whole: Spec, mark: MarkAs) -> torch.Tensor:
-    """Return a weight rounded to fp8 and made whole from ``shard`` to ``whole``, in bf16."""
-    return _GatherInFp8.apply(weight, shard, whole, mark)
+def gather_in_fp8(
+    weight: torch.Tensor, used: torch.dtype, shard: Spec, whole: Spec, mark: MarkAs
+) -> torch.Tensor:
+    """Return a weight rounded to fp8 and made whole, from ``shard`` to ``whole``, for products in
+    the dtype ``used``."""
+    return _GatherInFp8.apply(weight, used, shard, whole, mark)
 
 
 class _GatherInFp8(torch.autograd.Function):
     """The gradient is that of the whole weight, as if it had not been rounded; it is sharded."""
 
     @staticmethod
-    def forward(ctx, weight: torch.Tensor, shard: Spec, whole: Spec, mark: MarkAs) -> torch.Tensor:
+    def forward(
+        ctx, weight: torch.Tensor, used: torch.dtype, shard: Spec, whole: Spec, mark: MarkAs
+    ) -> torch.Tensor:
         ctx.dtype, ctx.shard, ctx.mark = weight.dtype, shard, mark
         along = next((d for d, axes in enumerate(shard) if axes), 0)
         others = [d for d in range(weight.dim()) if d != along]
         factors = (weight.abs().amax(others, keepdim=True) / _LARGEST).clamp(min=_LEAST)
         rounded = _gather((weight / factors).to(_FP8), shard, whole, mark)
         factors = _gather(factors, _only(along, shard), _only(along, whole), mark)
-        return (rounded.to(weight.dtype) * factors).to(torch.bfloat16)
+        return (rounded.to(weight.dtype) * factors).to(used)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return ctx.mark(grad * 1, ctx.shard).to(ctx.dtype), None, None, None
+        return ctx.mark(grad * 1, ctx.shard).to(ctx.dtype), None, None, None, None
 
 
 def _gather(x: torch.Tensor, shard: Spec, whole: Spec, mark: MarkAs) -> torch.Tensor:
