@@ -69,10 +69,10 @@ def allowed(case: Case) -> bool:
         return False
     if scanned and "none" in recompute:
         return False
-    if case.get("gather"):
-        # With fp32 it is taken, too, but rounds more than the comparison allows.
-        if (form and not scanned) or "none" in recompute or "fp32" in case.get("precision", ""):
-            return False
+    # With fp32 it is taken, too, but rounds more than the comparison allows.
+    refused = (form and not scanned) or "none" in recompute or "fp32" in case.get("precision", "")
+    if case.get("gather") and refused:
+        return False
     pools_token = "token" in case.get("pool", "")
     return not (pools_token and "--class_token" not in case.get("prefix", "--class_token"))
 
