@@ -22,7 +22,7 @@ def train(folder, monkeypatch, flags, devices, **variables):
     [
         ("", 2),
         ("--xla_fsdp nested --precision bf16 --optimizer_dtype bf16", 1),
-        ("--mesh_tensor 2 --grad_accum_steps 2 --optimizer_dtype bf16 --gather_dtype fp8", 4),
+        ("--mesh_tensor 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
         *(
             pytest.param(flags, devices, marks=pytest.mark.long)
             for flags, devices in [
