@@ -77,7 +77,8 @@ def _resolve(
         _check_slices(mesh)
     if model is None:  # after what is known at once: timm takes a second
         config, model = resolve_model(config)
-    own = _resolve_gather(config, _resolve_scan(config, own, model))
+    own = _resolve_scan(config, own, model)
+    _check_gather(config, own)
     check_mesh(mesh, model)
     config = resolve_domain(config, mesh, model)
     generation = _generation(own, devices) if device == "TPU" else None
@@ -137,21 +138,12 @@ def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaCon
     return own
 
 
-def _resolve_gather(config: RunConfig, own: XlaConfig) -> XlaConfig:
-    """Decide ``--gather_dtype``: blocks that are not scanned leave it to the compiler."""
-    if own.gather_dtype == "auto":
-        return replace(own, gather_dtype="bf16" if config.sharding.precision == "bf16" else "fp32")
-    if own.gather_dtype == "fp32" and config.sharding.precision == "bf16":
-        raise UsageError(
-            "--gather_dtype fp32 with --precision bf16 would send twice the bytes for the same "
-            "values: use bf16"
-        )
-    if not own.scan_blocks:
+def _check_gather(config: RunConfig, own: XlaConfig) -> None:
+    if own.gather_dtype != "auto" and not own.scan_blocks:
         hindered_by = _hinders_scan(config, own) or "--no-scan_blocks"
         raise UsageError(
             f"--gather_dtype {own.gather_dtype} needs scanned blocks, here is {hindered_by}"
         )
-    return own
 
 
 def _hinders_scan(config: RunConfig, own: XlaConfig) -> str | None:

@@ -31,7 +31,7 @@ from xla_fsdp.int8 import Int8Marks
 from xla_fsdp.products import KeptResults, multiply_unfolded
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
-from xla_fsdp.sharding.fp8 import gather_in_fp8
+from xla_fsdp.sharding.gathering import gather, gather_in_fp8
 from xla_fsdp.sharding.hosts import HostPart, part_of_host
 from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.sharding.patches import convolve_by_product
@@ -78,8 +78,6 @@ class SpmdBackend(XlaBackend):
         else:
             form = "SPMD FSDP (ZeRO-3), each block a unit"
             form += ", scanned" if self._scans else ""
-            if self._own.gather_dtype == "fp8":
-                form += ", weights gathered in fp8"
             form += f", {self._shape}"
             if self._shape.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
@@ -89,6 +87,7 @@ class SpmdBackend(XlaBackend):
                     f"(no dimension is a multiple of {self._shape.fewest_parts})"
                 )
         form += ", residuals in bf16" if self._own.residual_dtype == "bf16" else ""
+        form += ", weights gathered in fp8" if self._own.gather_dtype == "fp8" else ""
         form += ", linear layers in int8" if self._own.matmul == "int8" else ""
         return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
 
@@ -206,16 +205,11 @@ class SpmdBackend(XlaBackend):
     def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name in self._in_int8:
             return weight  # the product rounds and gathers it
-        spec = self._block_spec(name, weight)
         whole = self._shape.gathered_spec(weight.shape, TENSOR_DIMS.get(name))
-        lower = sent = weight.dtype
-        if weight.dim() > 1:
-            lower = torch.bfloat16 if self._sharding.precision == "bf16" else lower
-            sent = torch.bfloat16 if self._own.gather_dtype == "bf16" else sent
-            if self._own.gather_dtype == "fp8":
-                return gather_in_fp8(weight, lower, spec, whole, self._mark)
-        marks = (functools.partial(self._mark, spec=each) for each in (spec, whole))
-        return Gather.apply(weight, sent, lower, *marks)
+        lower = self._sharding.precision == "bf16" and weight.dim() > 1
+        used = torch.bfloat16 if lower else weight.dtype
+        how = gather_in_fp8 if self._own.gather_dtype == "fp8" and weight.dim() > 1 else gather
+        return how(weight, used, self._block_spec(name, weight), whole, self._mark)
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model, {})
@@ -302,7 +296,7 @@ class SpmdBackend(XlaBackend):
             return self._mark(x, (*first, *between, *last))
 
         return Marks(
-            gather=lambda x: Gather.apply(x, x.dtype, x.dtype, self._mark_tokens, self._mark_rows),
+            gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_rows),
             scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_rows),
             columns=lambda x: MarkBoth.apply(x, columns),
             parts=parts,

@@ -23,8 +23,7 @@ class MarkBoth(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """A sharded weight made whole in one dtype, for products in another; its gradient, of the
-    latter, is sharded before it is cast back.
+    """A sharded weight made whole after its dtype is changed; its gradient sharded, then cast back.
 
     It tells the partitioner where to gather and where to scatter. Left to itself, that may compute
     with the shards and exchange activations, or reduce whole gradients.
@@ -32,14 +31,14 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, weight: torch.Tensor, sent: torch.dtype, used: torch.dtype, shard: Mark, whole: Mark
+        ctx, weight: torch.Tensor, dtype: torch.dtype, shard: Mark, whole: Mark
     ) -> torch.Tensor:
         ctx.dtype, ctx.shard = weight.dtype, shard
-        return whole(shard(weight.to(sent) * 1) * 1).to(used)
+        return whole(shard(weight.to(dtype) * 1) * 1)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return ctx.shard(grad * 1).to(ctx.dtype), None, None, None, None
+        return ctx.shard(grad * 1).to(ctx.dtype), None, None, None
 
 
 class Scatter(torch.autograd.Function):

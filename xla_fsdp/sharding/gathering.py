@@ -1,29 +1,43 @@
-"""Weights gathered in fp8: a byte a number, and a factor for each index along a sharded dimension.
+"""Weights of blocks made whole in the format that ``--gather_dtype`` says.
 
-Where that is the only one, each device finds the factors of its part by itself.
+In fp8 a number is a byte, and there is a factor for each index along a sharded dimension: where
+that is the only one, each device finds the factors of its part by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from typing import Protocol
 
 import torch
 
 from training.mesh import Spec
+from xla_fsdp.sharding.marks import Gather
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
 _LEAST = 1e-30
 """Of a factor: a row of zeros has one, too."""
 
-MarkAs = Callable[[torch.Tensor, Spec], torch.Tensor]
+
+class MarkAs(Protocol):
+    """Marks how a tensor lies, and returns it."""
+
+    def __call__(self, x: torch.Tensor, spec: Spec) -> torch.Tensor: ...
+
+
+def gather(
+    weight: torch.Tensor, used: torch.dtype, shard: Spec, whole: Spec, mark: MarkAs
+) -> torch.Tensor:
+    """Return a weight made whole, from ``shard`` to ``whole``, in the dtype that products take."""
+    marks = (functools.partial(mark, spec=each) for each in (shard, whole))
+    return Gather.apply(weight, used, *marks)
 
 
 def gather_in_fp8(
     weight: torch.Tensor, used: torch.dtype, shard: Spec, whole: Spec, mark: MarkAs
 ) -> torch.Tensor:
-    """Return a weight rounded to fp8 and made whole, from ``shard`` to ``whole``, for products in
-    the dtype ``used``."""
+    """Do the same as ``gather`` with numbers rounded to fp8."""
     return _GatherInFp8.apply(weight, used, shard, whole, mark)
 
 
@@ -38,8 +52,8 @@ class _GatherInFp8(torch.autograd.Function):
         along = next((d for d, axes in enumerate(shard) if axes), 0)
         others = [d for d in range(weight.dim()) if d != along]
         factors = (weight.abs().amax(others, keepdim=True) / _LARGEST).clamp(min=_LEAST)
-        rounded = _gather((weight / factors).to(_FP8), shard, whole, mark)
-        factors = _gather(factors, _only(along, shard), _only(along, whole), mark)
+        rounded = _send((weight / factors).to(_FP8), shard, whole, mark)
+        factors = _send(factors, _only(along, shard), _only(along, whole), mark)
         return (rounded.to(weight.dtype) * factors).to(used)
 
     @staticmethod
@@ -47,7 +61,7 @@ class _GatherInFp8(torch.autograd.Function):
         return ctx.mark(grad * 1, ctx.shard).to(ctx.dtype), None, None, None, None
 
 
-def _gather(x: torch.Tensor, shard: Spec, whole: Spec, mark: MarkAs) -> torch.Tensor:
+def _send(x: torch.Tensor, shard: Spec, whole: Spec, mark: MarkAs) -> torch.Tensor:
     return mark(mark(x * 1, shard) * 1, whole)
 
 
