@@ -7,10 +7,17 @@ import shutil
 import pytest
 import torch
 
+from gpu_fsdp.plan import model as gpu_model
+from gpu_fsdp.plan.model import GPUS
 from tests.cli import TINY_MODEL, run_program, train_tiny, train_tiny_gpu
 from tests.plain_checkpoint import convert
 from tests.resolved import on_xla
+from tests.test_plan import VIT_10B, asked
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
+from training.mesh import Mesh
+from xla_fsdp.compile_only.topologies import parse_topology
+from xla_fsdp.plan.model import estimate
+from xla_fsdp.plan.space import Candidate
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +106,18 @@ def test_copies_stay_alike(flags, processes):
     copies, apart = re.search(r"(\d+) copies, ([\d.]+) apart", done.stdout).groups()
     assert int(copies) >= 2 * 10
     assert float(apart) == 0.0
+
+
+def test_plans_know_the_moments():
+    topology, over, peaks = parse_topology("v5p:4x4x8"), 128, []
+    for dtype in ("fp32", "bf16"):
+        config, _, shape = asked("--model", VIT_10B, "--optimizer_dtype", dtype)
+        candidate = Candidate(topology, Mesh(fsdp=over), "full", 1, "sdpa")
+        on_tpu = estimate(shape, candidate.layout(config), topology.chip)
+        how = (GPUS[0], Mesh(fsdp=over), 1024, 1, "full", "bf16", dtype)
+        peaks.append((on_tpu.peak_bytes, gpu_model.estimate(shape, *how).peak_bytes))
+    for wide, narrow in zip(*peaks, strict=True):
+        assert wide - narrow == pytest.approx(4 * shape.parameters / over)
 
 
 @pytest.mark.long
