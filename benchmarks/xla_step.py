@@ -100,9 +100,9 @@ def use_torch_xlas_wrapper(backend) -> None:
         SpmdFullyShardedDataParallel,
     )
 
-    def zeros_like(parameter):  # as the wrapper shards parameters
+    def zeros_like(parameter, dtype):  # as the wrapper shards parameters
         spec = (("fsdp",), *[()] * (parameter.dim() - 1))
-        return backend._new_state(parameter.shape, spec)
+        return backend._new_state(parameter.shape, spec, dtype)
 
     def wrap_block(model, name, block):
         parent, _, child = name.rpartition(".")

@@ -21,6 +21,7 @@ from gpu_fsdp.recomputation import checkpoint_activations, compile_block
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
 from training.backend import InitializeModule, State, pass_seed
 from training.skipped_steps import count_skipped, no_counts, not_finite
+from training.stochastic_rounding import key_of
 from training.stopping import largest_of_all
 
 OUTER, SHARD, DOMAIN = "dcn", "fsdp", "domain"
@@ -45,6 +46,7 @@ class GpuBackend(abc.ABC):
         assert run.own.zero_dp_strategy is not None  # resolved
         self._zero = run.own.zero_dp_strategy
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
+        self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._locals: dict[str, nn.Parameter] = {}
         self._skipped = no_counts().to(device.where)
 
@@ -124,14 +126,28 @@ class GpuBackend(abc.ABC):
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
-            fused=self._device.fused_adamw,
+            fused=self._device.fused_adamw and not self._rounds_moments,
         )
+        dtype = torch.bfloat16 if self._rounds_moments else None
         for part in self._locals.values():
             self._optimizer.state[part] = {
                 "step": torch.zeros((), device=part.device),
-                "exp_avg": torch.zeros_like(part, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(part, requires_grad=False),
+                "exp_avg": torch.zeros_like(part, dtype=dtype, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(part, dtype=dtype, requires_grad=False),
             }
+        self._rounding_keys = self._keys() if self._rounds_moments else None
+
+    def _keys(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return what bits for rounding follow from: the same for the same part of a parameter,
+        wherever it is, or copies would go apart."""
+        keys: dict[torch.Tensor, torch.Tensor] = {}
+        seed = self._run.config.seed
+        for name, part in self._locals.items():
+            view = self._global_view(name, part.detach())
+            offsets = [chunk.offsets for chunk in getattr(view, "chunks", ())]
+            key = key_of(seed, name, *offsets)
+            keys[part] = torch.tensor(key, dtype=torch.int32, device=part.device)
+        return keys
 
     # -- a step -----------------------------------------------------------------------
 
@@ -210,8 +226,8 @@ class GpuBackend(abc.ABC):
 
     def _update(self, skipped: torch.Tensor) -> None:
         """Take AdamW's step, unless ``skipped`` is 1.0."""
-        if not self._device.fused_adamw:
-            adamw.step_unless(self._optimizer, skipped)
+        if self._rounding_keys is not None or not self._device.fused_adamw:
+            adamw.step_unless(self._optimizer, skipped, self._rounding_keys)
             return
         optimizer: Any = self._optimizer
         # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:
@@ -324,6 +340,8 @@ class GpuBackend(abc.ABC):
         own, precision = self._own, self._sharding.precision
         used = [torch.finfo(DTYPES[each]).eps for each in (precision, own.reduce_dtype)]
         used += [torch.finfo(torch.float16).eps] if own.tf32 else []  # as many bits as TF32
+        # Up or down, so by a whole distance.
+        used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
         used += [torch.finfo(torch.float8_e4m3fn).eps] if own.fp8 != "none" else []
         return max(used) / 2
 

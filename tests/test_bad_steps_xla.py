@@ -21,8 +21,8 @@ def train(folder, monkeypatch, flags, devices, **variables):
     ("flags", "devices"),
     [
         ("", 2),
-        ("--xla_fsdp nested --precision bf16", 1),
-        ("--mesh_tensor 2 --grad_accum_steps 2 --precision bf16", 4),
+        ("--xla_fsdp nested --precision bf16 --optimizer_dtype bf16", 1),
+        ("--mesh_tensor 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
         *(
             pytest.param(flags, devices, marks=pytest.mark.long)
             for flags, devices in [
@@ -31,7 +31,7 @@ def train(folder, monkeypatch, flags, devices, **variables):
                 ("--mesh_dcn 2 --clip_grad_norm 0", 4),
                 ("--mark_step_after_forward --run_without_fsdp", 2),
                 ("--mark_step_every_n_blocks 1 --num_blocks 3 --grad_accum_steps 2", 2),
-                ("--flatten_parameters --clip_grad_norm 0", 1),
+                ("--flatten_parameters --clip_grad_norm 0 --optimizer_dtype bf16", 1),
                 ("--xla_fsdp nested --run_without_fsdp --grad_accum_steps 2", 1),
             ]
         ),

@@ -178,6 +178,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         leaves=("cpu.json", "cpu.png"),
         long=True,
     ),
+    "python benchmarks/number_formats.py": Elsewhere("an hour of training", benchmark_takes),
     "python benchmarks/domain_parallel.py --image_size_start 128": Run(
         tuple(rf"^\| cuda \| 1 \| {n} \| 256x256 \| 1 \| [\d,]+ \| [\d.]+ \| " for n in (1, 2)),
         leaves=("cpu.csv", "cpu.png"),

@@ -20,7 +20,7 @@ def train(folder, monkeypatch, flags, processes, **variables):
 @pytest.mark.parametrize(
     ("flags", "processes"),
     [
-        ("--dp_outer 2 --grad_accum_steps 2 --precision bf16", 4),
+        ("--dp_outer 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
         ("--fsdp megatron --grad_accum_steps 2", 2),
         *(
             pytest.param(flags, processes, marks=pytest.mark.long)

@@ -20,8 +20,13 @@ def deltas(result, name):
     ("flags", "devices", "graphs"),
     [
         ("", 2, 1),
-        ("--drop_path_rate 0.2 --mlp_dropout 0.1 --precision bf16", 2, 1),
-        ("--xla_fsdp nested", 1, 1),
+        (
+            "--drop_path_rate 0.2 --mlp_dropout 0.1 --precision bf16 --optimizer_dtype bf16 "
+            "--gather_dtype fp8",
+            2,
+            1,
+        ),
+        ("--xla_fsdp nested --optimizer_dtype bf16", 1, 1),
         ("--mark_step_after_forward", 2, 2),
         ("--grad_accum_steps 4", 2, 4),
         ("--mark_step_every_n_blocks 1 --num_blocks 3", 2, 5),  # 3 forward, 2 back and update

@@ -143,7 +143,7 @@ class Backend(Protocol):
 
     def rounding(self) -> float:
         """Return by what share a number may be rounded in the coarsest numbers that a step uses: of
-        matrix products, and of gradients while they are summed."""
+        matrix products, of gradients while they are summed, of gathered weights, of moments."""
 
     def peak_flops(self) -> float | None:
         """Return the peak FLOP/s of one device at this precision; None where it is unknown."""

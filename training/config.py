@@ -38,6 +38,13 @@ class OptimizerConfig:
         (0.9, 0.999), "AdamW's", kind=rate, metavar=("BETA1", "BETA2")
     )
     eps: float = flag(1e-8, "AdamW's", kind=positive_number)
+    optimizer_dtype: Literal["fp32", "bf16"] = flag(
+        "fp32",
+        "numbers that AdamW's two moments are kept in; bf16: 4 bytes a parameter in place of 8, "
+        "rounded up or down at random, so that small changes count; computed in fp32; checkpoints "
+        "move between the two",
+        conflicts=("preserve_fp32_weights",),
+    )
     clip_grad_norm: float = flag(
         1.0, "largest global gradient norm, over all shards; 0 or less: no clipping", kind=number
     )

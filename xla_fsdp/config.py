@@ -64,6 +64,13 @@ class XlaConfig:
         "v6e multiply these at twice the pace, and half as much is gathered",
         needs=("precision=bf16", "xla_fsdp=spmd"),
     )
+    gather_dtype: Literal["auto", "fp8"] = flag(
+        "auto",
+        "numbers that the matrices of scanned blocks are gathered in; fp8: half the bytes of bf16, "
+        "rounded to e4m3 with a factor a row, gradients are not; auto: those of --precision",
+        needs=("xla_fsdp=spmd",),
+        conflicts=("run_without_fsdp", "matmul"),
+    )
     mark_step_after_forward: bool = flag(
         False,
         "break the graph between forward and backward (TPU smem limit of very large models)",

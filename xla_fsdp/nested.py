@@ -45,6 +45,10 @@ class NestedBackend(XlaBackend):
     def _rng_stream(self) -> int:
         return self.rank
 
+    @property
+    def _part(self) -> int:
+        return self.rank if self._fsdp else 0
+
     def describe(self) -> str:
         if not self._fsdp:
             form = "data parallel, a process a device (--run_without_fsdp)"
@@ -94,8 +98,8 @@ class NestedBackend(XlaBackend):
             scatter_gradients_as_rows(unit, self.world_size)
         return unit
 
-    def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(parameter, requires_grad=False)
+    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
     def _constant(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device)

@@ -78,6 +78,7 @@ def _resolve(
     if model is None:  # after what is known at once: timm takes a second
         config, model = resolve_model(config)
     own = _resolve_scan(config, own, model)
+    _check_gather(config, own)
     check_mesh(mesh, model)
     config = resolve_domain(config, mesh, model)
     generation = _generation(own, devices) if device == "TPU" else None
@@ -135,6 +136,14 @@ def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaCon
     if own.scan_blocks and differ:
         raise UsageError(f"--scan_blocks needs blocks that are alike: {differ}")
     return own
+
+
+def _check_gather(config: RunConfig, own: XlaConfig) -> None:
+    if own.gather_dtype != "auto" and not own.scan_blocks:
+        hindered_by = _hinders_scan(config, own) or "--no-scan_blocks"
+        raise UsageError(
+            f"--gather_dtype {own.gather_dtype} needs scanned blocks, here is {hindered_by}"
+        )
 
 
 def _hinders_scan(config: RunConfig, own: XlaConfig) -> str | None:

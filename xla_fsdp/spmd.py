@@ -31,6 +31,7 @@ from xla_fsdp.int8 import Int8Marks
 from xla_fsdp.products import KeptResults, multiply_unfolded
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
+from xla_fsdp.sharding.gathering import gather, gather_in_fp8
 from xla_fsdp.sharding.hosts import HostPart, part_of_host
 from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.sharding.patches import convolve_by_product
@@ -86,6 +87,7 @@ class SpmdBackend(XlaBackend):
                     f"(no dimension is a multiple of {self._shape.fewest_parts})"
                 )
         form += ", residuals in bf16" if self._own.residual_dtype == "bf16" else ""
+        form += ", weights gathered in fp8" if self._own.gather_dtype == "fp8" else ""
         form += ", linear layers in int8" if self._own.matmul == "int8" else ""
         return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
 
@@ -176,9 +178,11 @@ class SpmdBackend(XlaBackend):
         shape = torch.Size((depth, *parameter.shape))
         return self._keep(self._new_state(shape, spec), spec)
 
-    def _new_state(self, shape: torch.Size, spec: Spec) -> torch.Tensor:
+    def _new_state(
+        self, shape: torch.Size, spec: Spec, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """Make zeros on the devices, for stacked parameters and AdamW."""
-        return self._mark(torch.zeros(shape, device=self._device), spec)
+        return self._mark(torch.zeros(shape, dtype=dtype, device=self._device), spec)
 
     def _keep(self, values: torch.Tensor, spec: Spec) -> nn.Parameter:
         """Make a parameter of values that lie on the devices as ``spec`` says."""
@@ -201,11 +205,11 @@ class SpmdBackend(XlaBackend):
     def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name in self._in_int8:
             return weight  # the product rounds and gathers it
-        lower = self._sharding.precision == "bf16" and weight.dim() > 1
-        dtype = torch.bfloat16 if lower else weight.dtype
-        shard = functools.partial(self._mark, spec=self._block_spec(name, weight))
         whole = self._shape.gathered_spec(weight.shape, TENSOR_DIMS.get(name))
-        return Gather.apply(weight, dtype, shard, functools.partial(self._mark, spec=whole))
+        lower = self._sharding.precision == "bf16" and weight.dim() > 1
+        used = torch.bfloat16 if lower else weight.dtype
+        how = gather_in_fp8 if self._own.gather_dtype == "fp8" and weight.dim() > 1 else gather
+        return how(weight, used, self._block_spec(name, weight), whole, self._mark)
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model, {})
@@ -316,8 +320,8 @@ class SpmdBackend(XlaBackend):
         sharding = Sharding(self._mesh, partition_spec(spec), minibatch=minibatch)
         return xm.send_cpu_data_to_device(values, self._device, sharding)[0]
 
-    def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._new_state(parameter.shape, self._specs[parameter])
+    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._new_state(parameter.shape, self._specs[parameter], dtype)
 
     def _constant(self, values: torch.Tensor) -> torch.Tensor:
         # Marked, because results of a step are: an unmarked one would compile anew.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from data.share import Share
 from models.meta import fill_buffers
 from training.backend import InitializeModule, State, pass_seed
 from training.skipped_steps import count_skipped, no_counts, not_finite
+from training.stochastic_rounding import key_of
 from training.stopping import largest_of_all
 from xla_fsdp import tpu_chips
 from xla_fsdp.around_blocks import break_graph_every, compute_in_bf16
@@ -58,6 +60,7 @@ class XlaBackend(abc.ABC):
 
     def __init__(self, run: XlaRun) -> None:
         self._run, self._own, self._sharding = run, run.own, run.config.sharding
+        self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._device = torch_xla.device()
         self._memory = DeviceMemory(self._device)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
@@ -71,6 +74,12 @@ class XlaBackend(abc.ABC):
     def _rng_stream(self) -> int:
         """The number of the stream of random numbers that this process draws dropout from."""
 
+    @property
+    def _part(self) -> int:
+        """The number of this process among those that hold different parts of a parameter, which is
+        one tensor to each of them."""
+        return 0
+
     @abc.abstractmethod
     def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module: ...
 
@@ -78,7 +87,7 @@ class XlaBackend(abc.ABC):
     def _shard_root(self, model: nn.Module) -> nn.Module: ...
 
     @abc.abstractmethod
-    def _zeros_like(self, parameter: torch.Tensor) -> torch.Tensor: ...
+    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
     @abc.abstractmethod
     def _constant(self, values: torch.Tensor) -> torch.Tensor:
@@ -135,14 +144,16 @@ class XlaBackend(abc.ABC):
     def build_optimizer(
         self, *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
+        dtype = torch.bfloat16 if self._rounds_moments else torch.float32
         self._optimizer = build_adamw(
             self._named_parameters().values(),
-            self._zeros_like,
+            functools.partial(self._zeros_like, dtype=dtype),
             self._scalar,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
         )
+        self._rounding_keys = self._constant(self._keys()) if self._rounds_moments else None
         self._skipped = self._constant(no_counts())
         # Views of a tensor that was never written to are stored apart where the graph breaks:
         # without this, the first step's graph would differ from all later ones.
@@ -150,6 +161,11 @@ class XlaBackend(abc.ABC):
             for parameter in self._named_parameters().values():
                 parameter.mul_(1.0)
         self._break_graph(wait=True)
+
+    def _keys(self) -> torch.Tensor:
+        """Return what bits for rounding follow from: an int32 number for each parameter."""
+        names, seed = self._named_parameters(), self._run.config.seed
+        return torch.tensor([key_of(seed, name, self._part) for name in names], dtype=torch.int32)
 
     # -- a step -----------------------------------------------------------------------
 
@@ -178,7 +194,7 @@ class XlaBackend(abc.ABC):
         set_lr(self._optimizer, lr, self._scalar)
         norm = self._clip_grad_norm(max_norm if max_norm > 0 else float("inf"))
         skipped = not_finite(loss, norm)
-        step_unless(self._optimizer, skipped > 0)
+        step_unless(self._optimizer, skipped > 0, self._rounding_keys)
         # A new tensor: the last step's may still wait to be read.
         self._skipped = self._mark_replicated(count_skipped(self._skipped, skipped))
         self._optimizer.zero_grad(set_to_none=True)
@@ -250,7 +266,11 @@ class XlaBackend(abc.ABC):
     def rounding(self) -> float:
         # A TPU takes fp32 products as bf16, too.
         lower = self._sharding.precision == "bf16" or xr.device_type() == "TPU"
-        return torch.finfo(torch.bfloat16 if lower else torch.float32).eps / 2
+        used = [torch.finfo(torch.bfloat16 if lower else torch.float32).eps]
+        used += [torch.finfo(torch.float8_e4m3fn).eps] if self._own.gather_dtype == "fp8" else []
+        # Up or down, so by a whole distance.
+        used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
+        return max(used) / 2
 
     def peak_flops(self) -> float | None:
         return tpu_chips.peak_flops()

@@ -116,6 +116,7 @@ def _plan(
         chosen["grad_accum_steps"],
         chosen["grad_ckpt"],
         precision,
+        config.optimizer.optimizer_dtype,
     )
     at_peak_s = model.train_flops_per_image * work.batch_size / number
     return Plan(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpu_fsdp.nvidia_gpus import peak_of
 from training.mesh import Mesh
-from training.plan.shape import Shape
+from training.plan.shape import Shape, state_bytes
 
 _GIB = 2**30
 NODE = 8
@@ -47,7 +47,7 @@ USABLE = 0.9
 _PRODUCTS, _TRAFFIC, _LINKS, _HIDDEN = 0.6, 0.8, 0.7, 0.9
 """Shares of peak FLOP/s, of memory bandwidth and of the links' bandwidth that are reached, and of
 the exchanges that go on beside computation."""
-_STATE_BYTES, _FP32 = 12, 4
+_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,23 @@ class Estimate:
 
 
 def estimate(
-    shape: Shape, gpu: Gpu, mesh: Mesh, batch_size: int, passes: int, policy: str, precision: str
+    shape: Shape,
+    gpu: Gpu,
+    mesh: Mesh,
+    batch_size: int,
+    passes: int,
+    policy: str,
+    precision: str,
+    optimizer_dtype: str,
 ) -> Estimate:
     """Return what a step with ZeRO-3 is expected to need."""
+    of_parameter = state_bytes(optimizer_dtype)
     size = 4 if precision == "fp32" else 2
     kept = POLICIES[policy]
     images = batch_size / mesh.batch_parts / passes
     rows = images * shape.tokens / mesh.domain
     over = mesh.fsdp * mesh.domain
-    state = shape.parameters / over * (_STATE_BYTES + _FP32)
+    state = shape.parameters / over * (of_parameter + _FP32)
     of_token = (kept.widths * shape.width + kept.hiddens * shape.hidden) * size
     at_once = rows * (10 * shape.width + 3 * shape.hidden) * size
     gathered = 2 * shape.block_parameters * (size + _FP32)
@@ -95,7 +103,7 @@ def estimate(
     products_s = flops / (_PRODUCTS * gpu.peak_flops(precision))
     values = (20 * shape.width + 6 * shape.hidden) * rows * (3 + kept.recomputed) * size
     moved = passes * shape.depth * (values + 4 * shape.block_parameters * size)
-    traffic_s = (moved + shape.parameters / over * 2 * _STATE_BYTES) / (_TRAFFIC * gpu.bandwidth)
+    traffic_s = (moved + shape.parameters / over * 2 * of_parameter) / (_TRAFFIC * gpu.bandwidth)
     computed_s = products_s + traffic_s
     exchanged_s = _exchanged_s(shape, gpu, mesh, passes, size) / _LINKS
     step_s = max(computed_s, exchanged_s) + (1 - _HIDDEN) * min(computed_s, exchanged_s)

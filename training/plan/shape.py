@@ -35,6 +35,11 @@ class Shape:
         return self.depth * self.block_parameters + self.other_parameters
 
 
+def state_bytes(optimizer_dtype: str) -> int:
+    """Return the bytes of a parameter's state: the fp32 weight and AdamW's two moments."""
+    return 4 + 2 * {"fp32": 4, "bf16": 2}[optimizer_dtype]
+
+
 @functools.cache
 def shape_of(model: ModelSpec) -> Shape:
     """Return the sizes of a model."""

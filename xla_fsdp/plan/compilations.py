@@ -45,7 +45,12 @@ def compile_words(config: RunConfig, own: XlaConfig, candidate: Candidate) -> li
     data = DataConfig(
         batch_size=config.data.batch_size, grad_accum_steps=config.data.grad_accum_steps
     )
-    optimizer = replace(OptimizerConfig(), clip_grad_norm=config.optimizer.clip_grad_norm)
+    given = config.optimizer
+    optimizer = replace(
+        OptimizerConfig(),
+        clip_grad_norm=given.clip_grad_norm,
+        optimizer_dtype=given.optimizer_dtype,
+    )
     step = replace(
         RunConfig(), data=data, model=config.model, optimizer=optimizer, sharding=config.sharding
     )

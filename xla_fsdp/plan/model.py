@@ -16,8 +16,6 @@ from training.mesh import Mesh
 from training.plan.shape import Shape
 from xla_fsdp.compile_only.topologies import Chip
 
-_STATE_BYTES = 12
-"""Of a parameter: the fp32 weight and the two moments of AdamW."""
 _FP32 = 4
 _SUBLANES, _LANES = 8, 128
 """Values are kept in tiles of 8 x 128."""
@@ -60,6 +58,8 @@ class Layout:
     """Whether attention is computed by kernels that write no scores."""
     value_bytes: int
     """Of a number that is computed with: 2 in bf16."""
+    state_bytes: int
+    """Of a parameter and its optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ def estimate(shape: Shape, layout: Layout, chip: Chip, shares: Shares = SHARES) 
     gradients = _FP32 * shape.block_parameters / mesh.tensor
     moved += (3 + policy.recomputed) * weights + 2 * gradients
     state = shape.parameters / over
-    whole = times * moved + state * (2 * _STATE_BYTES + 2 * _FP32)
+    whole = times * moved + state * (2 * layout.state_bytes + 2 * _FP32)
     traffic_s = part.exposed(shares) * whole / chip.hbm_bandwidth
     links_s = times * part.collective_bytes(policy) / chip.ici_bandwidth
     between = 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
     return Estimate(
-        peak_bytes=state * (_STATE_BYTES + _FP32) + part.peak_beside_state(policy),
+        peak_bytes=state * (layout.state_bytes + _FP32) + part.peak_beside_state(policy),
         products_s=products_s,
         traffic_s=traffic_s,
         waiting_s=shares.waited_for * links_s,

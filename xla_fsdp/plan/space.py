@@ -11,6 +11,7 @@ from training.errors import UsageError
 from training.mesh import Mesh
 from training.plan.choices import combinations
 from training.plan.config import PlanConfig
+from training.plan.shape import state_bytes
 from xla_fsdp.compile_only.topologies import Topology, parse_topology
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.plan.model import Layout
@@ -73,6 +74,7 @@ class Candidate:
             policy=self.grad_ckpt,
             kernels=self.attention != "sdpa",
             value_bytes=4 if config.sharding.precision == "fp32" else 2,
+            state_bytes=state_bytes(config.optimizer.optimizer_dtype),
         )
 
     def flags(self, config: RunConfig, own: XlaConfig) -> tuple[RunConfig, XlaConfig]:
