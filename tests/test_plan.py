@@ -4,16 +4,11 @@ import json
 import math
 import re
 import shlex
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from run_vit_training import read_flags
-from tests.cli import ROOT, environment, run_program
-from tests.running import running_with
+from tests.cli import run_program
 from tests.usage_error import told_in_one_line
 from training.flag_rules import flat
 from training.mesh import Mesh
@@ -391,39 +386,3 @@ def test_the_table(tmp_path):
     ):
         assert re.search(pattern, done.stdout, re.MULTILINE), (pattern, done.stdout)
     assert SHIPPED.name == "prices.toml"
-
-
-@pytest.mark.parametrize(
-    ("command", "number", "code"),
-    [
-        (f"--compile_only --tpu_topology v5e:2x2 --model {VIT_L}", signal.SIGKILL, -9),
-        (
-            f"--plan --tpu_topology v5e:2x2 --model {VIT_L} --plan_dir {{folder}}",
-            signal.SIGTERM,
-            143,
-        ),
-    ],
-)
-def test_nothing_compiles_on_when_the_program_is_stopped(command, number, code, tmp_path):
-    mark = f"COMPILES_FOR={tmp_path}"
-    words = command.format(folder=tmp_path).split()
-    run = subprocess.Popen(
-        [sys.executable, "run_vit_training.py", *words, "--batch_size", "256"],
-        cwd=ROOT,
-        env=environment() | dict([mark.split("=")]),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-    def compilers():
-        return [each for each in running_with(mark) if any("spawn_main" in w for w in each.words)]
-
-    while not compilers():
-        assert run.poll() is None
-        time.sleep(0.1)
-    run.send_signal(number)
-    assert run.wait(60) == code
-    deadline = time.monotonic() + 60
-    while list(running_with(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [each.words for each in running_with(mark)] == []
