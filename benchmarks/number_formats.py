@@ -26,6 +26,7 @@ FORMATS = (
     "--optimizer_dtype bf16",
     "--residual_dtype bf16",
     "--gather_dtype fp8",
+    "--matmul int8",
     "--optimizer_dtype bf16 --residual_dtype bf16 --gather_dtype fp8",
 )
 HOW = "--precision bf16 --grad_ckpt full --cpu_devices 2 --num_workers 2".split()
