@@ -137,6 +137,6 @@ def test_none_computes_nothing_twice(compiled):
     assert full["flops_per_chip"] - kept["flops_per_chip"] == pytest.approx(
         8 * (block - mlp_out) / 4, rel=0.05
     )
-    # Two residuals, fp32; results of norms, of qkv, attention and fc1, and of GELU in bf16.
-    assert kept["peak_hbm_bytes"] > TOKENS * 256 * (2 * 4 + 14 * 2)
-    assert kept["peak_hbm_bytes"] < 1.3 * TOKENS * 256 * (2 * 4 + 14 * 2) + full["peak_hbm_bytes"]
+    # Two residuals in fp32; the results of qkv, attention and fc1 in bf16.
+    least = TOKENS * 256 * (2 * 4 + 8 * 2)
+    assert least < kept["peak_hbm_bytes"] < 1.3 * least + full["peak_hbm_bytes"]
