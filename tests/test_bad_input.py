@@ -64,6 +64,10 @@ def complaint(capsys, ckpt_dir, *flags):
             "--grad_ckpt offload needs scanned blocks, here is --no-scan_blocks: use --grad_ckpt",
         ),
         (
+            "--grad_ckpt offload --mark_step_after_forward",
+            "--grad_ckpt offload does not go with --mark_step_after_forward",
+        ),
+        (
             "--backend cuda --fsdp fsdp2 --grad_ckpt offload",
             "--grad_ckpt offload needs --backend xla, this is cuda: use full",
         ),

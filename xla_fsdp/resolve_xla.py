@@ -143,6 +143,10 @@ def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaCon
     if own.matmul == "int8" and not scan:
         reason = hindered_by or differ or "--no-scan_blocks"
         raise UsageError(f"--matmul int8 needs scanned blocks, here is {reason}: drop one of them")
+    if policy == "offload" and own.mark_step_after_forward:  # the host's memory is the graph's own
+        raise UsageError(
+            "--grad_ckpt offload does not go with --mark_step_after_forward: drop one of the two"
+        )
     if own.scan_blocks is None:
         return replace(own, scan_blocks=scan)
     if own.scan_blocks and hindered_by:
