@@ -131,7 +131,8 @@ class SpmdBackend(XlaBackend):
         return block
 
     def _choose_attention(self, block: nn.Module) -> None:
-        if self._shape.domain > 1 and self._shape.tensor == 1 and not self._drops_scores():
+        drops = self._run.model.sizes.attn_drop_rate > 0
+        if self._shape.domain > 1 and self._shape.tensor == 1 and not drops:
             product = self._over_domain().attention
             for attention in attentions(block):
                 use_product(attention, product)
@@ -146,9 +147,6 @@ class SpmdBackend(XlaBackend):
         """Return how kernels are called where dimension 0 is sharded along these axes."""
         return BatchShards(self._mesh, partition_spec((axes,))[0])
 
-    def _drops_scores(self) -> bool:
-        return self._run.model.sizes.attn_drop_rate > 0
-
     def _over_domain(self) -> Ring:
         """Return how attention is computed among the devices that share an image."""
 
@@ -158,9 +156,9 @@ class SpmdBackend(XlaBackend):
         def mark_tokens(x: torch.Tensor) -> torch.Tensor:
             return self._mark(x, self._shape.lying("batch", "width", "tokens", "width"))
 
-        products: PartProducts = PlainProducts()
-        if self._own.attention == "flash":
-            products = FlashProducts(self._batch_shards(self._shape.parts_axes))
+        shards = self._batch_shards(self._shape.parts_axes)
+        flash = self._own.attention == "flash"
+        products: PartProducts = FlashProducts(shards) if flash else PlainProducts()
         how = (self._shape.domain, products, mark_tokens, mark_parts)
         if self._sharding.domain_attention == "gather":
             return Gathered(*how, self._mark_images)
@@ -269,7 +267,7 @@ class SpmdBackend(XlaBackend):
         return self._mark(x, self._activations(x.dim(), *kinds))
 
     def _mark_kept(self, x: torch.Tensor) -> torch.Tensor:
-        """Mark what is kept of a block: unmarked, it would be exchanged between devices."""
+        # Unmarked, the partitioner would exchange it between devices.
         sizes = self._run.images_a_pass, self._run.model.sizes.num_tokens
         return self._mark(x, spec) if (spec := self._shape.kept_spec(x.shape, *sizes)) else x
 
