@@ -33,7 +33,7 @@ def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
 
     Raises UsageError.
     """
-    config = resolve_common(replace(config, backend="cuda"))
+    config = _resolve_policy(resolve_common(replace(config, backend="cuda")))
     _check_devices()
     own = _resolve_form(config, own)
     own = replace(own, zero_dp_strategy=_zero_dp_strategy(config, own))
@@ -48,6 +48,15 @@ def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
     check_batch(run)
     te_block.check_batch(run)
     return run
+
+
+def _resolve_policy(config: RunConfig) -> RunConfig:
+    """Decide ``--grad_ckpt``. Raises UsageError."""
+    if config.sharding.grad_ckpt == "offload":
+        raise UsageError("--grad_ckpt offload needs --backend xla, this is cuda: use full")
+    if config.sharding.grad_ckpt == "auto":
+        return replace(config, sharding=replace(config.sharding, grad_ckpt="full"))
+    return config
 
 
 def _resolve_form(config: RunConfig, own: GpuConfig) -> GpuConfig:

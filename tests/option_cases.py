@@ -67,10 +67,8 @@ def allowed(case: Case) -> bool:
     scanned = bool(form) and "scanned" in form
     if form and "selective" in recompute and not scanned and form not in ON_GPU:
         return False
-    if scanned and "none" in recompute:
-        return False
     # With fp32 it is taken, too, but rounds more than the comparison allows.
-    refused = (form and not scanned) or "none" in recompute or "fp32" in case.get("precision", "")
+    refused = (form and not scanned) or "fp32" in case.get("precision", "")
     if case.get("gather") and refused:
         return False
     pools_token = "token" in case.get("pool", "")

@@ -1,6 +1,5 @@
 """Prints, as JSON, what the loop over blocks computes beside the blocks one after the other."""
 
-import functools
 import json
 
 import torch
@@ -9,6 +8,7 @@ import torch_xla.core.xla_model as xm
 from timm.layers import DropPath
 from torch import nn
 
+from xla_fsdp.kept import kept_by
 from xla_fsdp.scanned_blocks import ScannedBlocks
 from xla_fsdp.sharding.marks import Gather
 
@@ -28,7 +28,17 @@ class Scale(nn.Module):
         return self.drop_path(self.dropout(x * self.weight))
 
 
-def scanned(blocks: nn.Sequential | nn.ModuleList, bf16: bool = False) -> ScannedBlocks:
+class Gate(Scale):
+    """Scale, where a truth value that comes from the input says by how much."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.where(y > 0.5, y, 2 * y)
+
+
+def scanned(
+    blocks: nn.Sequential | nn.ModuleList, bf16: bool = False, policy: str = "full"
+) -> ScannedBlocks:
     def same(x):
         return x
 
@@ -40,6 +50,7 @@ def scanned(blocks: nn.Sequential | nn.ModuleList, bf16: bool = False) -> Scanne
         mark_tokens=same,
         gather=lambda _, w: Gather.apply(w, w.dtype, same, same),
         bf16=bf16,
+        kept=kept_by(policy),
     )
     for index, block in enumerate(blocks):
         stack.fill(index, block, lambda _, values: values.to("xla"))
@@ -56,19 +67,22 @@ def run(stack: ScannedBlocks, x: torch.Tensor, seed: int) -> tuple[torch.Tensor,
     return y.cpu(), grad.cpu()
 
 
-def main() -> None:
-    torch_xla.device()
+def measure(policy: str) -> dict[str, object]:
+    """Return what the loop computes with this value of --grad_ckpt."""
     torch.manual_seed(0)
-    plain = nn.Sequential(*[Scale(0.0, 0.0) for _ in range(DEPTH)])
-    x = torch.rand(256, WIDTH)
-    product = functools.reduce(torch.mul, [block.weight for block in plain]).detach()
-    y, grad = run(scanned(plain).train(), x, 1)
+    plain = nn.Sequential(*[Gate(0.0, 0.0) for _ in range(DEPTH)])
+    x = torch.rand(256, WIDTH, requires_grad=True)
+    expected = plain(x)
+    (expected_grad,) = torch.autograd.grad(expected.sum(), [x])
+    x = x.detach()
+    y, grad = run(scanned(plain, policy=policy).train(), x, 1)
     found: dict[str, object] = {
-        "value": (y - x * product).abs().max().item(),
-        "gradient": (grad - product).abs().max().item(),
+        "value": (y - expected).abs().max().item(),
+        "gradient": (grad - expected_grad).abs().max().item(),
     }
     for name, rates, paths in (("dropout", 0.2, [0.0] * 4), ("drop_path", 0.0, [0, 0.1, 0.2, 0.4])):
-        stack = scanned(nn.Sequential(*[Scale(rates, path) for path in paths])).train()
+        blocks = nn.Sequential(*[Scale(rates, path) for path in paths])
+        stack = scanned(blocks, policy=policy).train()
         weights = stack.block.weight.detach().cpu().prod(dim=0)
         y, grad = run(stack, x, 1)
         again, _ = run(stack, x, 1)
@@ -83,7 +97,12 @@ def main() -> None:
         stack.eval()
         with torch.no_grad():
             found[name]["eval_kept"] = (stack(x.to("xla")).cpu() != 0).float().mean().item()
-    print(json.dumps(found))
+    return found
+
+
+def main() -> None:
+    torch_xla.device()
+    print(json.dumps({policy: measure(policy) for policy in ("full", "none")}))
 
 
 if __name__ == "__main__":

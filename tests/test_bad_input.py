@@ -59,7 +59,18 @@ def complaint(capsys, ckpt_dir, *flags):
             "--compile_only --tpu_topology v5e:4x4 --backend cuda --fsdp fsdp2",
             "--fsdp needs --backend",
         ),
-        ("--scan_blocks --no_grad_ckpt", "--scan_blocks does not go with --grad_ckpt none"),
+        (
+            "--compile_only --tpu_topology v5e:2x4 --grad_ckpt offload --no-scan_blocks",
+            "--grad_ckpt offload needs scanned blocks, here is --no-scan_blocks: use --grad_ckpt",
+        ),
+        (
+            "--grad_ckpt offload --mark_step_after_forward",
+            "--grad_ckpt offload does not go with --mark_step_after_forward",
+        ),
+        (
+            "--backend cuda --fsdp fsdp2 --grad_ckpt offload",
+            "--grad_ckpt offload needs --backend xla, this is cuda: use full",
+        ),
         ("--scan_blocks --xla_fsdp nested", "--scan_blocks does not go with --xla_fsdp nested"),
         ("--batch_size 15 --cpu_devices 2", "--batch_size 15 (global) is no multiple of the 2"),
         ("--batch_size 2000", "1438 training images, fewer than one batch"),

@@ -31,7 +31,7 @@ def fusion(name: str, ms: float = 0, calls: str = "inside") -> str:
 
 def milliseconds(hlo: str) -> tuple[float, float, float]:
     found = expect(hlo, V5E, 4)
-    parts = (found.kernels_s, found.waiting_s, found.dma_s, found.dcn_s)
+    parts = (found.kernels_s, found.waiting_s, found.dma_s, found.host_s, found.dcn_s)
     assert found.seconds == pytest.approx(found.cycles_s + sum(parts))
     return found.cycles_s * 1e3, found.kernels_s * 1e3, found.waiting_s * 1e3
 
@@ -208,6 +208,23 @@ def test_copies_follow_each_other_and_go_on_beside_collectives():
     )
     found = expect(hlo, V5E, 4)
     assert (found.waiting_s * 1e3, found.dma_s * 1e3) == exactly(1, 1)
+
+
+@pytest.mark.parametrize(("between", "waiting"), [(0.5, 0.5), (3, 0)])
+def test_what_comes_from_the_host_comes_over_pcie(between, waiting):
+    """It does not hold up a copy from HBM, and of a stack one slice comes."""
+    size = int(16e9 * 1e-3 / 4)
+    stack = f"f32[9,{size}]{{1,0:T(8,128)S(5)}}"
+    hlo = module(
+        f"%h = (({stack}, s32[], s32[]), f32[1,{size}]{{1,0}}, u32[]) dynamic-slice-start(%p)",
+        f"%c = ({COPIED}, {COPIED}, u32[]) copy-start(%p)",
+        fusion("between", between),
+        f"%h.1 = f32[1,{size}]{{1,0}} dynamic-slice-done(%h)",
+        f"%c.1 = {COPIED} copy-done(%c)",
+    )
+    found = expect(hlo, V5E, 4)
+    assert (found.host_s * 1e3, found.dma_s * 1e3) == exactly(waiting, 0)
+    assert found.seconds * 1e3 == exactly(between + waiting)
 
 
 def between_slices(opcode: str, operand: str, number: int, values: int = 8) -> str:

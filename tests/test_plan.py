@@ -353,7 +353,7 @@ def test_on_gpus(tmp_path):
 
 def test_with_the_compiler_and_again_without(tmp_path):
     """One step is compiled; asked again, with other epochs, none is."""
-    # Without scanned blocks, which --grad_ckpt none has not, a step takes minutes to compile.
+    # Without scanned blocks a step takes minutes to compile.
     flags = [*TINY, "--tpu_topology", "v5e:2x2", "--mesh_fsdp", "4", "--scan_blocks"]
     first = plan(tmp_path, *flags, "--plan_compilations", "1")
     assert "(1 now" in first["notes"][0]

@@ -36,7 +36,8 @@ FAMILIES = {
 }
 FORMS = {
     "scanned": (1, "--cpu_devices 2"),
-    "unrolled": (1, "--cpu_devices 2 --no_grad_ckpt"),
+    "unrolled": (1, "--cpu_devices 2 --no_grad_ckpt --no-scan_blocks"),
+    "scanned, kept": (1, "--cpu_devices 2 --no_grad_ckpt"),
     "nested": (1, "--xla_fsdp nested"),
     "fsdp2": (2, "--backend cuda"),
     "megatron": (2, "--backend cuda --fsdp megatron --meta_init"),

@@ -194,10 +194,11 @@ class ShardingConfig:
         names=("--precision", "--param_dtype"),
         common=True,
     )
-    grad_ckpt: Literal["full", "selective", "none"] = flag(
+    grad_ckpt: Literal["full", "selective", "offload", "none", "auto"] = flag(
         "full",
-        "what of a block's activations is recomputed in the backward pass; selective: all but "
-        "attention and every other matrix product (on XLA with scanned blocks)",
+        "what of a block is recomputed in the backward pass; selective: not attention and wide "
+        "products; offload: all, inputs wait in host memory (TPU); auto: on TPU the fastest "
+        "that fits, else full",
         shorthands={"--no_grad_ckpt": "none"},
         common=True,
     )

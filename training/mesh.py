@@ -106,6 +106,23 @@ class Mesh:
         """Return how many different parts a tensor of this spec is divided into."""
         return math.prod(self.live[axis] for axes in spec for axis in axes)
 
+    @property
+    def parts_axes(self) -> Axes:
+        """Return the axes of what attention over "domain" has, (domain x images, ...)."""
+        return tuple(a for axes in self.lying("tokens", "batch") for a in axes)
+
+    def kept_spec(self, shape: Sequence[int], images: int, tokens: int) -> Spec | None:
+        """Return how a tensor of a block lies that is kept for the backward pass; None if its
+        shape does not tell. With "tensor" its features may be sharded or not."""
+        rest: Spec = ((),) * (len(shape) - 1)
+        if self.tensor > 1 or not shape or shape[0] % images:
+            return None
+        if self.domain == 1:
+            return (*self.lying("batch"), *rest)
+        if tuple(shape[:2]) == (images, tokens):
+            return (*self.lying("batch", "tokens"), *rest[1:])
+        return (self.parts_axes, *rest) if shape[0] == self.domain * images else None
+
     # -- parameters -------------------------------------------------------------------
 
     def parameter_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:

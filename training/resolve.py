@@ -60,6 +60,11 @@ class Run(Generic[Own]):
         return flat(self.config, self.own)
 
     @property
+    def images_a_pass(self) -> int:
+        """Return how many images one pass forward and back has, on all devices together."""
+        return self.config.data.batch_size // self.config.data.grad_accum_steps
+
+    @property
     def ckpt_dir(self) -> Path:
         return Path(self.config.checkpoints.ckpt_dir)
 

@@ -43,7 +43,7 @@ class XlaConfig:
     scan_blocks: bool | None = flag(
         None,
         "SPMD: all blocks as one loop in the graph, so that compile time does not grow with depth "
-        "(default: where --grad_ckpt is full and the graph is not broken between blocks)",
+        "(default: where they are alike and the graph is not broken between them)",
     )
     attention: Literal["auto", "sdpa", "flash", "whole"] = flag(
         "auto",

@@ -10,58 +10,23 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from xla_fsdp.apart import apart
 from xla_fsdp.int8 import Int8Marks, Int8Product
+from xla_fsdp.kept import KeptInput
 
+_NOTHING_ELSE = KeptInput()
 _ROWS = 8
 """Rows of ones that a sum is multiplied from: of one row XLA would make a sum again."""
-
-
-class KeptResults:
-    """What a forward pass computes and keeps, for the backward pass that computes the rest anew.
-
-    Results go by the order in which they are computed, which is the same in both.
-    """
-
-    def __init__(self) -> None:
-        self._keeps = False
-        self._results: list[torch.Tensor] = []
-        self._known: list[torch.Tensor] = []
-
-    @contextmanager
-    def keep(self):
-        """Keep results; yields the list that they come into."""
-        self._keeps, self._results = True, []
-        try:
-            yield self._results
-        finally:
-            self._keeps, self._results = False, []
-
-    @contextmanager
-    def know(self, results: list[torch.Tensor]):
-        """Take these in place of what would be computed."""
-        self._known = list(results)
-        yield
-        assert not self._known, "more was kept than is computed"
-
-    def result(self, function: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
-        """Return the result of ``function``, whose last argument is what is known of it, if any."""
-        y = function(*given, self._known.pop(0) if self._known else None)
-        if self._keeps:
-            self._results.append(y)
-        return y
 
 
 def multiply_unfolded(
     block: nn.Module,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    kept: KeptResults | None = None,
+    kept: KeptInput | None = None,
     *,
     parts: int,
     int8: Callable[[str], Int8Marks] | None = None,
@@ -71,8 +36,8 @@ def multiply_unfolded(
     The batch is sharded into ``parts``. ``int8`` tells of a weight, by its name, how it lies.
 
     ``gather`` makes a sharded weight whole, where nothing else does: else the partitioner may
-    compute with the shards, and exchange tokens. ``kept`` holds the results of layers that make
-    more features of less.
+    compute with the shards, and exchange tokens. ``kept`` may hold the results of layers that
+    make more features of less.
     """
 
     def compute(name: str) -> Callable[[nn.Linear, torch.Tensor], torch.Tensor]:
@@ -80,9 +45,9 @@ def multiply_unfolded(
 
         def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
             weight = gather(linear.weight) if gather else linear.weight
-            keeps = kept if linear.out_features > linear.in_features else None
+            widens = linear.out_features > linear.in_features
             rows = "abcdefgh"[: x.dim() - 1]
-            y = product(f"{rows}y,zy->{rows}z", x, weight, keeps, marks)
+            y = product(f"{rows}y,zy->{rows}z", x, weight, kept, marks, widens=widens)
             return add_bias(y, linear.bias, parts)
 
         return forward
@@ -96,19 +61,27 @@ def product(
     equation: str,
     x: torch.Tensor,
     weight: torch.Tensor,
-    kept: KeptResults | None = None,
+    kept: KeptInput | None = None,
     int8: Int8Marks | None = None,
+    *,
+    widens: bool = True,
 ) -> torch.Tensor:
     """Multiply in autocast's dtype, as ``torch.einsum`` does by the equation.
 
-    With ``int8`` in that, and the weight is a sharded one.
+    With ``int8`` in that, and the weight is a sharded one. ``widens``: the result has more features
+    than ``x``, and is kept if ``kept`` keeps such.
     """
+    kept = kept or _NOTHING_ELSE
+    results = kept if widens else _NOTHING_ELSE
+    operand = x
     if torch.is_autocast_enabled("xla"):
         dtype = torch.get_autocast_dtype("xla")
-        x, weight = x.to(dtype), weight if int8 else weight.to(dtype)
-    function = Int8Product.apply if int8 else _Product.apply
-    given = (equation, x, weight, *((int8,) if int8 else ()))
-    return kept.result(function, *given) if kept else function(*given, None)
+        operand, weight = operand.to(dtype), weight if int8 else weight.to(dtype)
+    if int8:
+        return results.result(Int8Product.apply, equation, operand, weight, int8)
+    operand = _Apart.apply(operand)
+    kept.follow(operand, x)
+    return results.result(_Product.apply, equation, operand, weight)
 
 
 def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
@@ -119,10 +92,19 @@ def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Te
     return y if bias is None else _AddBias.apply(y, bias, parts)
 
 
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return apart(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, equation: str, x, weight, known):
-        x = apart(x)
         ctx.save_for_backward(x, weight)
         ctx.equation = equation
         return torch.einsum(equation, x, weight) if known is None else known

@@ -14,7 +14,9 @@ from training.mesh import Mesh, make_mesh
 from training.resolve import Run, check_batch, check_rows, resolve_common, resolve_model
 from xla_fsdp import libtpu_flags, torch_xla_private
 from xla_fsdp.attention.choice import resolve_attention, resolve_domain
+from xla_fsdp.compile_only.topologies import Chip, parse_topology, this_chip
 from xla_fsdp.config import XlaConfig
+from xla_fsdp.plan.policy import resolve_policy
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
@@ -83,7 +85,11 @@ def _resolve(
     config = resolve_domain(config, mesh, model)
     generation = _generation(own, devices) if device == "TPU" else None
     own, why_attention = resolve_attention(config, own, model, generation)
-    run = XlaRun(config, own, model, mesh, {"xla_fsdp": why_form, "attention": why_attention})
+    asks = device == "TPU" and config.sharding.grad_ckpt == "auto"
+    chip = _chip(own, devices) if asks else None
+    config, why_policy = resolve_policy(config, own, model, mesh, device, chip)
+    why = {"xla_fsdp": why_form, "attention": why_attention, "grad_ckpt": why_policy}
+    run = XlaRun(config, own, model, mesh, why)
     check_batch(run)
     return run
 
@@ -93,6 +99,13 @@ def _generation(own: XlaConfig, devices: int | None) -> int:
     if devices is None:
         return torch_xla_private.tpu_generation()
     return int(own.tpu_topology[1]) if own.tpu_topology else 5
+
+
+def _chip(own: XlaConfig, devices: int | None) -> Chip | None:
+    """Return what is known of the chips: of the slice that is asked about, or of this host's."""
+    if devices is None:
+        return this_chip()
+    return parse_topology(own.tpu_topology).chip if own.tpu_topology else None
 
 
 # -- the form of FSDP -----------------------------------------------------------------
@@ -121,14 +134,19 @@ def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaCon
     hindered_by = _hinders_scan(config, own)
     differ = None if hindered_by else model.why_blocks_differ()
     scan = not (hindered_by or differ) if own.scan_blocks is None else own.scan_blocks
-    if config.sharding.grad_ckpt == "selective" and not scan:
+    policy = config.sharding.grad_ckpt
+    if policy in ("selective", "offload") and not scan:
         reason = hindered_by or differ or "--no-scan_blocks"
         raise UsageError(
-            f"--grad_ckpt selective needs scanned blocks, here is {reason}: use --grad_ckpt full"
+            f"--grad_ckpt {policy} needs scanned blocks, here is {reason}: use --grad_ckpt full"
         )
     if own.matmul == "int8" and not scan:
         reason = hindered_by or differ or "--no-scan_blocks"
         raise UsageError(f"--matmul int8 needs scanned blocks, here is {reason}: drop one of them")
+    if policy == "offload" and own.mark_step_after_forward:  # the host's memory is the graph's own
+        raise UsageError(
+            "--grad_ckpt offload does not go with --mark_step_after_forward: drop one of the two"
+        )
     if own.scan_blocks is None:
         return replace(own, scan_blocks=scan)
     if own.scan_blocks and hindered_by:
@@ -149,8 +167,6 @@ def _check_gather(config: RunConfig, own: XlaConfig) -> None:
 def _hinders_scan(config: RunConfig, own: XlaConfig) -> str | None:
     if own.xla_fsdp == "nested":
         return "--xla_fsdp nested"
-    if config.sharding.grad_ckpt == "none":
-        return f"--grad_ckpt {config.sharding.grad_ckpt}"
     if own.mark_step_every_n_blocks:
         return "--mark_step_every_n_blocks"
     return None

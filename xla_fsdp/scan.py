@@ -174,6 +174,13 @@ class Scan:
         )
 
 
+def same(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of its own with the values of ``x``."""
+    if x.dtype == torch.bool:
+        return x.logical_and(x)
+    return x * 1 if x.is_floating_point() else x + 0
+
+
 def _lower(body: Body, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> _Lowered:
     """Trace the body and lower it, with a seed of its own for what it draws at random."""
 
@@ -182,7 +189,7 @@ def _lower(body: Body, state: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
 
     given = [placeholder(each) for each in state] + [placeholder(each[0]) for each in inputs]
     # Not the placeholders themselves: a sharding mark on one would replace it.
-    used = [each * 1 if each.is_floating_point() else each + 0 for each in given]
+    used = [same(each) for each in given]
     rng_state = xm.get_rng_state()
     xm.set_rng_state(0)  # seeds that draws begin with are the round's own, nothing before them
     next_state, outputs = body(used[: len(state)], used[len(state) :])

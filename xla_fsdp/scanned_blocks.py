@@ -19,8 +19,8 @@ from timm.layers import DropPath
 from torch import nn
 
 from models.meta import fill_buffers
-from xla_fsdp.products import KeptResults
-from xla_fsdp.scan import Scan
+from xla_fsdp.kept import KeptInput
+from xla_fsdp.scan import Scan, same
 from xla_fsdp.sharding.marks import Mark, MarkBoth
 
 
@@ -66,14 +66,16 @@ class ScannedBlocks(nn.Module):
         mark_tokens: Mark,
         gather: Callable[[str, torch.Tensor], torch.Tensor],
         bf16: bool,
-        kept: KeptResults | None = None,
+        kept: KeptInput | None = None,
+        mark_kept: Mark = torch.Tensor.contiguous,
     ) -> None:
         super().__init__()
         self.block = copy.deepcopy(blocks[-1]).to("meta")
         adapt(self.block)
         fill_buffers(self.block, constant)  # the same in every block, as all that is not learned
-        self._depth, self._bf16, self._kept = len(blocks), bf16, kept or KeptResults()
-        self._mark_tokens, self._gather = mark_tokens, gather
+        self._depth, self._bf16, self._kept = len(blocks), bf16, kept or KeptInput()
+        self._kept.adapt(self.block)
+        self._mark_tokens, self._mark_kept, self._gather = mark_tokens, mark_kept, gather
         self._scans: dict[tuple, Scan] = {}
         self._drop_paths: list[_DropPath] = []
         self._keep: list[torch.Tensor] = []
@@ -158,9 +160,15 @@ class ScannedBlocks(nn.Module):
 
         def body(state, slices):
             x, *shared = state
-            with torch.no_grad(), self._kept.keep() as results:
+            if not keep:
                 y = self._compute(names, x, shared, slices[:count], slices[count:])
-            return [y, *shared], [x * 1, *results] if keep else []
+                return [y, *shared], []
+            x, *own = (each.detach().requires_grad_() for each in (x, *slices[:count]))
+            with self._kept.keep(x) as kept:
+                y = self._compute(names, x, shared, own, slices[count:])
+            x, *results = kept
+            kept = [self._kept.sent(x), *(self._mark_kept(same(each)) for each in results)]
+            return [y, *shared], kept
 
         inputs, state = [*of_each, *self._keep], [x, *shared]
         scan = self._scan(f"forward {keep}", body, state, inputs)
@@ -176,11 +184,11 @@ class ScannedBlocks(nn.Module):
         def body(state, slices):
             grad, *shared = state
             (x, *results), rest = slices[:kept], slices[kept:]
-            x, own = x.detach(), [each.detach() for each in rest[:count]]
-            with torch.enable_grad(), self._kept.know(results):
-                wanted = [each.requires_grad_() for each in (x, *own)]
+            x, results = self._kept.fetched(x), [self._mark_kept(same(each)) for each in results]
+            x, *own = (each.detach().requires_grad_() for each in (x, *rest[:count]))
+            with self._kept.know(results):
                 y = self._compute(names, x, shared, own, rest[count:])
-                grad_x, *grads = torch.autograd.grad(y, wanted, grad)
+            grad_x, *grads = torch.autograd.grad(y, [x, *own], grad)
             return [grad_x, *shared], grads
 
         inputs, state = [*kept_of_each, *of_each, *self._keep], [grad, *shared]

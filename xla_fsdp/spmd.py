@@ -28,7 +28,8 @@ from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
 from xla_fsdp.attention.ring import Ring
 from xla_fsdp.attention.whole import How, use_whole
 from xla_fsdp.int8 import Int8Marks
-from xla_fsdp.products import KeptResults, multiply_unfolded
+from xla_fsdp.kept import kept_by
+from xla_fsdp.products import multiply_unfolded
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
 from xla_fsdp.sharding.gathering import gather, gather_in_fp8
@@ -61,8 +62,7 @@ class SpmdBackend(XlaBackend):
         self._replicated_bytes = 0
         self._scans = bool(run.own.scan_blocks)
         self._specs: dict[torch.Tensor, Spec] = {}
-        keeps = self._scans and self._sharding.grad_ckpt == "selective"
-        self._kept = KeptResults() if keeps else None
+        self._kept = kept_by(self._sharding.grad_ckpt if self._scans else "full")
         self._in_int8: set[str] = set()
 
     def _device_order(self) -> list[int]:
@@ -120,6 +120,7 @@ class SpmdBackend(XlaBackend):
                 gather=self._gather,
                 bf16=self._sharding.precision == "bf16",
                 kept=self._kept,
+                mark_kept=self._mark_kept,
             )
             self._choose_attention(self._stack.block)
         self._fill(index, block)
@@ -130,7 +131,8 @@ class SpmdBackend(XlaBackend):
         return block
 
     def _choose_attention(self, block: nn.Module) -> None:
-        if self._shape.domain > 1 and self._shape.tensor == 1 and not self._drops_scores():
+        drops = self._run.model.sizes.attn_drop_rate > 0
+        if self._shape.domain > 1 and self._shape.tensor == 1 and not drops:
             product = self._over_domain().attention
             for attention in attentions(block):
                 use_product(attention, product)
@@ -145,22 +147,18 @@ class SpmdBackend(XlaBackend):
         """Return how kernels are called where dimension 0 is sharded along these axes."""
         return BatchShards(self._mesh, partition_spec((axes,))[0])
 
-    def _drops_scores(self) -> bool:
-        return self._run.model.sizes.attn_drop_rate > 0
-
     def _over_domain(self) -> Ring:
         """Return how attention is computed among the devices that share an image."""
-        parts: Axes = tuple(a for axes in self._shape.lying("tokens", "batch") for a in axes)
 
         def mark_parts(x: torch.Tensor) -> torch.Tensor:
-            return self._mark(x, (parts, *((),) * (x.dim() - 1)))
+            return self._mark(x, (self._shape.parts_axes, *((),) * (x.dim() - 1)))
 
         def mark_tokens(x: torch.Tensor) -> torch.Tensor:
             return self._mark(x, self._shape.lying("batch", "width", "tokens", "width"))
 
-        products: PartProducts = PlainProducts()
-        if self._own.attention == "flash":
-            products = FlashProducts(self._batch_shards(parts))
+        shards = self._batch_shards(self._shape.parts_axes)
+        flash = self._own.attention == "flash"
+        products: PartProducts = FlashProducts(shards) if flash else PlainProducts()
         how = (self._shape.domain, products, mark_tokens, mark_parts)
         if self._sharding.domain_attention == "gather":
             return Gathered(*how, self._mark_images)
@@ -267,6 +265,11 @@ class SpmdBackend(XlaBackend):
         """Mark what lies between blocks, and between their halves: (batch, tokens, width)."""
         kinds = ("tokens between the halves of a block", "width")
         return self._mark(x, self._activations(x.dim(), *kinds))
+
+    def _mark_kept(self, x: torch.Tensor) -> torch.Tensor:
+        # Unmarked, the partitioner would exchange it between devices.
+        sizes = self._run.images_a_pass, self._run.model.sizes.num_tokens
+        return self._mark(x, spec) if (spec := self._shape.kept_spec(x.shape, *sizes)) else x
 
     def _mark_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Mark (images, rows, ...)."""

@@ -119,6 +119,21 @@ def call_computation(
     return _xlac()._xla_user_computation(name, arguments, computation)
 
 
+def moved_to(memory: str, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in another memory: "pinned_host", or "device"."""
+    (moved,) = _xlac()._xla_custom_call(
+        [x],
+        "annotate_device_placement",
+        [x.shape],
+        [x.dtype],
+        True,  # has a side effect
+        "",
+        0,
+        {"_xla_buffer_placement": memory},
+    )
+    return moved
+
+
 def call_tpu_kernel(
     arguments: list[torch.Tensor],
     config: str,
@@ -184,6 +199,11 @@ def seed_parameter(tensors: list[torch.Tensor], context: Any) -> int | None:
 def recorded_number(tensor: torch.Tensor) -> int:
     """Return a number that is the same for tensors of the same recorded value; it only grows."""
     return _xlac()._xla_get_tensor_id(tensor)
+
+
+def data_behind(tensor: torch.Tensor) -> set[int]:
+    """Return numbers of all data that a recorded value is computed from; -1 for some constants."""
+    return set(_xlac()._get_tensors_xla_device_data_node([tensor])[0])
 
 
 def need_computing(tensors: list[torch.Tensor]) -> list[bool]:

@@ -281,10 +281,12 @@ class XlaBackend(abc.ABC):
             breaks.append("after the forward pass")
         if self._own.mark_step_every_n_blocks:
             breaks.append(f"every {self._own.mark_step_every_n_blocks} blocks")
-        checkpointing = {"full": "on", "none": "off"}.get(self._sharding.grad_ckpt, "selective")
+        policy = self._sharding.grad_ckpt
+        checkpointing = {"full": "on", "none": "off"}.get(policy, policy)
         return (
             f"{self._devices()}, {self._sharding.precision}, "
             f"gradient checkpointing {checkpointing}"
+            + self._run.why.get("grad_ckpt", "")
             + self._run.why.get("attention", "")
             + (f", graph broken {' and '.join(breaks)}" if breaks else "")
             + (self._describe_cache() if self._own.compile_cache_dir else "")

@@ -15,12 +15,12 @@ from training.plan.prices import Price
 def combinations(choices: Mapping[str, tuple[Any, ...]], *configs: Any) -> Iterator[dict[str, Any]]:
     """Yield every combination of the values of these fields.
 
-    A field that has not its default was given: it stays as it is. Raises UsageError for a
-    ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
+    A field that has not its default was given: it stays as it is, unless it is "auto". Raises
+    UsageError for a ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
     """
     given, known = flat(*configs), by_field(*map(type, configs))
     values = {
-        name: tried if given[name] == known[name].field.default else (given[name],)
+        name: tried if given[name] in (known[name].field.default, "auto") else (given[name],)
         for name, tried in choices.items()
     }
     policies = choices["grad_ckpt"]

@@ -20,7 +20,7 @@ from models.attention_product import attentions, use_product
 from xla_fsdp.attention.flash import BatchShards
 from xla_fsdp.attention.kernels import Kernel
 from xla_fsdp.attention.whole_kernels import Whole, backward_kernel, forward_kernel
-from xla_fsdp.products import KeptResults
+from xla_fsdp.kept import KeptInput
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class How:
 
     shards: BatchShards | None = None
     """None where the program is one device's."""
-    kept: KeptResults | None = None
+    kept: KeptInput | None = None
 
 
 def use_whole(module: nn.Module, how: How) -> None:

@@ -7,11 +7,11 @@ as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles 
 - Pallas kernels: the longest of their own cycles (``kernel_cycles``), and of FLOPs and bytes of
   their own cost estimate at the chip's peak;
 - what the computation waits for. What is moved goes on beside other instructions from where it is
-  begun, and delays only what needs it before it is complete. There are three queues, in each of
+  begun, and delays only what needs it before it is complete. There are four queues, in each of
   which one move follows the other: collectives on the links, each taking the bytes that must reach
   a device at the chip's whole interconnect bandwidth (a permute, which brings them from one device,
-  at that of one link); copies between HBM and vector memory (DMA) at HBM's bandwidth; transfers
-  between slices at that of the data center network.
+  at that of one link); copies between HBM and vector memory (DMA) at HBM's bandwidth; copies to and
+  from the host's memory at PCIe's; transfers between slices at that of the data center network.
 
 Not in it: that copies and fusions share the bandwidth of HBM, the time until the first byte of a
 move arrives, and links that a collective leaves idle (an all-gather along one side of the slice
@@ -44,6 +44,8 @@ _UNKNOWN = 2**60
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 _COLLECTIVE_DONE = re.compile(r"(?:all|collective|reduce)-[a-z\-]+-done$")
 _COPY = re.compile(r"(?:copy|slice|dynamic-slice|dynamic-update-slice|async)-(start|done)$")
+_ON_HOST = "S(5)"
+"""In the layout of what lies in the host's memory."""
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]+"')
 _COST = re.compile(r'"cost_estimate":\{[^}]*\}')
 
@@ -60,6 +62,8 @@ class Expected:
     """Waiting for collectives."""
     dma_s: float = 0.0
     """Waiting for copies between HBM and vector memory."""
+    host_s: float = 0.0
+    """Waiting for copies to and from the host's memory."""
     dcn_s: float = 0.0
     """Waiting for other slices."""
     unknown: int = 0
@@ -67,7 +71,9 @@ class Expected:
 
     @property
     def seconds(self) -> float:
-        return self.cycles_s + self.kernels_s + self.waiting_s + self.dma_s + self.dcn_s
+        """Return the whole time."""
+        waited = self.waiting_s + self.dma_s + self.host_s + self.dcn_s
+        return self.cycles_s + self.kernels_s + waited
 
     def plus(self, other: Expected, times: int = 1) -> Expected:
         """Return the time of this and of ``times`` runs of another."""
@@ -168,10 +174,11 @@ class _Walk:
             seconds = None if size is None else size / self.chip.dcn_bandwidth
             return {rendezvous: _Move("dcn_s", seconds)}
         copies = _COPY.match(each.opcode)
+        if copies and copies[1] == "start":
+            return {each.name: self._copied(each)}
         if copies:
-            if copies[1] == "start":
-                return {each.name: _Move("dma_s", dma_bytes(each) / self.chip.hbm_bandwidth)}
-            return {_begun_by(each): _Move("dma_s", None)}
+            begun = named[_begun_by(each)]
+            return {begun.name: replace(self._copied(begun), seconds=None)}
         if _COLLECTIVE_DONE.match(each.opcode):
             return {_begun_by(each): _Move("waiting_s", None)}
         found = {}
@@ -182,6 +189,11 @@ class _Walk:
             seconds = None if is_done else self._on_the_links(collective)
             found[key] = _Move("waiting_s", seconds, goes_on)
         return found
+
+    def _copied(self, start: Instruction) -> _Move:
+        if _ON_HOST in start.shape:
+            return _Move("host_s", dma_bytes(start) / self.chip.host_bandwidth)
+        return _Move("dma_s", dma_bytes(start) / self.chip.hbm_bandwidth)
 
     def _on_the_links(self, collective: Instruction) -> float:
         to_one = collective.opcode.startswith("collective-permute")

@@ -30,12 +30,14 @@ KINDS = (
     "optimizer",
     "collective waited for",
     "DMA waited for",
+    "host's memory waited for",
     "other slices waited for",
 )
 UNKNOWN = Origin("unknown", "")
 _WAITS = {
     "waiting_s": "collective waited for",
     "dma_s": "DMA waited for",
+    "host_s": "host's memory waited for",
     "dcn_s": "other slices waited for",
 }
 _MOVING = {

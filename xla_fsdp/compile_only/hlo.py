@@ -292,8 +292,12 @@ def received_bytes(each: Instruction, devices: int) -> float:
 
 
 def dma_bytes(start: Instruction) -> float:
-    """Return the bytes that a copy begun here moves; its shape is (operands, result, context)."""
-    sizes = [_bytes(f"{kind}[{dims}]") for kind, dims, _ in _SHAPE.findall(start.shape)]
+    """Return the bytes that a copy begun here moves; its shape is (operands, result, context).
+
+    Operands that are indices do not count.
+    """
+    found = _SHAPE.findall(start.shape)
+    sizes = [_bytes(f"{kind}[{dims}]") for kind, dims, _ in found if dims]
     return min(sizes[:2]) if len(sizes) > 1 else 0.0
 
 

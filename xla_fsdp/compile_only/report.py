@@ -79,6 +79,7 @@ class Report:
     expected_kernels_s: float | None
     expected_waiting_s: float | None
     expected_dma_s: float | None
+    expected_host_s: float | None
     expected_dcn_s: float | None
     expected_unknown: int | None
     trace_s: float
@@ -174,6 +175,7 @@ def _expected_figures(
         "kernels_s": total.kernels_s,
         "waiting_s": total.waiting_s,
         "dma_s": total.dma_s,
+        "host_s": total.host_s,
         "dcn_s": total.dcn_s,
         "unknown": total.unknown,
     }
@@ -277,6 +279,7 @@ def _expected_rows(report: Report) -> list[tuple[str, str]]:
         "kernels": report.expected_kernels_s,
         "waiting for collectives": report.expected_waiting_s,
         "for DMA": report.expected_dma_s,
+        "for the host's memory": report.expected_host_s,
         "for other slices": report.expected_dcn_s,
     }
     within = ", ".join(f"{name} {s * 1e3:.1f} ms" for name, s in parts.items() if s)

@@ -3,8 +3,10 @@
 Sources: Google Cloud's page of each generation (bf16 FLOP/s: ``xla_fsdp.tpu_chips``; HBM bandwidth;
 interconnect bandwidth a chip, of which the figure here is one direction; data center network, DCN,
 a chip: v5p 50 Gbit/s, v5e and v6e by pod, 6.4 and 25.6 Tbit/s for 256 chips; v4's page gives none,
-v5p's is taken). Matrix units: 4 of 128 x 128 in each core, of which v4 and v5p have two; on v6e 4
-of 256 x 256. The clocks that follow are 1.05 GHz for v4, 1.5 for v5e, 1.75 for v5p and v6e.
+v5p's is taken). PCIe: 16 to 32 GB/s, by notes on "How to Scale Your Model"
+(jax-ml.github.io/scaling-book); v6e is given the more, its page names PCIe Gen5. Matrix units: 4 of
+128 x 128 in each core, of which v4 and v5p have two; on v6e 4 of 256 x 256. The clocks that follow
+are 1.05 GHz for v4, 1.5 for v5e, 1.75 for v5p and v6e.
 ``hbm_bytes`` is what the compiler itself says it can use (libtpu 0.0.21), less than the chip has.
 """
 
@@ -15,6 +17,7 @@ import re
 from dataclasses import dataclass
 
 from training.errors import UsageError
+from xla_fsdp.torch_xla_private import tpu_type
 from xla_fsdp.tpu_chips import peak_of
 
 
@@ -29,6 +32,8 @@ class Chip:
     hbm_bandwidth: float
     ici_bandwidth: float
     dcn_bandwidth: float
+    host_bandwidth: float
+    """Of PCIe, in one direction, to the memory of the host."""
     products_a_cycle: int
     """Multiply-adds that all of its matrix units begin in a cycle."""
     int8_pace: int = 2
@@ -53,11 +58,21 @@ class Chip:
 
 _GIB = 2**30
 CHIPS = {
-    "v4": Chip("v4", 3, int(31.75 * _GIB), 1228e9, 300e9, 6.25e9, 8 * 128**2, int8_pace=1),
-    "v5e": Chip("v5litepod", 2, int(15.75 * _GIB), 819e9, 200e9, 3.125e9, 4 * 128**2),
-    "v5p": Chip("v5p", 3, int(95.74 * _GIB), 2765e9, 600e9, 6.25e9, 8 * 128**2),
-    "v6e": Chip("v6e", 2, int(31.25 * _GIB), 1640e9, 400e9, 12.5e9, 4 * 256**2),
+    "v4": Chip("v4", 3, int(31.75 * _GIB), 1228e9, 300e9, 6.25e9, 16e9, 8 * 128**2, int8_pace=1),
+    "v5e": Chip("v5litepod", 2, int(15.75 * _GIB), 819e9, 200e9, 3.125e9, 16e9, 4 * 128**2),
+    "v5p": Chip("v5p", 3, int(95.74 * _GIB), 2765e9, 600e9, 6.25e9, 16e9, 8 * 128**2),
+    "v6e": Chip("v6e", 2, int(31.25 * _GIB), 1640e9, 400e9, 12.5e9, 32e9, 4 * 256**2),
 }
+
+
+def this_chip() -> Chip | None:
+    """Return what this host's TPU chips can do; None where nothing tells their kind."""
+    try:
+        kind = tpu_type()
+    except (OSError, KeyError):  # no metadata server, or none that names the slice
+        return None
+    return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+
 
 _EXAMPLES = {
     "v4": "2x2x1 (4 chips), 2x2x4 (16), 4x4x4 (64), 4x4x8 (128), 4x8x8 (256)",

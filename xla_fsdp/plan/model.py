@@ -33,17 +33,22 @@ class Policy:
     """The same in multiples of the width inside the MLP."""
     keeps_scores: bool
     """Whether attention's scores are kept, where they are written at all."""
+    products: float
+    """Share of a block's products, forward, that run once more; but for the last one, whose result
+    is not needed."""
     recomputed: float
-    """Share of a block's forward pass that runs once more; the last product's result is not
-    needed, so its share never does."""
+    """The same of all that goes to and from HBM."""
+    on_host: bool = False
+    """Whether the block's input is kept in the host's memory."""
 
 
 POLICIES = {
-    "full": Policy(0, 0, False, 1),
-    "selective": Policy(5, 1, False, 0.5),
-    "none": Policy(8, 3, True, 0),
+    "full": Policy(0, 0, False, 1, 1),
+    "selective": Policy(4, 1, False, 0.12, 0.5),
+    "offload": Policy(0, 0, False, 1, 1, on_host=True),
+    "none": Policy(6, 1, True, 0, 0.5),
 }
-"""The values of ``--grad_ckpt`` among which a plan chooses."""
+"""The values of ``--grad_ckpt`` among which a plan and auto choose."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,13 @@ class Estimate:
     waiting_s: float
     """For collectives that nothing hides."""
     dcn_s: float
+    keeping_s: float
+    """To store what is kept beside the blocks' inputs, and to fetch it; for the host's memory."""
 
     @property
     def step_s(self) -> float:
-        return self.products_s + self.traffic_s + self.waiting_s + self.dcn_s
+        moving = self.traffic_s + self.waiting_s + self.dcn_s + self.keeping_s
+        return self.products_s + moving
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,11 @@ class Shares:
     """The same for larger ones."""
     waited_for: float = 0.6
     """Share of the collectives' seconds that nothing hides."""
+    kept_passes: float = 20
+    """How often what is kept beside a block's input goes to or from HBM, at full bandwidth: the
+    compiler copies it between layouts."""
+    host_waited_for: float = 0.25
+    """Share of the seconds to and from the host's memory that nothing hides."""
 
 
 SHARES = Shares()
@@ -111,7 +124,7 @@ def estimate(shape: Shape, layout: Layout, chip: Chip, shares: Shares = SHARES) 
     over = mesh.fsdp * mesh.domain * mesh.tensor
 
     forward = part.forward_flops()
-    again = policy.recomputed * (forward - part.last_flops())
+    again = policy.products * (forward - part.last_flops())
     around = 3 * 2 * part.images * part.tokens * shape.pixels / shape.tokens * shape.width
     flops = times * (3 * forward + again) + layout.passes * around
     products_s = flops / (shares.products * chip.peak_flops)
@@ -131,6 +144,7 @@ def estimate(shape: Shape, layout: Layout, chip: Chip, shares: Shares = SHARES) 
         traffic_s=traffic_s,
         waiting_s=shares.waited_for * links_s,
         dcn_s=between / chip.dcn_bandwidth,
+        keeping_s=times * part.keeping_s(policy, shares),
     )
 
 
@@ -224,20 +238,38 @@ class _Part:
         keys = rounds * 2 * activations * (mesh.domain - 1)
         return gathers + reduced + tensor + keys
 
+    def input_bytes(self) -> float:
+        """Return the bytes of a block's input."""
+        return self.rows * self.shape.width / self.layout.mesh.tensor * _FP32
+
+    def kept_beside(self, policy: Policy) -> float:
+        """Return the bytes that are kept of a block beside its input."""
+        shape, tensor = self.shape, self.layout.mesh.tensor
+        token = (policy.widths * shape.width + policy.hiddens * shape.hidden) / tensor
+        scores = self.score_bytes() if policy.keeps_scores else 0
+        return self.rows * token * self.layout.value_bytes + scores
+
+    def keeping_s(self, policy: Policy, shares: Shares) -> float:
+        """Return the seconds that storing and fetching of a block's activations takes."""
+        passes = shares.kept_passes * self.kept_beside(policy) / self.chip.hbm_bandwidth
+        if not policy.on_host:
+            return passes
+        there_and_back = 2 * self.input_bytes() / self.chip.host_bandwidth
+        return passes + shares.host_waited_for * there_and_back
+
     def peak_beside_state(self, policy: Policy) -> float:
         """Return the bytes that are there at once beside state and gradients."""
         shape, mesh, size = self.shape, self.layout.mesh, self.layout.value_bytes
         hidden = shape.hidden / mesh.tensor
-        token = policy.widths * shape.width / mesh.tensor + policy.hiddens * hidden
-        kept = self.rows * (shape.width / mesh.tensor * _FP32 + token * size)
-        kept += self.score_bytes() if policy.keeps_scores else 0
+        inputs = 2 if policy.on_host else shape.depth  # one on its way, one at work
+        kept = inputs * self.input_bytes() + shape.depth * self.kept_beside(policy)
         widths = (2 + 6 / mesh.tensor) * shape.width
         one = self.rows * (widths + 3 * hidden) * size + 3 * self.score_bytes()
         one += self.kernel_bytes()
         gathered = 1.3 * shape.block_parameters / mesh.tensor * size
         logits = 3 * self.images * shape.classes * _FP32
         images = self.images * self.layout.passes * shape.pixels / mesh.domain * _FP32
-        return shape.depth * kept + one + gathered + logits + images
+        return kept + one + gathered + logits + images
 
 
 def _up(size: float, multiple: int) -> float:

@@ -14,18 +14,17 @@ from training.plan.config import PlanConfig
 from training.plan.shape import state_bytes
 from xla_fsdp.compile_only.topologies import Topology, parse_topology
 from xla_fsdp.config import XlaConfig
-from xla_fsdp.plan.model import Layout
+from xla_fsdp.plan.model import POLICIES, Layout
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "grad_ckpt": ("full", "selective"),
+    "grad_ckpt": tuple(POLICIES),
     "grad_accum_steps": (1, 2, 4, 8, 16),
     "attention": ("sdpa", "whole", "flash"),
     "mesh_domain": (1, 2, 4, 8),
     "mesh_tensor": (1, 2, 4, 8),
 }
 """The values of each flag that are tried, by its field. A flag that the user gives stays as given:
-what it has in the place of its default is then its only value. ``--grad_ckpt none`` is not among
-them: its blocks are not scanned, and compile for ten minutes and more."""
+what it has in the place of its default is then its only value."""
 
 _IN_A_PLANE = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16".split()
 _IN_A_CUBE = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8".split()

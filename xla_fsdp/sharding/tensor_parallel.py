@@ -17,7 +17,8 @@ from torch import nn
 from models.blocks import PLAIN_BLOCK
 from training.mesh import LIES_ALONG
 from xla_fsdp.int8 import Int8Marks
-from xla_fsdp.products import KeptResults, add_bias, product
+from xla_fsdp.kept import KeptInput
+from xla_fsdp.products import add_bias, product
 from xla_fsdp.sharding.marks import Mark
 
 QKV = 3
@@ -56,7 +57,7 @@ class Marks:
         return self.int8(name) if self.int8 else None
 
 
-def shard_block(block: nn.Module, marks: Marks, kept: KeptResults | None = None) -> None:
+def shard_block(block: nn.Module, marks: Marks, kept: KeptInput) -> None:
     """Make a timm block compute with parts of its heads and of its MLP's columns.
 
     timm's packed qkv, (3 * rows, ...), becomes (3, rows, ...): a part of the rows then holds
