@@ -13,8 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from training.mesh import Spec
 from xla_fsdp.apart import apart
+from xla_fsdp.sharding.gathering import MarkAs
 from xla_fsdp.torch_xla_private import dot_general_int8
 
 Mark = Callable[[torch.Tensor, torch.Size], torch.Tensor]
@@ -33,6 +36,26 @@ class Int8Marks:
 
     def gather(self, x: torch.Tensor, size: torch.Size) -> torch.Tensor:
         return self.whole(self.sharded(x, size), size)
+
+
+def int8_marks(
+    sharded: Callable[[torch.Size], Spec], whole: Callable[[torch.Size], Spec], mark: MarkAs
+) -> Int8Marks:
+    """Return marks made of the specs of a weight of a size, as it is kept and as it is used."""
+
+    def mark_numbers(x: torch.Tensor, spec: Spec) -> torch.Tensor:
+        kept = (axes if n > 1 else () for n, axes in zip(x.shape, spec, strict=True))
+        return mark(x * 1, tuple(kept))
+
+    return Int8Marks(
+        sharded=lambda x, size: mark_numbers(x, sharded(size)),
+        whole=lambda x, size: mark_numbers(x, whole(size)),
+    )
+
+
+def linear_weights(block: nn.Module) -> set[str]:
+    """Return the names in a block of its linear layers' weights."""
+    return {f"{name}.weight" for name, part in block.named_modules() if type(part) is nn.Linear}
 
 
 def rounded(x: torch.Tensor, along: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

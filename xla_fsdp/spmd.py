@@ -27,7 +27,7 @@ from xla_fsdp.attention.gathered import Gathered
 from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
 from xla_fsdp.attention.ring import Ring
 from xla_fsdp.attention.whole import How, use_whole
-from xla_fsdp.int8 import Int8Marks
+from xla_fsdp.int8 import Int8Marks, int8_marks, linear_weights
 from xla_fsdp.kept import kept_by
 from xla_fsdp.products import multiply_unfolded
 from xla_fsdp.resolve_xla import XlaRun
@@ -283,8 +283,7 @@ class SpmdBackend(XlaBackend):
         parts = self._shape.parts(self._shape.lying("batch"))
         int8 = self._int8_marks if self._own.matmul == "int8" else None
         if int8:
-            linear = [name for name, part in block.named_modules() if type(part) is nn.Linear]
-            self._in_int8 = {f"{name}.weight" for name in linear}
+            self._in_int8 = linear_weights(block)
         if self._shape.tensor > 1:
             shard_block(block, replace(self._tensor_marks(parts), int8=int8), self._kept)
         elif self._scans:
@@ -307,16 +306,8 @@ class SpmdBackend(XlaBackend):
 
     def _int8_marks(self, name: str) -> Int8Marks:
         """Return how numbers of a weight of a block are marked."""
-        dim = TENSOR_DIMS.get(name)
-
-        def mark(x: torch.Tensor, spec: Spec) -> torch.Tensor:
-            kept = (axes if n > 1 else () for n, axes in zip(x.shape, spec, strict=True))
-            return self._mark(x * 1, tuple(kept))
-
-        return Int8Marks(
-            sharded=lambda x, size: mark(x, self._spec(size, dim)),
-            whole=lambda x, size: mark(x, self._shape.gathered_spec(size, dim)),
-        )
+        dim, whole = TENSOR_DIMS.get(name), self._shape.gathered_spec
+        return int8_marks(lambda n: self._spec(n, dim), lambda n: whole(n, dim), self._mark)
 
     def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
         """Send values from the host to the devices, sharded."""
