@@ -12,7 +12,7 @@ help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
 	@echo "make train-domain  the same with each image over 4 virtual devices (about 5 minutes)"
 	@echo "make test    set up, then run the tests"
-	@echo "make test-long  the tests that compile for TPUs for minutes"
+	@echo "make test-long  the tests that compile, train or wait for long (an hour)"
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
 	@echo "make coverage  which lines no test executes, beside docs/hardware.md (an hour)"
 	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"

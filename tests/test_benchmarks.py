@@ -60,6 +60,7 @@ def check_measured(row, batch, devices):
     assert float(row["samples/s/device"]) == pytest.approx(pace / devices)
 
 
+@pytest.mark.long
 def test_domain_parallel_on_two_processes(tmp_path):
     """One image over both, gloo: passes both ways, and a picture."""
     picture = tmp_path / "rows.png"

@@ -16,7 +16,7 @@ STEP = "--tpu_topology v5e:2x2 --model vit_large_patch16_224 --batch_size 256"
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [
-        ("--compile_only", signal.SIGKILL, -9),
+        pytest.param("--compile_only", signal.SIGKILL, -9, marks=pytest.mark.long),
         ("--plan --plan_dir {folder}", signal.SIGTERM, 143),
     ],
 )

@@ -137,6 +137,7 @@ def test_nested():
     assert received["all-reduce"] < 0.1 * received["reduce-scatter"]
 
 
+@pytest.mark.long
 def test_mesh_of_three_axes():
     """Two slices of 4 chips: each block's weights sharded over the 4, the batch over 4 pairs."""
     mesh = "--mesh_dcn 2 --mesh_fsdp 2 --mesh_tensor 2".split()

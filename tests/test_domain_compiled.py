@@ -22,7 +22,8 @@ def found_on_a_device(*flags):
     return graph
 
 
-@pytest.mark.parametrize("model", ["hybrid_vit", pytest.param("vit_10b", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["hybrid_vit", "vit_10b"])
 def test_ring(model):
     assert found_on_a_device("--model", model, "--domain_attention", "ring") == []
 

@@ -96,6 +96,7 @@ def test_bf16_is_near_fp32(model, form, tmp_path):
     assert result.column("grad_norm") == pytest.approx(whole(flags).norms, rel=0.1)
 
 
+@pytest.mark.long
 def test_resumed_on_other_meshes_and_on_the_other_backend(tmp_path):
     """By 4, 1 and 2 devices that share an image, then by 2 processes, in the middle of epochs."""
     flags = f"{TOKENS} avg --pool_include_prefix {EPOCHS_OF_2}"

@@ -68,6 +68,7 @@ def test_pytorch_reads_the_checkpoint(tmp_path):
         assert entry["step"] == 2
 
 
+@pytest.mark.long
 def test_fp16_loss_scale(tmp_path):
     """Steps that overflow change nothing and halve the scale; a resume goes on with it."""
     flags = "--precision fp16 --warmup_steps 0 --lr 1e-3".split()

@@ -57,6 +57,7 @@ def test_state_is_sharded_evenly(one_process, tmp_path):
         assert 0.25 * whole[name] <= part[name] <= 0.27 * whole[name]
 
 
+@pytest.mark.long
 def test_compiled_blocks(one_process, tmp_path):
     result = train_tiny_gpu(tmp_path, "--compile", processes=1)
     assert_same_training(result, one_process)

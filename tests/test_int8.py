@@ -46,6 +46,7 @@ def test_training(devices, flags, in_bf16, tmp_path):
     assert run[-1] - run[-2] == passes
 
 
+@pytest.mark.long
 def test_the_compiled_step_multiplies_and_gathers_int8(tmp_path):
     """Of a v5e slice; a block's forward products, twice, count half of what they would in bf16."""
     model = (

@@ -331,6 +331,7 @@ def test_a_lost_node_is_started_again(tmp_path):
 # -- the TPU runtime ------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/usr/bin/cc").exists(), reason="no C compiler")
 def test_a_host_that_never_starts_the_tpu_runtime(tmp_path):
     """A stand-in for libtpu that waits as the real one does, in compiled code."""

@@ -46,7 +46,8 @@ def test_ranks_end_with_torchrun(moment, tmp_path):
     assert left() == []
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_checkpoint_may_take_longer_than_torchrun_waits(nodes, tmp_path):
     """It kills its processes 30 s after SIGTERM; a big model may need more, here 33 s."""
     shutil.copytree(ROOT / "launch", tmp_path / "launch")

@@ -56,6 +56,7 @@ RUN = [*EPOCHS_OF_5, *DROPOUT, *"--num_workers 0 --precision bf16".split()]
 HOW = "--mesh_tensor 2 --grad_accum_steps 2 --gather_dtype fp8".split()
 
 
+@pytest.mark.long
 def test_resumed_and_moved(tmp_path):
     """On 4 devices, bit for bit. With fp32 moments from then on, the next two losses are the same.
     Then bf16 again, on the GPU backend and in nested FSDP."""
@@ -146,7 +147,6 @@ def test_what_the_compiler_says():
     ("flags", "said"),
     [
         ("--gather_dtype fp8 --no-scan_blocks", "needs scanned blocks, here is --no-scan_blocks"),
-        ("--gather_dtype fp8 --no_grad_ckpt", "needs scanned blocks, here is --grad_ckpt none"),
         ("--gather_dtype fp8 --xla_fsdp nested", "needs --xla_fsdp spmd, this is nested"),
         ("--gather_dtype fp8 --run_without_fsdp", "does not go with --run_without_fsdp: drop one"),
         ("--gather_dtype fp8 --precision bf16 --matmul int8", "with --matmul int8: drop one"),

@@ -43,8 +43,12 @@ def ran(folder, monkeypatch, *flags):
 @pytest.mark.parametrize(
     ("flags", "graphs"),
     [
-        ("--mark_step_every_n_blocks 1 --num_blocks 3 --grad_accum_steps 2", 10),
-        pytest.param("--mark_step_after_forward", 2, marks=pytest.mark.long),
+        pytest.param(
+            "--mark_step_every_n_blocks 1 --num_blocks 3 --grad_accum_steps 2",
+            10,
+            marks=pytest.mark.long,
+        ),
+        ("--mark_step_after_forward", 2),
     ],
 )
 def test_same_graphs(flags, graphs, tmp_path, monkeypatch):
