@@ -315,6 +315,7 @@ class GpuBackend(abc.ABC):
             f"{own.block} blocks" + (f" in FP8 ({own.fp8})" if own.fp8 != "none" else ""),
         ]
         flags = {
+            "moments in bf16": self._rounds_moments,
             "torch.compile": own.compile,
             "channels last": own.channels_last,
             "CPU offload": own.cpu_offload,

@@ -286,6 +286,7 @@ class XlaBackend(abc.ABC):
         return (
             f"{self._devices()}, {self._sharding.precision}, "
             f"gradient checkpointing {checkpointing}"
+            + (", moments in bf16" if self._rounds_moments else "")
             + self._run.why.get("grad_ckpt", "")
             + self._run.why.get("attention", "")
             + (f", graph broken {' and '.join(breaks)}" if breaks else "")
