@@ -127,7 +127,7 @@ def test_what_the_compiler_says():
     """Bytes of the state, and of what is gathered, on a TPU slice."""
     model = (
         "--embed_dim 512 --num_blocks 4 --num_heads 4 --patch_size 16 --image_size 128 "
-        "--num_classes 128 --batch_size 32 --precision bf16"
+        "--num_classes 128 --batch_size 64 --precision bf16 --attention sdpa"
     ).split()
     found = []
     for flags in ("--optimizer_dtype bf16 --gather_dtype fp8", ""):
