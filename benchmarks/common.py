@@ -15,11 +15,6 @@ _OUT_OF_MEMORY = re.compile(
     "OutOfMemoryError|out of memory|MemoryError|STATUS_ALLOC_FAILED|can't allocate|bad_alloc"
     "|RESOURCE_EXHAUSTED|SIGKILL"
 )
-DOES_NOT_FIT = 3
-"""The exit code of ``--compile_only`` for a step that needs more memory than there is."""
-CODE_THAT_IS_COMPILED = (
-    "run_vit_training.py config_fields.py training models data xla_fsdp requirements-tpu.txt"
-).split()
 _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 
 
@@ -46,21 +41,6 @@ def failure_of(done: subprocess.CompletedProcess[str]) -> str:
 def last_json(stdout: str) -> dict[str, Any]:
     """Return the JSON line with which a measuring process ends."""
     return json.loads(stdout.splitlines()[-1])
-
-
-def kept_report(path: Path, *command: str) -> dict[str, Any] | None:
-    """Return what ``run_vit_training.py --compile_only --json`` says with the flags of ``command``.
-
-    None if libtpu crashes. What it said is kept in the file, and taken from there another time;
-    any other failure ends the benchmark.
-    """
-    if not path.exists():
-        done = run_python("run_vit_training.py", "--compile_only", "--json", *command)
-        crashed = "error: libtpu crashed" in done.stderr
-        if done.returncode not in (0, DOES_NOT_FIT) and not crashed:
-            sys.exit(f"{path.stem}:\n{done.stderr}")
-        path.write_text("null" if crashed else done.stdout)
-    return json.loads(path.read_text())
 
 
 def commit(*paths: str) -> str:

@@ -31,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from benchmarks.common import DOES_NOT_FIT, commit, failure_of, last_json, run_python
+from benchmarks.common import commit, failure_of, last_json, run_python
 from benchmarks.domain_parallel_rows import COLUMNS, FORWARD, OOM, TRAIN, Row, plot, write_csv
 from run_vit_training import read_flags
 from training.errors import UsageError
+from xla_fsdp.compile_only.command import DOES_NOT_FIT
 from xla_fsdp.compile_only.topologies import parse_topology
 
 HYBRID = "hybrid_vit"

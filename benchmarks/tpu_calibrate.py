@@ -28,7 +28,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import DOES_NOT_FIT, ROOT, commit, run_python, write_between
+from benchmarks.common import ROOT, commit, write_between
+from benchmarks.compiled import add_document, report_of
 from xla_fsdp.compile_only.expected import expect
 from xla_fsdp.compile_only.topologies import parse_topology
 
@@ -81,7 +82,7 @@ class Row:
         }
         given = " ".join(f"--{name} {value}" for name, value in sizes.items())
         model = "--model vit_10b --no-qkv_bias --no-proj_bias"
-        return f"--compile_only --json --precision bf16 {model} {given}".split()
+        return f"--precision bf16 {model} {given}".split()
 
     @property
     def recomputed_share(self) -> float:
@@ -177,12 +178,7 @@ def main() -> None:
         default=ROOT / "runs" / "tpu-calibrate",
         help="folder of reports and modules; default: runs/tpu-calibrate",
     )
-    parser.add_argument(
-        "--document",
-        type=Path,
-        default=ROOT / "docs" / "tpu.md",
-        help="file with the markers; default: docs/tpu.md",
-    )
+    add_document(parser, "tpu.md")
     args = parser.parse_args()
     found: list[tuple[Row, Outcome | str]] = []
     for row in tqdm([row for row in ROWS if row.name in args.rows], desc="compile", unit="row"):
@@ -198,11 +194,7 @@ def measure(row: Row, kept: Path, again: bool) -> Outcome | str:
     """Return what the compiler expects of a row, or why it is not known."""
     path = kept / "report.json"
     if again or not path.exists():
-        done = run_python("run_vit_training.py", *row.flags, "--hlo_dir", str(kept))
-        crashed = "error: libtpu crashed" in done.stderr
-        if done.returncode not in (0, DOES_NOT_FIT) and not crashed:
-            sys.exit(f"{row.name}:\n{done.stderr}")
-        report = None if crashed else json.loads(done.stdout)
+        report = report_of(row.name, *row.flags, "--hlo_dir", str(kept))
         path.write_text(json.dumps({"commit": commit(), "report": report}))
     kept_report = json.loads(path.read_text())
     report = kept_report["report"]

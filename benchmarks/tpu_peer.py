@@ -28,14 +28,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from tqdm import tqdm
 
-from benchmarks.common import (
+from benchmarks.common import ROOT, commit, failure_of, last_json, write_between
+from benchmarks.compiled import (
     CODE_THAT_IS_COMPILED,
-    ROOT,
-    commit,
-    failure_of,
+    add_choices,
+    add_document,
     kept_report,
-    last_json,
-    write_between,
 )
 
 BATCH = "1024"
@@ -89,21 +87,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    choices: list[str] = list(ROWS)
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        choices=choices,
-        default=choices,
-        metavar="ROW",
-        help=f"of {'; '.join(choices)}; default: all",
-    )
-    parser.add_argument(
-        "--document",
-        type=Path,
-        default=ROOT / "docs" / "benchmarks.md",
-        help="file with the markers; default: docs/benchmarks.md",
-    )
+    add_choices(parser, "--rows", list(ROWS), between="; ")
+    add_document(parser, "benchmarks.md")
     args = parser.parse_args()
     folder = ROOT / "runs" / "tpu-peer"
     kept = Kept(

@@ -23,7 +23,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from tqdm import tqdm
 
-from benchmarks.common import CODE_THAT_IS_COMPILED, ROOT, commit, kept_report, write_between
+from benchmarks.common import ROOT, commit, write_between
+from benchmarks.compiled import (
+    CODE_THAT_IS_COMPILED,
+    add_choices,
+    add_document,
+    kept_report,
+)
 
 PRESET_FLAGS = "--precision bf16 --batch_size 1024".split()
 MODELS = ("vit_10b", "vit_60b", "vit_120b")
@@ -49,28 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=MODELS,
-        default=MODELS,
-        metavar="MODEL",
-        help=f"of {', '.join(MODELS)}; default: all",
-    )
-    parser.add_argument(
-        "--slices",
-        nargs="+",
-        choices=SLICES,
-        default=SLICES,
-        metavar="SLICE",
-        help=f"of {', '.join(SLICES)}; default: all",
-    )
-    parser.add_argument(
-        "--document",
-        type=Path,
-        default=ROOT / "docs" / "tpu.md",
-        help="file with the markers; default: docs/tpu.md",
-    )
+    add_choices(parser, "--models", MODELS)
+    add_choices(parser, "--slices", list(SLICES))
+    add_document(parser, "tpu.md")
     args, flags = parser.parse_known_args()
     kept = ROOT / "runs" / "tpu-table" / commit(*CODE_THAT_IS_COMPILED)
     kept.mkdir(parents=True, exist_ok=True)
