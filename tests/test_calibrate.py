@@ -1,5 +1,6 @@
 """What make tpu-calibrate makes of kept modules, against figures worked out by hand."""
 
+import dataclasses
 import json
 
 import pytest
@@ -21,12 +22,22 @@ def kept(tmp_path):
     return tmp_path
 
 
-def test_what_is_recomputed_less_is_taken_off(kept):
-    """Of a block's products, by hand: weights 4 + 8 (times width squared), attention 2 x 2048."""
-    again = 2 * 2048 * 1024 / (12 * 1024**2 + 2 * 2048 * 1024)
-    outcome = measure(ROW, kept, again=False)
+@pytest.mark.parametrize(
+    ("theirs", "again", "policy", "here"),
+    [
+        # In width squared: 4 + 4 + 4 of weights, 2 x 2048 / 1024 of attention.
+        ("attention", 4, "selective", 1),  # of attention's two products the second
+        ("attention, MLP", 4 + 4, "full", 4 + 4 + 4),
+        ("all but qkv", 1 + 4 + 4, "full", 4 + 4 + 4),
+        ("all", 4 + 4 + 4, "full", 4 + 4 + 4),
+    ],
+)
+def test_what_is_recomputed_otherwise_is_counted_as_theirs(theirs, again, policy, here, kept):
+    row = dataclasses.replace(ROW, recomputed=theirs)
+    assert ["--grad_ckpt", policy] == row.flags[(at := row.flags.index("--grad_ckpt")) : at + 2]
+    outcome = measure(row, kept, again=False)
     assert outcome.mfu == pytest.approx(40, rel=1e-3)
-    assert outcome.comparable == pytest.approx(40 * 4 / (3 + again), rel=1e-3)
+    assert outcome.comparable == pytest.approx(40 * (3 * 16 + here) / (3 * 16 + again), rel=1e-3)
     assert outcome.error == pytest.approx(outcome.comparable - 50)
     assert outcome.waiting == 0
 
@@ -67,7 +78,10 @@ def test_table_and_picture(kept, tmp_path):
         for mfu in (40.0, 45.0, 50.0, 52.0, 50.0, 46.0)
     ]
     lines = "\n".join(table([(ROW, each) for each in outcomes]))
-    assert "| v5e-4 | tiny | 1 | 1 | attention | 50.0 | 45.0 | 45.0 | -5.0 | 2.0 |" in lines
+    assert (
+        "| v5e-4 | tiny | 1 | 1 | attention | selective | 50.0 | 45.0 | 45.0 | -5.0 | 2.0 |"
+        in lines
+    )
     assert "Over 6 rows: median error 3.0 points, largest 10.0" in lines
     # Rows 1, 3 and 5 give the factor, the middle one of 50/40, 50/50, 50/50; the others judge it.
     assert (

@@ -95,8 +95,8 @@ def test_nested():
         ("--fake_data", "--attention flash needs a TPU: its kernels run nowhere else"),
         ("--backend cuda", "--attention needs --backend xla, this is cuda"),
         (
-            "--compile_only --tpu_topology v5e:2x2 --mesh_tensor 2",
-            "--attention flash does not go with --mesh_tensor 2: use --attention sdpa",
+            "--compile_only --tpu_topology v5e:2x2 --mesh_tensor 2 --mesh_domain 2",
+            "--attention flash does not go with --mesh_domain 2 and --mesh_tensor 2 at once: use",
         ),
         (
             "--compile_only --tpu_topology v5e:2x2 --att_dropout 0.1",

@@ -39,6 +39,8 @@ def compiled(*flags):
             for flags in (
                 "--tpu_topology v6e:2x2 --image_size 112 --class_token",
                 "--tpu_topology v5e:2x2 --image_size 112 --xla_fsdp nested",
+                "--tpu_topology v5e:2x2 --image_size 112 --mesh_tensor 2",
+                "--tpu_topology v5e:2x2 --image_size 112 --mesh_tensor 2 --grad_ckpt selective",
                 "--tpu_topology v5e:1x1 --image_size 112 --class_token --no-scan_blocks",
             )
         ),
@@ -94,8 +96,8 @@ def test_scores_are_not_in_hbm():
             "--attention whole takes up to 1,024 tokens, this model has 1,600",
         ),
         (
-            "--compile_only --tpu_topology v5e:2x2 --mesh_tensor 2",
-            "--attention whole does not go with --mesh_tensor 2: use --attention sdpa",
+            "--compile_only --tpu_topology v5e:2x2 --mesh_domain 2",
+            "--attention whole does not go with --mesh_domain 2: use --attention sdpa",
         ),
     ],
 )

@@ -112,10 +112,10 @@ class Mesh:
         return tuple(a for axes in self.lying("tokens", "batch") for a in axes)
 
     def kept_spec(self, shape: Sequence[int], images: int, tokens: int) -> Spec | None:
-        """Return how a tensor of a block lies that is kept for the backward pass; None if its
-        shape does not tell. With "tensor" its features may be sharded or not."""
+        """Return how a tensor of a block lies that is kept for the backward pass, without "tensor";
+        None if its shape does not tell."""
         rest: Spec = ((),) * (len(shape) - 1)
-        if self.tensor > 1 or not shape or shape[0] % images:
+        if not shape or shape[0] % images:
             return None
         if self.domain == 1:
             return (*self.lying("batch"), *rest)

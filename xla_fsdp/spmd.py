@@ -22,13 +22,14 @@ from models.attention_product import attentions, use_product
 from training.mesh import Axes, Spec
 from training.shards import Chunk, ShardedTensor
 from xla_fsdp.around_blocks import add_in_bf16, after_forward
-from xla_fsdp.attention.flash import BatchShards, use_flash
+from xla_fsdp.attention import of_heads
+from xla_fsdp.attention.flash import Shards, use_flash
 from xla_fsdp.attention.gathered import Gathered
 from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
 from xla_fsdp.attention.ring import Ring
 from xla_fsdp.attention.whole import How, use_whole
 from xla_fsdp.int8 import Int8Marks, int8_marks, linear_weights
-from xla_fsdp.kept import kept_by
+from xla_fsdp.kept import KeptResults, kept_by
 from xla_fsdp.products import multiply_unfolded
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.scanned_blocks import ScannedBlocks
@@ -136,16 +137,16 @@ class SpmdBackend(XlaBackend):
             product = self._over_domain().attention
             for attention in attentions(block):
                 use_product(attention, product)
-        elif self._own.attention != "sdpa":
-            shards = self._batch_shards(*self._shape.lying("batch"))
+        elif self._own.attention != "sdpa" and self._shape.tensor == 1:
+            shards = self._shards(*self._shape.lying("batch"))
             if self._own.attention == "flash":
                 use_flash(block, shards)
             else:
                 use_whole(block, How(shards, self._kept))
 
-    def _batch_shards(self, axes: Axes) -> BatchShards:
-        """Return how kernels are called where dimension 0 is sharded along these axes."""
-        return BatchShards(self._mesh, partition_spec((axes,))[0])
+    def _shards(self, images: Axes, heads: Axes = ()) -> Shards:
+        """Return how kernels are called where images and heads are sharded along these axes."""
+        return Shards(self._mesh, *partition_spec((images, heads)))
 
     def _over_domain(self) -> Ring:
         """Return how attention is computed among the devices that share an image."""
@@ -156,7 +157,7 @@ class SpmdBackend(XlaBackend):
         def mark_tokens(x: torch.Tensor) -> torch.Tensor:
             return self._mark(x, self._shape.lying("batch", "width", "tokens", "width"))
 
-        shards = self._batch_shards(self._shape.parts_axes)
+        shards = self._shards(self._shape.parts_axes)
         flash = self._own.attention == "flash"
         products: PartProducts = FlashProducts(shards) if flash else PlainProducts()
         how = (self._shape.domain, products, mark_tokens, mark_parts)
@@ -268,8 +269,15 @@ class SpmdBackend(XlaBackend):
 
     def _mark_kept(self, x: torch.Tensor) -> torch.Tensor:
         # Unmarked, the partitioner would exchange it between devices.
+        if self._shape.tensor > 1:
+            return self._mark_columns(x) if isinstance(self._kept, KeptResults) else x
         sizes = self._run.images_a_pass, self._run.model.sizes.num_tokens
         return self._mark(x, spec) if (spec := self._shape.kept_spec(x.shape, *sizes)) else x
+
+    def _mark_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Mark (batch, tokens, ..., features) of heads, or of an MLP's columns."""
+        first, last = self._shape.lying("batch", "tokens"), self._shape.lying("heads")
+        return self._mark(x, (*first, *((),) * (x.dim() - 3), *last))
 
     def _mark_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Mark (images, rows, ...)."""
@@ -292,16 +300,13 @@ class SpmdBackend(XlaBackend):
             multiply_unfolded(block, functools.partial(self._gather, ""), parts=parts)
 
     def _tensor_marks(self, parts: int) -> Marks:
-        def columns(x: torch.Tensor) -> torch.Tensor:
-            between: tuple[Axes, ...] = ((),) * (x.dim() - 3)
-            first, last = self._shape.lying("batch", "tokens"), self._shape.lying("heads")
-            return self._mark(x, (*first, *between, *last))
-
+        shards = self._shards(*self._shape.lying("batch", "heads"))
         return Marks(
             gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_rows),
             scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_rows),
-            columns=lambda x: MarkBoth.apply(x, columns),
+            columns=lambda x: MarkBoth.apply(x, self._mark_columns),
             parts=parts,
+            attention=of_heads.choose(self._own.attention, shards, How(shards, self._kept)),
         )
 
     def _int8_marks(self, name: str) -> Int8Marks:

@@ -79,8 +79,9 @@ def _hinders_whole(config: RunConfig, sizes: ModelSizes, generation: int) -> str
     tokens, dtype = sizes.num_tokens, torch.float32
     if config.sharding.precision == "bf16":
         dtype = torch.bfloat16
-    if not Whole(1, tokens, sizes.num_heads, sizes.head_dim, dtype).fits(generation):
-        return f"has no room in vector memory for {sizes.num_heads} heads of {sizes.head_dim}"
+    heads = sizes.num_heads // config.sharding.mesh_tensor
+    if not Whole(1, tokens, heads, sizes.head_dim, dtype).fits(generation):
+        return f"has no room in vector memory for {heads} heads of {sizes.head_dim}"
     return None
 
 
@@ -89,8 +90,9 @@ def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | Non
         return "needs a TPU: its kernels run nowhere else"
     if sizes.attn_drop_rate:
         return f"has no dropout, here --att_dropout {sizes.attn_drop_rate}"
-    if config.sharding.mesh_tensor > 1:
-        return f"does not go with --mesh_tensor {config.sharding.mesh_tensor}"
+    tensor, domain = config.sharding.mesh_tensor, config.sharding.mesh_domain
+    if tensor > 1 and domain > 1:
+        return f"does not go with --mesh_domain {domain} and --mesh_tensor {tensor} at once"
     if sizes.head_dim > WIDEST_HEAD:
         return f"takes heads up to {WIDEST_HEAD} wide, this model's are {sizes.head_dim}"
     if sizes.value_dim != sizes.head_dim:

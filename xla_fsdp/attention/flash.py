@@ -6,6 +6,7 @@ The model stays timm's: what it asks of ``scaled_dot_product_attention`` is comp
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,34 +25,58 @@ from xla_fsdp.attention.sizes import LANES, SUBLANES, Shape, padded_tokens, padd
 if TYPE_CHECKING:  # parts.py, and plain products with it, can do without
     import torch_xla.distributed.spmd as xs
 
+_HEADS_APART = 4
+"""Dimensions of (batch, heads, tokens, width)."""
+Along = str | tuple[str, ...] | None
+
 
 @dataclass(frozen=True)
-class BatchShards:
-    """How a batch lies on the devices of an SPMD program: each calls the kernels on its own part.
+class Shards:
+    """How images and heads lie on the devices of an SPMD program: each calls the kernels on its
+    own.
 
-    ``axis``: the mesh axis, or axes, that dimension 0 is sharded along.
+    ``images``, ``heads``: the mesh axis, or axes, that they are sharded along. Images are dimension
+    0; which one heads are, if any, each call tells.
     """
 
     mesh: xs.Mesh
-    axis: str | tuple[str, ...] | None
+    images: Along
+    heads: Along = None
 
-    def part(self, x: torch.Tensor) -> torch.Tensor:
+    def part(self, x: torch.Tensor, heads: int | None = None) -> torch.Tensor:
+        """Return a device's part of the whole tensor."""
         import torch_xla.distributed.spmd as xs
 
-        return xs.enable_manual_sharding(x * 1, self._spec(x), mesh=self.mesh).global_tensor
+        spec = self._spec(x, heads)
+        return xs.enable_manual_sharding(x * 1, spec, mesh=self.mesh).global_tensor
 
-    def whole(self, part: torch.Tensor, batch: int) -> torch.Tensor:
+    def whole(self, part: torch.Tensor, heads: int | None = None) -> torch.Tensor:
+        """Return the whole of which each device has a part."""
         import torch_xla.distributed.spmd as xs
 
-        shape = torch.Size((batch, *part.shape[1:]))
-        joined = xs.disable_manual_sharding(part, self._spec(part), shape, mesh=self.mesh)
-        return joined.global_tensor
+        spec = self._spec(part, heads)
+        shape = torch.Size(
+            size * self._parts(along) for size, along in zip(part.shape, spec, strict=True)
+        )
+        return xs.disable_manual_sharding(part, spec, shape, mesh=self.mesh).global_tensor
 
-    def _spec(self, x: torch.Tensor) -> tuple:
-        return (self.axis,) + (None,) * (x.dim() - 1)
+    @property
+    def heads_parts(self) -> int:
+        """Return into how many parts heads are sharded."""
+        return self._parts(self.heads)
+
+    def _spec(self, x: torch.Tensor, heads: int | None) -> tuple[Along, ...]:
+        spec: list[Along] = [self.images, *[None] * (x.dim() - 1)]
+        if heads is not None:
+            spec[heads] = self.heads
+        return tuple(spec)
+
+    def _parts(self, along: Along) -> int:
+        axes = (along,) if isinstance(along, str) else along or ()
+        return math.prod(self.mesh.shape()[axis] for axis in axes)
 
 
-def use_flash(module: nn.Module, shards: BatchShards | None) -> None:
+def use_flash(module: nn.Module, shards: Shards | None) -> None:
     """Let all attention of timm's in ``module``, a block, compute its product by the kernels.
 
     ``shards`` is None where the program is one device's. See ``use_product``.
@@ -68,7 +93,7 @@ def padded(x: torch.Tensor) -> torch.Tensor:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shards: BatchShards | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shards: Shards | None = None
 ) -> torch.Tensor:
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
     tokens, width = q.shape[-2:]
@@ -84,15 +109,15 @@ def attention(
     return output[..., :tokens, :width]
 
 
-def _forward(q, k, v, scale: float, valid: int, shards: BatchShards | None, *, for_backward: bool):
+def _forward(q, k, v, scale: float, valid: int, shards: Shards | None, *, for_backward: bool):
     parts = [_part(x, shards) for x in (q, k, v, *ids(q, _valid(q, valid)))]
     kernel = forward_kernel(_shape(parts[0], valid), scale, for_backward)
-    return [_whole(x, shards, len(q)) for x in kernel(parts)]
+    return [_whole(x, shards) for x in kernel(parts)]
 
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale: float, valid: int, shards: BatchShards | None):
+    def forward(ctx, q, k, v, scale: float, valid: int, shards: Shards | None):
         output, *rows = _forward(q, k, v, scale, valid, shards, for_backward=True)
         ctx.save_for_backward(q, k, v, output, *rows)
         ctx.scale, ctx.valid, ctx.shards = scale, valid, shards
@@ -109,15 +134,20 @@ class _WithGradient(torch.autograd.Function):
             *query_gradient_kernel(shape, ctx.scale)(parts),
             *key_gradients_kernel(shape, ctx.scale)(parts),
         ]
-        return *(_whole(x, ctx.shards, len(q)) for x in grads), None, None, None
+        return *(_whole(x, ctx.shards) for x in grads), None, None, None
 
 
-def _part(x: torch.Tensor, shards: BatchShards | None) -> torch.Tensor:
-    return shards.part(x) if shards else x
+def _part(x: torch.Tensor, shards: Shards | None) -> torch.Tensor:
+    return shards.part(x, _heads_of(x)) if shards else x
 
 
-def _whole(x: torch.Tensor, shards: BatchShards | None, batch: int) -> torch.Tensor:
-    return shards.whole(x, batch) if shards else x
+def _whole(part: torch.Tensor, shards: Shards | None) -> torch.Tensor:
+    return shards.whole(part, _heads_of(part)) if shards else part
+
+
+def _heads_of(x: torch.Tensor) -> int | None:
+    """Return which dimension heads are; tokens' numbers are the same for all."""
+    return 1 if x.dim() == _HEADS_APART else None
 
 
 def _shape(part: torch.Tensor, valid: int) -> Shape:

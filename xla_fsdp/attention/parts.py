@@ -78,7 +78,7 @@ def _scores(q, k, valid, scale: float) -> torch.Tensor:
 class FlashProducts:
     """Pallas kernels, which hold a few scores at a time."""
 
-    shards: flash.BatchShards
+    shards: flash.Shards
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
         return flash.padded(x)
@@ -86,7 +86,7 @@ class FlashProducts:
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         parts = self._parts(q, k, v, *flash.ids(q, valid))
         kernel = flash.forward_kernel(_shape(parts[0], parts[1], valid), scale, True)
-        output, sums, largest = (self.shards.whole(x, len(q)) for x in kernel(parts))
+        output, sums, largest = (self.shards.whole(x) for x in kernel(parts))
         return output, largest[..., 0] + sums[..., 0].log()
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
@@ -100,7 +100,7 @@ class FlashProducts:
             *flash.query_gradient_kernel(shape, scale)(parts),
             *flash.key_gradients_kernel(shape, scale)(parts),
         ]
-        grad_q, grad_k, grad_v = (self.shards.whole(x, len(q)) for x in grads)
+        grad_q, grad_k, grad_v = (self.shards.whole(x) for x in grads)
         return grad_q, grad_k, grad_v
 
     def _parts(self, *arguments: torch.Tensor) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from timm.layers import Attention
 from torch import nn
 
 from models.attention_product import attentions, use_product
-from xla_fsdp.attention.flash import BatchShards
+from xla_fsdp.attention.flash import Shards
 from xla_fsdp.attention.kernels import Kernel
 from xla_fsdp.attention.whole_kernels import Whole, backward_kernel, forward_kernel
 from xla_fsdp.kept import KeptInput
@@ -27,7 +27,7 @@ from xla_fsdp.kept import KeptInput
 class How:
     """How the kernels are called: on which part of a batch, and whether outputs are kept."""
 
-    shards: BatchShards | None = None
+    shards: Shards | None = None
     """None where the program is one device's."""
     kept: KeptInput | None = None
 
@@ -59,11 +59,11 @@ def _forward_unfolded(
     gate = attn.gate(x).sigmoid() if attn.gate is not None else None
     qkv = attn.qkv(x)
     if isinstance(attn.q_norm, nn.Identity) and isinstance(attn.k_norm, nn.Identity):
-        y = _merged(attn.num_heads, how, qkv)
+        y = merged(attn.num_heads, how, qkv)
     else:
         q, k, v = (part.unflatten(2, (attn.num_heads, -1)) for part in qkv.chunk(3, -1))
         q, k = attn.q_norm(q), attn.k_norm(k)
-        y = _merged(attn.num_heads, how, *(part.flatten(2) for part in (q, k, v)))
+        y = merged(attn.num_heads, how, *(part.flatten(2) for part in (q, k, v)))
     y = attn.norm(y)
     return attn.proj_drop(attn.proj(y if gate is None else y * gate))
 
@@ -73,14 +73,14 @@ def attention(
 ) -> torch.Tensor:
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
     heads = q.shape[1]
-    output = _merged(heads, how or How(), *(x.transpose(1, 2).flatten(2) for x in (q, k, v)))
+    output = merged(heads, how or How(), *(x.transpose(1, 2).flatten(2) for x in (q, k, v)))
     return output.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def _merged(heads: int, how: How, *given: torch.Tensor) -> torch.Tensor:
-    """Compute attention of one packed tensor, or of queries, keys and values.
+def merged(heads: int, how: How, *given: torch.Tensor) -> torch.Tensor:
+    """Compute attention of queries, keys and values, (batch, tokens, heads x width) as the result.
 
-    They and the result are (batch, tokens, heads x width).
+    Or of all in one tensor, side by side or as (batch, tokens, 3, heads x width).
     """
     dtype = given[-1].dtype
     if torch.is_autocast_enabled("xla"):
@@ -93,7 +93,7 @@ def _merged(heads: int, how: How, *given: torch.Tensor) -> torch.Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, heads: int, shards: BatchShards | None, *given):
+    def forward(ctx, heads: int, shards: Shards | None, *given):
         *tensors, known = given
         ctx.save_for_backward(*tensors)
         ctx.heads, ctx.shards = heads, shards
@@ -110,18 +110,22 @@ class _Attention(torch.autograd.Function):
 def _call(
     kernel: Callable[[Whole], Kernel],
     heads: int,
-    shards: BatchShards | None,
+    shards: Shards | None,
     given: Sequence[torch.Tensor],
-    *beside: torch.Tensor,
+    *grad: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Call a kernel on each device's part of a batch.
+    """Call a kernel on each device's part of images and heads.
 
-    ``given`` are queries, keys and values, or all in one; so are gradients that it returns.
+    ``given`` are queries, keys and values, or all in one. With ``grad``, the gradient of the
+    result, theirs are returned.
     """
-    whole, packed = len(given[0]), len(given) == 1
-    parts = [shards.part(x) if shards else x for x in (*given, *beside)]
+    packed = len(given) == 1
+    parts = [shards.part(x, -1) if shards else x for x in (*given, *grad)]
+    shapes = [part.shape for part in parts]
+    parts[0] = parts[0].flatten(2)
     batch, tokens, columns = parts[0].shape
     columns //= 3 if packed else 1
+    heads //= shards.heads_parts if shards else 1
     sizes = Whole(batch, tokens, heads, columns // heads, parts[0].dtype, packed)
     if packed and not sizes.can_be_packed:
         sizes, parts = replace(sizes, packed=False), [*parts[0].chunk(3, -1), *parts[1:]]
@@ -131,4 +135,6 @@ def _call(
     results = [result] if result.dim() == 3 else [*result.unbind(0)]
     if packed and len(results) > 1:
         results = [torch.cat(results, -1)]
-    return [shards.whole(x, whole) if shards else x for x in results]
+    if grad:
+        results = [x.reshape(shape) for x, shape in zip(results, shapes, strict=False)]
+    return [shards.whole(x, -1) if shards else x for x in results]

@@ -16,6 +16,7 @@ from torch import nn
 
 from models.blocks import PLAIN_BLOCK
 from training.mesh import LIES_ALONG
+from xla_fsdp.attention.of_heads import HeadsAttention
 from xla_fsdp.int8 import Int8Marks
 from xla_fsdp.kept import KeptInput
 from xla_fsdp.products import add_bias, product
@@ -50,6 +51,8 @@ class Marks:
     """Features sharded along "tensor"."""
     parts: int
     """How many the batch is sharded into."""
+    attention: HeadsAttention
+    """Its product."""
     int8: Callable[[str], Int8Marks] | None = None
     """Of a weight, by its name, if products with it are in int8."""
 
@@ -74,14 +77,7 @@ def shard_block(block: nn.Module, marks: Marks, kept: KeptInput) -> None:
         x = marks.gather(x)
         qkv = product("bnd,ced->bnce", x, attn.qkv.weight, kept, marks.of("attn.qkv.weight"))
         qkv = marks.columns(add_bias(qkv, attn.qkv.bias, marks.parts))
-        q, k, v = qkv.unflatten(-1, (attn.num_heads, -1)).unbind(2)
-        q, k = attn.q_norm(q) * attn.scale, attn.k_norm(k)
-        # Not F.scaled_dot_product_attention: it folds batch and heads into one dimension, which
-        # cannot be sharded along two axes; einsum is one product to XLA.
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
-        weights = attn.attn_drop(scores.softmax(dim=-1))
-        y = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
-        y = attn.norm(marks.columns(y))
+        y = attn.norm(marks.columns(marks.attention(attn, qkv)))
         return attn.proj_drop(_by_rows(y, attn.proj, "attn.proj", marks))
 
     def mlp(mlp, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,112 @@
+"""run_vit_training.py on virtual CPU devices, with plain products in the place of TPU kernels.
+
+What is tested is all around the kernels: which part of which tensor each device gives them, and
+what becomes of the results. Each stand-in checks the sizes that a kernel is made for.
+"""
+
+import sys
+
+import torch
+
+import run_vit_training
+from xla_fsdp.attention import choice, flash, whole
+
+
+def of_whole(sizes):
+    """Queries, keys and values, (images, heads, tokens, width), of what the kernels are given."""
+
+    def split(parts):
+        assert [tuple(part.shape) for part in parts[:3]] == [sizes.given] * 3
+        given = parts[0].chunk(3, -1) if sizes.packed else parts[:3]
+        return [apart(sizes, each) for each in given]
+
+    return split
+
+
+def apart(sizes, x):
+    return x.unflatten(-1, (sizes.heads, -1)).transpose(1, 2).float()
+
+
+def together(x, dtype):
+    return x.transpose(1, 2).flatten(2).to(dtype)
+
+
+def scaled(q, width):
+    """Without a constant: XLA for CPUs moves those out of loops, and then fails."""
+    assert q.shape[-1] == width
+    return q * (q - q).exp().sum(-1, keepdim=True).rsqrt()
+
+
+def whole_forward(sizes):
+    def call(parts):
+        q, k, v = of_whole(sizes)(parts)
+        weights = (scaled(q, sizes.width) @ k.mT).softmax(-1)
+        return [together(weights @ v, sizes.dtype)]
+
+    return call
+
+
+def whole_backward(sizes):
+    def call(parts):
+        q, k, v = of_whole(sizes)(parts)
+        assert tuple(parts[3].shape) == sizes.shape
+        grad, q = apart(sizes, parts[3]), scaled(q, sizes.width)
+        weights = (q @ k.mT).softmax(-1)
+        inner = ((weights @ v) * grad).sum(-1, keepdim=True)
+        of_scores = weights * (grad @ v.mT - inner)
+        grads = (of_scores @ scaled(k, sizes.width), of_scores.mT @ q, weights.mT @ grad)
+        found = [together(each, sizes.dtype) for each in grads]
+        return [torch.cat(found, -1) if sizes.packed else torch.stack(found)]
+
+    return call
+
+
+def flash_weights(shape, scale, parts):
+    """exp(score - the row's largest), these, and what is left of the parts behind the ids."""
+    q, k = (x.float() for x in parts[:2])
+    assert tuple(q.shape) == shape.heads_of
+    scores, rest = scaled(q, round(scale**-2)) @ k.mT, parts[3:]
+    largest = scores.amax(-1, keepdim=True)
+    weights = scores - largest
+    if shape.masked:
+        (queries, keys), rest = rest[:2], rest[2:]
+        weights = weights.exp() * (queries[:, None, :, :1] == keys[:, None, :1, :]).float()
+        return weights, largest, rest
+    return weights.exp(), largest, rest
+
+
+def flash_forward(shape, scale, for_backward):
+    def call(parts):
+        weights, largest, _ = flash_weights(shape, scale, parts)
+        sums = weights.sum(-1, keepdim=True)
+        output = (weights / sums @ parts[2].float()).to(shape.dtype)
+        rows = [x.expand(shape.rows).contiguous() for x in (sums, largest)]
+        return [output, *rows] if for_backward else [output]
+
+    return call
+
+
+def flash_backward(wanted):
+    def kernel(shape, scale):
+        def call(parts):
+            weights, largest, (sums, given, grad, inner) = flash_weights(shape, scale, parts)
+            assert tuple(sums.shape) == tuple(given.shape) == shape.rows
+            weights = weights * (largest - given[..., :1]).exp() / sums[..., :1]
+            of_scores = weights * (grad.float() @ parts[2].float().mT - inner[..., :1])
+            q, k = (scaled(x.float(), round(scale**-2)) for x in parts[:2])
+            found = {"q": of_scores @ k, "k": of_scores.mT @ q, "v": weights.mT @ grad.float()}
+            return [found[each].to(shape.dtype) for each in wanted]
+
+        return call
+
+    return kernel
+
+
+if __name__ == "__main__":
+    hinders = choice._hinders_kernels
+    choice._hinders_kernels = lambda config, sizes, generation: hinders(config, sizes, 5)
+    whole.forward_kernel, whole.backward_kernel = whole_forward, whole_backward
+    flash.forward_kernel = flash_forward
+    flash.query_gradient_kernel = flash_backward("q")
+    flash.key_gradients_kernel = flash_backward("kv")
+    sys.exit(run_vit_training.main(sys.argv[1:]))
