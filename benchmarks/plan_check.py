@@ -62,32 +62,32 @@ def grid(
     }
 
 
-BOTH = ("sdpa", "flash")
+SHORT, LONG = ("sdpa", "whole"), ("sdpa", "flash")
 PROBLEMS = {
     "small": Problem(
         "--embed_dim 256 --num_blocks 4 --num_heads 4 --image_size 64 --patch_size 16 "
         "--batch_size 256 --tpu_topology v5e:2x2",
-        grid(passes=(1, 4), tensor=(1, 2)),
+        grid(passes=(1, 4), attention=SHORT, tensor=(1, 2)),
     ),
     "base": Problem(
         "--model vit_base_patch16_224 --batch_size 256 --tpu_topology v5e:2x2,v5e:2x4",
-        grid(passes=(1, 4), attention=BOTH),
+        grid(passes=(1, 4), attention=SHORT),
     ),
     "large": Problem(
         "--model vit_large_patch16_224 --batch_size 1024 --tpu_topology v5e:2x4",
-        grid(passes=(1, 4, 16), attention=BOTH),
+        grid(("full", "selective", "none"), passes=(1, 4), attention=("whole",)),
     ),
     "1024 pixels": Problem(
         "--model vit_large_patch16_224 --image_size 1024 --batch_size 64 --tpu_topology v5e:4x4",
-        grid(passes=(1, 2), attention=BOTH, domain=(1, 2)),
+        grid(passes=(1, 2), attention=LONG, domain=(1, 2)),
     ),
     "10B": Problem(
-        "--model vit_10b --batch_size 1024 --tpu_topology v5e:8x8",
-        grid(passes=(1, 2), tensor=(1, 4, 8)),
+        "--model vit_10b --batch_size 1024 --tpu_topology v6e:16x16",
+        grid(("full", "selective"), attention=("whole",), tensor=(1, 2, 4)),
     ),
     "10B, two slices": Problem(
         "--model vit_10b --batch_size 1024 --mesh_dcn 2 --tpu_topology v5e:8x8",
-        grid(passes=(1, 2), tensor=(1, 4)),
+        grid(passes=(1, 2), attention=("whole",), tensor=(1, 4)),
     ),
 }
 
