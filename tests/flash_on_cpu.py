@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
 from xla_fsdp.attention import flash, kernels
-from xla_fsdp.attention.sizes import LANES, Shape, padded_tokens
+from xla_fsdp.attention.sizes import LANES, Shape, padded_tokens, padded_width
 
-# (tokens, width of a head, dtype): one block or several of 384, with and without padding.
-CASES = [(197, 80, "float32"), (256, 64, "bfloat16"), (700, 160, "float32")]
+# (tokens, width of a head, dtype): one block or several, with and without padding.
+CASES = [(197, 80, "float32"), (256, 64, "bfloat16"), (700, 160, "float32"), (1100, 64, "bfloat16")]
 
 
 def to_jax(x: torch.Tensor, shape: Shape):
@@ -59,7 +59,9 @@ def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
     found = gradients(flash.attention, [x.to(dtype) for x in inputs], weights)
     with torch.no_grad():
         without = flash.attention(*(x.to(dtype) for x in inputs))
-    shape = Shape(1, 2, *[padded_tokens(tokens)] * 2, width, tokens, dtype)
+    shape = Shape(
+        1, 2, *[padded_tokens(tokens, padded_width(width), dtype)] * 2, width, tokens, dtype
+    )
     return {
         "errors": [
             ((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)

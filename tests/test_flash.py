@@ -3,13 +3,14 @@
 import json
 
 import pytest
+import torch
 
 from tests.cli import run_program
 from xla_fsdp.attention.sizes import Shape, padded_tokens, padded_width
 
 COMPILE = "run_vit_training.py --compile_only --json --tpu_topology v5e:2x2".split()
 
-# 1025 tokens: 3 blocks of 384, the last one a third padding.
+# 1025 tokens: 2 blocks of 640, the last one with padding.
 WIDTH, HEADS, DEPTH, BATCH, SIDE, PATCH, CLASSES = 256, 8, 2, 8, 256, 8, 128
 PATCHES = (SIDE // PATCH) ** 2
 MODEL = (
@@ -33,25 +34,43 @@ def test_values():
         assert case["without_gradient"]
 
 
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
 @pytest.mark.parametrize(
-    ("tokens", "padded"),
+    ("tokens", "padded", "block"),
     [
-        (196, 256),
-        (256, 256),
-        (257, 384),
-        (512, 512),
-        (577, 768),
-        (1024, 1024),
-        (1025, 1152),
-        (4097, 4224),
-        (5329, 5376),
-        (16384, 16384),
-        (21316, 21504),
+        (196, 256, 256),
+        (577, 640, 640),
+        (1024, 1024, 1024),
+        (1025, 1280, 640),
+        (1536, 1536, 768),
+        (4096, 4096, 1024),
+        (4097, 4480, 896),
+        (5329, 5376, 896),
+        (16384, 16384, 1024),
+        (21316, 21504, 1024),
     ],
 )
-def test_padding(tokens, padded):
-    assert padded_tokens(tokens) == padded
-    assert padded % Shape(1, 1, padded, padded, 64, tokens, None).block == 0
+def test_padding(tokens, padded, block):
+    assert padded_tokens(tokens, 64, BF16) == padded
+    assert Shape(1, 1, padded, padded, 64, tokens, BF16).block == block
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(256, BF16), (64, FP32)])
+def test_padding_where_vector_memory_holds_less(width, dtype):
+    found = [padded_tokens(tokens, width, dtype) for tokens in (512, 577, 1025, 4096, 4097)]
+    assert found == [512, 768, 1152, 4096, 4224]
+    blocks = [Shape(1, 1, each, each, width, each, dtype).block for each in found]
+    assert blocks == [512, 384, 384, 512, 384]
+
+
+@pytest.mark.parametrize(
+    ("parts", "each", "block"), [(3, 384, 384), (9, 128, 384), (2, 640, 640), (11, 128, 128)]
+)
+def test_keys_of_several_devices_are_divided(parts, each, block):
+    """Each has padded its own tokens."""
+    assert Shape(1, 1, each, parts * each, 64, parts * each, BF16).key_block == block
 
 
 def test_widths():
@@ -62,7 +81,7 @@ def test_widths():
 def step_flops():
     """As in test_compile_only, but for what the kernels compute: on padded tokens, and forward,
     forward again, and backward 2 + 2 + 7 products where PyTorch's has 2 + 2 + 4."""
-    tokens, padded = PATCHES + 1, padded_tokens(PATCHES + 1)
+    tokens, padded = PATCHES + 1, padded_tokens(PATCHES + 1, WIDTH // HEADS, BF16)
     mlp_out = 2 * BATCH * tokens * 4 * WIDTH**2
     block = 2 * BATCH * tokens * 12 * WIDTH**2
     attention = 11 * 2 * BATCH * padded**2 * WIDTH

@@ -88,7 +88,8 @@ def use_flash(module: nn.Module, shards: Shards | None) -> None:
 def padded(x: torch.Tensor) -> torch.Tensor:
     """Add zeros to (batch, heads, tokens, width), as the kernels want tokens and width to be."""
     tokens, width = x.shape[-2:]
-    pad = (0, padded_width(width) - width, 0, padded_tokens(tokens) - tokens)
+    columns = padded_width(width)
+    pad = (0, columns - width, 0, padded_tokens(tokens, columns, x.dtype) - tokens)
     return F.pad(x, pad) if any(pad) else x
 
 

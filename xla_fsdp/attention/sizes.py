@@ -9,8 +9,14 @@ import torch
 LANES = 128
 """Numbers side by side in a vector register: statistics of a row are kept that wide."""
 SUBLANES = 8
-_BLOCKS = (512, 384)
-"""Rows of queries, and of keys, that a kernel holds at once, where there are more."""
+_BLOCKS = (1024, 896, 768, 640)
+"""Rows of queries, and of keys, that a kernel may hold at once, where there are more.
+
+The fewer, the longer it takes: with 384 half as long again as with 1024 (docs/tpu_speed.md)."""
+_WIDE_BLOCKS = (512, 384)
+"""The same where rows are wider than 256 bytes, or numbers than 2.
+
+16 MiB of vector memory, which is what v4 has, hold no more of them."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +37,15 @@ class Shape:
     @property
     def block(self) -> int:
         """Return how many queries a kernel holds at once."""
-        return block_of(self.tokens)
+        return _block(self.tokens, self._blocks)
 
     @property
     def key_block(self) -> int:
-        return block_of(self.keys)
+        return _block(self.keys, self._blocks)
+
+    @property
+    def _blocks(self) -> tuple[int, ...]:
+        return _blocks_for(self.width, self.dtype)
 
     @property
     def masked(self) -> bool:
@@ -62,16 +72,15 @@ class Shape:
         return (*self.scores, LANES)
 
 
-def padded_tokens(tokens: int) -> int:
-    """Return the sequence length that the kernels are given: a multiple of their block."""
-    if tokens <= max(_BLOCKS):
+def padded_tokens(tokens: int, width: int, dtype: torch.dtype) -> int:
+    """Return the sequence length that the kernels are given: a multiple of their block.
+
+    ``width`` is the padded one of a head.
+    """
+    blocks = _blocks_for(width, dtype)
+    if tokens <= max(blocks):
         return _round_up(tokens, LANES)
-    return _round_up(tokens, _best_block(tokens))
-
-
-def block_of(tokens: int) -> int:
-    """Return the block that divides so many tokens, which ``padded_tokens`` has padded."""
-    return tokens if tokens <= max(_BLOCKS) else _best_block(tokens)
+    return min(_round_up(tokens, block) for block in blocks)
 
 
 def padded_width(width: int) -> int:
@@ -79,8 +88,19 @@ def padded_width(width: int) -> int:
     return width if width <= LANES else _round_up(width, LANES)
 
 
-def _best_block(tokens: int) -> int:
-    return min(_BLOCKS, key=lambda block: _round_up(tokens, block))
+def _blocks_for(width: int, dtype: torch.dtype) -> tuple[int, ...]:
+    return _BLOCKS if dtype.itemsize == 2 and width <= LANES else _WIDE_BLOCKS
+
+
+def _block(tokens: int, blocks: tuple[int, ...]) -> int:
+    """Return the largest block that divides so many tokens, a multiple of ``LANES``.
+
+    Keys that several devices have padded are one of ``blocks`` only by chance.
+    """
+    most = max(blocks)
+    if tokens <= most:
+        return tokens
+    return next(size for size in range(most, 0, -LANES) if tokens % size == 0)
 
 
 def _round_up(size: int, multiple: int) -> int:
