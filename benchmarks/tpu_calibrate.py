@@ -30,7 +30,9 @@ from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, write_between
 from benchmarks.compiled import add_document, report_of
+from training.mesh import Mesh
 from xla_fsdp.compile_only.expected import expect
+from xla_fsdp.compile_only.links import Links
 from xla_fsdp.compile_only.topologies import parse_topology
 
 BEGIN, END = "<!-- begin: make tpu-calibrate -->", "<!-- end: make tpu-calibrate -->"
@@ -226,7 +228,8 @@ def measure(row: Row, kept: Path, again: bool) -> Outcome | str:
         short = (report["peak_hbm_bytes"] - report["hbm_capacity_bytes"]) / 2**30
         return f"does not fit by {short:.1f} GiB or more"
     topology = parse_topology(row.topology)
-    expected = expect((kept / "graph_1.hlo").read_text(), topology.chip, topology.devices)
+    links = Links(topology, Mesh(**report["mesh"]).counts_by_host)
+    expected = expect((kept / "graph_1.hlo").read_text(), links)
     at_peak = report["model_flops"] / topology.devices / topology.chip.peak_flops
     mfu = 100 * at_peak / expected.seconds
     waiting = 100 * (expected.seconds - expected.cycles_s - expected.kernels_s) / expected.seconds

@@ -25,6 +25,7 @@ from models.registry import open_model
 from models.spec import ModelSpec
 from xla_fsdp.compile_only.compiler import JAX_WITHOUT_TPU, devices_of
 from xla_fsdp.compile_only.expected import expect
+from xla_fsdp.compile_only.links import Links
 from xla_fsdp.compile_only.topologies import parse_topology
 
 os.environ.update(JAX_WITHOUT_TPU)
@@ -211,7 +212,7 @@ def main() -> None:
     hlo = compiled.runtime_executable().hlo_modules()[0].to_string()
     if args.hlo:
         args.hlo.write_text(hlo)
-    expected = expect(hlo, topology.chip, topology.devices)
+    expected = expect(hlo, Links(topology))
     figures = {
         "expected_step_s": expected.seconds,
         "expected_waiting_s": expected.waiting_s,

@@ -18,6 +18,7 @@ def kept(tmp_path):
     """A step of 3 ms, which at peak would take 1.2: 40 %."""
     (tmp_path / "graph_1.hlo").write_text(module(fusion("a", 3)))
     report = {"fits": True, "model_flops": 1.2e-3 * 197e12 * 4, "versions": {"libtpu": "1"}}
+    report["mesh"] = {"dcn": 1, "fsdp": 4, "domain": 1, "tensor": 1}
     (tmp_path / "report.json").write_text(json.dumps({"commit": "abc", "report": report}))
     return tmp_path
 

@@ -5,13 +5,16 @@ import json
 import pytest
 
 from xla_fsdp.compile_only.expected import expect
-from xla_fsdp.compile_only.topologies import CHIPS
+from xla_fsdp.compile_only.links import Links
+from xla_fsdp.compile_only.topologies import CHIPS, parse_topology
 
-V5E = CHIPS["v5e"]
+LINKS = Links(parse_topology("v5e:2x2"))
 MILLISECOND = 1_503_000
 """Cycles, at the 1.503 GHz of v5e."""
-ONE_MS_OF_LINKS = int(200e9 * 1e-3 / 4 * 4 / 3)
-"""Values of fp32 of which three of four, a millisecond's bytes, come from the other devices."""
+ONE_MS_OF_LINKS = int(200e9 / 2 * 1e-3 / 4 * 4 / 3)
+"""Values of fp32 of which three of four, a millisecond's bytes, come from the other devices.
+
+In 2 x 2 chips each has two neighbours, and uses half of its links."""
 
 
 def module(*entry: str, others: str = "") -> str:
@@ -30,7 +33,7 @@ def fusion(name: str, ms: float = 0, calls: str = "inside") -> str:
 
 
 def milliseconds(hlo: str) -> tuple[float, float, float]:
-    found = expect(hlo, V5E, 4)
+    found = expect(hlo, LINKS)
     parts = (found.kernels_s, found.waiting_s, found.dma_s, found.host_s, found.dcn_s)
     assert found.seconds == pytest.approx(found.cycles_s + sum(parts))
     return found.cycles_s * 1e3, found.kernels_s * 1e3, found.waiting_s * 1e3
@@ -76,7 +79,7 @@ def test_of_unknown_cycles_the_bytes_count():
     unknown = f"%a = {values} fusion(%q), kind=kLoop, calls=%inside, {said}"
     hlo = module(f"%q = {values} parameter(1)", unknown, fusion("b", 1), fusion("c"))
     assert milliseconds(hlo) == exactly(2 + 1, 0, 0)
-    assert expect(hlo, V5E, 4).unknown == 1
+    assert expect(hlo, LINKS).unknown == 1
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,7 @@ def test_a_copy_to_vector_memory_hides_behind_what_is_between(between, waiting):
         f"%d = {in_vmem} copy-done(%c)",
         fusion("after", 1),
     )
-    found = expect(hlo, V5E, 4)
+    found = expect(hlo, LINKS)
     assert found.dma_s * 1e3 == exactly(waiting)
     assert found.seconds * 1e3 == exactly(between + waiting + 1)
 
@@ -206,7 +209,7 @@ def test_copies_follow_each_other_and_go_on_beside_collectives():
         f"%c.1 = {COPIED} copy-done(%c)",
         f"%s.1 = {COPIED} slice-done(%s)",
     )
-    found = expect(hlo, V5E, 4)
+    found = expect(hlo, LINKS)
     assert (found.waiting_s * 1e3, found.dma_s * 1e3) == exactly(1, 1)
 
 
@@ -222,7 +225,7 @@ def test_what_comes_from_the_host_comes_over_pcie(between, waiting):
         f"%h.1 = f32[1,{size}]{{1,0}} dynamic-slice-done(%h)",
         f"%c.1 = {COPIED} copy-done(%c)",
     )
-    found = expect(hlo, V5E, 4)
+    found = expect(hlo, LINKS)
     assert (found.host_s * 1e3, found.dma_s * 1e3) == exactly(waiting, 0)
     assert found.seconds * 1e3 == exactly(between + waiting)
 
@@ -248,6 +251,6 @@ def test_other_slices_are_waited_for_where_their_values_are_needed(between, wait
         fusion("between", between),
         *(f"%got.{n} = (f32[8], token[]) recv-done(%recv.{n})" for n in (2, 1)),
     )
-    found = expect(hlo, V5E, 4, slices=2)
+    found = expect(hlo, Links(parse_topology("v5e:2x2", 2)))
     assert found.dcn_s * 1e3 == exactly(waiting)
     assert found.seconds * 1e3 == exactly(between + waiting)

@@ -5,10 +5,11 @@ import json
 import pytest
 
 from tests.cli import TINY_MODEL, run_program
-from tests.test_expected_step import GATHERED, GROUP, MILLISECOND, V5E, exactly
+from tests.test_expected_step import GATHERED, GROUP, LINKS, MILLISECOND, exactly
 from xla_fsdp.compile_only.expected import expect
 from xla_fsdp.compile_only.explain import UNKNOWN, explain, explained_table, kind_of, shares
 from xla_fsdp.compile_only.hlo import Instruction
+from xla_fsdp.compile_only.links import Links
 from xla_fsdp.compile_only.names import Origin, origin_in
 from xla_fsdp.compile_only.products import product_flops
 from xla_fsdp.compile_only.topologies import parse_topology
@@ -99,9 +100,9 @@ ENTRY %main (p: {MATRIX}, q: {MATRIX}) -> {MATRIX} {{
 def test_what_is_told_of_a_module():
     module = MODULE.replace("%lost = ", "%apart = s8[] iota(), iota_dimension=0\n  %lost = ")
     module = module.replace("negate(%s)", "negate(%apart)")
-    costs = {cost.name: cost for cost in explain(module, parse_topology("v5e:2x2"), times=3)}
+    costs = {cost.name: cost for cost in explain(module, LINKS, times=3)}
     assert sum(cost.seconds for cost in costs.values()) == pytest.approx(
-        3 * expect(module, V5E, 4).seconds
+        3 * expect(module, LINKS).seconds
     )
     product = costs["x"]
     assert product.origin == Origin("blocks.mlp.fc2", "forward")  # the product's, not the root's
@@ -148,7 +149,7 @@ def test_names_reach_the_compiled_step(explained):
     assert by_module.keys() >= linear | {"optimizer", "loss", "head", "norm", "patch_embed.proj"}
     assert by_module.get("unknown", 0) < 0.1 * report["expected_step_s"]
     assert len(told["costliest"]) == 20
-    costs = explain((folder / "graph_1.hlo").read_text(), parse_topology("v5e:1x1"))
+    costs = explain((folder / "graph_1.hlo").read_text(), Links(parse_topology("v5e:1x1")))
     phases = {cost.origin.phase for cost in costs if cost.origin.module == "blocks.mlp.fc1"}
     assert phases == {"forward", "recompute", "backward"}
     assert (folder / "explain.png").read_bytes().startswith(b"\x89PNG")
@@ -157,7 +158,7 @@ def test_names_reach_the_compiled_step(explained):
 def test_products_of_the_compiled_step_are_those_of_the_program(explained):
     """What the compiler's convolutions count, against what was traced."""
     report, folder = explained
-    costs = explain((folder / "graph_1.hlo").read_text(), parse_topology("v5e:1x1"))
+    costs = explain((folder / "graph_1.hlo").read_text(), Links(parse_topology("v5e:1x1")))
     counted = sum(cost.seconds * cost.ideal for cost in costs if cost.ideal) * 197e12
     assert counted == pytest.approx(report["flops_per_chip"], rel=1e-6)
 

@@ -30,8 +30,9 @@ from xla_fsdp.compile_only.explain_picture import draw
 from xla_fsdp.compile_only.flops import count_flops
 from xla_fsdp.compile_only.graphs import Graph, Result, Step, local_bytes
 from xla_fsdp.compile_only.hlo import measure
+from xla_fsdp.compile_only.links import Links
 from xla_fsdp.compile_only.report import CompiledGraph, Report, as_json, as_table, make_report
-from xla_fsdp.compile_only.topologies import KNOWN, Topology, parse_topology
+from xla_fsdp.compile_only.topologies import KNOWN, parse_topology
 from xla_fsdp.compile_only.trace import start_xla, trace_step
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.resolve_xla import XlaRun, resolve_for_slice
@@ -59,10 +60,11 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     run = resolve_for_slice(config, own, topology.devices)
     _check_breaks(run)
     hlo_dir = _make_folder(own.hlo_dir)
-    report, graphs = _compile(run, topology, libtpu_args)
+    links = Links(topology, run.mesh.counts_by_host)
+    report, graphs = _compile(run, links, libtpu_args)
     if hlo_dir:
         _keep_modules(graphs, hlo_dir)
-    costs = _explain(graphs, topology) if own.explain else []
+    costs = _explain(graphs, links) if own.explain else []
     if config.use.json:
         explained = {"explained": explained_json(costs)} if costs else {}
         print(json.dumps(as_json(report) | explained))
@@ -97,9 +99,8 @@ def _make_folder(name: str | None) -> Path | None:
     return folder
 
 
-def _compile(
-    run: XlaRun, topology: Topology, libtpu_args: str
-) -> tuple[Report, list[CompiledGraph]]:
+def _compile(run: XlaRun, links: Links, libtpu_args: str) -> tuple[Report, list[CompiledGraph]]:
+    topology = links.topology
     start_xla(topology.devices, run.own.xla_fsdp)
     parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
     _say(f"tracing {run.model.name}, {parameters:,} parameters, for {topology.devices} devices ...")
@@ -112,10 +113,10 @@ def _compile(
         compile_graph,
         replicas=step.replicas,
         topology=topology,
-        by_host=run.mesh.counts_by_host,
+        by_host=links.by_host,
         variables=libtpu_flags.as_on_a_tpu(topology.generation, libtpu_args),
     )
-    graphs = _compile_graphs(step, topology, compile_for)
+    graphs = _compile_graphs(step, links, compile_for)
     report = make_report(
         topology=topology,
         graphs=graphs,
@@ -134,7 +135,7 @@ def _compile(
 
 
 def _compile_graphs(
-    step: Step, topology: Topology, compile_for: Callable[[Graph], Compiled]
+    step: Step, links: Links, compile_for: Callable[[Graph], Compiled]
 ) -> list[CompiledGraph]:
     """Compile each different graph once, in the order in which they first run."""
     done: dict[bytes, Compiled] = {}
@@ -143,7 +144,7 @@ def _compile_graphs(
         compiled = done.get(step.graphs[result.graph].hlo)
         return compiled.result_shardings[result.number] if compiled and compiled.fits else None
 
-    distinct = step.distinct()
+    topology, distinct = links.topology, step.distinct()
     libtpu = version("libtpu")
     flops = {}
     for number, (graph, *_) in enumerate(distinct, 1):
@@ -160,20 +161,19 @@ def _compile_graphs(
         traffic = expected = None
         if compiled and compiled.fits:
             traffic = measure(compiled.hlo, topology.devices, topology.slices)
-            in_slice = topology.devices // topology.slices
-            expected = expect(compiled.hlo, topology.chip, in_slice, topology.slices)
+            expected = expect(compiled.hlo, links)
         resident = max(local_bytes(graph.resident, shardings) for graph in same)
         of_all = flops[same[0].hlo]
         graphs.append(CompiledGraph(len(same), compiled, traffic, expected, of_all, resident))
     return graphs
 
 
-def _explain(graphs: list[CompiledGraph], topology: Topology) -> list[Cost]:
+def _explain(graphs: list[CompiledGraph], links: Links) -> list[Cost]:
     """Return what each instruction of a step costs; nothing if a graph does not fit."""
     modules = [(graph.compiled.hlo if graph.compiled else "", graph.runs) for graph in graphs]
     if not all(hlo for hlo, _ in modules):
         return []
-    return [cost for hlo, runs in modules for cost in explain(hlo, topology, runs)]
+    return [cost for hlo, runs in modules for cost in explain(hlo, links, runs)]
 
 
 def _keep_modules(graphs: list[CompiledGraph], folder: Path) -> None:

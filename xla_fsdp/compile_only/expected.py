@@ -9,13 +9,14 @@ as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles 
 - what the computation waits for. What is moved goes on beside other instructions from where it is
   begun, and delays only what needs it before it is complete. There are four queues, in each of
   which one move follows the other: collectives on the links, each taking the bytes that must reach
-  a device at the chip's whole interconnect bandwidth (a permute, which brings them from one device,
-  at that of one link); copies between HBM and vector memory (DMA) at HBM's bandwidth; copies to and
-  from the host's memory at PCIe's; transfers between slices at that of the data center network.
+  a device at the bandwidth of the links that its devices use (``links``; a permute, which brings
+  them from one device, at that of one link); copies between HBM and vector memory (DMA) at HBM's
+  bandwidth; copies to and from the host's memory at PCIe's; transfers between slices at that of the
+  data center network.
 
 Not in it: that copies and fusions share the bandwidth of HBM, the time until the first byte of a
-move arrives, and links that a collective leaves idle (an all-gather along one side of the slice
-uses a part of the bandwidth). Scalars and the little else that has no cycles count as nothing.
+move arrives, and that the first and last chip of an open row have one link less than the others.
+Scalars and the little else that has no cycles count as nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from xla_fsdp.compile_only.hlo import (
     channel_of,
     collectives_of,
     dma_bytes,
+    group_of,
     instruction_bytes,
     parse_module,
     received_bytes,
     received_from_slices,
     scheduled_by,
 )
+from xla_fsdp.compile_only.links import Links
 from xla_fsdp.compile_only.topologies import Chip
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -104,29 +107,29 @@ class _Move:
     goes_on: bool = True
 
 
-def expect(hlo: str, chip: Chip, devices: int, slices: int = 1) -> Expected:
-    """Return the time of a scheduled TPU module given as text; ``devices`` are those of a slice."""
+def expect(hlo: str, links: Links) -> Expected:
+    """Return the time of a scheduled TPU module, given as text, on a slice with these links."""
     total = Expected()
-    for part in walk(*parse_module(hlo), chip, devices, slices):
+    for part in walk(*parse_module(hlo), links):
         total = total.plus(part.each, part.runs)
     return total
 
 
-def walk(
-    computations: Computations, entry: str, chip: Chip, devices: int, slices: int = 1
-) -> list[Part]:
+def walk(computations: Computations, entry: str, links: Links) -> list[Part]:
     """Return the instructions that a module runs with the time of each, in the order of the text
     but for loops, whose body comes before them. A loop of n rounds has one part for each of its
     instructions."""
-    return _Walk(computations, chip, devices, slices).parts(entry)
+    return _Walk(computations, links).parts(entry)
 
 
 @dataclass(frozen=True)
 class _Walk:
     computations: Computations
-    chip: Chip
-    devices: int
-    slices: int
+    links: Links
+
+    @property
+    def chip(self) -> Chip:
+        return self.links.topology.chip
 
     def parts(self, name: str) -> list[Part]:
         """Return those of a computation; nothing is moved beyond its end."""
@@ -170,7 +173,8 @@ class _Walk:
         rendezvous = _rendezvous(each, named)
         if rendezvous:
             sends = each.opcode == "send"
-            size = received_from_slices(each, self.slices) if sends else None
+            slices = self.links.topology.slices
+            size = received_from_slices(each, slices) if sends else None
             seconds = None if size is None else size / self.chip.dcn_bandwidth
             return {rendezvous: _Move("dcn_s", seconds)}
         copies = _COPY.match(each.opcode)
@@ -196,9 +200,12 @@ class _Walk:
         return _Move("dma_s", dma_bytes(start) / self.chip.hbm_bandwidth)
 
     def _on_the_links(self, collective: Instruction) -> float:
-        to_one = collective.opcode.startswith("collective-permute")
-        bandwidth = self.chip.link_bandwidth if to_one else self.chip.ici_bandwidth
-        return received_bytes(collective, self.devices) / bandwidth
+        devices = self.links.topology.slice_chips
+        received = received_bytes(collective, devices)
+        if collective.opcode.startswith("collective-permute"):
+            return received / self.chip.link_bandwidth
+        bandwidth = self.links.bandwidth(group_of(collective, devices))
+        return received / bandwidth if received else 0.0
 
 
 def _rendezvous(each: Instruction, named: dict[str, Instruction]) -> str | None:

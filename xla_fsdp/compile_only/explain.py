@@ -17,9 +17,10 @@ from xla_fsdp.compile_only.hlo import (
     output_bytes,
     parse_module,
 )
+from xla_fsdp.compile_only.links import Links
 from xla_fsdp.compile_only.names import OPTIMIZER, Origin, origin_in
 from xla_fsdp.compile_only.products import flops_inside, product_flops
-from xla_fsdp.compile_only.topologies import Chip, Topology
+from xla_fsdp.compile_only.topologies import Chip
 
 KINDS = (
     "product",
@@ -65,11 +66,10 @@ class Cost:
     """Seconds of its products at the chip's peak, over its own; None without products."""
 
 
-def explain(hlo: str, topology: Topology, times: int = 1) -> list[Cost]:
+def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
     """Return what each instruction costs of a scheduled module that a step runs ``times`` times."""
     computations, entry = parse_module(hlo)
-    in_slice = topology.devices // topology.slices
-    parts = walk(computations, entry, topology.chip, in_slice, topology.slices)
+    parts = walk(computations, entry, links)
     origins = _Origins(computations)
     shapes = {
         name: {each.name: each.shape for each in inside} for name, inside in computations.items()
@@ -86,7 +86,7 @@ def explain(hlo: str, topology: Topology, times: int = 1) -> list[Cost]:
         own = part.each.cycles_s + part.each.kernels_s
         if own:
             given = shapes[part.computation]
-            costs.append(_cost(part, own, origin, runs, computations, given, topology.chip))
+            costs.append(_cost(part, own, origin, runs, computations, given, links.topology.chip))
     return costs
 
 

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 _WIDTHS = {
     "pred": 1,
     "s8": 1,
@@ -272,15 +274,33 @@ def instruction_bytes(
     return in_hbm
 
 
+def group_of(collective: Instruction, devices: int) -> list[int]:
+    """Return the numbers of the devices of the first group that a collective is among.
+
+    Of all ``devices`` where its text names none.
+    """
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", collective.text)
+    if listed:
+        return [int(number) for number in listed[1].split(",")]
+    counted = re.search(
+        r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", collective.text
+    )
+    if not counted:
+        return [*range(devices)]
+    sizes = [int(size) for size in counted[3].split(",")]
+    numbers = np.arange(np.prod(sizes)).reshape(sizes)
+    if counted[4]:
+        numbers = numbers.transpose([int(axis) for axis in counted[4].split(",")])
+    return [int(number) for number in numbers.reshape(-1)[: int(counted[2])]]
+
+
 def received_bytes(each: Instruction, devices: int) -> float:
     """Return the bytes that a collective must bring to a device from its group's other members.
 
     A permute brings all that it gives.
     """
     kind = each.opcode.removesuffix("-start")
-    group = re.search(r"replica_groups=\{\{([\d,]*)\}", each.text)
-    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", each.text)
-    size = len(group[1].split(",")) if group else int(iota[1]) if iota else devices
+    size = len(group_of(each, devices))
     whole = _bytes(each.shape)
     if kind == "collective-permute":
         return whole / 2 if each.opcode.endswith("-start") else whole  # (source, destination)
