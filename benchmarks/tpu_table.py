@@ -83,7 +83,7 @@ def cell(report: dict[str, Any] | None) -> str:
     peak, capacity = report["peak_hbm_bytes"], report["hbm_capacity_bytes"]
     if not report["fits"]:
         return f"no, {(peak - capacity) / GIB:.1f} GiB short or more"
-    return f"{peak / GIB:.1f} GiB, {100 * report['roofline_mfu']:.0f} %"
+    return f"{peak / GIB:.1f} GiB, {100 * report['expected_mfu']:.0f} %"
 
 
 def write_table(
@@ -117,7 +117,7 @@ def write_table(
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines += [
         "",
-        "Peak HBM of a chip and the highest MFU that the roofline allows, "
+        "Peak HBM of a chip and the expected MFU, "
         f"with `{' '.join([*PRESET_FLAGS, *flags])}`. {made_by}; "
         f"{min(seconds):.0f} to {max(seconds):.0f} s a step to trace and compile.",
     ]

@@ -92,7 +92,7 @@ def test_figures(name, chips, request):
     assert found["roofline_step_s"] == max(
         found["compute_s"], found["hbm_s"], found["collective_s"]
     )
-    assert found["roofline_step_s"] < found["expected_step_s"] < 10 * found["roofline_step_s"]
+    assert found["roofline_step_s"] < found["expected_step_s"] < 20 * found["roofline_step_s"]
     at_peak_s = found["model_flops"] / chips / {"v5e": 197e12, "v5p": 459e12}[name]
     assert found["expected_mfu"] == pytest.approx(at_peak_s / found["expected_step_s"])
     assert found["expected_images_per_s"] == pytest.approx(BATCH / found["expected_step_s"])
@@ -322,6 +322,6 @@ def test_table_and_picture(v5e, v5p, tmp_path):
     v5e_row = next(line for line in text.splitlines() if line.startswith("| v5e-64"))
     assert "| no, 4.2 GiB short or more |" in v5e_row
     assert "| libtpu crashes |" in text
-    assert f" GiB, {100 * v5e['roofline_mfu']:.0f} % |" in v5e_row
+    assert f" GiB, {100 * v5e['expected_mfu']:.0f} % |" in v5e_row
     assert f"libtpu {v5e['versions']['libtpu']}" in text
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
