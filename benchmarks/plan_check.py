@@ -62,7 +62,7 @@ def grid(
     }
 
 
-SHORT, LONG = ("sdpa", "whole"), ("sdpa", "flash")
+SHORT = ("sdpa", "whole")
 PROBLEMS = {
     "small": Problem(
         "--embed_dim 256 --num_blocks 4 --num_heads 4 --image_size 64 --patch_size 16 "
@@ -75,11 +75,11 @@ PROBLEMS = {
     ),
     "large": Problem(
         "--model vit_large_patch16_224 --batch_size 1024 --tpu_topology v5e:2x4",
-        grid(("full", "selective", "none"), passes=(1, 4), attention=("whole",)),
+        grid(("full", "selective", "none"), attention=SHORT),
     ),
     "1024 pixels": Problem(
         "--model vit_large_patch16_224 --image_size 1024 --batch_size 64 --tpu_topology v5e:4x4",
-        grid(passes=(1, 2), attention=LONG, domain=(1, 2)),
+        grid(("full", "selective"), attention=("flash",), domain=(1, 2, 4)),
     ),
     "10B": Problem(
         "--model vit_10b --batch_size 1024 --tpu_topology v6e:16x16",
@@ -87,7 +87,7 @@ PROBLEMS = {
     ),
     "10B, two slices": Problem(
         "--model vit_10b --batch_size 1024 --mesh_dcn 2 --tpu_topology v5e:8x8",
-        grid(passes=(1, 2), attention=("whole",), tensor=(1, 4)),
+        grid(("full", "selective"), attention=("whole",), tensor=(1, 4)),
     ),
 }
 

@@ -1,5 +1,6 @@
 """--plan: its arithmetic against the compiler's figures, its search, the whole on small models."""
 
+import itertools
 import json
 import math
 import re
@@ -22,18 +23,24 @@ from xla_fsdp.plan.model import POLICIES, estimate
 from xla_fsdp.plan.search import Found, Option, Search
 from xla_fsdp.plan.space import CHOICES, USUAL, Candidate, candidates
 
-VIT_L, VIT_10B = "vit_large_patch16_224", "vit_10b"
+VIT_B, VIT_L, VIT_10B = "vit_base_patch16_224", "vit_large_patch16_224", "vit_10b"
 GIB = 2**30
 
-# By --compile_only --json --precision bf16 at commit 77a40c2, torch_xla 2.9.0, libtpu 0.0.21: peak
-# in GiB, expected step in ms.
+# By --compile_only --json --precision bf16 at commits d55aede and a0b88b6, torch_xla 2.9.0, libtpu
+# 0.0.21: peak in GiB, expected step in ms.
 COMPILED = [
-    ("v5e:2x4", VIT_L, 1024, Mesh(fsdp=8), "sdpa", 4.538, 1434.4),
-    ("v5e:2x4", VIT_L, 1024, Mesh(fsdp=8), "flash", 5.317, 1353.6),
-    ("v5e:2x4", VIT_L, 256, Mesh(fsdp=8), "sdpa", 1.698, 243.5),
-    ("v6e:2x4", VIT_L, 1024, Mesh(fsdp=8), "sdpa", 4.759, 787.4),
-    ("v6e:16x16", VIT_10B, 1024, Mesh(fsdp=256), "sdpa", 2.286, 374.9),
-    ("v6e:16x16", VIT_10B, 1024, Mesh(fsdp=64, tensor=4), "sdpa", 1.800, 201.4),
+    ("v5e:2x4", VIT_L, 1024, Mesh(fsdp=8), "full", "sdpa", 4.81, 1292.0),
+    ("v5e:2x4", VIT_L, 1024, Mesh(fsdp=8), "full", "whole", 4.27, 523.8),
+    ("v5e:2x4", VIT_L, 1024, Mesh(fsdp=8), "selective", "whole", 13.06, 596.8),
+    ("v5e:2x4", VIT_L, 1024, Mesh(fsdp=8), "none", "whole", 15.11, 578.0),
+    ("v5e:2x2", VIT_B, 256, Mesh(fsdp=4), "full", "sdpa", 1.47, 175.1),
+    ("v5e:2x2", VIT_B, 256, Mesh(fsdp=4), "full", "whole", 1.28, 91.2),
+    ("v5e:2x4", VIT_B, 256, Mesh(fsdp=8), "full", "sdpa", 0.76, 74.0),
+    ("v5e:2x4", VIT_B, 256, Mesh(fsdp=8), "full", "whole", 0.62, 45.5),
+    ("v6e:2x4", VIT_L, 1024, Mesh(fsdp=8), "full", "whole", 4.25, 236.0),
+    ("v5p:4x4x8", VIT_10B, 1024, Mesh(fsdp=128), "full", "whole", 3.67, 420.0),
+    ("v5e:8x8", VIT_10B, 1024, Mesh(fsdp=64), "full", "whole", 6.69, 1906.0),
+    ("v6e:16x16", VIT_10B, 1024, Mesh(fsdp=256), "full", "whole", 2.32, 266.0),
 ]
 
 
@@ -45,30 +52,30 @@ def asked(*words):
 
 @pytest.fixture(scope="module")
 def shapes():
-    return {name: asked("--model", name)[2] for name in (VIT_L, VIT_10B)}
+    return {name: asked("--model", name)[2] for name in (VIT_B, VIT_L, VIT_10B)}
 
 
 def computed(row, shapes):
-    topology, model, batch_size, mesh, attention, *_ = row
+    topology, model, batch_size, mesh, policy, attention, *_ = row
     config, _, _ = asked("--batch_size", str(batch_size), "--precision", "bf16")
-    candidate = Candidate(parse_topology(topology), mesh, "full", 1, attention)
+    candidate = Candidate(parse_topology(topology), mesh, policy, 1, attention)
     return estimate(shapes[model], candidate.layout(config), candidate.topology.chip)
 
 
 @pytest.mark.parametrize("row", COMPILED)
 def test_the_arithmetic_is_near_the_compiler(row, shapes):
     found, (peak_gib, step_ms) = computed(row, shapes), row[-2:]
-    assert found.peak_bytes / GIB == pytest.approx(peak_gib, rel=0.25)
-    assert found.step_s * 1e3 == pytest.approx(step_ms, rel=0.4)
+    assert found.peak_bytes / GIB == pytest.approx(peak_gib, rel=0.15)
+    assert found.step_s * 1e3 == pytest.approx(step_ms, rel=0.4 if "sdpa" in row else 0.2)
 
 
 def test_the_arithmetic_ranks_as_the_compiler(shapes):
-    def order(figures):
-        return sorted(range(len(COMPILED)), key=lambda row: figures[row])
-
-    assert order([computed(row, shapes).step_s for row in COMPILED]) == order(
-        [row[-1] for row in COMPILED]
-    )
+    """But for what is a few percent apart."""
+    found = [(computed(row, shapes).step_s, row[-1]) for row in COMPILED]
+    pairs = itertools.combinations(found, 2)
+    apart = [(a, b) for a, b in pairs if max(a[1], b[1]) > 1.4 * min(a[1], b[1])]
+    assert len(apart) > len(found)
+    assert all((a[0] < b[0]) == (a[1] < b[1]) for a, b in apart)
 
 
 def test_what_is_kept_takes_memory_and_saves_time(shapes):

@@ -10,6 +10,7 @@ left by the figures of the steps that were compiled for the same plan.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from training.mesh import Mesh
@@ -59,12 +60,17 @@ class Layout:
     batch_size: int
     passes: int
     policy: str
-    kernels: bool
-    """Whether attention is computed by kernels that write no scores."""
+    attention: str
+    """The value of ``--attention``."""
     value_bytes: int
     """Of a number that is computed with: 2 in bf16."""
     state_bytes: int
     """Of a parameter and its optimizer state."""
+
+    @property
+    def kernels(self) -> bool:
+        """Tell whether attention is computed by kernels that write no scores."""
+        return self.attention != "sdpa"
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,9 @@ class Shares:
     """What was fitted on the compiler's figures."""
 
     products: float = 0.75
-    """Of peak FLOP/s that a product of padded sizes reaches."""
+    """Of peak FLOP/s that a product of padded sizes reaches, with PyTorch's attention."""
+    products_beside_kernels: float = 0.88
+    """The same with kernels of attention, around which nothing is transposed."""
     width_passes: float = 50
     """How often values of a token's width go to or from HBM in one pass forward through a block."""
     hidden_passes: float = 14
@@ -104,11 +112,15 @@ class Shares:
     enough to stay in vector memory."""
     exposed_beyond: float = 1.2
     """The same for larger ones."""
-    waited_for: float = 0.6
-    """Share of the collectives' seconds that nothing hides."""
+    beside_products: float = 0.55
+    """Share of the traffic's seconds that adds to those of products, with kernels, as the sides of
+    a right angle do: little where products take much longer, nearly all where they do not."""
+    waited_for: float = 0.25
+    """Share of the collectives' seconds that nothing hides, beside what is longer than all else."""
     kept_passes: float = 20
     """How often what is kept beside a block's input goes to or from HBM, at full bandwidth: the
     compiler copies it between layouts."""
+    kept_passes_beside_kernels: float = 12
     host_waited_for: float = 0.25
     """Share of the seconds to and from the host's memory that nothing hides."""
 
@@ -127,7 +139,7 @@ def estimate(shape: Shape, layout: Layout, chip: Chip, shares: Shares = SHARES) 
     again = policy.products * (forward - part.last_flops())
     around = 3 * 2 * part.images * part.tokens * shape.pixels / shape.tokens * shape.width
     flops = times * (3 * forward + again) + layout.passes * around
-    products_s = flops / (shares.products * chip.peak_flops)
+    products_s = flops / (part.products_share(shares) * chip.peak_flops)
 
     moved = part.forward_bytes(shares) * (3 + policy.recomputed)
     weights = shape.block_parameters / mesh.tensor * layout.value_bytes
@@ -135,14 +147,15 @@ def estimate(shape: Shape, layout: Layout, chip: Chip, shares: Shares = SHARES) 
     moved += (3 + policy.recomputed) * weights + 2 * gradients
     state = shape.parameters / over
     whole = times * moved + state * (2 * layout.state_bytes + 2 * _FP32)
-    traffic_s = part.exposed(shares) * whole / chip.hbm_bandwidth
-    links_s = times * part.collective_bytes(policy) / chip.ici_bandwidth
+    traffic_s = part.exposed_s(whole / chip.hbm_bandwidth, products_s, shares)
+    links_s = times * part.collectives_s(policy)
+    longer_s = max(0.0, links_s - products_s - traffic_s)
     between = 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
     return Estimate(
         peak_bytes=state * (layout.state_bytes + _FP32) + part.peak_beside_state(policy),
         products_s=products_s,
         traffic_s=traffic_s,
-        waiting_s=shares.waited_for * links_s,
+        waiting_s=shares.waited_for * links_s + longer_s,
         dcn_s=between / chip.dcn_bandwidth,
         keeping_s=times * part.keeping_s(policy, shares),
     )
@@ -194,12 +207,18 @@ class _Part:
         scores = 2 * 2 * self.images * self.heads * queries * keys * head
         return projections + scores + 2 * self.last_flops()
 
-    def exposed(self, shares: Shares) -> float:
-        """Return the share of the traffic's seconds that comes on top of the products'."""
+    def products_share(self, shares: Shares) -> float:
+        return shares.products_beside_kernels if self.layout.kernels else shares.products
+
+    def exposed_s(self, moving_s: float, products_s: float, shares: Shares) -> float:
+        """Return the seconds that traffic, which takes ``moving_s``, adds to those of products."""
+        if self.layout.kernels:
+            return math.hypot(products_s, shares.beside_products * moving_s) - products_s
         if self.tokens % _LANES == 0:
-            return shares.exposed
+            return shares.exposed * moving_s
         layer = self.rows * self.shape.hidden / self.layout.mesh.tensor * self.layout.value_bytes
-        return shares.exposed_in_vmem if layer <= _VMEM / 2 else shares.exposed_beyond
+        in_vmem = layer <= _VMEM / 2
+        return (shares.exposed_in_vmem if in_vmem else shares.exposed_beyond) * moving_s
 
     def score_bytes(self) -> float:
         """Return the bytes of all scores of a block; none where kernels compute them."""
@@ -209,11 +228,17 @@ class _Part:
         return self.images * self.heads * rows * columns * self.layout.value_bytes
 
     def kernel_bytes(self) -> float:
-        """Return the bytes of what the kernels of attention are given and return, in tiles."""
+        """Return the bytes of what the kernels of attention are given and return.
+
+        Flash attention has it in tiles, each head by itself.
+        """
         if not self.layout.kernels:
             return 0.0
-        rows = _up(self.tokens, _LANES) + _up(self.shape.tokens, _LANES)
-        head = _up(self.shape.head_dim, _LANES)
+        rows: float = self.tokens + self.shape.tokens
+        head: float = self.shape.head_dim
+        if self.layout.attention == "flash":
+            rows = _up(self.tokens, _LANES) + _up(self.shape.tokens, _LANES)
+            head = _up(head, _LANES)
         return 4 * self.images * self.heads * rows * head * self.layout.value_bytes
 
     def forward_bytes(self, shares: Shares) -> float:
@@ -224,8 +249,12 @@ class _Part:
         values = shares.width_passes * width + shares.hidden_passes * hidden
         return self.rows * values * size + shares.score_passes * self.score_bytes()
 
-    def collective_bytes(self, policy: Policy) -> float:
-        """Return the bytes that reach a device from the others for one block, all of its passes."""
+    def collectives_s(self, policy: Policy) -> float:
+        """Return the seconds of one block's collectives, all of its passes.
+
+        Devices along "tensor" are neighbours, with a link for each doubling of their number; what
+        is gathered over the others goes by the links that are left (compile_only/links.py).
+        """
         shape, mesh, size = self.shape, self.layout.mesh, self.layout.value_bytes
         gathered_over = mesh.fsdp * mesh.domain
         weights = shape.block_parameters / mesh.tensor
@@ -234,9 +263,13 @@ class _Part:
         reduced = weights * _FP32 * share
         rounds = 3 + policy.recomputed
         activations = self.rows * shape.width * size
-        tensor = rounds * 2 * activations * (mesh.tensor - 1) / mesh.tensor
         keys = rounds * 2 * activations * (mesh.domain - 1)
-        return gathers + reduced + tensor + keys
+        links = 2 * self.chip.dimensions
+        near = min(math.log2(mesh.tensor), links - 1)
+        found = (gathers + reduced + keys) / (links - near)
+        if near:
+            found += rounds * 2 * activations * (mesh.tensor - 1) / mesh.tensor / near
+        return found / self.chip.link_bandwidth
 
     def input_bytes(self) -> float:
         """Return the bytes of a block's input."""
@@ -251,7 +284,9 @@ class _Part:
 
     def keeping_s(self, policy: Policy, shares: Shares) -> float:
         """Return the seconds that storing and fetching of a block's activations takes."""
-        passes = shares.kept_passes * self.kept_beside(policy) / self.chip.hbm_bandwidth
+        kernels = self.layout.kernels
+        often = shares.kept_passes_beside_kernels if kernels else shares.kept_passes
+        passes = often * self.kept_beside(policy) / self.chip.hbm_bandwidth
         if not policy.on_host:
             return passes
         there_and_back = 2 * self.input_bytes() / self.chip.host_bandwidth

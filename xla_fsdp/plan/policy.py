@@ -45,7 +45,7 @@ def resolve_policy(
         batch_size=config.data.batch_size,
         passes=config.data.grad_accum_steps,
         policy="full",
-        kernels=own.attention != "sdpa",
+        attention=own.attention,
         value_bytes=4 if config.sharding.precision == "fp32" else 2,
         state_bytes=state_bytes(config.optimizer.optimizer_dtype),
     )

@@ -71,7 +71,7 @@ class Candidate:
             batch_size=config.data.batch_size,
             passes=self.grad_accum_steps,
             policy=self.grad_ckpt,
-            kernels=self.attention != "sdpa",
+            attention=self.attention,
             value_bytes=4 if config.sharding.precision == "fp32" else 2,
             state_bytes=state_bytes(config.optimizer.optimizer_dtype),
         )
