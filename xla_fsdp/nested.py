@@ -20,6 +20,7 @@ from training.shards import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.attention.flash import use_flash
 from xla_fsdp.attention.whole import How, use_whole
 from xla_fsdp.resolve_xla import XlaRun
+from xla_fsdp.sharding.patches import convolve_by_product
 from xla_fsdp.torch_xla_private import (
     FLAT_PARAMETER,
     flattened_parameters,
@@ -71,6 +72,7 @@ class NestedBackend(XlaBackend):
         return wrapped
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
+        convolve_by_product(model, torch.Tensor.contiguous)
         return self._wrap(model)
 
     def _wrap(self, module: nn.Module) -> nn.Module:

@@ -212,8 +212,7 @@ class SpmdBackend(XlaBackend):
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model, {})
-        if self._shape.domain > 1:
-            convolve_by_product(model, self._mark_rows)
+        convolve_by_product(model, self._mark_rows)
         if len(self._shape.live) > 1 or self._shape.domain > 1:
             compute_with_whole(model, self._whole_in_root)
             after_forward(model, lambda logits: MarkBoth.apply(logits, self._mark_images))

@@ -1,4 +1,4 @@
-"""The convolution that makes patches into tokens, where an image's rows are sharded."""
+"""The convolution that makes patches into tokens, as a matrix product."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from xla_fsdp.sharding.marks import Mark, MarkBoth
 
 
 def convolve_by_product(model: nn.Module, mark: Mark) -> None:
-    """Let convolutions of ``model`` that take each pixel once be matrix products.
+    """Let convolutions of ``model`` that take each pixel once, in patches, be matrix products.
 
-    The partitioner gathers whole images for the weight's gradient of a convolution whose rows are
-    sharded, where a product leaves them where they are. ``mark`` marks (images, rows, ...).
+    Of the weight's gradient of such a convolution over large images libtpu 0.0.21 makes a program
+    so long that it is compiled for many minutes (docs/findings.md). And where rows are sharded, the
+    partitioner gathers whole images for it. ``mark`` marks (images, rows, ...).
     """
     for part in model.modules():
         if isinstance(part, nn.Conv2d | nn.Conv3d) and _takes_each_pixel_once(part):
@@ -22,8 +23,9 @@ def convolve_by_product(model: nn.Module, mark: Mark) -> None:
 
 
 def _takes_each_pixel_once(part: nn.Conv2d | nn.Conv3d) -> bool:
-    plain = part.groups == 1 and not any(map(int, part.padding)) and set(part.dilation) == {1}
-    return plain and part.stride == part.kernel_size
+    plain = type(part) in (nn.Conv2d, nn.Conv3d)  # timm's kinds change the weight before
+    plain &= part.groups == 1 and not any(map(int, part.padding)) and set(part.dilation) == {1}
+    return plain and part.stride == part.kernel_size and max(part.kernel_size) > 1
 
 
 def _convolve(part: nn.Conv2d | nn.Conv3d, mark: Mark, images: torch.Tensor) -> torch.Tensor:
@@ -32,7 +34,7 @@ def _convolve(part: nn.Conv2d | nn.Conv3d, mark: Mark, images: torch.Tensor) -> 
     x = images
     for dimension, size in reversed(list(enumerate(sizes, 2))):
         grid.insert(0, images.shape[dimension] // size)
-        x = x.unflatten(dimension, (grid[0], size))
+        x = x.narrow(dimension, 0, grid[0] * size).unflatten(dimension, (grid[0], size))
     # (batch, channels, rows, in a patch, columns, in a patch) to (batch, *grid, in a patch)
     count = len(sizes)
     places = range(2, 2 + 2 * count, 2)
