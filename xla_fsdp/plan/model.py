@@ -13,13 +13,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from training.mesh import Mesh
 from training.plan.shape import Shape
+from xla_fsdp.attention.sizes import padded_tokens, padded_width
 from xla_fsdp.compile_only.topologies import Chip
 
 _FP32 = 4
 _SUBLANES, _LANES = 8, 128
 """Values are kept in tiles of 8 x 128."""
+_FLASH_PACE = 0.6
+"""Of flash attention's kernels beside other products: by their instructions (docs/tpu_speed.md)."""
 _VMEM = 128 * 2**20
 """Bytes of a core's vector memory: of v5e and v6e, taken for all."""
 
@@ -41,13 +46,15 @@ class Policy:
     """The same of all that goes to and from HBM."""
     on_host: bool = False
     """Whether the block's input is kept in the host's memory."""
+    keeps_flash: bool = False
+    """Whether what flash attention computes is kept."""
 
 
 POLICIES = {
     "full": Policy(0, 0, False, 1, 1),
     "selective": Policy(4, 1, False, 0.12, 0.5),
     "offload": Policy(0, 0, False, 1, 1, on_host=True),
-    "none": Policy(6, 1, True, 0, 0.5),
+    "none": Policy(6, 1, True, 0, 0.5, keeps_flash=True),
 }
 """The values of ``--grad_ckpt`` among which a plan and auto choose."""
 
@@ -116,7 +123,8 @@ class Shares:
     """Share of the traffic's seconds that adds to those of products, with kernels, as the sides of
     a right angle do: little where products take much longer, nearly all where they do not."""
     waited_for: float = 0.25
-    """Share of the collectives' seconds that nothing hides, beside what is longer than all else."""
+    """Share of the seconds of gathering weights that nothing hides, beside what is longer than all
+    else."""
     kept_passes: float = 20
     """How often what is kept beside a block's input goes to or from HBM, at full bandwidth: the
     compiler copies it between layouts."""
@@ -137,6 +145,8 @@ def estimate(shape: Shape, layout: Layout, chip: Chip, shares: Shares = SHARES) 
 
     forward = part.forward_flops()
     again = policy.products * (forward - part.last_flops())
+    if layout.attention == "flash" and not policy.keeps_flash:
+        again += (1 - policy.products) * part.score_flops()
     around = 3 * 2 * part.images * part.tokens * shape.pixels / shape.tokens * shape.width
     flops = times * (3 * forward + again) + layout.passes * around
     products_s = flops / (part.products_share(shares) * chip.peak_flops)
@@ -148,15 +158,15 @@ def estimate(shape: Shape, layout: Layout, chip: Chip, shares: Shares = SHARES) 
     state = shape.parameters / over
     whole = times * moved + state * (2 * layout.state_bytes + 2 * _FP32)
     traffic_s = part.exposed_s(whole / chip.hbm_bandwidth, products_s, shares)
-    links_s = times * part.collectives_s(policy)
-    longer_s = max(0.0, links_s - products_s - traffic_s)
+    gathering_s, joining_s = (times * each for each in part.collectives_s(policy))
+    longer_s = max(0.0, gathering_s - products_s - traffic_s)
     between = 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
     return Estimate(
         peak_bytes=state * (layout.state_bytes + _FP32) + part.peak_beside_state(policy),
         products_s=products_s,
         traffic_s=traffic_s,
-        waiting_s=shares.waited_for * links_s + longer_s,
-        dcn_s=between / chip.dcn_bandwidth,
+        waiting_s=shares.waited_for * gathering_s + longer_s + joining_s,
+        dcn_s=max(0.0, between / chip.dcn_bandwidth - products_s - traffic_s),
         keeping_s=times * part.keeping_s(policy, shares),
     )
 
@@ -202,10 +212,25 @@ class _Part:
         width = _up(shape.width, self.unit)
         all_heads = _up(shape.heads * shape.head_dim / tensor, self.unit)
         projections = 2 * self.rows * width * (3 + 1) * all_heads
-        head = _up(shape.head_dim, self.unit)
-        queries, keys = _up(self.tokens, _SUBLANES), _up(shape.tokens, self.unit)
-        scores = 2 * 2 * self.images * self.heads * queries * keys * head
-        return projections + scores + 2 * self.last_flops()
+        return projections + self.score_flops() + 2 * self.last_flops()
+
+    def score_flops(self) -> float:
+        """Return the operations of attention's two products.
+
+        Those of flash attention are as many more as its kernels are slower.
+        """
+        head = _up(self.shape.head_dim, self.unit)
+        queries, keys = _up(self.tokens, _SUBLANES), _up(self.shape.tokens, self.unit)
+        pace = 1.0
+        if self.layout.attention == "flash":
+            dtype = torch.bfloat16 if self.layout.value_bytes == 2 else torch.float32
+            width = padded_width(self.shape.head_dim)
+            queries, keys = (
+                padded_tokens(math.ceil(tokens), width, dtype)
+                for tokens in (self.tokens, self.shape.tokens)
+            )
+            pace = _FLASH_PACE
+        return 2 * 2 * self.images * self.heads * queries * keys * head / pace
 
     def products_share(self, shares: Shares) -> float:
         return shares.products_beside_kernels if self.layout.kernels else shares.products
@@ -249,8 +274,9 @@ class _Part:
         values = shares.width_passes * width + shares.hidden_passes * hidden
         return self.rows * values * size + shares.score_passes * self.score_bytes()
 
-    def collectives_s(self, policy: Policy) -> float:
-        """Return the seconds of one block's collectives, all of its passes.
+    def collectives_s(self, policy: Policy) -> tuple[float, float]:
+        """Return the seconds of one block's collectives: of weights and keys, and of activations
+        over "tensor", which nothing hides.
 
         Devices along "tensor" are neighbours, with a link for each doubling of their number; what
         is gathered over the others goes by the links that are left (compile_only/links.py).
@@ -266,10 +292,10 @@ class _Part:
         keys = rounds * 2 * activations * (mesh.domain - 1)
         links = 2 * self.chip.dimensions
         near = min(math.log2(mesh.tensor), links - 1)
-        found = (gathers + reduced + keys) / (links - near)
-        if near:
-            found += rounds * 2 * activations * (mesh.tensor - 1) / mesh.tensor / near
-        return found / self.chip.link_bandwidth
+        link = self.chip.link_bandwidth
+        joined = rounds * 2 * activations * (mesh.tensor - 1) / mesh.tensor
+        gathering_s = (gathers + reduced + keys) / (links - near) / link
+        return gathering_s, joined / near / link if near else 0.0
 
     def input_bytes(self) -> float:
         """Return the bytes of a block's input."""
