@@ -12,15 +12,11 @@ import run_vit_training
 from xla_fsdp.attention import choice, flash, whole
 
 
-def of_whole(sizes):
+def of_whole(sizes, parts):
     """Queries, keys and values, (images, heads, tokens, width), of what the kernels are given."""
-
-    def split(parts):
-        assert [tuple(part.shape) for part in parts[:3]] == [sizes.given] * 3
-        given = parts[0].chunk(3, -1) if sizes.packed else parts[:3]
-        return [apart(sizes, each) for each in given]
-
-    return split
+    assert [tuple(part.shape) for part in parts[:3]] == [sizes.given] * 3
+    given = parts[0].chunk(3, -1) if sizes.packed else parts[:3]
+    return [apart(sizes, each) for each in given]
 
 
 def apart(sizes, x):
@@ -39,7 +35,7 @@ def scaled(q, width):
 
 def whole_forward(sizes):
     def call(parts):
-        q, k, v = of_whole(sizes)(parts)
+        q, k, v = of_whole(sizes, parts)
         weights = (scaled(q, sizes.width) @ k.mT).softmax(-1)
         return [together(weights @ v, sizes.dtype)]
 
@@ -48,7 +44,7 @@ def whole_forward(sizes):
 
 def whole_backward(sizes):
     def call(parts):
-        q, k, v = of_whole(sizes)(parts)
+        q, k, v = of_whole(sizes, parts)
         assert tuple(parts[3].shape) == sizes.shape
         grad, q = apart(sizes, parts[3]), scaled(q, sizes.width)
         weights = (q @ k.mT).softmax(-1)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 from timm.layers import Attention
-from torch import nn
 
 from xla_fsdp.attention import flash, whole
 
@@ -24,7 +23,7 @@ def choose(form: str, shards: flash.Shards, how: whole.How) -> HeadsAttention:
         return by_products
     if form == "flash":
         return functools.partial(by_flash, shards=shards)
-    return functools.partial(by_whole, how=how)
+    return functools.partial(whole.of_packed, how=how)
 
 
 def by_products(attn: Attention, qkv: torch.Tensor) -> torch.Tensor:
@@ -33,7 +32,7 @@ def by_products(attn: Attention, qkv: torch.Tensor) -> torch.Tensor:
     Not by F.scaled_dot_product_attention: it folds batch and heads into one dimension, which cannot
     be sharded along two axes; einsum is one product to XLA.
     """
-    q, k, v = _normalised(attn, qkv)
+    q, k, v = whole.normalised(attn, qkv)
     scores = torch.einsum("bqhd,bkhd->bhqk", q * attn.scale, k)
     weights = attn.attn_drop(scores.softmax(dim=-1))
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
@@ -41,21 +40,5 @@ def by_products(attn: Attention, qkv: torch.Tensor) -> torch.Tensor:
 
 def by_flash(attn: Attention, qkv: torch.Tensor, shards: flash.Shards) -> torch.Tensor:
     """Compute by the kernels that hold a few scores at a time."""
-    q, k, v = (x.transpose(1, 2) for x in _normalised(attn, qkv))
+    q, k, v = (x.transpose(1, 2) for x in whole.normalised(attn, qkv))
     return flash.attention(q, k, v, shards).transpose(1, 2).flatten(2)
-
-
-def by_whole(attn: Attention, qkv: torch.Tensor, how: whole.How) -> torch.Tensor:
-    """Compute by the kernels that hold whole sequences."""
-    if isinstance(attn.q_norm, nn.Identity) and isinstance(attn.k_norm, nn.Identity):
-        return whole.merged(attn.num_heads, how, qkv)
-    parts = (x.flatten(2) for x in _normalised(attn, qkv))
-    return whole.merged(attn.num_heads, how, *parts)
-
-
-def _normalised(
-    attn: Attention, qkv: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values, (batch, tokens, heads, width)."""
-    q, k, v = qkv.unflatten(-1, (attn.num_heads, -1)).unbind(2)
-    return attn.q_norm(q), attn.k_norm(k), v

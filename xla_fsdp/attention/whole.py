@@ -57,14 +57,7 @@ def _forward_unfolded(
     if attn_mask is not None or is_causal:
         raise NotImplementedError("attention has no mask here")
     gate = attn.gate(x).sigmoid() if attn.gate is not None else None
-    qkv = attn.qkv(x)
-    if isinstance(attn.q_norm, nn.Identity) and isinstance(attn.k_norm, nn.Identity):
-        y = merged(attn.num_heads, how, qkv)
-    else:
-        q, k, v = (part.unflatten(2, (attn.num_heads, -1)) for part in qkv.chunk(3, -1))
-        q, k = attn.q_norm(q), attn.k_norm(k)
-        y = merged(attn.num_heads, how, *(part.flatten(2) for part in (q, k, v)))
-    y = attn.norm(y)
+    y = attn.norm(of_packed(attn, attn.qkv(x), how))
     return attn.proj_drop(attn.proj(y if gate is None else y * gate))
 
 
@@ -73,11 +66,30 @@ def attention(
 ) -> torch.Tensor:
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
     heads = q.shape[1]
-    output = merged(heads, how or How(), *(x.transpose(1, 2).flatten(2) for x in (q, k, v)))
+    output = _merged(heads, how or How(), *(x.transpose(1, 2).flatten(2) for x in (q, k, v)))
     return output.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def merged(heads: int, how: How, *given: torch.Tensor) -> torch.Tensor:
+def of_packed(attn: Attention, qkv: torch.Tensor, how: How) -> torch.Tensor:
+    """Compute the product of timm's attention of queries, keys and values in one tensor.
+
+    It is (batch, tokens, 3 x heads x width) or (batch, tokens, 3, heads x width).
+    """
+    if isinstance(attn.q_norm, nn.Identity) and isinstance(attn.k_norm, nn.Identity):
+        return _merged(attn.num_heads, how, qkv)
+    return _merged(attn.num_heads, how, *(x.flatten(2) for x in normalised(attn, qkv)))
+
+
+def normalised(
+    attn: Attention, qkv: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values of one tensor, each (batch, tokens, heads, width)."""
+    parts = qkv.chunk(3, -1) if qkv.dim() == 3 else qkv.unbind(2)
+    q, k, v = (part.unflatten(2, (attn.num_heads, -1)) for part in parts)
+    return attn.q_norm(q), attn.k_norm(k), v
+
+
+def _merged(heads: int, how: How, *given: torch.Tensor) -> torch.Tensor:
     """Compute attention of queries, keys and values, (batch, tokens, heads x width) as the result.
 
     Or of all in one tensor, side by side or as (batch, tokens, 3, heads x width).

@@ -39,7 +39,7 @@ class Links:
         """
         places = [self._places[number % len(self._places)] for number in group]
         total = 0.0
-        for side, along in zip(self.sides, zip(*places, strict=True), strict=True):
+        for side, along in zip(self.topology.sides, zip(*places, strict=True), strict=True):
             found = sorted(set(along))
             if len(found) > 1:
                 between = found[1] - found[0]
@@ -52,20 +52,16 @@ class Links:
         """Return the bytes/s that may reach a device of the group from the others."""
         return self.used(group) * self.topology.chip.link_bandwidth
 
-    @property
-    def sides(self) -> list[int]:
-        return [int(side) for side in self.topology.name.partition(":")[2].split("x")]
-
     def _is_closed(self, side: int) -> bool:
-        if len(self.sides) == 2:
+        if len(self.topology.sides) == 2:
             return side % _CLOSED_IN_A_PLANE == 0
-        return all(each % _CLOSED_IN_A_CUBE == 0 for each in self.sides)
+        return all(each % _CLOSED_IN_A_CUBE == 0 for each in self.topology.sides)
 
     @cached_property
     def _places(self) -> list[tuple[int, ...]]:
         """Return where each device is, in the mesh's order; numbers count along the first side
         first."""
-        turned = itertools.product(*(range(side) for side in reversed(self.sides)))
+        turned = itertools.product(*(range(side) for side in reversed(self.topology.sides)))
         places = [tuple(reversed(place)) for place in turned]
         if not self.by_host:
             return places

@@ -46,9 +46,14 @@ class Chip:
         return peak
 
     @property
+    def links(self) -> int:
+        """Return to how many neighbours it has links: two along each side of the torus."""
+        return 2 * self.dimensions
+
+    @property
     def link_bandwidth(self) -> float:
-        """Return the bytes/s to one neighbour: there are two along each side of the torus."""
-        return self.ici_bandwidth / (2 * self.dimensions)
+        """Return the bytes/s to one neighbour."""
+        return self.ici_bandwidth / self.links
 
     @property
     def clock_hz(self) -> float:
@@ -88,8 +93,13 @@ class Topology:
     name: str
     """The name that libtpu gives one slice."""
     chip: Chip
-    slice_chips: int
+    sides: tuple[int, ...]
+    """Chips along each side of one slice."""
     slices: int
+
+    @property
+    def slice_chips(self) -> int:
+        return math.prod(self.sides)
 
     @property
     def chips(self) -> int:
@@ -110,7 +120,7 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     """Parse a name such as "v5p:4x4x8". Raises UsageError, with the known ones, for any other."""
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     chip = CHIPS.get(match[1]) if match else None
-    sides = [int(side) for side in match[2].split("x")] if match else []
+    sides = tuple(int(side) for side in match[2].split("x")) if match else ()
     if chip is None or len(sides) != chip.dimensions or not all(sides):
         raise UsageError(f"--tpu_topology {name} is unknown. Known, for example: {KNOWN}")
-    return Topology(name, chip, math.prod(sides), slices)
+    return Topology(name, chip, sides, slices)

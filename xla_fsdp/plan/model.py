@@ -17,12 +17,10 @@ import torch
 
 from training.mesh import Mesh
 from training.plan.shape import Shape
-from xla_fsdp.attention.sizes import padded_tokens, padded_width
+from xla_fsdp.attention.sizes import LANES, SUBLANES, padded_tokens, padded_width
 from xla_fsdp.compile_only.topologies import Chip
 
 _FP32 = 4
-_SUBLANES, _LANES = 8, 128
-"""Values are kept in tiles of 8 x 128."""
 _FLASH_PACE = 0.6
 """Of flash attention's kernels beside other products: by their instructions (docs/tpu_speed.md)."""
 _VMEM = 128 * 2**20
@@ -190,7 +188,7 @@ class _Part:
     @property
     def rows(self) -> float:
         """Return how many rows products have, each image's padded to whole tiles."""
-        return self.images * _up(self.tokens, _SUBLANES)
+        return self.images * _up(self.tokens, SUBLANES)
 
     @property
     def heads(self) -> float:
@@ -220,7 +218,7 @@ class _Part:
         Those of flash attention are as many more as its kernels are slower.
         """
         head = _up(self.shape.head_dim, self.unit)
-        queries, keys = _up(self.tokens, _SUBLANES), _up(self.shape.tokens, self.unit)
+        queries, keys = _up(self.tokens, SUBLANES), _up(self.shape.tokens, self.unit)
         pace = 1.0
         if self.layout.attention == "flash":
             dtype = torch.bfloat16 if self.layout.value_bytes == 2 else torch.float32
@@ -239,7 +237,7 @@ class _Part:
         """Return the seconds that traffic, which takes ``moving_s``, adds to those of products."""
         if self.layout.kernels:
             return math.hypot(products_s, shares.beside_products * moving_s) - products_s
-        if self.tokens % _LANES == 0:
+        if self.tokens % LANES == 0:
             return shares.exposed * moving_s
         layer = self.rows * self.shape.hidden / self.layout.mesh.tensor * self.layout.value_bytes
         in_vmem = layer <= _VMEM / 2
@@ -249,7 +247,7 @@ class _Part:
         """Return the bytes of all scores of a block; none where kernels compute them."""
         if self.layout.kernels:
             return 0.0
-        rows, columns = _up(self.tokens, _SUBLANES), _up(self.shape.tokens, _LANES)
+        rows, columns = _up(self.tokens, SUBLANES), _up(self.shape.tokens, LANES)
         return self.images * self.heads * rows * columns * self.layout.value_bytes
 
     def kernel_bytes(self) -> float:
@@ -262,8 +260,8 @@ class _Part:
         rows: float = self.tokens + self.shape.tokens
         head: float = self.shape.head_dim
         if self.layout.attention == "flash":
-            rows = _up(self.tokens, _LANES) + _up(self.shape.tokens, _LANES)
-            head = _up(head, _LANES)
+            rows = _up(self.tokens, LANES) + _up(self.shape.tokens, LANES)
+            head = _up(head, LANES)
         return 4 * self.images * self.heads * rows * head * self.layout.value_bytes
 
     def forward_bytes(self, shares: Shares) -> float:
@@ -290,9 +288,8 @@ class _Part:
         rounds = 3 + policy.recomputed
         activations = self.rows * shape.width * size
         keys = rounds * 2 * activations * (mesh.domain - 1)
-        links = 2 * self.chip.dimensions
+        links, link = self.chip.links, self.chip.link_bandwidth
         near = min(math.log2(mesh.tensor), links - 1)
-        link = self.chip.link_bandwidth
         joined = rounds * 2 * activations * (mesh.tensor - 1) / mesh.tensor
         gathering_s = (gathers + reduced + keys) / (links - near) / link
         return gathering_s, joined / near / link if near else 0.0
