@@ -26,6 +26,7 @@ from gpu_fsdp.launch_gpu import launch as launch_gpu
 from run_vit_training import read_flags
 from training.backend import Backend
 from training.errors import UsageError
+from training.objective import Objective
 from training.resolve import Run
 from training.step import shard_and_optimize, train_step
 from xla_fsdp import resolve_xla
@@ -38,12 +39,14 @@ Pass = Callable[[int], torch.Tensor]
 def train(run: Run, backend: Backend, batch: Batch) -> Pass:
     """Return the program's own training step."""
     sharded, optimizer = shard_and_optimize(run, backend), run.config.optimizer
-    batches = [backend.put(batch)]
+    batches, objective = [backend.put(batch)], Objective(run, backend)
     sharded.train()
 
     def step(number: int) -> torch.Tensor:
         lr, max_norm = optimizer.lr, optimizer.clip_grad_norm
-        return train_step(sharded, backend, number, batches, lr=lr, max_norm=max_norm).loss
+        return train_step(
+            sharded, objective, backend, number, batches, lr=lr, max_norm=max_norm
+        ).loss
 
     return step
 

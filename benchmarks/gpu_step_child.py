@@ -32,6 +32,7 @@ from models.config import VitConfig
 from run_vit_training import read_flags
 from training.backend import Backend
 from training.errors import UsageError
+from training.objective import Objective
 from training.step import shard_and_optimize, train_step
 
 Step = Callable[[int], torch.Tensor]
@@ -42,12 +43,18 @@ BuildStep = Callable[[GpuRun, Backend, list[Batch]], Step]
 def own_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
     """Return the program's own step on the backend of ``run``."""
     sharded = shard_and_optimize(run, backend)
-    optimizer = run.config.optimizer
+    optimizer, objective = run.config.optimizer, Objective(run, backend)
     sharded.train()
 
     def step(number: int) -> torch.Tensor:
         return train_step(
-            sharded, backend, number, batches, lr=optimizer.lr, max_norm=optimizer.clip_grad_norm
+            sharded,
+            objective,
+            backend,
+            number,
+            batches,
+            lr=optimizer.lr,
+            max_norm=optimizer.clip_grad_norm,
         ).loss
 
     return step

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from config_fields import bounded, count, flag, fraction, number, positive
 from data.preprocessing import Preprocessing
-from data.registry import OPENED_BY
+from data.registry import GIVE_FLOATS, OPENED_BY
 
 _NEW = Preprocessing()
 """The preprocessing that new weights are trained with."""
@@ -107,6 +107,10 @@ class DataConfig:
     def pass_size(self) -> int:
         """Return how many images one forward pass takes, over all devices."""
         return self.batch_size // self.grad_accum_steps
+
+    def image_dtype(self, dimensions: int) -> str:
+        """Return what images with so many spatial dimensions are made of, by PyTorch's name."""
+        return "uint8" if dimensions == 2 and self.data_source not in GIVE_FLOATS else "float32"
 
     @property
     def preprocessing(self) -> Preprocessing:

@@ -1,11 +1,15 @@
-"""Reads one image file as RGB, in the same way for training, validation and ``--predict``."""
+"""Reads one image as RGB, in the same way for training, validation and ``--predict``."""
 
 from __future__ import annotations
 
 import functools
+import io
 import warnings
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import simplejpeg
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
@@ -26,21 +30,95 @@ _LONGEST = 1000  # times the shorter side, which is resized to a few hundred pix
 _TIFF_BITS, _TIFF_PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 
 
-def read_image(path: str) -> Image.Image:
-    """Return the image in the file ``path``, decoded whole, in RGB with 8 bits a channel.
+_JPEG = b"\xff\xd8\xff"
+_JPEG_COLOURS = ("YCbCr", "Gray")
+"""Those that are turned to RGB as Pillow turns them."""
+
+
+class OpenImage(Protocol):
+    """An image of which the size is known, and which is decoded when its pixels are asked for."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return height and width in pixels."""
+
+    @property
+    def shrinks(self) -> tuple[int, ...]:
+        """Return by what its sides can be divided while it is decoded, with less work."""
+
+    def pixels(self, shrink: int = 1) -> np.ndarray:
+        """Return (height, width, 3), uint8, RGB; each side divided by ``shrink``, rounded up.
+
+        Raises BrokenImageError.
+        """
+
+
+def open_image(encoded: bytes) -> OpenImage:
+    """Return the image that the bytes of a file hold. Raises BrokenImageError."""
+    if encoded.startswith(_JPEG):
+        try:
+            height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
+        except ValueError:  # Pillow says what is wrong
+            return Pixels(np.array(read_image(encoded)))
+        if colours in _JPEG_COLOURS:
+            _check_shape(height, width)
+            return _Jpeg(encoded, (height, width))
+    return Pixels(np.array(read_image(encoded)))
+
+
+class Pixels:
+    """An image that is decoded already."""
+
+    shrinks = ()
+
+    def __init__(self, pixels: np.ndarray) -> None:
+        """Take (height, width, 3), uint8."""
+        self._pixels, self.size = pixels, (pixels.shape[0], pixels.shape[1])
+
+    def pixels(self, shrink: int = 1) -> np.ndarray:
+        assert shrink == 1
+        return self._pixels
+
+
+class _Jpeg:
+    """A JPEG, decoded by libjpeg-turbo alone: Pillow copies the pixels two times more."""
+
+    shrinks = (8, 4, 2)
+
+    def __init__(self, encoded: bytes, size: tuple[int, int]) -> None:
+        self._encoded, self.size = encoded, size
+
+    def pixels(self, shrink: int = 1) -> np.ndarray:
+        height, width = (-(-side // shrink) for side in self.size)
+        try:
+            return simplejpeg.decode_jpeg(
+                self._encoded, "RGB", min_height=height, min_width=width, min_factor=shrink
+            )
+        except ValueError:  # Pillow reads some of them, or says what is wrong
+            image = read_image(self._encoded)
+            return np.array(image.reduce(shrink) if shrink > 1 else image)
+
+
+def read_image(source: str | Path | bytes) -> Image.Image:
+    """Return the image in a file, or in the bytes of one, decoded whole, in RGB of 8 bits each.
 
     Raises BrokenImageError, whatever Pillow raises.
     """
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
-        with Image.open(path, formats=_formats()) as image:
-            if max(image.size) > _LONGEST * min(image.size):
-                raise BrokenImageError(f"its {image.width} x {image.height} pixels are a line")
+        with Image.open(file, formats=_formats()) as image:
+            _check_shape(image.height, image.width)
             image.load()
             return _to_8_bits(image).convert("RGB")
     except UnidentifiedImageError as error:
         raise BrokenImageError("no image of a known format") from error
     except Exception as error:  # each format raises what it likes
         raise BrokenImageError(reason_of(error)) from error
+
+
+def _check_shape(height: int, width: int) -> None:
+    if max(height, width) > _LONGEST * min(height, width):
+        raise BrokenImageError(f"its {width} x {height} pixels are a line")
 
 
 @functools.cache

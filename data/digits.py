@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,12 @@ import torch
 import xxhash
 from PIL import Image
 
+from data.decode import Pixels
 from data.errors import DataFolderError
 from data.loader import Sample
 from data.sampler import PADDING
 from data.source import SplitSource, Wanted, WholeImages
-from data.transforms import seeded, transforms_of
+from data.transforms import Transform, seeded, transforms_of
 
 SIZE = 8
 MAX_VALUE = 16  # scikit-learn's grey levels run from 0 to 16
@@ -34,7 +35,9 @@ CLASSES = [str(digit) for digit in range(10)]
 class DigitsSplit(WholeImages):
     """Holds one split of the digits in memory: a dataset of ``Sample`` by (epoch, image index)."""
 
-    def __init__(self, split: str, transform: Callable, seed: int) -> None:
+    dtype = torch.uint8
+
+    def __init__(self, split: str, transform: Transform, seed: int) -> None:
         found = [each for each in read_digits() if each[0] == split]
         self._pixels = [pixels for *_, pixels in found]
         self._labels = [digit for _, digit, _, _ in found]
@@ -49,7 +52,7 @@ class DigitsSplit(WholeImages):
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         epoch, index = key
         pixels = self._pixels[max(index, 0)]
-        image = Image.fromarray(pixels).convert("RGB")
+        image = Pixels(np.repeat(pixels[:, :, None], 3, axis=2))
         tensor = seeded(self._transform, image, self._seed, epoch, max(index, 0))
         if index == PADDING:
             return torch.zeros_like(tensor), PADDING, []

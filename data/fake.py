@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,13 +27,20 @@ class FakeSource:
 
     def __init__(self, wanted: Wanted) -> None:
         self._shape = wanted.shape
+        self._dtype = getattr(torch, wanted.config.image_dtype(len(wanted.size)))
         self.train_length = TRAIN_LENGTH if wanted.with_train else 0
 
     def train_loader(self, batch_size: int, share: Share) -> FakeLoader:
-        return FakeLoader(self.train_length, batch_size, self._shape, share, keep_short=False)
+        return self._loader(self.train_length, batch_size, share, keep_short=False)
 
     def val_loader(self, batch_size: int, share: Share) -> FakeLoader:
-        return FakeLoader(self.val_length, batch_size, self._shape, share, keep_short=True)
+        return self._loader(self.val_length, batch_size, share, keep_short=True)
+
+    def _loader(
+        self, length: int, batch_size: int, share: Share, *, keep_short: bool
+    ) -> FakeLoader:
+        dtype = self._dtype
+        return FakeLoader(length, batch_size, self._shape, share, dtype, keep_short=keep_short)
 
     def fingerprint(self) -> dict[str, Any]:
         return {
@@ -61,14 +69,16 @@ class FakeLoader:
         batch_size: int,
         image_shape: tuple[int, ...],
         share: Share,
+        dtype: torch.dtype,
         *,
         keep_short: bool,
     ) -> None:
         self._length, self._batch_size, self._keep_short = length, batch_size, keep_short
+        shape = share.shape_of(batch_size, image_shape)
         # The operating system gives no memory to zeros of NumPy's until they are written to.
         # Zeros of torch.Tensor.expand take none either, but cannot be pinned for a GPU.
-        zeros = np.zeros(share.shape_of(batch_size, image_shape), np.float32)
-        images = torch.from_numpy(zeros)
+        zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        images = torch.from_numpy(zeros).view(dtype).view(shape)
         count = len(images)
         self._full = images, torch.zeros(count, dtype=torch.int64)
         present = torch.arange(count) + share.rank * count < length % batch_size

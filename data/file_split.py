@@ -40,6 +40,9 @@ class FileSplit(Dataset, abc.ABC):
         self.index, self.seed = index, seed
         self._top, self._substitutes = top, substitutes
 
+    dtype = torch.uint8
+    """What ``make`` returns is made of."""
+
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
@@ -66,11 +69,14 @@ class FileSplit(Dataset, abc.ABC):
         names = "\n".join(path.removeprefix(f"{self._top}/") for path in self.index.paths)
         return xxhash.xxh3_64(names.encode(errors="surrogateescape")).hexdigest()
 
+    def _padding(self) -> torch.Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype)
+
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         epoch, index = key
         bad: list[BadImage] = []
         if index == PADDING:
-            return torch.zeros(self.shape), PADDING, bad
+            return self._padding(), PADDING, bad
         for attempt in range(1 + ATTEMPTS if self._substitutes else 1):
             chosen = index
             if attempt:
@@ -81,7 +87,7 @@ class FileSplit(Dataset, abc.ABC):
             except BrokenImageError as error:
                 bad.append((printable(path), str(error)))
         if not self._substitutes:
-            return torch.zeros(self.shape), PADDING, bad
+            return self._padding(), PADDING, bad
         path, reason = bad[0]
         raise DataFolderError(
             f"{path} is not a readable image ({reason}), nor are {ATTEMPTS} others that were "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from data.decode import extensions, read_image
+from data.decode import extensions, open_image
 from data.errors import BrokenImageError, DataFolderError
 
 
@@ -85,7 +85,7 @@ def read_batches(
         good, images = [], []
         for path in paths[first : first + batch_size]:
             try:
-                images.append(transform(read_image(str(path))))
+                images.append(transform(open_image(path.read_bytes())))
                 good.append(path)
             except BrokenImageError as error:
                 broken(path, str(error))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 
-from data.decode import read_image
+from data.decode import open_image
+from data.errors import BrokenImageError, reason_of
 from data.file_split import FileSplit
 from data.folder_index import check_folder, index_split
 from data.source import SplitSource, Wanted, WholeImages
-from data.transforms import seeded, transforms_of
+from data.transforms import Transform, seeded, transforms_of
 
 
 def open_folder(wanted: Wanted) -> SplitSource:
@@ -32,7 +32,7 @@ def open_folder(wanted: Wanted) -> SplitSource:
 class FolderSplit(FileSplit, WholeImages):
     """One split (train or val) of an image folder: a dataset by (epoch, image index)."""
 
-    def __init__(self, wanted: Wanted, split: str, transform: Callable) -> None:
+    def __init__(self, wanted: Wanted, split: str, transform: Transform) -> None:
         """Index the split's images. Raises DataFolderError, see ``index_split``."""
         root = wanted.config.data_dir
         found, top = index_split(root, split), os.path.join(root, split)
@@ -44,4 +44,9 @@ class FolderSplit(FileSplit, WholeImages):
         return self._shape
 
     def make(self, path: str, epoch: int, index: int) -> torch.Tensor:
-        return seeded(self._transform, read_image(path), self.seed, epoch, index)
+        try:
+            with open(path, "rb") as file:
+                image = open_image(file.read())
+        except OSError as error:
+            raise BrokenImageError(reason_of(error)) from error
+        return seeded(self._transform, image, self.seed, epoch, index)

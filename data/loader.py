@@ -16,8 +16,8 @@ from data.errors import DataFolderError
 from data.sampler import GlobalBatchSampler
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""A batch on the CPU: images (share, channels, rows, width) float32, labels (share,) int64;
-of volumes (share, channels, slices, height, width)."""
+"""A batch on the CPU: images (share, channels, rows, width), labels (share,) int64; of volumes
+(share, channels, slices, height, width). Images are uint8, or fp32 that was normalised."""
 
 BadImage = tuple[str, str]
 """The path of an image that cannot be read, and the reason in one line."""
@@ -134,10 +134,10 @@ class EmptyLoader:
 
     prefetch_depth = 0
 
-    def __init__(self, batches: int, shape: tuple[int, ...]) -> None:
-        """Take how many ``batches`` an epoch has, and the shape of a batch: of 0 images."""
+    def __init__(self, batches: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Take how many ``batches`` an epoch has, and what a batch is: of 0 images."""
         self._batches = batches
-        self._batch = torch.zeros(shape), torch.zeros(0, dtype=torch.int64)
+        self._batch = torch.zeros(shape, dtype=dtype), torch.zeros(0, dtype=torch.int64)
 
     def __len__(self) -> int:
         return self._batches

@@ -62,6 +62,7 @@ class MosaicsSplit(Dataset):
     The seed, the split and the index alone decide what is in a mosaic.
     """
 
+    dtype = torch.float32
     reads_rows = True
 
     def __init__(self, wanted: Wanted, split: str) -> None:

@@ -12,3 +12,6 @@ OPENED_BY = {
     "mosaics": "data.mosaics:open_mosaics",
 }
 """Where the function of each is; imported when it is chosen: some need packages of their own."""
+
+GIVE_FLOATS = ("volumes", "mosaics")
+"""Sources that give fp32 values, normalised: any numbers, or those between two grey levels."""

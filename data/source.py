@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import Dataset
 
 from data.config import DataConfig
@@ -72,6 +73,8 @@ class DataSource(Protocol):
 class Split(Protocol):
     """A map-style dataset of ``Sample``, indexed by (epoch, image index)."""
 
+    dtype: torch.dtype
+    """What images are made of: uint8, or fp32 that is normalised already."""
     reads_rows: bool
     """Whether an image's rows can be read without reading the others."""
 
@@ -141,7 +144,8 @@ class SplitSource:
             world_size=share.world_size,
         )
         if not share.loads:
-            return EmptyLoader(len(sampler), share.shape_of(batch_size, self._wanted.shape))
+            shape = share.shape_of(batch_size, self._wanted.shape)
+            return EmptyLoader(len(sampler), shape, split.dtype)
         workers = self._wanted.config.num_workers
         dataset: Dataset = split if share.rows is None else split.of_rows(share.rows)
         return DatasetLoader(dataset, sampler, workers if shuffle else min(workers, len(sampler)))

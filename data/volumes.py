@@ -48,6 +48,7 @@ class VolumesSplit(FileSplit):
     """One split (train or val) of files of arrays: a dataset by (epoch, index)."""
 
     reads_rows = True
+    dtype = torch.float32
 
     def __init__(self, wanted: Wanted, split: str, found: FolderIndex) -> None:
         top = os.path.join(wanted.config.data_dir, split)

@@ -198,6 +198,9 @@ class GpuBackend(abc.ABC):
         images, labels = self._device.put([images, labels])
         return images, labels
 
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._device.where)
+
     def begin_step(self, pass_index: int) -> None:
         seed = pass_seed(self._run.config.seed, pass_index, self.rank)
         torch.default_generator.manual_seed(seed)

@@ -41,14 +41,14 @@ def main(argv: list[str]) -> int:
     cross_entropy = F.cross_entropy
     steps_done = [0]
 
-    def spoiled(model, backend, done, micro_batches):
+    def spoiled(model, objective, backend, done, micro_batches):
         kind = None if LEFT_OUT else BAD.get(done + 1)
         steps_done[0] = done + 1
         factors = [float("nan") if kind == "loss" else 1.0, 1e30 if kind == "norm" else 1.0]
-        on_value, on_gradient = backend._constant(torch.tensor(factors))  # 1.0 alone is compiled in
+        on_value, on_gradient = backend.constant(torch.tensor(factors))  # 1.0 alone is compiled in
         F.cross_entropy = lambda *args: Spoil.apply(cross_entropy(*args), on_value, on_gradient)
         try:
-            return forward_backward(model, backend, done, micro_batches)
+            return forward_backward(model, objective, backend, done, micro_batches)
         finally:
             F.cross_entropy = cross_entropy
 

@@ -28,12 +28,12 @@ def main(argv: list[str]) -> int:
     clip, optimizer_step = GpuBackend._clip_grad_norm, GpuBackend.optimizer_step
     now = [0, ""]
 
-    def spoiled(model, backend, done, micro_batches):
+    def spoiled(model, objective, backend, done, micro_batches):
         now[:] = done + 1, BAD.get(done + 1, "")
         if now[1] == "loss" and not LEFT_OUT:
             F.cross_entropy = lambda *args: cross_entropy(*args) * float("nan")
         try:
-            return forward_backward(model, backend, done, micro_batches)
+            return forward_backward(model, objective, backend, done, micro_batches)
         finally:
             F.cross_entropy = cross_entropy
 

@@ -20,8 +20,8 @@ def main(argv: list[str]) -> int:
     first, last = map(int, numbers)
     forward_backward = step_module.forward_backward
 
-    def faulty(model, backend, done, micro_batches):
-        loss = forward_backward(model, backend, done, micro_batches)
+    def faulty(model, objective, backend, done, micro_batches):
+        loss = forward_backward(model, objective, backend, done, micro_batches)
         if not first <= done + 1 <= last:
             return loss * 1.0  # the same graph on XLA
         if kind == "hang":

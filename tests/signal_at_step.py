@@ -17,8 +17,8 @@ def main(argv: list[str]) -> int:
     assert os.getpgrp() == os.getpid()  # nobody else's processes are in the group
     forward_backward = step_module.forward_backward
 
-    def interrupted(model, backend, done, micro_batches):
-        loss = forward_backward(model, backend, done, micro_batches)
+    def interrupted(model, objective, backend, done, micro_batches):
+        loss = forward_backward(model, objective, backend, done, micro_batches)
         if backend.rank == int(rank) and done + 1 == int(step):
             for name in names:  # sent by another process, as loader processes can tell
                 subprocess.run(["kill", "-s", name, "--", f"-{os.getpid()}"], check=False)

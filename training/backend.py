@@ -87,6 +87,9 @@ class Backend(Protocol):
         """Copy this process's share of a global batch to the devices: ``image_rows`` of its images,
         and their labels."""
 
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
+        """Put a small tensor of the CPU whole on every device."""
+
     def begin_step(self, pass_index: int) -> None:
         """Seed dropout for this forward pass: from ``--seed`` and the pass's number since the start
         of training, whatever ran before."""

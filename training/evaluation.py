@@ -18,6 +18,7 @@ from data.sampler import PADDING
 from training.backend import Backend
 from training.checkpoints.content import Position
 from training.config import LogConfig
+from training.objective import Objective
 from training.prefetch import prefetch
 from training.session import Session
 
@@ -54,6 +55,7 @@ class _Totals:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
+    objective: Objective,
     loader: BatchLoader,
     backend: Backend,
     batches: int = 0,
@@ -69,7 +71,7 @@ def evaluate(
     stopped = False
     with contextlib.closing(prefetch(source, backend.put, loader.prefetch_depth)) as ready:
         for images, labels in ready:
-            logits = model(images).float()
+            logits = model(objective.normalize(images)).float()
             loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
             correct = (logits.argmax(dim=-1) == labels).sum()
             present = (labels != PADDING).sum()
@@ -97,6 +99,7 @@ class Evaluations:
     config: LogConfig
     session: Session
     model: nn.Module
+    objective: Objective
     loader: BatchLoader
     done: set[int]
     """The steps after which the run's folder has an evaluation."""
@@ -133,7 +136,9 @@ class Evaluations:
                     session.watchdog.alive()
                 return session.stop.due()
 
-            result = evaluate(self.model, self.loader, session.backend, batches, batch_done)
+            result = evaluate(
+                self.model, self.objective, self.loader, session.backend, batches, batch_done
+            )
         self._count += 1
         session.watchdog.alive()
         if result is None:

@@ -33,6 +33,8 @@ from training.fingerprint import check_alike
 from training.flag_rules import from_values
 from training.loaders import val_loader
 from training.mesh import Mesh
+from training.normalize import Normalize
+from training.objective import Objective
 from training.resolve import Run, model_of, resolve_model
 from training.start import choose_checkpoint
 from training.validation import (
@@ -135,6 +137,8 @@ def _predict_each(
     how = run.config.data.preprocessing
     channels, *size = run.model.sizes.input_shape
     transform = val_transform(how, tuple(size), channels)
+    device = next(model.parameters()).device
+    normalize = Normalize.of(run, lambda values: values.to(device))
     results: list[dict] = []
     broken: dict[Path, str] = {}
     hide = None if len(found.paths) >= _BAR_FROM else True  # None: shown on a terminal
@@ -147,7 +151,8 @@ def _predict_each(
             bar.update()
 
         for paths, batch in read_batches(found.paths, transform, _BATCH_SIZE, leave_out):
-            for path, top in zip(paths, _top_classes(model, batch, precision), strict=True):
+            images = normalize(batch.to(device))
+            for path, top in zip(paths, _top_classes(model, images, precision), strict=True):
                 if as_json:
                     likely = [{"class": names[i], "index": i, "probability": p} for i, p in top]
                     results.append({"image": str(path), "top5": likely})
@@ -175,10 +180,10 @@ def _top_classes(
     model: nn.Module, images: torch.Tensor, precision: str
 ) -> list[list[tuple[int, float]]]:
     """Return each image's likeliest classes and their probabilities, from the highest down."""
-    device = next(model.parameters()).device
+    device = images.device
     lower = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     with torch.autocast(device.type, dtype=lower, enabled=lower is not None):
-        logits = model(images.to(device))
+        logits = model(images)
     probabilities = logits.float().softmax(dim=-1)
     values, indices = probabilities.topk(min(_TOP, probabilities.shape[-1]))
     return [
@@ -234,7 +239,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
         load_state(backend, weights.path, with_optimizer=False)
     say(backend.describe())
     say("evaluating" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
-    result = evaluate(sharded, loader, backend)
+    result = evaluate(sharded, Objective(run, backend), loader, backend)
     assert result is not None  # nothing stops it
     left_out = _count_bad_images(loader.bad_images(), run.config.data.max_bad_images)
     if not result.images:

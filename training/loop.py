@@ -9,6 +9,7 @@ from torch import nn
 
 from training.checkpoints.content import Position
 from training.evaluation import Evaluations
+from training.objective import Objective
 from training.profiling import StepProfiler
 from training.resolve import Run
 from training.saving import Saves
@@ -27,6 +28,7 @@ class Trainer:
     run: Run
     session: Session
     model: nn.Module
+    objective: Objective
     batches: TrainBatches
     schedule: WarmupCosine
     log: StepLog
@@ -56,6 +58,7 @@ class Trainer:
                     ):
                         outcome = train_step(
                             self.model,
+                            self.objective,
                             session.backend,
                             at.step,
                             micro_batches,

@@ -6,11 +6,11 @@ import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from data.loader import Batch
 from training.backend import Backend
+from training.objective import Objective
 from training.resolve import Run
 
 
@@ -44,13 +44,17 @@ def put_micro_batches(backend: Backend, batch: Batch, count: int) -> list[Batch]
 
 
 def forward_backward(
-    model: nn.Module, backend: Backend, step: int, micro_batches: list[Batch]
+    model: nn.Module,
+    objective: Objective,
+    backend: Backend,
+    step: int,
+    micro_batches: list[Batch],
 ) -> torch.Tensor:
     """Leave the gradients of the mean loss over all micro-batches; return that loss."""
     count, losses = len(micro_batches), []
     for index, (images, labels) in enumerate(micro_batches):
         backend.begin_step(step * count + index)
-        loss = F.cross_entropy(model(images).float(), labels) / count
+        loss = objective.loss(model(objective.normalize(images)), labels) / count
         losses.append(loss.detach())
         backend.backward(loss, is_last=index == count - 1)
     return backend.mean(sum(losses[1:], start=losses[0]))
@@ -58,6 +62,7 @@ def forward_backward(
 
 def train_step(
     model: nn.Module,
+    objective: Objective,
     backend: Backend,
     step: int,
     micro_batches: list[Batch],
@@ -66,5 +71,5 @@ def train_step(
     max_norm: float,
 ) -> Outcome:
     """Update the weights once; ``step`` is the number of updates before."""
-    loss = forward_backward(model, backend, step, micro_batches)
+    loss = forward_backward(model, objective, backend, step, micro_batches)
     return Outcome(loss, *backend.optimizer_step(lr, max_norm, loss))

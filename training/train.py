@@ -30,6 +30,7 @@ from training.fingerprint import check_alike, versions
 from training.loaders import train_loader, val_loader
 from training.loop import Trainer
 from training.metrics import METRICS_FILE, evaluations, read_metrics
+from training.objective import Objective
 from training.processes import failing_together
 from training.profiling import PROFILE_DIR, StepProfiler
 from training.reports import Reports
@@ -128,6 +129,7 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
             for note in start.notes:
                 session.reports.say(note)
             model = _place(plan, run, session, start, position)
+            objective = Objective(run, backend)
             batches = TrainBatches(loader, backend, data.batch_size, data.grad_accum_steps)
             images = val_loader(plan.data, backend, data.pass_size)
             log = run.config.log
@@ -135,11 +137,14 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
                 run,
                 session,
                 model,
+                objective,
                 batches,
                 _schedule(run, len(loader)),
                 StepLog(log, session, batches),
                 Saves(run.config.checkpoints, session, saver, so_far.best_step),
-                Evaluations(log, session, model, images, so_far.evaluated, so_far.best_top1),
+                Evaluations(
+                    log, session, model, objective, images, so_far.evaluated, so_far.best_top1
+                ),
                 StepProfiler(log.profile, run.ckpt_dir / PROFILE_DIR, processes.rank()),
             )
             with session.stop:

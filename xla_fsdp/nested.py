@@ -103,7 +103,7 @@ class NestedBackend(XlaBackend):
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
-    def _constant(self, values: torch.Tensor) -> torch.Tensor:
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device)
 
     def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,7 @@ class SpmdBackend(XlaBackend):
                 blocks,
                 adapt=self._adapt,
                 stack=self._stacked_zeros,
-                constant=self._constant,
+                constant=self.constant,
                 mark_tokens=self._mark_tokens,
                 gather=self._gather,
                 bf16=self._sharding.precision == "bf16",
@@ -321,7 +321,7 @@ class SpmdBackend(XlaBackend):
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self._new_state(parameter.shape, self._specs[parameter], dtype)
 
-    def _constant(self, values: torch.Tensor) -> torch.Tensor:
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
         # Marked, because results of a step are: an unmarked one would compile anew.
         return self._mark_replicated(values.to(self._device))
 
@@ -385,7 +385,7 @@ class SpmdBackend(XlaBackend):
         sharded = [each for each in saved if isinstance(each, ShardedTensor)]
         if not sharded:  # on one device, or replicated
             values = torch.stack(saved) if stacked else saved[0]
-            replicated = self._constant(values)
+            replicated = self.constant(values)
             with torch.no_grad():  # (torch_xla's _replace_xla_tensor is undone by the next sync)
                 tensor.copy_(replicated)
             return

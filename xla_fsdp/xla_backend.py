@@ -90,7 +90,7 @@ class XlaBackend(abc.ABC):
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
     @abc.abstractmethod
-    def _constant(self, values: torch.Tensor) -> torch.Tensor:
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
         """Put a small tensor whole on every device."""
 
     @abc.abstractmethod
@@ -115,7 +115,7 @@ class XlaBackend(abc.ABC):
         """Put back what ``_to_host`` gave, after new values were read into it."""
 
     def _scalar(self, value: float) -> torch.Tensor:
-        return self._constant(torch.tensor(value))
+        return self.constant(torch.tensor(value))
 
     # -- model and optimizer ----------------------------------------------------------
 
@@ -126,7 +126,7 @@ class XlaBackend(abc.ABC):
         for name, unit in units:
             initialize(unit, name)
             if unit is model or not self._scans:
-                fill_buffers(unit, self._constant)
+                fill_buffers(unit, self.constant)
             if unit is model:
                 self._model = self._shard_root(model)
                 if self._sharding.precision == "bf16":
@@ -153,8 +153,8 @@ class XlaBackend(abc.ABC):
             eps=eps,
             weight_decay=weight_decay,
         )
-        self._rounding_keys = self._constant(self._keys()) if self._rounds_moments else None
-        self._skipped = self._constant(no_counts())
+        self._rounding_keys = self.constant(self._keys()) if self._rounds_moments else None
+        self._skipped = self.constant(no_counts())
         # Views of a tensor that was never written to are stored apart where the graph breaks:
         # without this, the first step's graph would differ from all later ones.
         with torch.no_grad():

@@ -28,6 +28,8 @@ def _generator(*what: object) -> torch.Generator:
 class _Images(WholeImages):
     """Noise, another one for each index, with labels that go round."""
 
+    dtype = torch.float32
+
     def __init__(self, length: int, shape: tuple[int, ...], classes: int, seed: int) -> None:
         self._length, self._shape, self._classes, self._seed = length, shape, classes, seed
 

@@ -12,6 +12,7 @@ from torch import nn
 from data.loader import Batch
 from training import processes
 from training.backend import Backend
+from training.objective import Objective
 from training.resolve import Run
 from training.self_check.compare import Tolerances, apart, distance
 from training.self_check.content import UPDATES, batches
@@ -39,6 +40,7 @@ class Devices:
     norms: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.objective = Objective(self.run, self.backend)
         # The one after the last update is for going on from a checkpoint.
         self.batches = [
             put_micro_batches(self.backend, batch, self.run.config.data.grad_accum_steps)
@@ -52,6 +54,7 @@ class Devices:
             batch = self.batches[number - 1]
             loss, norm, _ = train_step(
                 self.model,
+                self.objective,
                 self.backend,
                 number - 1,
                 batch,

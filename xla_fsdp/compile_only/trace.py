@@ -12,6 +12,7 @@ import os
 
 import torch
 
+from training.objective import Objective
 from training.step import forward_backward, put_micro_batches, shard_and_optimize
 from xla_fsdp.compile_only.graphs import Step
 from xla_fsdp.resolve_xla import XlaRun
@@ -55,11 +56,14 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
     data, optimizer = run.config.data, run.config.optimizer
     share = data.batch_size // backend.world_size
     shape = (share, *run.model.sizes.input_shape)
-    batch = torch.empty(shape, device="meta"), torch.empty(share, dtype=torch.int64, device="meta")
+    dtype = getattr(torch, data.image_dtype(len(shape) - 2))
+    images = torch.empty(shape, dtype=dtype, device="meta")
+    batch = images, torch.empty(share, dtype=torch.int64, device="meta")
+    objective = Objective(run, backend)
     backend.start_recording()
     micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)
     with backend.recorder.seeing_saved_tensors(), inside(LOSS, "forward"):
-        loss = forward_backward(sharded, backend, 0, micro_batches)
+        loss = forward_backward(sharded, objective, backend, 0, micro_batches)
     with inside(OPTIMIZER, "update"):
         outcome = backend.optimizer_step(optimizer.lr, optimizer.clip_grad_norm, loss)
     del loss, outcome  # until here they live, and so are results

@@ -78,7 +78,7 @@ class TracingSpmdBackend(TracingBackend, SpmdBackend):
         zeros = torch.zeros(values.shape, dtype=values.dtype, device=self._device)
         return self._mark(zeros, spec)
 
-    def _constant(self, values: torch.Tensor) -> torch.Tensor:
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device)  # small: real data, unmarked and so replicated
 
     def _lay_out(self, batch: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,103 @@
+"""Decoding and crops: against Pillow's pixels and torchvision's transforms, on photographs."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torchvision.transforms import v2
+
+from data.config import DataConfig
+from data.decode import open_image
+from data.errors import BrokenImageError
+from data.transforms import TrainTransform, seeded
+
+PHOTOGRAPHS = load_sample_images().images  # 427 x 640
+SIZE = (64, 80)
+GUARD = 2.0  # of 255, mean absolute difference
+
+
+def jpeg(pixels, **options):
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(options.pop("mode", "RGB")).save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+def as_pillow(encoded):
+    return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quality": 60},
+        {"quality": 95, "subsampling": 0},
+        {"progressive": True},
+        {"mode": "L"},
+        {"mode": "CMYK"},
+        {"keep_rgb": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sides", [(427, 640), (9, 7), (1, 1)])
+def test_pixels_are_pillows(options, sides):
+    encoded = jpeg(PHOTOGRAPHS[0][: sides[0], : sides[1]], **options)
+    image = open_image(encoded)
+    assert image.size == sides
+    assert np.array_equal(image.pixels(), as_pillow(encoded))
+    for shrink in image.shrinks:
+        height, width = (-(-side // shrink) for side in sides)
+        assert image.pixels(shrink).shape == (height, width, 3)
+
+
+def test_a_jpeg_that_is_cut_off_is_broken():
+    encoded = jpeg(PHOTOGRAPHS[0])
+    for length in (3, 30, 700, len(encoded) // 2, len(encoded) - 30):
+        with pytest.raises(BrokenImageError):
+            open_image(encoded[:length]).pixels()
+        with pytest.raises(BrokenImageError):
+            open_image(encoded[:length]).pixels(2)
+    with pytest.raises(BrokenImageError, match="no image of a known format"):
+        open_image(b"")
+    with pytest.raises(BrokenImageError, match="1 x 1001 pixels are a line"):
+        open_image(jpeg(np.zeros((1001, 1, 3), np.uint8)))
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos"])
+@pytest.mark.parametrize("larger", [1, 3])
+def test_crops_are_torchvisions(interpolation, larger, monkeypatch):
+    """Also where images are decoded at a fraction of their size: for crops of whole pixels there,
+    which are those that are made."""
+    drawn = v2.RandomResizedCrop.make_params
+
+    def of_eights(self, images):
+        return {name: side // 8 * 8 for name, side in drawn(self, images).items()}
+
+    monkeypatch.setattr(v2.RandomResizedCrop, "make_params", of_eights)
+    config, mode = DataConfig(interpolation=interpolation), v2.InterpolationMode(interpolation)
+    ours = TrainTransform(config, SIZE, 3)
+    theirs = v2.Compose(
+        [
+            v2.RandomResizedCrop(SIZE, config.scale, config.ratio, mode),
+            v2.RandomHorizontalFlip(config.hflip),
+            v2.PILToTensor(),
+        ]
+    )
+    off = []
+    for index in range(24):
+        picture = Image.fromarray(PHOTOGRAPHS[index % 2])
+        picture = picture.resize((640 * larger, 427 * larger), Image.Resampling.BICUBIC)
+        encoded = jpeg(np.asarray(picture), quality=90)
+        made = seeded(ours, open_image(encoded), 0, 1, index)
+        expected = seeded(theirs, Image.fromarray(as_pillow(encoded)), 0, 1, index)
+        assert made.dtype == torch.uint8
+        assert made.shape == expected.shape == (3, *SIZE)
+        off.append((made.float() - expected.float()).abs().mean().item())
+    assert max(off) < GUARD, off
+
+
+def test_grey_images_for_a_grey_model():
+    made = seeded(TrainTransform(DataConfig(), SIZE, 1), open_image(jpeg(PHOTOGRAPHS[0])), 0, 0, 0)
+    assert (made.shape, made.dtype) == ((1, *SIZE), torch.uint8)
