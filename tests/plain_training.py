@@ -16,6 +16,7 @@ from data.share import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.filled import filled
+from tests.normalized import normalized
 from tests.plain_checkpoint import tiny_timm_model
 from tests.resolved import on_xla
 from training.validation import wanted_images
@@ -44,7 +45,7 @@ def main() -> None:
         )
         for group in optimizer.param_groups:
             group["lr"] = how.lr * ratio
-        loss = F.cross_entropy(model(images), labels)
+        loss = F.cross_entropy(model(normalized(images, run)), labels)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         losses.append(loss.item())
@@ -56,7 +57,7 @@ def main() -> None:
     with torch.no_grad():
         for images, labels in val_loader.epoch(0):
             images, labels = images[labels >= 0], labels[labels >= 0]
-            logits = model(images)
+            logits = model(normalized(images, run))
             loss_sum += F.cross_entropy(logits, labels, reduction="sum").item()
             correct += (logits.argmax(1) == labels).sum().item()
             count += len(labels)

@@ -81,7 +81,7 @@ def test_figures(name, chips, request):
     parameters = sum(parameter_sizes())
     assert found["parameters"] == parameters
     assert found["chips"] == found["devices"] == chips
-    images = BATCH * 3 * SIDE**2 * 4
+    images = BATCH * 3 * SIDE**2  # bytes
     expected = (12 * parameters + images) / chips  # fp32 values, AdamW's two, all of it sharded
     assert found["argument_bytes"] == pytest.approx(expected, rel=0.02)
     assert found["state_bytes"] == pytest.approx(12 * parameters / chips, rel=0.02)
@@ -129,7 +129,7 @@ def test_nested():
     """A process a chip: the same state and work as SPMD, weights gathered, gradients scattered."""
     nested = compile_for("v5p:2x2x1", "--xla_fsdp", "nested", *SMALL)
     parameters = sum(parameter_sizes(depth=1))
-    images = 32 * 3 * SIDE**2 * 4
+    images = 32 * 3 * SIDE**2
     assert "nested FSDP (ZeRO-3)" in nested["sharding"]
     assert nested["fits"]
     assert nested["graphs"] == 1
@@ -151,7 +151,7 @@ def test_mesh_of_three_axes():
     assert "mesh dcn 2 x fsdp 2 x tensor 2" in found["sharding"]
     assert (found["slices"], found["chips"]) == (2, 8)
     parameters = sum(parameter_sizes(depth=1))
-    images = 32 * 3 * SIDE**2 * 4
+    images = 32 * 3 * SIDE**2
     assert found["argument_bytes"] == pytest.approx((12 * parameters + images) / 4, rel=0.03)
     assert found["state_bytes"] == pytest.approx(12 * parameters / 4, rel=0.02)
     # Between slices go gradients, of each device its quarter: bf16 as the blocks' products are.
@@ -166,7 +166,7 @@ def test_accumulation(v5p):
     """Two micro-batches: a graph that leaves gradients, and one that adds to them and steps."""
     found = compile_for("v5p:2x2x1", "--grad_accum_steps", "2")
     parameters = sum(parameter_sizes())
-    images = BATCH * 3 * SIDE**2 * 4
+    images = BATCH * 3 * SIDE**2  # bytes
     assert found["fits"]
     assert (found["graphs"], found["distinct_graphs"]) == (2, 2)
     assert found["flops_per_chip"] == pytest.approx(v5p["flops_per_chip"], rel=0.001)
@@ -189,7 +189,7 @@ def test_broken_graph():
     # images, and tokens: what the first block was given, and the gradient of what it gave.
     parameters, gradients = parameter_sizes(depth=2), parameter_sizes(depth=1)[:-7]
     gradients += [WIDTH, WIDTH, CLASSES * WIDTH, CLASSES]
-    expected = 12 * sum(parameters) + 4 * sum(gradients) + 4 * 32 * SIDE**2 * 3
+    expected = 12 * sum(parameters) + 4 * sum(gradients) + 32 * SIDE**2 * 3
     expected += 2 * 4 * 32 * TOKENS * WIDTH
     assert found["argument_bytes"] == pytest.approx(expected / 4, rel=0.02)
 

@@ -15,6 +15,7 @@ from data.source import open_data
 from models.config import VitConfig
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, train_tiny, train_tiny_gpu
 from tests.filled import filled
+from tests.normalized import normalized
 from tests.option_cases import DROPOUT, FORMS, HOW, MODEL, allowed, pairwise
 from tests.resolved import on_xla
 from training.validation import wanted_images
@@ -51,7 +52,7 @@ def plain(case):
     losses, norms = [], []
     for _, (images, labels) in zip(range(STEPS), loader.epoch(0), strict=False):
         with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in case["precision"]):
-            logits = model(images)
+            logits = model(normalized(images, run))
         loss = F.cross_entropy(logits.float(), labels)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())

@@ -14,6 +14,7 @@ from data.share import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_RUN, run_program, train_tiny, train_tiny_gpu
 from tests.filled import filled
+from tests.normalized import normalized
 from tests.plain_checkpoint import convert
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
@@ -69,7 +70,7 @@ def plain(family, precision):
     losses = []
     for images, labels in itertools.islice(loader.epoch(0), STEPS):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            logits = model(images)
+            logits = model(normalized(images, run))
         loss = F.cross_entropy(logits.float(), labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

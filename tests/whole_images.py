@@ -15,6 +15,7 @@ from data.share import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_RUN, Result
 from tests.filled import filled
+from tests.normalized import normalized
 from tests.plain_checkpoint import convert
 from tests.resolved import on_gpus
 from training.resolve import Run
@@ -56,7 +57,7 @@ def train_whole(*flags: str) -> Training:
         part = (step - how.warmup_steps) / (total - how.warmup_steps)
         ratio = step / how.warmup_steps if part < 0 else 0.5 * (1 + math.cos(math.pi * part))
         optimizer.param_groups[0]["lr"] = how.lr * ratio
-        loss = F.cross_entropy(model(pixels), labels)
+        loss = F.cross_entropy(model(normalized(pixels, run)), labels)
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm).item())
         losses.append(loss.item())
@@ -73,7 +74,7 @@ def _val_loss(run: Run, model: nn.Module) -> float:
     total = count = 0.0
     for pixels, labels in itertools.islice(loader.epoch(0), run.config.log.eval_batches or None):
         pixels, labels = pixels[labels >= 0], labels[labels >= 0]
-        total += F.cross_entropy(model(pixels), labels, reduction="sum").item()
+        total += F.cross_entropy(model(normalized(pixels, run)), labels, reduction="sum").item()
         count += len(labels)
     return total / count
 
