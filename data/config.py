@@ -38,9 +38,10 @@ class DataConfig:
         metavar="FILE",
         needs=("data_source=volumes",),
     )
-    num_workers: int = flag(
-        4,
-        "loader processes per training process; 0: load in it, between steps",
+    num_workers: int | None = flag(
+        None,
+        "loader processes per training process; 0: load in it, between steps (default: one a core "
+        "of the host but for one a training process, at most 32 each)",
         kind=bounded(int, 0, 1024),
         common=True,
     )

@@ -61,7 +61,7 @@ class FakeLoader:
     label -1, as the folder loader does for evaluation; without, it is dropped.
     """
 
-    prefetch_depth = 0
+    prefetch_depth = workers = 0
 
     def __init__(
         self,

@@ -21,6 +21,8 @@ class Share:
     loads: bool = True
     """Whether the images are read here. Where not, other processes hand them over: the batches
     hold no images and no labels, and there are as many of them."""
+    of_host: int = 1
+    """How many processes there are on this host, which share its cores."""
 
     def shape_of(self, batch_size: int, image_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the images that are loaded of a global batch of ``batch_size``."""

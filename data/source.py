@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import Dataset
 
 from data.config import DataConfig
+from data.dataset_loader import DatasetLoader, workers_of_host
 from data.errors import DataFolderError, printable
-from data.loader import BatchLoader, DatasetLoader, EmptyLoader, Sample
+from data.loader import BatchLoader, EmptyLoader, Sample
 from data.registry import OPENED_BY
 from data.sampler import GlobalBatchSampler
 from data.share import Share
@@ -147,6 +148,8 @@ class SplitSource:
             shape = share.shape_of(batch_size, self._wanted.shape)
             return EmptyLoader(len(sampler), shape, split.dtype)
         workers = self._wanted.config.num_workers
+        if workers is None:
+            workers = workers_of_host(share.of_host)
         dataset: Dataset = split if share.rows is None else split.of_rows(share.rows)
         return DatasetLoader(dataset, sampler, workers if shuffle else min(workers, len(sampler)))
 

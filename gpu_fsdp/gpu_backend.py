@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -154,10 +155,11 @@ class GpuBackend(abc.ABC):
     def loader(
         self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
+        of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if self._run.mesh.domain == 1:
-            return open_share(Share(self.rank, self.world_size))
+            return open_share(Share(self.rank, self.world_size, of_host=of_host))
         if reads_rows:
-            return open_share(Share(self.rank, self.world_size, self.image_rows))
+            return open_share(Share(self.rank, self.world_size, self.image_rows, of_host=of_host))
         of_part = images // self.world_size
         sources = math.gcd(self._run.mesh.domain, of_part)
         places, index = self._places_of_part()
@@ -165,6 +167,7 @@ class GpuBackend(abc.ABC):
             self.rank * sources + min(index, sources - 1),
             self.world_size * sources,
             loads=index < sources,
+            of_host=of_host,
         )
         rows = [self._rows(place) for place in places]
         group, each = self._group_of_hosts(), of_part // sources

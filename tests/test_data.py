@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 from itertools import chain
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch
 import torchvision.transforms as T
 from PIL import Image
 from sklearn.datasets import load_digits
+from torch.utils.data import Dataset
 
 from data.config import DataConfig
+from data.dataset_loader import DatasetLoader, workers_of_host
 from data.digits import main, write_digits
 from data.errors import DataFolderError
 from data.folder_index import check_folder, index_split
@@ -233,7 +236,7 @@ def test_a_process_that_loads_nothing(source, digits, monkeypatch):
     """Its batches are empty, as many as another's, and no image is looked at."""
     config = arguments(digits, data_source=source, batch_size=200, num_workers=2)
     wholes = loaders(config)
-    monkeypatch.setattr("data.loader.DataLoader.__iter__", None)
+    monkeypatch.setattr("data.dataset_loader.DataLoader.__iter__", None)
     without = loaders(config, Share(1, 2, rows=range(4, 8), loads=False))
     for whole, empty in zip(wholes, without, strict=True):
         batches = list(empty.epoch(2, 1))
@@ -255,3 +258,51 @@ def test_images_need_not_be_square(digits):
     source = open_data(Wanted(config, 3, (24, 16), 10, 3))
     for loader in (source.train_loader(100, EVERYTHING), source.val_loader(100, EVERYTHING)):
         assert next(loader.epoch(0))[0].shape == (100, 3, 24, 16)
+
+
+class Fragile(Dataset):
+    """Gives each index as its own image; the first process to read a fatal one is killed there."""
+
+    def __init__(self, folder, fatal):
+        self.folder, self.fatal = folder, fatal
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, key):
+        _, index = key
+        mark = self.folder / str(index)
+        if index in self.fatal and not (mark.exists() and self.fatal[index] == "once"):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((1, 1, 1), index, dtype=torch.uint8), index, []
+
+
+def fragile_epoch(folder, fatal, share, workers, first=0):
+    sampler = GlobalBatchSampler(40, 2 * share, shuffle=True, rank=1, world_size=2)
+    loader = DatasetLoader(Fragile(folder, fatal), sampler, workers)
+    return [labels.tolist() for _, labels in loader.epoch(3, first)]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_lost_loader_processes_are_replaced(workers, tmp_path, capfd):
+    """And no image is lost, nor read twice, whatever the parts of batches are."""
+    expected = fragile_epoch(tmp_path, {}, 10, 0)
+    read = [index for batch in expected for index in batch]
+    fatal = dict.fromkeys((read[3], read[17]), "once")
+    assert fragile_epoch(tmp_path, fatal, 10, workers) == expected
+    told = capfd.readouterr().err.count(f"was lost, all {workers} are started anew")
+    assert told in ((2,) if workers == 1 else (1, 2))  # two may be lost at the same time
+    assert fragile_epoch(tmp_path, {}, 10, workers, first=1) == expected[1:]
+
+
+def test_loader_processes_that_are_always_lost_end_the_run(tmp_path):
+    index = fragile_epoch(tmp_path, {}, 4, 0)[0][0]
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        fragile_epoch(tmp_path, {index: "always"}, 4, 1)
+
+
+def test_workers_of_a_host(monkeypatch):
+    for cores, processes, expected in ((2, 1, 1), (1, 1, 1), (2, 4, 1), (224, 1, 32), (96, 8, 11)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert workers_of_host(processes) == expected

@@ -22,7 +22,7 @@ FLAGS_OF_40B0636 = [
     ("--max_steps", "max_steps", None, "7"),
     ("--data_dir", "data_dir", "/datasets/imagenet-1k", "x"),
     ("--fake_data", "fake_data", False, ""),
-    ("--num_workers", "num_workers", 4, "7"),
+    ("--num_workers", "num_workers", None, "7"),
     ("--batch_size", "batch_size", 1024, "7"),
     ("--grad_accum_steps", "grad_accum_steps", 1, "7"),
     ("--scale", "scale", (0.08, 1.0), "0.25 0.5"),

@@ -129,6 +129,8 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
             for note in start.notes:
                 session.reports.say(note)
             model = _place(plan, run, session, start, position)
+            if loader.workers:
+                session.reports.say(f"loader processes of each training process: {loader.workers}")
             objective = Objective(run, backend)
             batches = TrainBatches(loader, backend, data.batch_size, data.grad_accum_steps)
             images = val_loader(plan.data, backend, data.pass_size)

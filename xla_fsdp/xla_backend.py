@@ -174,7 +174,10 @@ class XlaBackend(abc.ABC):
     ) -> BatchLoader:
         rows = self.image_rows
         is_whole = len(rows) == self._run.model.sizes.input_shape[1]
-        return open_share(Share(self.rank, self.world_size, None if is_whole else rows))
+        of_host = xr.local_process_count()
+        return open_share(
+            Share(self.rank, self.world_size, None if is_whole else rows, of_host=of_host)
+        )
 
     def begin_step(self, pass_index: int) -> None:
         # torch_xla moves its random state on at each execution, and moves it otherwise with

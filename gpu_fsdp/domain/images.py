@@ -31,6 +31,10 @@ class SharedImages:
     """None: threads that are ahead of the step would end at different batches, and wait for ever.
     Workers decode ahead all the same."""
 
+    @property
+    def workers(self) -> int:
+        return self.loader.workers
+
     def __len__(self) -> int:
         return len(self.loader)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 
@@ -59,15 +60,15 @@ def check_decoding(run: Run, data: DataSource, backend: Backend, table: Table) -
     if not data.decodes:
         table.line(None, "data", "not read: --fake_data")
         return
-    workers = run.config.data.num_workers
-    found = _measure(workers, data, backend)
-    speeds = processes.gather(found if isinstance(found, float) else str(found))
-    problem = next((each for each in speeds if isinstance(each, str)), None)
+    found = _measure(data)
+    all_found = processes.gather(str(found) if isinstance(found, DataFolderError) else found)
+    problem = next((each for each in all_found if isinstance(each, str)), None)
     if problem:
         table.line(False, "data", problem)
         return
-    speed = sum(speeds)
-    text = f"{speed:,.0f} images/s decoded by {len(speeds)} x {workers} workers"
+    speed = sum(each for each, _ in all_found)
+    workers = all_found[0][1]
+    text = f"{speed:,.0f} images/s decoded by {len(all_found)} x {workers} workers"
     peak = backend.peak_flops()
     if peak is None:
         table.line(None, "data", f"{text}; the peak of these devices is not known")
@@ -77,16 +78,18 @@ def check_decoding(run: Run, data: DataSource, backend: Backend, table: Table) -
     table.line(speed >= needed, "data", text)
 
 
-def _measure(workers: int, data: DataSource, backend: Backend) -> float | DataFolderError:
-    """Images a second of this process, all of them reading at once, from the first batch on."""
+def _measure(data: DataSource) -> tuple[float, int] | DataFolderError:
+    """Return the images a second of this process, all of them reading at once, from the first batch
+    on, and its loader processes."""
     share = min(_SHARE, data.train_length // processes.count())
-    mine = Share(processes.rank(), processes.count())
+    of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    mine = Share(processes.rank(), processes.count(), of_host=of_host)
     loader = data.train_loader(share * processes.count(), mine)
     images, epoch = 0, 0
     began = end = 0.0
     try:
         # Each worker has batches of its own under way: what is ready at the start is not counted.
-        left = 2 * max(1, workers)
+        left = 2 * max(1, loader.workers)
         while not began or time.perf_counter() < began + _SECONDS:
             for loaded, _ in loader.epoch(epoch):
                 end = time.perf_counter()
@@ -100,4 +103,4 @@ def _measure(workers: int, data: DataSource, backend: Backend) -> float | DataFo
             epoch += 1
     except DataFolderError as error:
         return error
-    return images / (end - began)
+    return images / (end - began), loader.workers
