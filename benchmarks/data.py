@@ -1,0 +1,311 @@
+"""Time the input: images a second and core, beside torchvision's ImageFolder in the same run.
+
+    python benchmarks/data.py --repeats 5
+    python benchmarks/data.py --decoders       # which library decodes fastest
+    python benchmarks/data.py --cores          # cores that a host needs for each model and slice
+
+The images are JPEGs of 500 x 375 pixels, made of scikit-learn's two photographs: other parts of
+them, mirrored, lighter and darker. Both loaders read them by processes of their own, shuffled, with
+the classic transforms: random resized crop to 224 pixels, bicubic, and a flip; torchvision's also
+makes fp32 of them and normalises, which the program does on the devices. They run in turn. "A core"
+means a second of CPU time of all loader processes and of the one that takes the batches: so other
+programs on the machine change little. Medians of the repeats, and the ratio's lowest and highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageEnhance
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import ROOT, commit
+from benchmarks.compiled import CODE_THAT_IS_COMPILED, kept_report
+
+SIZE = 224
+CLASSES = 8
+CORE_TABLE = {  # model: flags, and by slice the batch and the chips of a host
+    "vit_base_patch16_224": ("--batch_size 2048", ("v5e:2x4", "v6e:2x4")),
+    "vit_large_patch16_224": ("--batch_size 1024", ("v5e:2x4", "v6e:2x4")),
+    "vit_huge_patch14_224": ("--batch_size 1024", ("v5e:4x4", "v5p:2x2x4")),
+    "vit_10b": ("--batch_size 1024", ("v5e:8x8", "v5p:4x4x8", "v6e:16x16")),
+}
+VCPUS = {"v5e": 28, "v5p": 52, "v6e": 45}
+"""Of a host by chip, a core has two: Google Cloud's ct5lp-hightpu-4t (112), ct5p-hightpu-4t (208)
+and ct6e-standard-4t (180); ct5lp-hightpu-8t has 224, ct6e-standard-8t 180."""
+_ONE_HOST = 8  # chips: a slice of so many is one host; hosts of larger ones have 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=int, default=512, help="that are made (default: 512)")
+    parser.add_argument("--batch_size", type=int, default=64, help="(default: 64)")
+    parser.add_argument("--workers", type=int, default=1, help="loader processes (default: 1)")
+    parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
+    parser.add_argument("--seconds", type=float, default=6, help="of each measurement (default: 6)")
+    parser.add_argument("--decoders", action="store_true", help="time decoding alone, by library")
+    parser.add_argument("--cores", action="store_true", help="compile steps; cores that they need")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        size = make_images(Path(folder), args.images)
+        print(
+            f"commit {commit()}, Python {platform.python_version()}, {os.cpu_count()} cores; "
+            f"{args.images} JPEGs of {size / 1e3:.0f} KB, batches of {args.batch_size}, "
+            f"{args.workers} loader process(es)"
+        )
+        found: dict[str, Any] = {"decoders": time_decoders(Path(folder))} if args.decoders else {}
+        found["loaders"] = time_loaders(Path(folder), args)
+    if args.cores:
+        found["cores"] = cores_needed(found["loaders"]["program"]["images_per_cpu_s"])
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def make_images(root: Path, count: int) -> float:
+    """Write an image folder; return the mean size of a file in bytes."""
+    from sklearn.datasets import load_sample_images
+
+    photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    random, sizes = np.random.default_rng(0), []
+    for index in range(count):
+        photograph = photographs[index % len(photographs)]
+        height = int(random.integers(300, photograph.height + 1))
+        width = height * 4 // 3
+        left, top = (
+            int(random.integers(0, most + 1))
+            for most in (photograph.width - width, photograph.height - height)
+        )
+        part = photograph.resize(
+            (500, 375), Image.Resampling.BICUBIC, (left, top, left + width, top + height)
+        )
+        part = ImageEnhance.Brightness(part).enhance(random.uniform(0.7, 1.3))
+        if random.random() < 0.5:
+            part = part.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        for split in ("train", "val") if index < CLASSES else ("train",):
+            path = root / split / str(index % CLASSES) / f"{index:05}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.save(path, quality=95)
+        sizes.append(path.stat().st_size)
+    return statistics.mean(sizes)
+
+
+# -- decoders --------------------------------------------------------------------------
+
+
+def time_decoders(root: Path) -> dict[str, float]:
+    """Print and return the images a CPU second that each library decodes, whole, to RGB."""
+    blobs = [path.read_bytes() for path in sorted(root.glob("train/0/*.jpg"))]
+    paces: dict[str, list[float]] = {}
+    for _ in range(5):
+        for name, decode in decoders().items():
+            began = time.process_time()
+            for blob in blobs:
+                decode(blob)
+            paces.setdefault(name, []).append(len(blobs) / (time.process_time() - began))
+    found = {name: statistics.median(each) for name, each in paces.items()}
+    for name, pace in sorted(found.items(), key=lambda each: -each[1]):
+        print(f"  {name:<24} {pace:7.0f} images/s decoded, one thread")
+    return found
+
+
+def decoders() -> dict[str, Callable[[bytes], Any]]:
+    """Return functions that decode a JPEG, of the libraries that are installed."""
+    import torch
+
+    torch.set_num_threads(1)
+    makers = (_simplejpeg, _opencv, _torchvision, _kornia, _turbojpeg, _pillow)
+    found: dict[str, Callable[[bytes], Any]] = {}
+    for maker in makers:
+        try:
+            found |= maker()
+        except Exception as error:  # noqa: BLE001 - not installed, or without what it needs
+            print(f"  {maker.__name__[1:]} left out: {str(error).splitlines()[0]}")
+    return found
+
+
+def _simplejpeg() -> dict[str, Callable[[bytes], Any]]:
+    import simplejpeg
+
+    return {"simplejpeg": lambda blob: simplejpeg.decode_jpeg(blob, "RGB")}
+
+
+def _opencv() -> dict[str, Callable[[bytes], Any]]:
+    import cv2
+
+    cv2.setNumThreads(1)
+    flag = cv2.IMREAD_COLOR_RGB
+    return {"OpenCV": lambda blob: cv2.imdecode(np.frombuffer(blob, np.uint8), flag)}
+
+
+def _torchvision() -> dict[str, Callable[[bytes], Any]]:
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    def decode(blob: bytes) -> Any:
+        return decode_jpeg(torch.frombuffer(bytearray(blob), dtype=torch.uint8), ImageReadMode.RGB)
+
+    return {"torchvision": decode}
+
+
+def _kornia() -> dict[str, Callable[[bytes], Any]]:
+    from kornia_rs.io import decode_image_jpeg
+
+    return {"kornia-rs": decode_image_jpeg}
+
+
+def _turbojpeg() -> dict[str, Callable[[bytes], Any]]:
+    from turbojpeg import TJPF_RGB, TurboJPEG
+
+    jpeg = TurboJPEG()
+    return {"PyTurboJPEG": lambda blob: jpeg.decode(blob, pixel_format=TJPF_RGB)}
+
+
+def _pillow() -> dict[str, Callable[[bytes], Any]]:
+    return {"Pillow": lambda blob: np.asarray(Image.open(io.BytesIO(blob)).convert("RGB"))}
+
+
+# -- loaders ---------------------------------------------------------------------------
+
+
+def time_loaders(root: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Print and return the pace of each loader, and how far the program's is ahead."""
+    opened = {"torchvision": torchvisions, "program": programs}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in opened}
+    for _ in tqdm(range(args.repeats), unit="repeat", leave=False):
+        for name, open_loader in opened.items():
+            loader = open_loader(root, args.batch_size, args.workers)
+            found[name].append(pace_of(loader, args.seconds))
+    table: dict[str, dict[str, float]] = {}
+    for name, paces in found.items():
+        cpu, wall = (statistics.median(each) for each in zip(*paces, strict=True))
+        table[name] = {"images_per_cpu_s": cpu, "images_per_s": wall}
+        print(f"  {name:<12} {cpu:6.0f} images/s a core, {wall:6.0f} images/s in all")
+    pairs = zip(found["program"], found["torchvision"], strict=True)
+    ratios = [ours[0] / theirs[0] for ours, theirs in pairs]
+    ratio = statistics.median(ratios)
+    print(f"  ratio a core {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    table["ratio"] = {"median": ratio, "lowest": min(ratios), "highest": max(ratios)}
+    return table
+
+
+def torchvisions(root: Path, batch_size: int, workers: int) -> Iterator[int]:
+    """Yield the lengths of torchvision's batches, without end."""
+    from torch.utils.data import DataLoader
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    classic = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIZE, interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+    loader = DataLoader(
+        ImageFolder(str(root / "train"), classic),
+        batch_size,
+        shuffle=True,
+        num_workers=workers,
+        drop_last=True,
+        persistent_workers=True,
+    )
+    while True:
+        for images, _ in loader:
+            yield len(images)
+
+
+def programs(root: Path, batch_size: int, workers: int) -> Iterator[int]:
+    """Yield the lengths of the program's batches, without end."""
+    from data.config import DataConfig
+    from data.share import Share
+    from data.source import Wanted, open_data
+
+    config = DataConfig(data_dir=str(root), batch_size=batch_size, num_workers=workers)
+    source = open_data(Wanted(config, 3, (SIZE, SIZE), CLASSES, seed=0))
+    loader = source.train_loader(batch_size, Share())
+    epoch = 0
+    while True:
+        for images, _ in loader.epoch(epoch):
+            yield len(images)
+        epoch += 1
+
+
+def pace_of(lengths: Iterator[int], seconds: float) -> tuple[float, float]:
+    """Return images a second of CPU time, and images a second; the first batches do not count."""
+    for _ in range(4):
+        next(lengths)
+    images, cpu, began = 0, cpu_seconds(), time.perf_counter()
+    while time.perf_counter() < began + seconds:
+        images += next(lengths)
+    spent = cpu_seconds() - cpu
+    return images / spent, images / (time.perf_counter() - began)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its children that live."""
+    me = os.getpid()
+    total = time.process_time()
+    for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+# -- cores -----------------------------------------------------------------------------
+
+
+def cores_needed(pace: float) -> list[dict[str, Any]]:
+    """Print and return, for models on slices, the cores of a host that keep its chips at work.
+
+    ``pace``: images a second and core of this machine. The steps are compiled, in minutes.
+    """
+    kept = ROOT / "runs" / "tpu-table" / commit(*CODE_THAT_IS_COMPILED)
+    kept.mkdir(parents=True, exist_ok=True)
+    cells = [(model, flags, name) for model, (flags, names) in CORE_TABLE.items() for name in names]
+    rows = []
+    for model, flags, name in tqdm(cells, desc="compile", unit="step", leave=False):
+        words = [*flags.split(), "--precision", "bf16"]
+        path = kept / f"{'_'.join(['cores', name, model, *words]).replace('/', '-')}.json"
+        report = kept_report(path, "--tpu_topology", name, "--model", model, *words)
+        if report is None:
+            continue
+        chips = math.prod(map(int, name.partition(":")[2].split("x")))
+        of_host = chips if chips <= _ONE_HOST else 4
+        images = report["expected_images_per_s"] / chips * of_host
+        vcpus = VCPUS[name.partition(":")[0]] * of_host
+        row = {
+            "model": model,
+            "slice": name,
+            "images_per_s_a_host": images,
+            "cores": images / pace,
+            "cores_of_host": vcpus / 2,
+        }
+        rows.append(row)
+        print(
+            f"  {model:<22} {name:<10} {images:7.0f} images/s a host of {of_host} chips: "
+            f"{row['cores']:5.1f} of {row['cores_of_host']:.0f} cores"
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()
