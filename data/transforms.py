@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Callable
 from typing import TypeVar
 
-import numpy as np
 import torch
+import xxhash
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -20,6 +21,8 @@ from data.source import Wanted
 
 Size = tuple[int, ...]
 """The height and width of an image in pixels."""
+Box = tuple[int, int, int, int]
+"""A part of an image: its first row and column, its height and width."""
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 Transform = Callable[[OpenImage], torch.Tensor]
@@ -52,33 +55,57 @@ class TrainTransform:
     """
 
     def __init__(self, config: DataConfig, size: Size, channels: int) -> None:
-        mode = v2.InterpolationMode(config.preprocessing.interpolation)
-        self._crop = v2.RandomResizedCrop(size, config.scale, config.ratio, mode)
-        self._size, self._hflip, self._channels = list(size), config.hflip, channels
+        self._mode = v2.InterpolationMode(config.preprocessing.interpolation)
+        self._scale, self._ratio, self._hflip = config.scale, config.ratio, config.hflip
+        self._size, self._channels = list(size), channels
 
     def __call__(self, image: OpenImage) -> torch.Tensor:
-        box = self._crop.make_params([torch.empty(1, *image.size, device="meta")])
-        flips = bool(torch.rand(1) < self._hflip)
-        made = self._resized(image, **box)
+        flips = torch.rand(()).item() < self._hflip
+        box = random_box(image.size, self._scale, self._ratio)
+        made = self._resized(image, box)
         if self._channels == 1:
             made = v2.functional.rgb_to_grayscale(made)
         return made.flip(-1) if flips else made
 
-    def _resized(
-        self, image: OpenImage, *, top: int, left: int, height: int, width: int
-    ) -> torch.Tensor:
+    def _resized(self, image: OpenImage, box: Box) -> torch.Tensor:
         """Return this part of the image, (3, *size)."""
+        top, left, height, width = box
         most = min(height / self._size[0], width / self._size[1]) / _AT_LEAST
         shrink = max((each for each in image.shrinks if each <= most), default=1)
         top, left, height, width = (each // shrink for each in (top, left, height, width))
         crop = image.pixels(shrink)[top : top + height, left : left + width]
-        mode = self._crop.interpolation
+        mode = self._mode
         if mode.value in _BY_TENSORS:
             # Without a copy: PyTorch computes on (height, width, channels) in memory.
             tensor = torch.from_numpy(crop).permute(2, 0, 1)
             return v2.functional.resize_image(tensor, self._size, mode, antialias=True)
         resized = v2.functional.resize(Image.fromarray(crop), self._size, mode)
         return v2.functional.pil_to_tensor(resized)
+
+
+def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
+    """Draw a part of an image of (height, width) as torchvision's ``RandomResizedCrop`` does.
+
+    Its area is a share of the image's from ``scale``, its width over its height from ``ratio``,
+    evenly by its logarithm. After ten that do not fit it is the largest part in the middle whose
+    ratio is allowed. (torchvision's own draws number by number, which takes four times as long.)
+    """
+    height, width = size
+    low, high = map(math.log, ratio)
+    for _ in range(10):
+        shared, shaped, down, across = torch.rand(4, dtype=torch.float64).tolist()
+        area = height * width * (scale[0] + shared * (scale[1] - scale[0]))
+        aspect = math.exp(low + shaped * (high - low))
+        tall, wide = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+        if 0 < tall <= height and 0 < wide <= width:
+            top, left = int(down * (height - tall + 1)), int(across * (width - wide + 1))
+            return top, left, tall, wide
+    tall, wide = height, width
+    if width / height < ratio[0]:
+        tall = round(width / ratio[0])
+    elif width / height > ratio[1]:
+        wide = round(height * ratio[1])
+    return (height - tall) // 2, (width - wide) // 2, tall, wide
 
 
 def val_transform(how: Preprocessing, size: Size, channels: int) -> Transform:
@@ -119,8 +146,13 @@ def seeded(
     transform: Callable[[Given], Made], image: Given, seed: int, epoch: int, index: int
 ) -> Made:
     """Return the transformed image; these three numbers alone decide what is drawn at random."""
-    state = np.random.SeedSequence((seed, epoch, index)).generate_state(1, np.uint64)
-    with torch.random.fork_rng(devices=[]):
-        # Only the CPU generator: torch.manual_seed would also queue work for CUDA.
-        torch.default_generator.manual_seed(int(state[0] >> 1))
+    number = xxhash.xxh3_64_intdigest(struct.pack("<3q", seed, epoch, index))
+    # Only the CPU generator: torch.manual_seed would also queue work for CUDA. And by hand:
+    # torch.random.fork_rng takes as long as a tenth of the image.
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(number >> 1)
+    try:
         return transform(image)
+    finally:
+        generator.set_state(before)

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.stats import ks_2samp
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 
+from data import transforms
 from data.config import DataConfig
 from data.decode import open_image
 from data.errors import BrokenImageError
-from data.transforms import TrainTransform, seeded
+from data.transforms import seeded
 
 PHOTOGRAPHS = load_sample_images().images  # 427 x 640
 SIZE = (64, 80)
@@ -65,33 +67,35 @@ def test_a_jpeg_that_is_cut_off_is_broken():
         open_image(jpeg(np.zeros((1001, 1, 3), np.uint8)))
 
 
+def flips(_):
+    return bool(torch.rand(()) < 0.5)
+
+
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos"])
 @pytest.mark.parametrize("larger", [1, 3])
 def test_crops_are_torchvisions(interpolation, larger, monkeypatch):
     """Also where images are decoded at a fraction of their size: for crops of whole pixels there,
     which are those that are made."""
-    drawn = v2.RandomResizedCrop.make_params
+    drawn, boxes = transforms.random_box, []
 
-    def of_eights(self, images):
-        return {name: side // 8 * 8 for name, side in drawn(self, images).items()}
+    def of_eights(*arguments):
+        boxes.append(tuple(side // 8 * 8 for side in drawn(*arguments)))
+        return boxes[-1]
 
-    monkeypatch.setattr(v2.RandomResizedCrop, "make_params", of_eights)
-    config, mode = DataConfig(interpolation=interpolation), v2.InterpolationMode(interpolation)
-    ours = TrainTransform(config, SIZE, 3)
-    theirs = v2.Compose(
-        [
-            v2.RandomResizedCrop(SIZE, config.scale, config.ratio, mode),
-            v2.RandomHorizontalFlip(config.hflip),
-            v2.PILToTensor(),
-        ]
-    )
+    monkeypatch.setattr(transforms, "random_box", of_eights)
+    ours = transforms.TrainTransform(DataConfig(interpolation=interpolation), SIZE, 3)
+    mode = v2.InterpolationMode(interpolation)
     off = []
     for index in range(24):
         picture = Image.fromarray(PHOTOGRAPHS[index % 2])
         picture = picture.resize((640 * larger, 427 * larger), Image.Resampling.BICUBIC)
         encoded = jpeg(np.asarray(picture), quality=90)
         made = seeded(ours, open_image(encoded), 0, 1, index)
-        expected = seeded(theirs, Image.fromarray(as_pillow(encoded)), 0, 1, index)
+        whole = Image.fromarray(as_pillow(encoded))
+        expected = v2.functional.resized_crop(whole, *boxes[-1], SIZE, mode)
+        if seeded(flips, None, 0, 1, index):
+            expected = v2.functional.horizontal_flip(expected)
+        expected = v2.functional.pil_to_tensor(expected)
         assert made.dtype == torch.uint8
         assert made.shape == expected.shape == (3, *SIZE)
         off.append((made.float() - expected.float()).abs().mean().item())
@@ -99,5 +103,33 @@ def test_crops_are_torchvisions(interpolation, larger, monkeypatch):
 
 
 def test_grey_images_for_a_grey_model():
-    made = seeded(TrainTransform(DataConfig(), SIZE, 1), open_image(jpeg(PHOTOGRAPHS[0])), 0, 0, 0)
+    made = seeded(
+        transforms.TrainTransform(DataConfig(), SIZE, 1), open_image(jpeg(PHOTOGRAPHS[0])), 0, 0, 0
+    )
     assert (made.shape, made.dtype) == ((1, *SIZE), torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "ratio"),
+    [
+        ((375, 500), (0.08, 1.0), (3 / 4, 4 / 3)),
+        ((500, 100), (0.3, 1.0), (3 / 4, 4 / 3)),  # often nothing fits
+        ((40, 1000), (0.9, 1.0), (1.0, 1.0)),  # never
+        ((1, 1), (0.08, 1.0), (0.5, 2.0)),
+        ((8, 8), (0.0, 1.0), (0.1, 10.0)),
+    ],
+)
+def test_boxes_are_drawn_as_torchvision_draws_them(size, scale, ratio):
+    """Sides and corners have the same distribution: by SciPy's two-sample test."""
+    torch.manual_seed(0)
+    ours = np.array([transforms.random_box(size, scale, ratio) for _ in range(3000)])
+    crop = v2.RandomResizedCrop(SIZE, scale, ratio)
+    image = torch.empty(1, *size, device="meta")
+    drawn = [crop.make_params([image]) for _ in range(3000)]
+    names = ("top", "left", "height", "width")
+    for column, name in zip(ours.T, names, strict=True):
+        theirs = [each[name] for each in drawn]
+        assert ks_2samp(column, theirs).pvalue > 1e-3, name
+        assert (column.min(), column.max()) == pytest.approx((min(theirs), max(theirs)), abs=8)
+    assert (ours[:, :2] >= 0).all()
+    assert (ours[:, :2] + ours[:, 2:] <= size).all()
