@@ -28,10 +28,11 @@ def _generator(*what: object) -> torch.Generator:
 class _Images(WholeImages):
     """Noise, another one for each index, with labels that go round."""
 
-    dtype = torch.float32
-
-    def __init__(self, length: int, shape: tuple[int, ...], classes: int, seed: int) -> None:
-        self._length, self._shape, self._classes, self._seed = length, shape, classes, seed
+    def __init__(
+        self, length: int, shape: tuple[int, ...], dtype: torch.dtype, classes: int, seed: int
+    ) -> None:
+        self._length, self._shape, self.dtype = length, shape, dtype
+        self._classes, self._seed = classes, seed
 
     def __len__(self) -> int:
         return self._length
@@ -41,7 +42,11 @@ class _Images(WholeImages):
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         _, index = key
-        image = torch.randn(self._shape, generator=_generator(self._seed, "image", index))
+        generator = _generator(self._seed, "image", index)
+        if self.dtype == torch.uint8:
+            image = torch.randint(256, self._shape, generator=generator, dtype=torch.uint8)
+        else:
+            image = torch.randn(self._shape, generator=generator)
         return image, index % self._classes, []
 
 
@@ -53,8 +58,9 @@ def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
     """Return a process's share of each global batch, divided as real ones are; None: all of it."""
     sizes = run.model.sizes
     length = run.config.data.batch_size * (UPDATES + 1)
-    images = _Images(length, sizes.input_shape, sizes.num_classes, run.config.seed)
     config = replace(run.config.data, num_workers=0)
+    dtype = getattr(torch, config.image_dtype(len(sizes.input_shape) - 1))
+    images = _Images(length, sizes.input_shape, dtype, sizes.num_classes, run.config.seed)
     wanted = replace(wanted_images(run), config=config)
     source = SplitSource(wanted, "made up", images, images, None)
     if backend is None:

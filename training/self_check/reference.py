@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchvision.transforms.v2.functional import normalize
 
 from data.loader import Batch
 from training.resolve import Run
@@ -66,6 +67,8 @@ class _Training:
     def __init__(self, run: Run, computed: torch.dtype, stored: torch.dtype) -> None:
         self._config = run.config.optimizer
         self._model = run.model.build()
+        channels = run.model.sizes.input_shape[0]
+        self._colours = run.config.data.preprocessing.of_channels(channels)
         FirstWeights(run.config.seed)(self._model, "")
         self.weights = {
             name: nn.Parameter(each.detach().to(stored, copy=True))
@@ -104,6 +107,8 @@ class _Training:
         self._model.zero_grad()
         total = 0.0
         for images, labels in _parts(batch):
+            if images.dtype == torch.uint8:
+                images = normalize(images / 255, *self._colours)
             logits = self._model(images.to(next(self._model.parameters()).dtype))
             loss = F.cross_entropy(logits.float(), labels, reduction="sum") / len(batch[1])
             loss.backward()

@@ -114,7 +114,7 @@ def _weights_of_rows(batch: Batch, shape: Sequence[int], rows: range) -> torch.T
     images, labels = batch
     ramp = torch.linspace(-1.0, 1.0, math.prod(shape), device=images.device).view(*shape)
     part = ramp[:, rows.start : rows.stop]
-    return (images * part).flatten(1).sum(1) * (labels + 1)
+    return (images.float() * part).flatten(1).sum(1) * (labels + 1)
 
 
 # -- numbers --------------------------------------------------------------------------
