@@ -21,12 +21,15 @@ class DataConfig:
     group: ClassVar[str] = "data"
 
     data_dir: str = flag(
-        "/datasets/imagenet-1k", "folder with train/<class>/* and val/<class>/* images", common=True
+        "/datasets/imagenet-1k",
+        "folder with train/<class>/* and val/<class>/* images, or its URL",
+        common=True,
     )
     data_source: str = flag(
         "folder",
-        "folder: images of --data_dir; volumes: arrays there (docs/volumes.md); fake: zeros; "
-        "digits: scikit-learn's; mosaics: of digits, of any size",
+        "folder: images of --data_dir; webdataset: tar shards there (docs/data.md); volumes: "
+        "arrays there (docs/volumes.md); fake: zeros; digits: scikit-learn's; mosaics: of digits, "
+        "of any size",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),
         common=True,
@@ -37,6 +40,31 @@ class DataConfig:
         "default: the files of --data_dir/train/<class>/* and val/<class>/*",
         metavar="FILE",
         needs=("data_source=volumes",),
+    )
+    train_shards: str | None = flag(
+        None,
+        "training shards in --data_dir: a pattern such as '*-train-*.tar', or all by number, as "
+        "'train-{0000..1023}.tar' (default: train/*.tar, or else *train*.tar)",
+        metavar="PATTERN",
+        needs=("data_source=webdataset",),
+    )
+    val_shards: str | None = flag(
+        None,
+        "validation shards likewise (default: val/*.tar, or else *val*.tar)",
+        metavar="PATTERN",
+        needs=("data_source=webdataset",),
+    )
+    index_dir: str | None = flag(
+        None,
+        "folder for the index of the images, which spares listing them at each start (default: "
+        "beside the images, or else, and for URLs, ~/.cache/vit_fsdp)",
+        metavar="DIR",
+        needs=("data_source=folder|data_source=volumes|data_source=webdataset",),
+    )
+    rebuild_index: bool = flag(
+        False,
+        "list all images again, whatever index there is",
+        needs=("data_source=folder|data_source=volumes|data_source=webdataset",),
     )
     num_workers: int | None = flag(
         None,

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+import xxhash
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm import tqdm
 
 from data.errors import DataFolderError
+from data.storage import find_files, is_url, subfolders
+from data.strings import Paths, Strings
 
 SPLITS = ("train", "val")
 _SHOWN = 5  # names of many
@@ -22,10 +28,17 @@ class FolderIndex:
 
     classes: list[str]
     """The names of the classes, by label."""
-    paths: list[str]
-    labels: list[int]
-    left_out: Counter[str]
+    paths: Paths
+    labels: np.ndarray
+    """Of each path, int32."""
+    left_out: Counter[str] = field(default_factory=Counter)
     """How many files of the split are no images, by extension."""
+    folders: Sequence[str] = ()
+    """The folders that were looked into."""
+
+    def digest(self) -> str:
+        """Return a checksum of the files' names below the split, in order."""
+        return xxhash.xxh3_64(self.paths.names.content).hexdigest()
 
 
 def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS) -> FolderIndex:
@@ -36,41 +49,80 @@ def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSION
     Links to folders are followed. Raises DataFolderError for a folder that cannot be read, for
     a class without images, and where a link makes the same images count twice.
     """
-    top = os.path.join(root, split)
+    top, left_out = os.path.join(root, split), Counter[str]()
+    if is_url(root):
+        return _index(top, _listed(top, left_out), suffixes, left_out)
     real_top = os.path.realpath(top)
     reached = {real_top: top}
-    index = FolderIndex([], [], [], Counter())
     entries = _scan(top)
     folders = [entry for entry in entries if _is_folder(entry)]
     _refuse_lost_links(entries)
     if len(entries) > len(folders):
-        index.left_out["in no class folder"] = len(entries) - len(folders)
-    empty = []
-    for label, entry in enumerate(folders):
-        index.classes.append(entry.name)
-        before = len(index.paths)
-        for _, files in sorted(_walk(entry, real_top, reached), key=lambda found: found[0]):
-            for file in files:
-                if _is_image(file, suffixes):
-                    index.paths.append(file.path)
+        left_out["in no class folder"] = len(entries) - len(folders)
+
+    def walked() -> Iterator[_Class]:
+        for folder in tqdm(folders, f"listing {top}", unit=" classes", delay=5, disable=None):
+            found = sorted(_walk(folder, real_top, reached), key=lambda found: found[0])
+            yield folder.name, ((e.path, _may_be_read(e)) for _, files in found for e in files)
+
+    index = _index(top, walked(), suffixes, left_out)
+    return replace(index, folders=list(reached.values()))
+
+
+_Class = tuple[str, Iterable[tuple[str, bool]]]
+"""A class's name, and of each file in its order the path, and whether it may be an image."""
+
+
+def _index(
+    top: str, classes: Iterable[_Class], suffixes: tuple[str, ...], left_out: Counter[str]
+) -> FolderIndex:
+    """Return the index of these classes; ``left_out`` is added to."""
+    names, labels, empty = [], array("i"), []
+
+    def images() -> Iterator[str]:
+        for label, (name, files) in enumerate(classes):
+            names.append(name)
+            before = len(labels)
+            for path, may_be_read in files:
+                if may_be_read and path.lower().endswith(suffixes):
+                    labels.append(label)
+                    yield path[len(top) + 1 :]
                 else:
-                    suffix = os.path.splitext(file.name)[1].lower()
-                    index.left_out[suffix or "no extension"] += 1
-        found = len(index.paths) - before
-        index.labels.extend([label] * found)
-        if not found:
-            empty.append(entry.name)
+                    suffix = os.path.splitext(path)[1].lower()
+                    left_out[suffix or "no extension"] += 1
+            if len(labels) == before:
+                empty.append(name)
+
+    paths = Paths(top, Strings.of(images()))
     if empty:
         raise DataFolderError(
             f"{top} has class folders without images: {_some(empty)}; add images "
             f"({', '.join(suffixes)}) or remove them"
         )
-    return index
+    return FolderIndex(names, paths, np.array(labels, np.int32), left_out)
+
+
+def _listed(top: str, left_out: Counter[str]) -> Iterator[_Class]:
+    """Yield the classes at a URL, with their files in the order of a folder's."""
+    by_class: dict[str, list[tuple[str, str]]] = {}
+    for file in find_files(top):
+        folder, _, name = file.rpartition("/")
+        if folder:
+            by_class.setdefault(folder.partition("/")[0], []).append((folder, name))
+        else:
+            left_out["in no class folder"] += 1
+    for name in sorted(by_class):
+        yield name, ((f"{top}/{folder}/{file}", True) for folder, file in sorted(by_class[name]))
 
 
 def class_folders(root: str, split: str) -> list[str]:
-    """Return the names of a split's classes by label; empty if there is no such folder."""
+    """Return the names of a split's classes by label; empty if there is no such folder.
+
+    Raises DataFolderError for a folder or URL that cannot be listed.
+    """
     path = os.path.join(root, split)
+    if is_url(root):
+        return subfolders(path)
     if not os.path.isdir(path):
         return []
     return [entry.name for entry in _scan(path) if _is_folder(entry)]
@@ -92,7 +144,7 @@ def check_folder(
     classes = {split: class_folders(root, split) for split in splits}
     for split, names in classes.items():
         path = os.path.join(root, split)
-        if not os.path.isdir(path):
+        if not (names if is_url(root) else os.path.isdir(path)):
             needed = " and ".join(f"{name}/<class>/*" for name in splits)
             raise DataFolderError(f"{path} is not a folder: --data_dir needs {needed} images")
         if not names:
@@ -131,11 +183,10 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _is_image(entry: os.DirEntry[str], suffixes: tuple[str, ...]) -> bool:
-    """Tell by its name whether a file is an image. A pipe is none: reading it would wait for ever.
-    A link is looked at when it is read."""
-    named = entry.name.lower().endswith(suffixes)
-    return named and (entry.is_symlink() or entry.is_file())
+def _may_be_read(entry: os.DirEntry[str]) -> bool:
+    """Tell whether an entry is no pipe: reading it would wait for ever. A link is looked at when
+    it is read."""
+    return entry.is_symlink() or entry.is_file()
 
 
 def _refuse_lost_links(entries: list[os.DirEntry[str]]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import os
-from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
 
 from data.errors import DataFolderError, reason_of
 from data.folder_index import SPLITS, FolderIndex
+from data.strings import Paths, Strings
 
 _COLUMNS = ("path", "label", "split")
 
@@ -23,19 +25,21 @@ def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -
     classes = sorted({label for _, label, _ in rows})
     if len(classes) > num_classes:
         raise DataFolderError(f"{file} has {len(classes)} labels, --num_classes is {num_classes}")
-    found = {split: FolderIndex(classes, [], [], Counter()) for split in SPLITS}
-    for path, label, split in rows:
-        found[split].paths.append(os.path.join(root, path))
-        found[split].labels.append(classes.index(label))
+    number_of = {name: label for label, name in enumerate(classes)}
+    found = []
     for split in splits:
-        if not found[split].paths:
+        of_split = [row for row in rows if row[2] == split]
+        if not of_split:
             raise DataFolderError(f"{file} has no file whose split is {split}")
-        first = found[split].paths[0]
+        paths = Paths(root, Strings.of(path for path, *_ in of_split))
+        labels = np.array([number_of[label] for _, label, _ in of_split], np.int32)
+        found.append(FolderIndex(classes, paths, labels))
+        first = paths[0]
         if not os.path.exists(first):
             raise DataFolderError(
                 f"{file} names {first}, which is not there: its paths begin at --data_dir"
             )
-    return [found[split] for split in splits]
+    return found
 
 
 def _rows(file: str) -> list[tuple[str, str, str]]:

@@ -6,6 +6,7 @@ line here. Imports nothing, so that ``--help`` stays fast.
 
 OPENED_BY = {
     "folder": "data.image_folder:open_folder",
+    "webdataset": "data.webdataset:open_shards",
     "fake": "data.fake:FakeSource",
     "digits": "data.digits:open_digits",
     "volumes": "data.volumes:open_volumes",

@@ -8,7 +8,6 @@ the middle. ``data/array_files.py`` knows the formats.
 from __future__ import annotations
 
 import copy
-import os
 from collections import Counter
 
 import numpy as np
@@ -18,10 +17,12 @@ from torch.utils.data import Dataset
 
 from data.array_files import SUFFIXES, ArrayFile, Window, check_packages, open_array
 from data.errors import BrokenImageError, DataFolderError
-from data.file_split import FileSplit
-from data.folder_index import FolderIndex, check_folder, index_split
+from data.folder_index import FolderIndex, check_folder
+from data.kept_folder import kept_split
 from data.label_file import read_labels
+from data.sample_split import SampleSplit
 from data.source import SplitSource, Wanted
+from data.storage import is_url
 from data.transforms import seeded
 
 
@@ -31,9 +32,14 @@ def open_volumes(wanted: Wanted) -> SplitSource:
     Raises DataFolderError for a folder or table that cannot be used, and for a missing package.
     """
     config, splits = wanted.config, ("train", "val") if wanted.with_train else ("val",)
+    if is_url(config.data_dir):
+        raise DataFolderError(
+            f"--data_dir {config.data_dir}: --data_source volumes reads parts of files, which have "
+            "to be on a disk of this host"
+        )
     if config.labels is None:
         check_folder(config.data_dir, wanted.num_classes, splits, SUFFIXES)
-        found = [index_split(config.data_dir, split, SUFFIXES) for split in splits]
+        found = [kept_split(config, split, SUFFIXES) for split in splits]
     else:
         found = read_labels(config.labels, config.data_dir, wanted.num_classes, splits)
     for index in found:
@@ -41,20 +47,18 @@ def open_volumes(wanted: Wanted) -> SplitSource:
     *train, val = [VolumesSplit(wanted, *each) for each in zip(splits, found, strict=True)]
     left_out = sum((index.left_out for index in found), Counter[str]())
     name = config.labels or config.data_dir
-    return SplitSource(wanted, name, train[0] if train else None, val, val.classes, left_out)
+    return SplitSource(wanted, name, train[0] if train else None, val, found[-1].classes, left_out)
 
 
-class VolumesSplit(FileSplit):
+class VolumesSplit(SampleSplit):
     """One split (train or val) of files of arrays: a dataset by (epoch, index)."""
 
     reads_rows = True
     dtype = torch.float32
 
     def __init__(self, wanted: Wanted, split: str, found: FolderIndex) -> None:
-        top = os.path.join(wanted.config.data_dir, split)
-        if wanted.config.labels is not None:
-            top = wanted.config.data_dir.rstrip("/")
-        super().__init__(found, top, wanted.seed, substitutes=split == "train")
+        super().__init__(found.labels, wanted.seed, substitutes=split == "train")
+        self._index = found
         self._channels, self._size = wanted.channels, wanted.size
         self._rows = range(wanted.size[0])
         self._augments, self._hflip = split == "train", wanted.config.hflip
@@ -69,14 +73,18 @@ class VolumesSplit(FileSplit):
 
     def digest(self) -> str:
         """Return a checksum of the names in order and of their labels, which a table may change."""
-        labels = np.array(self.index.labels, np.int64)
-        return xxhash.xxh3_64(super().digest().encode() + labels.tobytes()).hexdigest()
+        names = self._index.digest().encode()
+        return xxhash.xxh3_64(names + self._index.labels.tobytes()).hexdigest()
+
+    def name_of(self, number: int) -> str:
+        return self._index.paths[number]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self._channels, len(self._rows), *self._size[1:])
 
-    def make(self, path: str, epoch: int, index: int) -> torch.Tensor:
+    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+        path = self._index.paths[number]
         with open_array(path) as array:
             channel_axis = self._channel_axis(path, array.shape)
             size = [n for axis, n in enumerate(array.shape) if axis != channel_axis]

@@ -17,8 +17,8 @@ from torchvision.datasets import ImageFolder
 
 from data.decode import read_image
 from data.errors import BrokenImageError, DataFolderError
-from data.file_split import substitute
 from data.folder_index import check_folder, index_split
+from data.sample_split import substitute
 from data.share import Share
 from data.source import open_data
 from models.config import VitConfig

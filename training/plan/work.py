@@ -13,7 +13,7 @@ from training.errors import UsageError
 
 IMAGENET = 1_281_167
 """Training images of ImageNet-1k."""
-_ELSEWHERE = ("folder", "volumes")
+_ELSEWHERE = ("folder", "volumes", "webdataset")
 """Sources whose images may lie on the machines that will train, and not here."""
 
 

@@ -1,0 +1,110 @@
+"""Reads and lists files by path, or by any URL that fsspec knows: gs://, s3://, file://, ..."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+
+from data.errors import BrokenImageError, DataFolderError, reason_of
+
+Found = TypeVar("Found")
+
+WAITS = (0.5, 2.0, 8.0)
+"""Seconds before each further attempt to read from a URL."""
+
+
+def is_url(path: str) -> bool:
+    """Tell whether ``path`` is a URL, such as gs://bucket/folder, and no path."""
+    return "://" in path
+
+
+def read_bytes(path: str, start: int = 0, size: int | None = None) -> bytes:
+    """Return the content of a file, or ``size`` bytes of it from ``start`` on.
+
+    From a URL it is tried again a few times. Raises BrokenImageError.
+    """
+    content = _from_url(path, start, size) if is_url(path) else _from_file(path, start, size)
+    if size is not None and len(content) < size:
+        raise BrokenImageError(f"only {len(content)} of its {size} bytes are there")
+    return content
+
+
+def _from_file(path: str, start: int, size: int | None) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            if start:
+                file.seek(start)
+            return file.read(-1 if size is None else size)
+    except OSError as error:
+        raise BrokenImageError(reason_of(error)) from error
+
+
+def _from_url(url: str, start: int, size: int | None) -> bytes:
+    for wait in (*WAITS, None):
+        try:
+            # A worker is forked, and the connections of its parent are not for it: fsspec gives
+            # each process a file system of its own, once.
+            system, path = url_to_fs(url)
+            return system.cat_file(path, start or None, None if size is None else start + size)
+        except FileNotFoundError as error:
+            raise BrokenImageError("No such file or directory") from error
+        except Exception as error:  # each file system raises what it likes
+            if wait is None or isinstance(error, PermissionError):
+                raise BrokenImageError(reason_of(error)) from error
+            time.sleep(wait)
+    raise AssertionError
+
+
+def open_system(path: str) -> tuple[AbstractFileSystem, str]:
+    """Return fsspec's file system of a path or URL, and what it calls the path there.
+
+    Raises DataFolderError for a URL of a kind that is unknown or needs a package.
+    """
+    try:
+        return url_to_fs(path)
+    except ImportError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+        needed = f"python3 -m pip install {cause.name}" if cause.name else str(error)
+        raise DataFolderError(f"{path} needs a package that is not installed: {needed}") from error
+    except Exception as error:  # each file system raises what it likes
+        raise DataFolderError(f"{path} cannot be opened: {reason_of(error)}") from error
+
+
+def subfolders(url: str) -> list[str]:
+    """Return the names of the folders in a folder, sorted; none if it is not there.
+
+    Raises DataFolderError.
+    """
+    system, path = open_system(url)
+    found = _listed(url, lambda: system.ls(path, detail=True))
+    names = {info["name"].rstrip("/") for info in found or () if info["type"] == "directory"}
+    return sorted(name.rpartition("/")[2] for name in names if name.strip("/") != path.strip("/"))
+
+
+def find_files(folder: str) -> dict[str, dict[str, Any]]:
+    """Return what is known of each file in a folder and below, by its name in the folder.
+
+    Raises DataFolderError.
+    """
+    system, path = open_system(folder)
+    found = _listed(folder, lambda: system.find(path, detail=True)) or {}
+    top = f"{path.rstrip('/')}/"
+    return {name.removeprefix(top): info for name, info in found.items() if name[-1] != "/"}
+
+
+def _listed(url: str, listing: Callable[[], Found]) -> Found | None:
+    """Return what ``listing`` returns; None if there is no such folder."""
+    for wait in (*WAITS, None):
+        try:
+            return listing()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as error:  # each file system raises what it likes
+            if wait is None or isinstance(error, PermissionError):
+                raise DataFolderError(f"{url} cannot be listed: {reason_of(error)}") from error
+            time.sleep(wait)
+    raise AssertionError
