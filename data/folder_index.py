@@ -38,7 +38,7 @@ class FolderIndex:
 
     def digest(self) -> str:
         """Return a checksum of the files' names below the split, in order."""
-        return xxhash.xxh3_64(self.paths.names.content).hexdigest()
+        return xxhash.xxh3_64(self.paths.names.content.data).hexdigest()
 
 
 def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS) -> FolderIndex:

@@ -29,6 +29,8 @@ from data.errors import DataFolderError, printable, reason_of
 from data.storage import is_url
 
 VERSION = 1
+FROM = 10_000
+"""Images from which on an index is kept unasked; to find fewer takes less than a second."""
 _BESIDE = ".vit_fsdp_index"
 
 
@@ -135,6 +137,13 @@ def places(config: DataConfig, root: str, name: str) -> list[Path]:
     return [*([] if is_url(root) else [Path(root) / _BESIDE / name]), cache / marked]
 
 
+def is_worth_it(config: DataConfig, array: str, table: Table) -> bool:
+    """Tell whether a table is kept: of many images (``array`` has a number of each), of those far
+    away, and where it is asked for."""
+    asked = config.index_dir is not None or is_url(config.data_dir)
+    return asked or len(table.arrays[array]) >= FROM
+
+
 def _read(path: Path) -> Table:
     """Return the table in a file, whose arrays lie in the file; raises what safetensors raises."""
     with safe_open(path, "pt") as file:  # "numpy" would copy the arrays
@@ -146,10 +155,10 @@ def _read(path: Path) -> Table:
 
 
 def _checksum(arrays: dict[str, np.ndarray], info: dict[str, Any]) -> str:
-    digest = xxhash.xxh3_64(json.dumps(info, sort_keys=True))
+    digest = xxhash.xxh3_64(json.dumps(info, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}")
-        digest.update(np.ascontiguousarray(array))
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 

@@ -13,12 +13,10 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from data.config import DataConfig
 from data.errors import printable
 from data.folder_index import FolderIndex, class_folders, index_split
-from data.index_file import VERSION, Kept, Table, places
+from data.index_file import VERSION, Kept, Table, is_worth_it, places
 from data.storage import is_url
 from data.strings import Paths, Strings
 
-FROM = 10_000
-"""Images of a split from which on its index is kept; to list fewer takes less than a second."""
 _SETTLED = 2  # seconds after which a folder that changes again has another time
 
 
@@ -37,7 +35,7 @@ def kept_split(
     table = kept.load(
         functools.partial(_build, root, split, suffixes),
         functools.partial(_change, root, split),
-        lambda table: _is_worth_it(table, always=config.index_dir is not None or is_url(root)),
+        lambda table: table.info["settled"] and is_worth_it(config, "labels", table),
     )
     arrays = table.arrays
     names = Strings(arrays["names"], arrays["ends of names"])
@@ -78,7 +76,3 @@ def _change(root: str, split: str, table: Table) -> str | None:
         if now != before:
             return f"{printable(os.path.normpath(path))} has changed"
     return None
-
-
-def _is_worth_it(table: Table, *, always: bool) -> bool:
-    return table.info["settled"] and (always or len(table.arrays["labels"]) >= FROM)

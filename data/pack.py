@@ -1,0 +1,145 @@
+"""Writes an image folder as tar files, the shards of WebDataset, for ``--data_source webdataset``.
+
+    python3 -m data.pack /datasets/imagenet-1k /datasets/imagenet-1k-shards --workers 8
+
+Files are copied as they are: broken ones stay broken, and images stay in their order, so that a
+run trains on the same as from the folder. The same folder gives the same shards, byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import shutil
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data.errors import DataFolderError, printable, reason_of
+from data.folder_index import SPLITS, FolderIndex, check_folder, index_split
+from data.storage import is_url
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+_BLOCK = tarfile.BLOCKSIZE
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One shard to write: ``files`` are the images' paths and labels, the first of them number
+    ``first`` of its split."""
+
+    path: Path
+    first: int
+    files: list[tuple[str, int]]
+    size: int
+
+
+def pack(source: str, target: Path, shard_size: int, workers: int) -> list[Path]:
+    """Write the image folder ``source`` as shards of at most ``shard_size`` bytes; return them.
+
+    They are written to a neighbouring name first and renamed, so that an interrupted run leaves
+    no half-filled folder. Raises DataFolderError.
+    """
+    if is_url(source):
+        raise DataFolderError(f"{source} is a URL: pack a folder on a disk of this host")
+    if target.exists():
+        raise DataFolderError(f"{target} is there already: give another name")
+    check_folder(source, num_classes=2**31)
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    jobs: list[_Job] = []
+    for split in SPLITS:
+        index = index_split(source, split)
+        (partial / split).mkdir(parents=True)
+        jobs += _jobs(index, partial / split, shard_size)
+    (partial / "classes.json").write_text(json.dumps(index.classes))
+    bar = tqdm(total=sum(job.size for job in jobs), unit="B", unit_scale=True, disable=None)
+    with bar, ProcessPoolExecutor(workers) as pool:
+        for size in pool.map(_write, jobs):
+            bar.update(size)
+    partial.rename(target)
+    return [target / job.path.relative_to(partial) for job in jobs]
+
+
+def _jobs(index: FolderIndex, folder: Path, shard_size: int) -> Iterator[_Job]:
+    """Divide a split's images, in their order, into shards."""
+    files: list[tuple[str, int]] = []
+    first = number = size = 0
+
+    def job() -> _Job:
+        return _Job(folder / f"{folder.name}-{number:06}.tar", first, files, size)
+
+    for path, label in zip(index.paths, index.labels.tolist(), strict=True):
+        # Two headers, the label in a block of its own, and the image in as many as it fills.
+        added = 3 * _BLOCK + -(-os.path.getsize(path) // _BLOCK) * _BLOCK
+        if files and size + added > shard_size - tarfile.RECORDSIZE:
+            yield job()
+            first, number, size, files = first + len(files), number + 1, 0, []
+        files.append((path, label))
+        size += added
+    yield job()
+
+
+def _write(job: _Job) -> int:
+    """Write a shard, and return how many bytes it was expected to have."""
+    with tarfile.open(job.path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for number, (path, label) in enumerate(job.files, job.first):
+            suffix = os.path.splitext(path)[1].lower()
+            _add(tar, f"{number:08}{suffix}", Path(path).read_bytes())
+            _add(tar, f"{number:08}.cls", str(label).encode())
+    return job.size
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    """Add a file whose owner and time are those of no machine: shards depend on images alone."""
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def _size(text: str) -> int:
+    """Read a number of bytes such as 256MB, as an argparse type."""
+    found = re.fullmatch(r"(\d+)(KB|MB|GB)", text, re.IGNORECASE | re.ASCII)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 256MB or 1GB")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def _workers(text: str) -> int:
+    if not re.fullmatch(r"\d{1,4}", text, re.ASCII) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes")
+    return int(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="data.pack", description="Write an image folder as the tar shards of WebDataset."
+    )
+    parser.add_argument("source", help="folder with train/<class>/* and val/<class>/*")
+    parser.add_argument("target", type=Path, help="folder to make")
+    parser.add_argument(
+        "--shard_size", type=_size, default="256MB", help="of a shard at most (default: 256MB)"
+    )
+    parser.add_argument(
+        "--workers", type=_workers, default="4", help="processes that write (default: 4)"
+    )
+    args = parser.parse_args()
+    try:
+        shards = pack(args.source, args.target, args.shard_size, args.workers)
+    except (DataFolderError, OSError) as error:
+        said = str(error)
+        if isinstance(error, OSError):
+            said = f"{error.filename}: {reason_of(error)}"
+        parser.exit(2, f"{parser.prog}: error: {printable(said)}\n")
+    print(f"{len(shards)} shards: {printable(str(args.target))}")
+
+
+if __name__ == "__main__":
+    main()
