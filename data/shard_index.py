@@ -12,7 +12,7 @@ import re
 import tarfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO
@@ -99,11 +99,12 @@ def _scan(path: str) -> _Shard:
     """Return what is in a shard. Raises DataFolderError."""
     try:
         with _opened(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            shard = _samples(path, tar, tar)
+            left_out = Counter[str]()
+            samples = _samples(path, tar, left_out)
             file.seek(tar.offset)  # of what ended it: zeros, or else tarfile took damage for an end
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("it is cut off or damaged")
-            return shard
+            return _shard(path, samples, left_out)
     except DataFolderError:
         raise
     except Exception as error:  # each file system raises what it likes
@@ -117,10 +118,10 @@ def _opened(path: str) -> IO[bytes]:
     return system.open(there, "rb")
 
 
-def _samples(path: str, tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo]) -> _Shard:
+def _samples(path: str, tar: tarfile.TarFile, left_out: Counter[str]) -> dict[str, _Sample]:
+    """Return what a shard has of each key; ``left_out`` is added to. Raises DataFolderError."""
     samples: dict[str, _Sample] = {}
-    shard = _Shard()
-    for member in members:
+    for member in tar:
         named = _KEY.fullmatch(member.name)
         if not (named and member.isreg()):
             continue
@@ -136,7 +137,13 @@ def _samples(path: str, tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo]
                 content = tar.extractfile(member).read()  # type: ignore[union-attr]
                 sample.label = _label(f"{path}: {member.name}", suffix, content)
         else:
-            shard.left_out[suffix] += 1
+            left_out[suffix] += 1
+    return samples
+
+
+def _shard(path: str, samples: dict[str, _Sample], left_out: Counter[str]) -> _Shard:
+    """Return the samples that have an image. Raises DataFolderError for one without a label."""
+    shard = _Shard(left_out=left_out)
     for key, sample in samples.items():
         if sample.start is None:
             shard.left_out["labels without an image"] += 1
