@@ -61,9 +61,7 @@ def load(args: argparse.Namespace) -> None:
     from data.source import Wanted
 
     began = time.perf_counter()
-    config = DataConfig(
-        data_dir=str(args.folder), batch_size=BATCH, num_workers=args.num_workers
-    )
+    config = DataConfig(data_dir=str(args.folder), batch_size=BATCH, num_workers=args.num_workers)
     source = open_folder(Wanted(config, 3, (8, 8), args.classes, 0))
     source.fingerprint()
     opened = time.perf_counter() - began
