@@ -27,9 +27,8 @@ class DataConfig:
     )
     data_source: str = flag(
         "folder",
-        "folder: images of --data_dir; webdataset: tar shards there (docs/data.md); volumes: "
-        "arrays there (docs/volumes.md); fake: zeros; digits: scikit-learn's; mosaics: of digits, "
-        "of any size",
+        "folder: images of --data_dir; webdataset: tar shards; volumes: arrays (docs/data.md); "
+        "fake: zeros; digits; mosaics: of digits",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),
         common=True,

@@ -229,6 +229,11 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "make tpu-peer": Elsewhere("half an hour, and it writes docs/benchmarks.md", make_knows),
     "make tpu-calibrate": Elsewhere("hours, and it writes docs/tpu.md", make_knows),
     "make tpu-table": Elsewhere("an hour, and it writes docs/tpu.md", make_knows),
+    # docs/data.md
+    "python benchmarks/image_index.py": Elsewhere("it makes a million files", benchmark_takes),
+    "python3 run_vit_training.py --data_dir gs:": Elsewhere("needs a bucket", trains),
+    "python3 run_vit_training.py --data_source webdataset": Elsewhere("needs a bucket", trains),
+    "python3 -m data.pack": Run((r"^2 shards: /datasets/\S+$",), trained=True, private=True),
     # docs/planning.md
     "python3 run_vit_training.py --plan --model vit_10b": Elsewhere(
         "half an hour of TPU compilation", plans
@@ -370,7 +375,8 @@ def test_help_lists_every_flag(machine):
 def test_flags_and_files_that_documents_name_are_there():
     flags, paths = flags_and_paths()
     known = known_flags()
-    for path in [*(ROOT / "launch").iterdir(), *(ROOT / "benchmarks").rglob("*.py")]:
+    programs = [ROOT / "data" / "pack.py", *(ROOT / "benchmarks").rglob("*.py")]
+    for path in [*(ROOT / "launch").iterdir(), *programs]:
         if path.is_file():
             known |= set(re.findall(r"--\w[\w-]+", path.read_text()))
     ours = (ROOT / "xla_fsdp" / "libtpu_flags.py").read_text()
