@@ -59,11 +59,13 @@ class DataConfig:
         "beside the images, or else, and for URLs, ~/.cache/vit_fsdp)",
         metavar="DIR",
         needs=("data_source=folder|data_source=volumes|data_source=webdataset",),
+        conflicts=("labels",),
     )
     rebuild_index: bool = flag(
         False,
         "list all images again, whatever index there is",
         needs=("data_source=folder|data_source=volumes|data_source=webdataset",),
+        conflicts=("labels",),
     )
     num_workers: int | None = flag(
         None,

@@ -314,6 +314,8 @@ def test_urls_that_cannot_be_used(capsys, monkeypatch, sources):
     assert line.endswith("has 3 classes, --num_classes is 2")
     line = told("--data_dir", sources["URL"]["data_dir"], "--data_source", "volumes")
     assert "--data_source volumes reads parts of files" in line
+    line = told(*"--data_source volumes --labels x.csv --index_dir y".split())
+    assert line == "--index_dir y does not go with --labels x.csv: drop one of the two"
     line = told("--train_shards", "x")
     assert line == "--train_shards x needs --data_source webdataset, this is folder"
 
