@@ -6,6 +6,7 @@ more is in memory than the parts on the way.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -86,7 +87,7 @@ class DatasetLoader:
             collate_fn=_as_it_is,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
-            worker_init_fn=_outlive_signals,
+            worker_init_fn=_begin,
         )
 
     def _batches(self, epoch: int, first_batch: int) -> Iterator[Batch]:
@@ -151,12 +152,15 @@ def _joined(parts: list[Batch]) -> Batch:
     return images, labels
 
 
-def _outlive_signals(_worker_id: int) -> None:
-    """Let a loader process ignore the signals that stop training.
+def _begin(_worker_id: int) -> None:
+    """Let a loader process ignore the signals that stop training, and share its parent's memory.
+
+    A garbage collection would write to every object, and so copy it.
 
     Ctrl-C and torchrun send them to all processes of the group, but only the training process
     decides to stop, and until its checkpoint is written it needs its loader.
     """
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
