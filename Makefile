@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train train-domain test test-long test-slurm rehearse coverage lint format bench bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
+.PHONY: help install data train train-domain test test-long test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
+	@echo "make bench-checkpoint  what a checkpoint costs training, for docs/benchmarks.md (10 minutes)"
 	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
 	@echo "make bench-domain  large images over 1 to 8 GPUs (--mesh_domain): latency and memory"
 	@echo "make tpu-table  compile 10B to 120B for TPU slices, for docs/tpu.md (an hour)"
@@ -93,6 +94,11 @@ tpu-peer: $(INSTALLED)
 
 plan-check: $(INSTALLED)
 	$(BIN)/python benchmarks/plan_check.py $(ARGS)
+
+bench-checkpoint: $(INSTALLED)
+	@mkdir -p runs
+	$(BIN)/python benchmarks/checkpoint.py --json runs/checkpoint.json \
+		--plot runs/checkpoint.png $(ARGS)
 
 bench-gpu: $(INSTALLED)
 	@mkdir -p runs

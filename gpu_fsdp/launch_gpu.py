@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -19,6 +17,7 @@ from models import timm_private
 from training import joining, versions
 from training.backend import Backend
 from training.errors import UsageError, is_first_of_torchrun
+from training.processes import without_greetings
 
 Body = Callable[[GpuRun, Backend], None]
 
@@ -31,7 +30,7 @@ def launch(body: Body, run: GpuRun) -> None:
         used = [timm_private, *([megatron_private] if run.own.fsdp == "megatron" else [])]
         versions.warn_of_others(*(each.WRITTEN_FOR for each in used))
     device.set_tf32(run.own.tf32)
-    with _without_greetings():
+    with without_greetings():
         _join(device)
         backend = _backend(run, device)
     try:
@@ -44,20 +43,6 @@ def launch(body: Body, run: GpuRun) -> None:
         del backend
         gc.collect()
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _without_greetings() -> Iterator[None]:
-    """Silence stdout, on which gloo prints a line for every group that is made (PyTorch 2.9)."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 def _join(device: Device) -> None:

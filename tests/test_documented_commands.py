@@ -178,6 +178,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         leaves=("cpu.json", "cpu.png"),
         long=True,
     ),
+    "python benchmarks/checkpoint.py": Run((r"\| fsdp2 \| 5 MB/s \|",), long=True),
     "python benchmarks/number_formats.py": Elsewhere("an hour of training", benchmark_takes),
     "python benchmarks/domain_parallel.py --image_size_start 128": Run(
         tuple(rf"^\| cuda \| 1 \| {n} \| 256x256 \| 1 \| [\d,]+ \| [\d.]+ \| " for n in (1, 2)),
@@ -256,6 +257,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "make lint": Elsewhere("CI runs it before the tests", make_knows),
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
     "make bench": Run((ROW % ("spmd", 1), ROW % ("nested", 1)), long=True),
+    "make bench-checkpoint": Run((r"\| xla \| disk \|", r"\| fsdp2 \| 50 MB/s \|"), long=True),
     "make bench-gpu": Elsewhere("needs a GPU", make_knows),
     "make bench-domain": Elsewhere("needs 8 GPUs", make_knows),
     "make clean": Run(removes=(".venv", "datasets", "runs")),

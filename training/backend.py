@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -34,6 +34,8 @@ class State:
     holds is read into them in place.
     """
 
+    is_copy: ClassVar[bool] = False
+    """Whether the tensors are copies on the host, which the next steps leave as they are."""
     model: dict[str, torch.Tensor]
     """The weights by their names."""
     optimizer: dict[str, dict[str, torch.Tensor]] | None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from config_fields import (
+    bounded,
     count,
     flag,
     non_negative,
@@ -78,6 +79,12 @@ class CheckpointConfig:
     )
     ckpt_epoch_interval: int = flag(10, "epochs", kind=positive, common=True)
     ckpt_step_interval: int = flag(0, "steps; 0: only after epochs", kind=count, common=True)
+    ckpt_minutes_interval: float = flag(
+        0.0,
+        "minutes since the last checkpoint, by the first process's clock; 0: none by the clock",
+        kind=bounded(float, 0, 1e6),
+        metavar="M",
+    )
     keep_checkpoints: int = flag(0, "newest ones to keep; 0: all", kind=count, common=True)
     max_failed_saves: int = flag(
         2,
@@ -88,6 +95,12 @@ class CheckpointConfig:
         True,
         "resume without comparing the files' checksums with the manifest (default: compared)",
         names=("--no_verify_checkpoint",),
+    )
+    async_checkpoint: bool = flag(
+        True,
+        "write checkpoints at once, while training waits (default: beside training, from a copy "
+        "in host memory)",
+        names=("--no_async_checkpoint",),
     )
     ckpt_best: bool = flag(
         False,

@@ -37,6 +37,7 @@ from training.normalize import Normalize
 from training.objective import Objective
 from training.resolve import Run, model_of, resolve_model
 from training.start import choose_checkpoint
+from training.url_path import folder_at
 from training.validation import (
     bad_data_is_the_users,
     check_same_classes,
@@ -70,7 +71,7 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
     checkpoint that cannot be read, and for one that contradicts the model flags.
     """
     of = config.checkpoints
-    weights = find_weights(Path(of.ckpt_dir), of.resume, of.resume_epoch)
+    weights = find_weights(folder_at(of.ckpt_dir), of.resume, of.resume_epoch)
     if weights.run:
         config = replace(config, model=_model_of(weights.run, config.model))
     config, model = resolve_model(config)

@@ -17,7 +17,7 @@ from training.schedule import WarmupCosine
 from training.session import Session
 from training.step import train_step
 from training.step_log import StepLog
-from training.stopping import NOT_FINITE
+from training.stopping import NOT_FINITE, NOT_SAVED
 from training.train_batches import TrainBatches
 
 
@@ -106,6 +106,8 @@ class Trainer:
     def _must_stop(self) -> bool:
         if self.log.diverges():
             self.session.stop.ask(NOT_FINITE)
+        if self.saves.failed_too_often():
+            self.session.stop.ask(NOT_SAVED)
         return self.session.stop.due()
 
     def _diverged(self) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,18 +30,53 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def gather(value: Any) -> list[Any]:
-    """Return the JSON values that all processes give, by rank; all must call it."""
+@contextlib.contextmanager
+def without_greetings() -> Iterator[None]:
+    """Silence stdout, on which gloo prints a line for every group that is made (PyTorch 2.9)."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def new_group() -> dist.ProcessGroup | None:
+    """Make a group of all processes for one more thread; None where there is one process.
+
+    All must call it. Collectives of a group meet in the order in which they are called, so two
+    threads cannot share one.
+    """
+    if count() == 1:
+        return None
+    with without_greetings():
+        return dist.new_group(backend="gloo")
+
+
+def end_group(group: dist.ProcessGroup | None) -> None:
+    """Let go of what ``new_group`` gave, when nothing uses it any more."""
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the JSON values that all processes give, by rank; all must call it.
+
+    ``group``: what they talk through; None: PyTorch's default group.
+    """
     if count() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    dist.all_gather(sizes, torch.tensor([len(mine)]), group)
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(mine)] = mine
     found = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(found, padded)
+    dist.all_gather(found, padded, group)
     texts = (bytes(each[: int(size)].tolist()) for each, size in zip(found, sizes, strict=True))
     return [json.loads(text) for text in texts]
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from training.backend import Backend
 from training.checkpoints.choose import RUN_FILE
 from training.expectation import keep_measured
+from training.log_folder import LogUploads
 from training.metrics import read_metrics
 from training.plots import plot_curves
 from training.sinks import Guarded, open_sinks
@@ -70,9 +71,10 @@ class Reports:
         keep_records: bool = True,
         wandb_project: str | None = None,
         arguments: dict[str, Any] | None = None,
+        url: Path | None = None,
     ) -> None:
         """Open the reports in ``ckpt_dir``. ``keep_records``: those of the folder up to
-        ``first_step`` are of the same run."""
+        ``first_step`` are of the same run. ``url``: where all in the folder is copied to."""
         active = backend.is_main
         self._dir, self._backend, self._active = ckpt_dir, backend, active
         self._batch_size, self._flops_per_image = batch_size, flops_per_image
@@ -90,6 +92,7 @@ class Reports:
         """How many steps in a row were not finite, as far as log steps have told."""
         self.last_top1: float | None = None
         self._sinks: list[Guarded] = []
+        self._uploads = LogUploads(ckpt_dir, url, self.say) if url and active else None
         if not active:
             return
         self._sinks = open_sinks(
@@ -263,6 +266,13 @@ class Reports:
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
             sink.write(record)
+        if self._uploads:
+            self._uploads.record_written()
+
+    def upload(self) -> None:
+        """Begin to copy all that was written to where it is kept, if that is a URL."""
+        if self._uploads:
+            self._uploads.begin()
 
     def flush(self) -> None:
         """Write every log step recorded so far, waiting for its values."""
@@ -278,7 +288,10 @@ class Reports:
         self._bar.close()
         for sink in self._sinks:
             sink.close()
-        return self._plot()
+        plot = self._plot()
+        if self._uploads:
+            self._uploads.close()
+        return plot
 
     def _plot(self) -> Path | None:
         try:

@@ -18,7 +18,9 @@ from models.registry import open_model
 from training.config import RunConfig
 from training.errors import UsageError, is_first_of_torchrun
 from training.flag_rules import by_field, flat
+from training.log_folder import log_folder
 from training.mesh import Mesh, make_mesh
+from training.url_path import folder_at, is_url
 
 if TYPE_CHECKING:  # torch and timm take seconds: a wrong flag is told before
     from models.spec import ModelSpec
@@ -66,7 +68,12 @@ class Run(Generic[Own]):
 
     @property
     def ckpt_dir(self) -> Path:
-        return Path(self.config.checkpoints.ckpt_dir)
+        return folder_at(self.config.checkpoints.ckpt_dir)
+
+    @property
+    def log_dir(self) -> Path:
+        """The local folder that logs are written to: ``ckpt_dir``, if that is no URL."""
+        return log_folder(self.ckpt_dir)
 
     def with_data(self, **changes: Any) -> Self:
         """Return the same with other values in ``config.data``."""
@@ -120,7 +127,7 @@ def resolve_common(config: RunConfig) -> RunConfig:
 
 
 def _check_common(config: RunConfig) -> None:
-    data, ckpt_dir = config.data, Path(config.checkpoints.ckpt_dir)
+    data, ckpt_dir = config.data, folder_at(config.checkpoints.ckpt_dir)
     for name, (low, high) in (("--scale", data.scale), ("--ratio", data.ratio)):
         if low > high:
             raise UsageError(f"{name} {low} {high}: the first must not be above the second")
@@ -131,7 +138,7 @@ def _check_common(config: RunConfig) -> None:
                 raise UsageError(f"{name}: {wrong:g} must be at least 0 and at most 1")
     if data.scale[1] == 0:
         raise UsageError("--scale 0 0 leaves no image to crop")
-    if ckpt_dir.exists() and not ckpt_dir.is_dir():
+    if not is_url(ckpt_dir) and ckpt_dir.exists() and not ckpt_dir.is_dir():
         raise UsageError(f"--ckpt_dir {ckpt_dir} is a file, not a folder")
     if config.log.wandb:
         _check_wandb()

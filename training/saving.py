@@ -6,6 +6,7 @@ from training.checkpoints.choose import folder_of
 from training.checkpoints.content import Position
 from training.checkpoints.saver import CheckpointSaver
 from training.config import CheckpointConfig
+from training.minutes import MinutesInterval
 from training.session import Session
 from training.stopping import NOT_FINITE
 
@@ -19,21 +20,30 @@ class Saves:
         """Write checkpoints by ``saver``. ``best_step``: the step of the evaluation with the
         highest top-1 so far; 0: there is none."""
         self._config, self._session, self._saver = config, session, saver
+        self._minutes = MinutesInterval(session.backend, config.ckpt_minutes_interval)
         self.best_step = best_step
 
     def due_after_step(self, step: int) -> bool:
+        """Tell, alike in all processes, whether to save now; all call it after each step."""
         interval = self._config.ckpt_step_interval
-        return bool(interval) and step % interval == 0
+        minutes_over = self._minutes.over()
+        return minutes_over or (bool(interval) and step % interval == 0)
 
     def due_after_epoch(self, epochs_done: int) -> bool:
         return epochs_done % self._config.ckpt_epoch_interval == 0
 
     def save(self, at: Position, *, must: bool = False) -> None:
-        """Write a checkpoint; with ``must`` the run fails if that fails."""
+        """Write a checkpoint; with ``must`` the run fails if that fails, and waits for it."""
         self._session.reports.flush()
+        self._session.reports.upload()
         self._session.watchdog.alive()
         self._spare_best()
         self._saver.save(at, must=must)
+        self._minutes.begin()
+
+    def failed_too_often(self) -> bool:
+        """Tell whether this process knows of too many failed saves to go on."""
+        return self._saver.failed_too_often()
 
     def save_stopped(self, at: Position) -> None:
         """Write the checkpoint of a run that was told to stop, unless its weights are no good."""

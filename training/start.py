@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from training import processes
+from training.bad_images import FILE as BAD_IMAGES_FILE
 from training.checkpoints.choose import Candidates, is_restart
 from training.checkpoints.content import SavedRun
 from training.checkpoints.keep import later_ones, set_aside
@@ -15,6 +17,9 @@ from training.checkpoints.lock import FolderLock, check_same_folder
 from training.checkpoints.manifest import MANIFEST, checksum, damage
 from training.checkpoints.reader import METADATA, read_saved_run
 from training.errors import UsageError
+from training.log_folder import fetch_logs
+from training.metrics import METRICS_FILE
+from training.url_path import folder_at, is_url
 
 
 @dataclass
@@ -48,7 +53,7 @@ def choose_checkpoint(
     """
     mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
     named, told, explicit = processes.gather(mine)[0]
-    paths, notes = [Path(path) for path in named], list(told)
+    paths, notes = [folder_at(path) for path in named], list(told)
     for path in paths:
         _check_same_checkpoint(path)
         problem = _damage_of(path) if verify else None
@@ -110,10 +115,30 @@ def leave_later_ones(ckpt_dir: Path, resume: SavedRun | None, *, is_main: bool) 
     return processes.gather(notes)[0]
 
 
+def take_logs(folder: Path, url: Path, *, is_main: bool) -> list[str]:
+    """Bring the logs of a URL to the local folder they go on in; return lines for the log.
+
+    Raises UsageError in all processes if that is not possible.
+    """
+    with processes.failing_together():
+        if is_main:
+            try:
+                fetch_logs(folder, url, (METRICS_FILE, BAD_IMAGES_FILE))
+            except OSError as error:
+                raise UsageError(f"cannot read the logs of {url}: {error.strerror}") from None
+    return [
+        f"note: {url} has no locks: a second job on another host is not noticed; logs are copied "
+        f"there from {folder}"
+    ]
+
+
 def check_folder_writable(folder: Path) -> None:
     """Raise UsageError if nothing can be written to ``--ckpt_dir``; leave nothing there."""
     import tempfile
 
+    if is_url(folder):
+        _check_url_writable(folder)
+        return
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -130,3 +155,13 @@ def check_folder_writable(folder: Path) -> None:
             f"cannot write to --ckpt_dir {folder}: {error.strerror}"
             + (f": {error.filename}" if error.filename else "")
         ) from None
+
+
+def _check_url_writable(folder: Path) -> None:
+    probe = folder / f".write_test_{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write to --ckpt_dir {folder}: {error.strerror}") from None

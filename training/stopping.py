@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from training import processes
 from training.backend import Backend
+from training.errors import RunFailed
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -96,7 +97,7 @@ def largest_of_all(value: int) -> Callable[[], int]:
     return wait
 
 
-NOT_FINITE, BAD_IMAGES = 1001, 1002
+NOT_FINITE, BAD_IMAGES, NOT_SAVED = 1001, 1002, 1003
 """The numbers of what else than a signal can stop training; all signals' are smaller."""
 
 
@@ -113,14 +114,15 @@ class StopRequest:
         self._found: Callable[[], int] = lambda: 0
         self._asked = 0
         self.number = 0
-        """The signal that stops training, or NOT_FINITE or BAD_IMAGES; 0: none."""
+        """The signal that stops training, or NOT_FINITE, BAD_IMAGES or NOT_SAVED; 0: none."""
 
     def __enter__(self) -> StopRequest:
         process_signals.install()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self.number:  # torchrun sends SIGTERM to those that end after the first one
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        # All processes end now; torchrun sends SIGTERM to those that end after the first one.
+        if self.number or isinstance(error, RunFailed):
             process_signals.ignore_from_now_on()
         else:
             process_signals.restore()

@@ -44,12 +44,14 @@ from training.start import (
     choose_checkpoint,
     enter_folder,
     leave_later_ones,
+    take_logs,
 )
 from training.step import shard_and_optimize
 from training.step_log import StepLog
 from training.stopping import NOT_FINITE as STOPPED_NOT_FINITE
 from training.stopping import StopRequest
 from training.train_batches import TrainBatches
+from training.url_path import folder_at, is_url
 from training.validation import (
     bad_data_is_the_users,
     check_same_classes,
@@ -88,7 +90,7 @@ def prepare(run: Run) -> tuple[Run, Plan]:
 
 
 def _candidates(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
-    found = find_resume(Path(config.ckpt_dir), config.resume, config.resume_epoch)
+    found = find_resume(folder_at(config.ckpt_dir), config.resume, config.resume_epoch)
     return first_readable(found)
 
 
@@ -99,7 +101,7 @@ def _check_resume(resume: SavedRun, run: Run, data: DataSource) -> None:
 
 def train(plan: Plan, run: Run, backend: Backend) -> None:
     """Train, or resume and train, on ``backend``; the body of every process."""
-    lock = FolderLock(run.ckpt_dir)
+    lock = FolderLock(run.ckpt_dir, inside=run.log_dir)
     try:
         _train(plan, run, backend, lock)
     finally:
@@ -123,9 +125,10 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
         run.config.checkpoints.keep_checkpoints,
         run.config.checkpoints.max_failed_saves,
         newest=start.resume.path if start.resume else None,
+        beside_training=run.config.checkpoints.async_checkpoint,
     )
     try:
-        with bad_data_is_the_users():
+        with saver, bad_data_is_the_users():
             for note in start.notes:
                 session.reports.say(note)
             model = _place(plan, run, session, start, position)
@@ -147,7 +150,7 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
                 Evaluations(
                     log, session, model, objective, images, so_far.evaluated, so_far.best_top1
                 ),
-                StepProfiler(log.profile, run.ckpt_dir / PROFILE_DIR, processes.rank()),
+                StepProfiler(log.profile, run.log_dir / PROFILE_DIR, processes.rank()),
             )
             with session.stop:
                 trainer.train(position)
@@ -164,7 +167,7 @@ def _session(
 ) -> Session:
     data = run.config.data
     reports = Reports(
-        run.ckpt_dir,
+        run.log_dir,
         backend,
         first_step=first_step,
         total_steps=last_step,
@@ -173,6 +176,7 @@ def _session(
         keep_records=so_far.goes_on,
         wandb_project=run.config.log.wandb,
         arguments=run.values,
+        url=run.ckpt_dir if is_url(run.ckpt_dir) else None,
     )
     if last_step in so_far.evaluated:  # by an earlier start
         reports.last_top1 = evaluations(run.ckpt_dir).get(last_step, {}).get("val_top1")
@@ -181,7 +185,7 @@ def _session(
         reports,
         StopRequest(backend),
         Watchdog(run.config.log.step_timeout_s),
-        BadImages(run.ckpt_dir, data.max_bad_images, is_main=backend.is_main, say=reports.say),
+        BadImages(run.log_dir, data.max_bad_images, is_main=backend.is_main, say=reports.say),
         last_step,
     )
 
@@ -201,6 +205,8 @@ def _begin(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> Start:
         verify=run.config.checkpoints.verify_checkpoint,
     )
     start.notes += leave_later_ones(ckpt_dir, start.resume, is_main=backend.is_main)
+    if is_url(ckpt_dir):
+        start.notes += take_logs(run.log_dir, ckpt_dir, is_main=backend.is_main)
     return start
 
 
@@ -256,7 +262,10 @@ def _so_far(resume: SavedRun | None, ckpt_dir: Path, start: Position) -> _SoFar:
         return _SoFar(False, {start.step} if start.step else set())
     done = evaluations(ckpt_dir, start.step)
     top1, best = max(((record["val_top1"], at) for at, record in done.items()), default=(-1.0, 0))
-    evaluated = {r["step"] for r in read_metrics(ckpt_dir) if "val_images" in r}
+    # Those beyond the start are dropped, and made again.
+    evaluated = {
+        r["step"] for r in read_metrics(ckpt_dir) if "val_images" in r and r["step"] <= start.step
+    }
     return _SoFar(True, evaluated, best, top1)
 
 
@@ -288,6 +297,7 @@ def _say_plan(run: Run, session: Session, resume: SavedRun | None, start: Positi
             _write_run_file(run, backend)
         except OSError as error:
             say(f"note: {RUN_FILE} cannot be written ({error.strerror})")
+        session.reports.upload()
 
 
 def _write_run_file(run: Run, backend: Backend) -> None:
@@ -303,7 +313,7 @@ def _write_run_file(run: Run, backend: Backend) -> None:
         "python": platform.python_version(),
         "versions": versions(),
     }
-    replace_file(run.ckpt_dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
+    replace_file(run.log_dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def _say_profile(reports: Reports, run: Run, profiler: StepProfiler) -> None:
@@ -311,7 +321,7 @@ def _say_profile(reports: Reports, run: Run, profiler: StepProfiler) -> None:
         return
     first, last = run.config.log.profile
     if profiler.finished:
-        reports.say(f"profile of steps {first} to {last}: {run.ckpt_dir / PROFILE_DIR}")
+        reports.say(f"profile of steps {first} to {last}: {run.log_dir / PROFILE_DIR}")
     else:
         reports.say(f"no profile: this run had none of the steps {first} to {last}")
 
@@ -339,9 +349,10 @@ def _end(run: Run, session: Session, saver: CheckpointSaver, curves: Path | None
         raise StoppedBySignal(stop.number)
     if is_main:
         top1 = "" if reports.last_top1 is None else f"val top-1 {reports.last_top1:.2f} %, "
+        plot = curves and run.ckpt_dir / curves.name
         print(
             f"training completed: step {session.last_step}, {top1}checkpoint {newest}, "
-            f"log {run.ckpt_dir / METRICS_FILE}, plot {curves}",
+            f"log {run.ckpt_dir / METRICS_FILE}, plot {plot}",
             flush=True,
         )
 

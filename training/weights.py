@@ -23,6 +23,7 @@ from training.checkpoints.content import SavedRun, saved_run
 from training.checkpoints.manifest import damage
 from training.checkpoints.reader import SafeReader, quiet_dcp, readable
 from training.errors import UsageError
+from training.url_path import folder_at, is_url
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,12 @@ def find_weights(ckpt_dir: Path, resume: str, resume_epoch: int) -> Weights:
     """
     if resume == "none":
         raise UsageError("--resume none: a trained model is needed, give --resume PATH")
-    path = Path(resume)
+    path = folder_at(resume)
     if resume != "auto" and resume not in BEST and not path.is_dir():
         if not path.is_file():
             raise UsageError(f"--resume {resume}: there is no such checkpoint, folder or file")
+        if is_url(path):
+            raise UsageError(f"--resume {resume}: copy that file to this machine, and name it here")
         return _read_file(path)
     saved, candidates = first_readable(find_resume(ckpt_dir, resume, resume_epoch))
     if saved is None:

@@ -46,6 +46,7 @@ class _Origin:
 class _HostState(State):
     """A state as it was copied to the host, which knows the way back."""
 
+    is_copy = True
     origins: list[_Origin]
 
 

@@ -13,6 +13,7 @@ from training.checkpoints.manifest import is_complete, quick_problem
 from training.checkpoints.reader import read_saved_run
 from training.errors import UsageError
 from training.metrics import evaluations
+from training.url_path import folder_at
 
 _NAME = re.compile(r"step_(\d+)")
 RUN_FILE = "run.json"
@@ -72,7 +73,10 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
     """
     if resume_epoch and resume != "auto":
         raise UsageError("--resume_epoch and --resume name two checkpoints: give one")
-    existing = complete_checkpoints(ckpt_dir)
+    try:
+        existing = complete_checkpoints(ckpt_dir)
+    except OSError as error:
+        raise UsageError(f"cannot read --ckpt_dir {ckpt_dir}: {error.strerror}") from None
     if existing and is_restart(ckpt_dir):
         resume, resume_epoch = "auto", 0  # what the job has done since is not to be lost
     if resume_epoch:
@@ -88,7 +92,7 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
         return _newest(existing)
     if resume in BEST:
         return Candidates([_undamaged(_best(ckpt_dir, existing, resume))])
-    path = Path(resume)
+    path = folder_at(resume)
     if not path.is_dir():
         raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
     inside = complete_checkpoints(path)  # the --ckpt_dir of another run: its newest

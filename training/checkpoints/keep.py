@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from training.checkpoints.choose import complete_checkpoints, step_folders, step
 from training.checkpoints.manifest import MANIFEST, is_complete, sync_folder
 from training.errors import UsageError
 from training.metrics import METRICS_FILE
+from training.url_path import as_url, remove_tree
 
 _ASIDE = "set_aside_"
 
@@ -17,14 +17,14 @@ _ASIDE = "set_aside_"
 def clear(folder: Path) -> None:
     """Make an empty folder for a checkpoint, over what an interrupted one left. Raises OSError."""
     if folder.exists():
-        shutil.rmtree(folder)
+        remove_tree(folder)
     folder.mkdir(parents=True)
 
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint, or what there is of one; from the first moment on it counts as none."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder, ignore_errors=True)
 
 
 def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
@@ -40,6 +40,18 @@ def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
     for path in step_folders(ckpt_dir):
         if path not in kept and step_of(path) <= newest:
             remove(path)
+
+
+def _move(path: Path, target: Path) -> None:
+    """Move a checkpoint; a bucket cannot rename, so there its manifest comes last."""
+    from_url, to_url = as_url(path), as_url(target)
+    if not from_url or not to_url:
+        path.rename(target)
+        return
+    to_url.mkdir()
+    for file in sorted(from_url.iterdir(), key=lambda each: each.name == MANIFEST):
+        file.copy(to_url / file.name)
+    remove(path)
 
 
 def later_ones(ckpt_dir: Path, start: Path | None) -> list[Path]:
@@ -65,9 +77,9 @@ def set_aside(ckpt_dir: Path, paths: Collection[Path]) -> Path:
     try:
         folder.mkdir()
         if (ckpt_dir / METRICS_FILE).exists():
-            shutil.copy2(ckpt_dir / METRICS_FILE, folder / METRICS_FILE)
+            (folder / METRICS_FILE).write_bytes((ckpt_dir / METRICS_FILE).read_bytes())
         for path in paths:
-            path.rename(folder / path.name)
+            _move(path, folder / path.name)
     except OSError as error:
         raise UsageError(
             f"cannot set the later checkpoints of {ckpt_dir} aside ({error.strerror}): move them "

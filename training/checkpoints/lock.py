@@ -30,19 +30,21 @@ class FolderLock:
     it. The file itself stays; it says who had the lock last.
     """
 
-    def __init__(self, ckpt_dir: Path) -> None:
-        self._folder = ckpt_dir
+    def __init__(self, ckpt_dir: Path, *, inside: Path | None = None) -> None:
+        """Name the folder. ``inside``: the local folder that is locked in the place of a URL, on
+        which there are no locks; the file is copied there."""
+        self._folder, self._place = ckpt_dir, inside or ckpt_dir
         self._file: int | None = None
 
     def acquire(self, *, is_restart: bool) -> str:
         """Take the lock; return a token that is in the file. Raises UsageError if it is held."""
-        path = self._folder / LOCK_FILE
+        path = self._place / LOCK_FILE
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._place.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UsageError(
-                f"cannot write to --ckpt_dir {self._folder}: {error.strerror}"
+                f"cannot write to --ckpt_dir {self._place}: {error.strerror}"
             ) from None
         deadline = time.monotonic() + (_RESTART_PATIENCE_S if is_restart else _PATIENCE_S)
         while not self._try():
@@ -64,6 +66,8 @@ class FolderLock:
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps(content).encode(), 0)
         os.fsync(self._file)
+        if self._place != self._folder:
+            (self._folder / LOCK_FILE).write_text(json.dumps(content))
         return token
 
     def _try(self) -> bool:

@@ -16,6 +16,7 @@ import xxhash
 
 from training.checkpoints.content import FORMAT, training_entry
 from training.checkpoints.reader import METADATA, named_files, read_metadata
+from training.url_path import is_url
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 24
@@ -57,6 +58,9 @@ def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a small file so that it is there whole, or as it was before. Raises OSError."""
+    if is_url(path):  # where a file appears when it is closed
+        path.write_text(text)
+        return
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w") as file:
         file.write(text)
@@ -68,6 +72,8 @@ def replace_file(path: Path, text: str) -> None:
 
 def sync_folder(path: Path) -> None:
     """Write the names in a folder to the disk for good, where the file system can do that."""
+    if is_url(path):
+        return
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from training.checkpoints.content import POSITION, SavedRun, saved_run, training_entry
+from training.checkpoints.storage import FolderReader
 from training.errors import UsageError
 
 METADATA = ".metadata"
@@ -71,23 +72,29 @@ def named_files(path: Path) -> set[str]:
     return {info.relative_path for info in read_metadata(path).storage_data.values()}
 
 
-class SafeReader(dcp.FileSystemReader):
+class SafeReader(FolderReader):
     """Reads as DCP's file reader does, but no metadata that run code; PyTorch 2.9 unpickles any."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
+        metadata = read_metadata(self.folder)
         storage = getattr(metadata, "storage_meta", None) or StorageMeta()
         storage.load_id = self.load_id
         metadata.storage_meta = storage
         return metadata
 
 
+def silence_dcp() -> None:
+    """Silence, from now on, DCP's warnings of what ``no_dist=True`` asks for, and of its own old
+    calls."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+
+
 @contextlib.contextmanager
 def quiet_dcp() -> Iterator[None]:
-    """Silence DCP's warnings of what ``no_dist=True`` asks for, and of its own old calls."""
+    """Silence them inside; not for a thread beside others, as Python keeps one list for all."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        silence_dcp()
         yield
 
 

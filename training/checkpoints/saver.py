@@ -1,29 +1,35 @@
-"""Writes checkpoints in the middle of a run: all processes together, and never half of one."""
+"""Writes checkpoints in the middle of a run: beside training or at once, never half of one."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 
 from training import processes
 from training.backend import Backend
+from training.background import Background
 from training.checkpoints.choose import folder_of
 from training.checkpoints.content import Position, training_tensors
-from training.checkpoints.keep import clear, prune, remove
-from training.checkpoints.manifest import entries, write_manifest
-from training.checkpoints.reader import METADATA, reason_of
-from training.checkpoints.state import save_state
-from training.errors import NOT_SAVED, RunFailed
+from training.checkpoints.keep import prune
+from training.checkpoints.reader import silence_dcp
+from training.checkpoints.state import bytes_of, state_content
+from training.checkpoints.writing import attempt, write_checkpoint
+from training.errors import NOT_SAVED, RunFailed, UsageError
 
 
 @dataclass
 class CheckpointSaver:
-    """Saves the state of a backend; says what could not be saved, and ends a run that never can."""
+    """Saves the state of a backend; says what could not be saved, and ends a run that never can.
+
+    With ``beside_training`` a thread writes a copy of the state while training goes on. One
+    checkpoint is written at a time: whatever comes next waits for it, in all processes alike.
+    """
 
     ckpt_dir: Path
     backend: Backend
@@ -34,32 +40,107 @@ class CheckpointSaver:
     max_failed: int
     newest: Path | None = None
     """The newest checkpoint of the run, written or resumed."""
+    beside_training: bool = False
     spared: Path | None = None
     """The checkpoint that is not to be removed, however old: the best one."""
     _failed: int = field(default=0, init=False)
+    _ends_with: RunFailed | None = field(default=None, init=False)
+    """Why the run cannot go on."""
+    _being_written: tuple[Path, Background[list[str | None]]] | None = field(
+        default=None, init=False
+    )
+    _group: dist.ProcessGroup | None = field(default=None, init=False)
+    """The thread's own: collectives of two threads on one group would take each other's values."""
+    _told_memory: bool = field(default=False, init=False)
+
+    def __enter__(self) -> Self:
+        silence_dcp()
+        if self.beside_training:
+            self._group = processes.new_group()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait for what is being written, where no process can have failed alone."""
+        together = error is None or isinstance(error, RunFailed)
+        together |= isinstance(error, UsageError) and error.agreed
+        if self._being_written and not together:
+            return  # the others may never answer; the thread ends with the process
+        self._settle()
+        processes.end_group(self._group)
+        self._group = None
 
     def save(self, position: Position, *, must: bool = False) -> None:
         """Write a checkpoint, unless there is a complete one of this step.
 
-        If it cannot be written, the older ones stay and training can go on. Raises RunFailed after
-        ``max_failed`` failures in a row, and with ``must`` after one.
+        If it cannot be written, the older ones stay and training can go on. With ``must`` it is
+        complete when this returns. Raises RunFailed after ``max_failed`` failures in a row, and
+        with ``must`` after one.
         """
+        self.finish()
         folder = folder_of(self.ckpt_dir, position.step)
         if folder == self.newest:
             return
-        problems = [p for p in self._write(folder, position) if p is not None]
-        if not problems:
+        tensors, content = training_tensors(position, self.arguments, self.classes), {}
+        beside = self.beside_training and not must
+
+        def take() -> None:
+            content.update(state_content(self.backend, tensors, copy=beside))
+
+        problems = attempt(take)
+        if any(problems):
+            self._count(folder, problems, must=must)
+        else:
+            write = functools.partial(
+                write_checkpoint,
+                folder,
+                content,
+                is_main=self.backend.is_main,
+                written=functools.partial(self._prune, folder, self.spared),
+                group=self._group if beside else None,
+            )
+            if beside:
+                self._tell_memory(content)
+                self._being_written = folder, Background(write)
+            else:
+                self._count(folder, write(), must=must)
+        if self._ends_with:
+            raise self._ends_with
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if one is. Raises as ``save``."""
+        self._settle()
+        if self._ends_with:
+            raise self._ends_with
+
+    def failed_too_often(self) -> bool:
+        """Tell whether the run cannot go on, as far as this process knows by now; never waits.
+
+        All processes come to know the same, but not after the same step.
+        """
+        if self._being_written and self._being_written[1].done():
+            self._settle()
+        return self._ends_with is not None
+
+    def _settle(self) -> None:
+        if self._being_written:
+            folder, writing = self._being_written
+            self._being_written = None
+            self._count(folder, writing.result())
+
+    def _count(self, folder: Path, problems: list[str | None], *, must: bool = False) -> None:
+        """Say what became of a checkpoint, and whether the run can go on."""
+        wrong = [problem for problem in problems if problem is not None]
+        if not wrong:
             self.newest, self._failed = folder, 0
             self.say(f"checkpoint: {folder}")
             return
         self._failed += 1
-        text = (
-            f"{folder.name} could not be written to {self.ckpt_dir} ({problems[0]}{self._room()})"
-        )
+        text = f"{folder.name} could not be written to {self.ckpt_dir} ({wrong[0]}{self._room()})"
         if must or self._failed >= self.max_failed:
             times = "" if self._failed == 1 else f", {self._failed} have failed in a row"
             last = f"the newest checkpoint is {self.newest}" if self.newest else "there is none"
-            raise RunFailed(f"checkpoint {text}{times}: {last}", NOT_SAVED)
+            self._ends_with = RunFailed(f"checkpoint {text}{times}: {last}", NOT_SAVED)
+            return
         self.say(
             f"checkpoint {text}: training goes on, {self._failed} of --max_failed_saves "
             f"{self.max_failed} failed in a row"
@@ -69,62 +150,21 @@ class CheckpointSaver:
         """Return how much the disk has left, as PyTorch's zip writer does not say."""
         try:
             return f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB are free there"
-        except OSError:
+        except (OSError, TypeError):  # TypeError: of a URL
             return ""
 
-    def _write(self, folder: Path, position: Position) -> list[str | None]:
-        """Write in stages after which all know of all; return what went wrong in each process."""
-        problems: list[str | None] = []
-        tensors = training_tensors(position, self.arguments, self.classes)
-        parts: dict = {}
-
-        def begin() -> None:
-            if self.backend.is_main:
-                clear(folder)
-
-        def write() -> None:
-            save_state(self.backend, folder, tensors)
-
-        def sum_up() -> None:
-            mine = f"__{processes.rank()}_"
-            names = [path.name for path in folder.iterdir() if path.name.startswith(mine)]
-            parts.update(entries(folder, names))
-
-        def complete() -> None:
-            if self.backend.is_main:
-                files = {n: (size, sum_) for part in shared for n, (size, sum_) in part.items()}
-                write_manifest(folder, files | entries(folder, [METADATA]))
-
-        for stage in (begin, write, sum_up):
-            problems = _attempt(stage)
-            if any(problems):
-                break
-        else:
-            shared = processes.gather(parts)
-            problems = _attempt(complete)
-        if self.backend.is_main:
-            if any(problems):
-                remove(folder)  # it takes room that the next one may need
-            else:
-                self._prune(folder)
-        return problems
+    def _tell_memory(self, content: dict[str, Any]) -> None:
+        if not self._told_memory:
+            self._told_memory = True
+            self.say(
+                "checkpoints are written beside training, each from a copy that takes "
+                f"{bytes_of(content) / 2**30:,.2f} GiB of host memory (this process)"
+            )
 
     def tidy(self) -> None:
         """Remove what is left of a start that was killed after it had written ``newest``."""
         if self.newest and self.backend.is_main:
-            self._prune(self.newest)
+            self._prune(self.newest, self.spared)
 
-    def _prune(self, newest: Path) -> None:
-        prune(self.ckpt_dir, self.keep, [newest, *([self.spared] if self.spared else [])])
-
-
-def _attempt(stage: Callable[[], None]) -> list[str | None]:
-    """Run one stage in this process; return what went wrong in each of them."""
-    problem = None
-    try:
-        stage()
-    # A full disk shows as OSError, as an error of the zip writer, or wrapped by DCP, whose own
-    # error is no Exception.
-    except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
-        problem = reason_of(error)
-    return processes.gather(problem)
+    def _prune(self, newest: Path, spared: Path | None) -> None:
+        prune(self.ckpt_dir, self.keep, [newest, *([spared] if spared else [])])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,22 +14,71 @@ import torch.distributed.checkpoint as dcp
 from training.backend import Backend
 from training.checkpoints.content import RNG, training_entry, tree
 from training.checkpoints.reader import SafeReader, quiet_dcp
+from training.checkpoints.storage import writer
+from training.shards import Chunk, ShardedTensor
 
 
-def save_state(backend: Backend, folder: Path, training: dict[str, torch.Tensor]) -> None:
-    """Write the backend's state, ``training`` and the CPU's random state; all processes call it.
+def state_content(
+    backend: Backend, training: Mapping[str, torch.Tensor], *, copy: bool
+) -> dict[str, Any]:
+    """Return what a checkpoint is to hold: the backend's state, ``training``, the CPU's random
+    state.
+
+    With ``copy`` none of it changes when training goes on: it is a copy in the host's memory.
+    """
+    state = backend.state()
+    entries = {**training, **state.step, RNG: torch.get_rng_state()}
+    content = tree(state, entries)
+    return _copied(content) if copy and not state.is_copy else content
+
+
+def _copied(value: Any) -> Any:
+    """Return a nested dictionary of tensors with each tensor copied to the CPU."""
+    if isinstance(value, Mapping):
+        return {name: _copied(each) for name, each in value.items()}
+    if isinstance(value, ShardedTensor):
+        chunks = [Chunk(each.offsets, _copied(each.data)) for each in value.chunks]
+        return ShardedTensor(value.size(), value.dtype, chunks)
+    return value.detach().to("cpu", copy=True)
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of all tensors in a nested dictionary, as far as this process has them."""
+    return sum(tensor.nbytes for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, ShardedTensor):
+        yield from (chunk.data for chunk in value.chunks)
+    else:
+        yield value
+
+
+def write_state(
+    content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write what ``state_content`` gave; all processes call it, with the group they talk through.
 
     The manifest that completes a checkpoint is the caller's. Raises OSError, RuntimeError or DCP's
     CheckpointException if it cannot be written.
     """
-    state = backend.state()
-    content = tree(state, {**training, **state.step, RNG: torch.get_rng_state()})
+    from_host = all(tensor.device.type == "cpu" for tensor in _tensors(content))
+    dcp.save(
+        content,
+        storage_writer=writer(folder, from_host=from_host),
+        no_dist=not dist.is_initialized(),
+        process_group=group,
+    )
+
+
+def save_state(backend: Backend, folder: Path, training: dict[str, torch.Tensor]) -> None:
+    """Write the backend's state, ``training`` and the CPU's random state; raises as
+    ``write_state``."""
     with quiet_dcp():
-        dcp.save(
-            content,
-            storage_writer=dcp.FileSystemWriter(folder),
-            no_dist=not dist.is_initialized(),
-        )
+        write_state(state_content(backend, training, copy=False), folder)
 
 
 def load_state(backend: Backend, folder: Path, *, with_optimizer: bool = True) -> None:

@@ -26,6 +26,7 @@ from training.resolve import Run
 from training.self_check.reference import MOMENTS, Tensors
 from training.self_check.table import Table, size_of
 from training.start import enter_folder
+from training.url_path import is_url, remove_tree
 
 State = dict[str, Tensors]
 
@@ -37,7 +38,7 @@ def own_folder(run: Run, backend: Backend, table: Table) -> Iterator[Path | None
     None where no run could write there.
     """
     ckpt_dir = run.ckpt_dir
-    lock = FolderLock(ckpt_dir)
+    lock = FolderLock(ckpt_dir, inside=run.log_dir)
     folder = ckpt_dir / processes.gather(f"self_check_{secrets.token_hex(4)}")[0]
     try:
         try:
@@ -54,7 +55,7 @@ def own_folder(run: Run, backend: Backend, table: Table) -> Iterator[Path | None
         yield folder
     finally:
         if backend.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder, ignore_errors=True)
         lock.release()
 
 
@@ -85,7 +86,8 @@ class Checkpoints:
             self._folder, self._backend, lambda text: None, self._run.values, None, 0, 1
         )
         try:
-            saver.save(Position(number), must=True)
+            with saver:
+                saver.save(Position(number), must=True)
             with processes.failing_together():
                 if self._backend.is_main:
                     self.states[number] = self._read(folder_of(self._folder, number))
@@ -160,6 +162,10 @@ def check_disk(run: Run, table: Table) -> None:
     """Check the room for the checkpoints that the run will keep, and for the one that is written
     before the oldest is removed; with ``--keep_checkpoints 0``, all, for one."""
     ckpt_dir, keep = run.ckpt_dir, run.config.checkpoints.keep_checkpoints
+    if is_url(ckpt_dir):
+        text = f"a checkpoint of the whole model takes {size_of(checkpoint_bytes(run))}"
+        table.line(True, "disk", f"{text} on {ckpt_dir}")
+        return
     folder = ckpt_dir
     while not folder.exists():
         folder = folder.parent

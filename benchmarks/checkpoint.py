@@ -1,0 +1,164 @@
+"""Time what a checkpoint costs training: written at once, and beside it, the default.
+
+    python benchmarks/checkpoint.py --json checkpoint.json --plot checkpoint.png
+
+In one process, three forms take turns --repeats times: steps without a save, steps after a save
+that training waits for, steps beside one that is being written. There are so many steps that the
+checkpoint is complete before the last. Medians:
+
+- s/step: of the steps without a save
+- waiting: seconds that training stands still for a checkpoint that it waits for
+- copy: seconds that it stands still for one beside training, while the state is copied
+- write: seconds from then until that checkpoint is complete
+- slower: seconds that the steps beside the write took more than those without it
+- share: slower / write. 0: the write costs training nothing; 1: all of its time
+
+--rates: the storage, in MB/s; 0 is the disk itself; others are the disk behind an fsspec file
+system that sleeps as it is written to, as a network storage does, which takes no CPU. On a CPU
+training and writing share the cores: of the disk itself little can be hidden there. Any flag of
+run_vit_training.py can be added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import commit, failure_of, last_json, run_python
+
+FORMS = {
+    "xla": "--backend xla --cpu_devices 1",
+    "fsdp2": "--backend cuda --fsdp fsdp2",
+}
+PRESET = "--model vit_small_patch16_224 --batch_size 4 --fake_data --lr 1e-5".split()
+COLUMNS = (
+    "backend",
+    "storage",
+    "checkpoint",
+    "s/step",
+    "steps",
+    "waiting",
+    "copy",
+    "write",
+    "slower",
+    "share",
+)
+
+
+def rows_of(form: str, told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each storage that the measuring process tells of; seconds and bytes."""
+    rows = []
+    for result in told["results"]:
+        medians = {
+            kind: {name: statistics.median(each[name] for each in of) for name in of[0]}
+            for kind, of in result["rows"].items()
+        }
+        none, beside = medians["none"], medians["beside"]
+        slower = beside["whole"] - beside["stood"] - none["whole"]
+        rows.append(
+            {
+                "backend": form,
+                "rate": result["rate"],
+                "bytes": result["bytes"],
+                "steps": result["steps"],
+                "s_per_step": none["whole"] / result["steps"],
+                "waiting": medians["waiting"]["stood"],
+                "copy": beside["stood"],
+                "write": beside["written"],
+                "slower": slower,
+                "share": slower / beside["written"],
+                "in_time": all(each["ended"] for each in result["rows"]["beside"]),
+            }
+        )
+    return rows
+
+
+def storage(row: dict[str, Any]) -> str:
+    """Return the name of the storage that a row is of."""
+    return f"{row['rate']:g} MB/s" if row["rate"] else "disk"
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    cells = (
+        row["backend"],
+        storage(row),
+        f"{row['bytes'] / 1e6:,.0f} MB",
+        f"{row['s_per_step']:.3f}",
+        str(row["steps"]),
+        *(f"{row[name]:.2f}" for name in ("waiting", "copy", "write", "slower")),
+        f"{row['share']:.1%}" + ("" if row["in_time"] else " (not written in time)"),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw, for each row, the seconds that a checkpoint costs training in either form."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    places = range(len(rows))
+    axis.bar([at - 0.2 for at in places], [r["waiting"] for r in rows], 0.4, label="waiting for it")
+    copies = [r["copy"] for r in rows]
+    axis.bar([at + 0.2 for at in places], copies, 0.4, label="beside training: copy")
+    slower = [max(0.0, r["slower"]) for r in rows]
+    axis.bar([at + 0.2 for at in places], slower, 0.4, bottom=copies, label="... and slower steps")
+    names = [f"{r['backend']}\n{storage(r)}" for r in rows]
+    axis.set_xticks(list(places), names)
+    axis.set_ylabel("seconds a checkpoint costs training")
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def read_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Read the command line; return what is left of it for the program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backends", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.0, 50.0], metavar="MB/S")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="draw them into this PNG")
+    return parser.parse_known_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print the table, write the files; return the exit code."""
+    arguments, flags = read_arguments(argv)
+    rows: list[dict[str, Any]] = []
+    print(f"commit {commit()}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    for form in arguments.backends:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            rates = [f"{rate:g}" for rate in arguments.rates]
+            own = [*FORMS[form].split(), *PRESET, *flags, "--ckpt_dir", folder]
+            measure = ["-m", "benchmarks.checkpoint_child", f"{folder}/saves"]
+            done = run_python(*measure, str(arguments.repeats), *rates, "--", *own)
+        if done.returncode:
+            print(f"| {form} | {failure_of(done)} |", flush=True)
+            continue
+        found = rows_of(form, last_json(done.stdout))
+        print("\n".join(map(line, found)), flush=True)
+        rows += found
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"commit": commit(), "rows": rows}, indent=1) + "\n")
+    if arguments.plot and rows:
+        plot(rows, arguments.plot)
+    return 0 if rows else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The measuring process of checkpoint.py: steps without, with waiting and with background saves.
+
+    python -m benchmarks.checkpoint_child FOLDER REPEATS RATE... -- FLAGS
+
+FLAGS are those of run_vit_training.py. A RATE is in MB/s, 0 is the disk itself. Prints a JSON line.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
+
+from run_vit_training import choose_backend, read_flags, start
+from training.backend import Backend
+from training.checkpoints import saver as saver_module
+from training.checkpoints.content import Position
+from training.checkpoints.saver import CheckpointSaver
+from training.objective import Objective
+from training.resolve import Run
+from training.step import put_micro_batches, shard_and_optimize, train_step
+from training.url_path import folder_at
+
+WARMUP, FEWEST_STEPS = 3, 8
+
+
+class _SlowFile(LocalFileOpener):
+    """A file to which so many bytes a second can be written; waiting for it takes no CPU."""
+
+    def write(self, content: Any) -> int:
+        time.sleep(len(memoryview(content).cast("B")) / 1e6 / self.fs.rate)
+        return super().write(content)
+
+
+class SlowStorage(LocalFileSystem):
+    """The disk as slow://, at a rate in MB/s that stands in front of the path: slow://50/tmp/run."""
+
+    protocol = "slow"
+    rate = 0.0
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        if path.startswith("slow://"):
+            rate, _, path = path.removeprefix("slow://").partition("/")
+            cls.rate = float(rate)
+            path = f"/{path}"
+        return super()._strip_protocol(path)
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        kind = _SlowFile if "w" in mode else LocalFileOpener
+        return kind(path, mode, fs=self, **kwargs)
+
+
+class Measured:
+    """Takes steps of a run on its backend, with or without a save before them."""
+
+    def __init__(self, run: Run, backend: Backend) -> None:
+        self._run, self._backend, self._number = run, backend, 0
+        self._model = shard_and_optimize(run, backend)
+        self._model.train()
+        self._objective = Objective(run, backend)
+        data, sizes = run.config.data, run.model.sizes
+        share = data.batch_size // backend.world_size
+        labels = torch.randint(sizes.num_classes, (share,))
+        batch = torch.randn(share, *sizes.input_shape), labels
+        self._batches = put_micro_batches(backend, batch, data.grad_accum_steps)
+        self._written: list[float] = []
+        write = saver_module.write_checkpoint
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return write(*args, **kwargs)
+            finally:
+                self._written.append(time.perf_counter() - begun)
+
+        saver_module.write_checkpoint = timed
+
+    def steps(self, count: int, saver: CheckpointSaver | None = None) -> dict[str, float]:
+        """Save if asked to, then take so many steps: seconds of all, standing still, and writing.
+
+        ``steps_written``: how many steps were done when the checkpoint was.
+        """
+        optimizer, self._written = self._run.config.optimizer, []
+        self._backend.wait()
+        begun = time.perf_counter()
+        if saver:
+            saver.save(Position(self._number))
+        stood = time.perf_counter() - begun
+        for _ in range(count):
+            train_step(
+                self._model,
+                self._objective,
+                self._backend,
+                self._number,
+                self._batches,
+                lr=optimizer.lr,
+                max_norm=optimizer.clip_grad_norm,
+            )
+            self._number += 1
+            self._backend.wait()
+            if saver:
+                saver.failed_too_often()
+        whole = time.perf_counter() - begun
+        ended = not saver or bool(self._written)
+        if saver:
+            saver.finish()
+        written = self._written[0] if self._written else 0.0
+        return {"whole": whole, "stood": stood, "written": written, "ended": float(ended)}
+
+
+def measure(run: Run, backend: Backend, *, folder: Path, repeats: int, rates: list[float]) -> None:
+    """Measure all storages; the forms of a storage take turns. Prints the results."""
+    measured, results = Measured(run, backend), []
+    measured.steps(WARMUP)
+    for rate in rates:
+        where = folder_at(f"slow://{rate:g}{folder}") if rate else folder
+        rows: dict[str, list[dict[str, float]]] = {"none": [], "waiting": [], "beside": []}
+        with (
+            _saver(where / "waiting", run, backend, beside=False) as waiting,
+            _saver(where / "beside", run, backend, beside=True) as beside,
+        ):
+            count = _enough(measured, waiting)
+            for _ in range(repeats):
+                rows["none"].append(measured.steps(count))
+                rows["waiting"].append(measured.steps(count, waiting))
+                rows["beside"].append(measured.steps(count, beside))
+        size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        shutil.rmtree(folder)
+        # One kept by each of the two savers.
+        results.append({"rate": rate, "steps": count, "bytes": size // 2, "rows": rows})
+    if backend.is_main:
+        print(json.dumps({"backend": backend.describe(), "results": results}), flush=True)
+
+
+def _enough(measured: Measured, saver: CheckpointSaver) -> int:
+    """Return after how many steps a checkpoint beside them is sure to be written."""
+    step = measured.steps(2)["whole"] / 2
+    return max(FEWEST_STEPS, int(2.5 * measured.steps(1, saver)["stood"] / step) + 1)
+
+
+def _saver(folder: Path, run: Run, backend: Backend, *, beside: bool) -> CheckpointSaver:
+    return CheckpointSaver(
+        folder, backend, lambda text: None, run.values, None, 1, 1, beside_training=beside
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Measure what the command line names."""
+    split = argv.index("--")
+    folder, repeats, *rates = argv[:split]
+    fsspec.register_implementation("slow", SlowStorage)
+    flags = read_flags(argv[split + 1 :])
+    body = functools.partial(
+        measure, folder=Path(folder), repeats=int(repeats), rates=[float(rate) for rate in rates]
+    )
+    start(choose_backend(flags.run.backend), flags, flags.run, lambda run: (run, body))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,113 @@
+"""Keeps the logs of a run whose ``--ckpt_dir`` is a URL: written here, copied there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from training.background import Background
+from training.url_path import is_url
+
+_EVERY_S = 30.0
+"""The seconds after which logs are copied again, if there are new ones: a bucket has no files that
+grow, so each copy is a whole file."""
+_KEPT = {".lock", "profile"}
+"""What stays on this machine, by its name in the folder."""
+
+
+def log_folder(ckpt_dir: Path) -> Path:
+    """Return where a run's logs are written: in ``ckpt_dir``, or in a local folder for a URL's.
+
+    It is the same for each start on a machine, so that a second one there finds it locked.
+    """
+    if not is_url(ckpt_dir):
+        return ckpt_dir
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    number = hashlib.sha256(str(ckpt_dir).encode()).hexdigest()[:16]
+    return cache / "vit_fsdp" / number / ckpt_dir.name
+
+
+def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
+    """Make the local folder's logs those of the URL: these files, as far as they are there.
+
+    Others of an earlier start are removed. Raises OSError.
+    """
+    for path in _files(folder):
+        path.unlink()
+    for name in names:
+        if (url / name).exists():
+            (folder / name).write_bytes((url / name).read_bytes())
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.name not in _KEPT and path.suffix != ".tmp":
+            yield from [path] if path.is_file() else _files(path)
+
+
+class LogUploads:
+    """Copies what has changed in a local folder of logs to a URL, in a thread of its own.
+
+    No failure ends a run: it is said once, and tried again.
+    """
+
+    def __init__(self, folder: Path, url: Path, say: Callable[[str], None]) -> None:
+        self._folder, self._url, self._say = folder, url, say
+        self._copied: dict[Path, tuple[int, int]] = {}
+        self._begun = float("-inf")
+        self._running: Background[str | None] | None = None
+        self._failing = False
+
+    def record_written(self) -> None:
+        """Copy in a while, after a record; returns at once."""
+        if time.monotonic() - self._begun >= _EVERY_S:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to copy, unless that is under way; returns at once."""
+        if self._running and not self._running.done():
+            return
+        self._tell()
+        self._begun = time.monotonic()
+        self._running = Background(self._copy)
+
+    def close(self) -> None:
+        """Copy what is left, and wait for that."""
+        self._tell()
+        self._running = Background(self._copy)
+        self._tell()
+
+    def _copy(self) -> str | None:
+        """Copy all files that have changed; return what went wrong."""
+        try:
+            for path in _files(self._folder):
+                found = path.stat()
+                state = (found.st_mtime_ns, found.st_size)
+                if self._copied.get(path) != state:
+                    target = self._url
+                    for part in path.relative_to(self._folder).parts[:-1]:
+                        target = target / part
+                    target.mkdir()
+                    (target / path.name).write_bytes(path.read_bytes())
+                    self._copied[path] = state
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    def _tell(self) -> None:
+        """Wait for the copy that is under way, and say what has become of it, if that is new."""
+        if self._running is None:
+            return
+        problem = self._running.result()
+        self._running = None
+        if problem and not self._failing:
+            self._say(
+                f"note: logs cannot be copied to {self._url} ({problem}); they are in "
+                f"{self._folder}, training goes on"
+            )
+        elif self._failing and not problem:
+            self._say(f"note: logs are copied to {self._url} again")
+        self._failing = problem is not None
