@@ -33,7 +33,10 @@ class Saves:
         self._session.reports.flush()
         self._session.watchdog.alive()
         self._spare_best()
-        self._saver.save(at, must=must)
+        with self._session.reports.events.span("save") as event:
+            before = self._saver.newest
+            self._saver.save(at, must=must)
+            event["written"] = self._saver.newest != before
 
     def save_stopped(self, at: Position) -> None:
         """Write the checkpoint of a run that was told to stop, unless its weights are no good."""
