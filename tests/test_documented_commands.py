@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from run_vit_training import OWN
 from tests.cli import DIGITS, ROOT, train_tiny_gpu
@@ -252,6 +255,22 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     'make faults ARGS="--tries 2 --backends fsdp2 --faults sigkill hang --seed 1"': Elsewhere(
         "it writes docs/reliability.md", make_knows
     ),
+    # docs/files.md
+    "python3 -m training.convert ~/vit_10b/step_1000": Run(
+        (r"^converted /\S+/vit_10b/step_1000: 31 tensors, 111,528 bytes, to vit_10b.safetensors$",),
+        leaves=("vit_10b.safetensors",),
+        trained=True,
+    ),
+    "python3 -m training.convert ~/vit_10b vit_10b_hf": Run(
+        leaves=("vit_10b_hf/model.safetensors", "vit_10b_hf/config.json"), trained=True
+    ),
+    "python3 -m training.convert ~/vit_large": Run(leaves=("vit_large_bf16.pt",), trained=True),
+    "python3 -m training.convert ~/downloads/vit_large": Run(
+        leaves=("vit_large_dcp/manifest.json", "vit_large_dcp/.metadata"), trained=True
+    ),
+    "python3 -m training.goodput": Run(
+        (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  save every ", r"^picture: "), trained=True
+    ),
     # make help
     "make lint": Elsewhere("CI runs it before the tests", make_knows),
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
@@ -313,10 +332,17 @@ def trained(tmp_path_factory):
     return train_tiny_gpu(tmp_path_factory.mktemp("trained")).ckpt_dir
 
 
+def timm_weights() -> dict[str, torch.Tensor]:
+    return timm.create_model("vit_tiny_patch16_224", embed_dim=12, depth=1).state_dict()
+
+
 def put_trained(machine: Machine, ckpt_dir: Path) -> None:
     (checkpoint,) = ckpt_dir.glob("step_*")
     for name in ("vit_10b/step_1000", "vit_large/step_1250"):
         shutil.copytree(checkpoint, machine.home / name)
+    shutil.copy(ckpt_dir / "events.jsonl", machine.home / "vit_10b")
+    (machine.home / "downloads" / "vit_large").mkdir(parents=True)
+    save_file(timm_weights(), machine.home / "downloads" / "vit_large" / "model.safetensors")
     shutil.copytree(DIGITS, machine.datasets / "imagenet-1k")
     image = next((DIGITS / "val" / "7").glob("*.png"))
     (machine.project / "holiday" / "beach").mkdir(parents=True)
@@ -375,7 +401,8 @@ def test_help_lists_every_flag(machine):
 def test_flags_and_files_that_documents_name_are_there():
     flags, paths = flags_and_paths()
     known = known_flags()
-    programs = [ROOT / "data" / "pack.py", *(ROOT / "benchmarks").rglob("*.py")]
+    ours_alone = [ROOT / "data" / "pack.py", *(ROOT / "training").rglob("__main__.py")]
+    programs = [*ours_alone, *(ROOT / "benchmarks").rglob("*.py")]
     for path in [*(ROOT / "launch").iterdir(), *programs]:
         if path.is_file():
             known |= set(re.findall(r"--\w[\w-]+", path.read_text()))

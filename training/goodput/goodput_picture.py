@@ -34,14 +34,17 @@ _COLOURS = {
     LOST: "#c0392b",
     DOWN: "#7f7f7f",
 }
-_NARROWEST = 4.0
+_NARROWEST = 6.5
 """The percentage from which on a part has its share written in it."""
 
 
 def draw(accounts: Mapping[str, Account], path: Path) -> None:
     """Write a picture of the runs' shares of wall time. Raises OSError."""
     figure, axis = plt.subplots(figsize=(10, 1.7 + 0.55 * len(accounts)), layout="constrained")
-    names = [f"{name}\n{told(account.wall_s)}" for name, account in accounts.items()]
+    short = {name: Path(name).name for name in accounts}
+    if "" in short.values() or len(set(short.values())) < len(short):
+        short = {name: name for name in accounts}
+    names = [f"{short[name]}\n{told(account.wall_s)}" for name, account in accounts.items()]
     left = [0.0] * len(accounts)
     for part in PARTS:
         shares = [100 * a.seconds[part] / a.wall_s if a.wall_s else 0.0 for a in accounts.values()]

@@ -42,18 +42,16 @@ def _advice(account: Account, suggestion: Suggestion | None) -> list[str]:
         return ["no save interval can be suggested: no checkpoint was written, or no step taken"]
     every = max(1, round(suggestion.interval_s / account.step_s))
     if suggestion.failures:
-        rests = (
-            f"{told(suggestion.mtbf_s)} of running between failures ({suggestion.failures} seen)"
-        )
+        rests = f"{told(suggestion.mtbf_s)} of running ({suggestion.failures} failures seen)"
     else:
         rests = (
-            f"no failure seen in {told(suggestion.mtbf_s)} of running: as if the first came now, "
-            "so save less often if they are rarer"
+            f"none seen in {told(suggestion.mtbf_s)} of running, taken as if the first came now: "
+            "save less often if failures are rarer"
         )
     return [
         f"save every {told(suggestion.interval_s)}, --ckpt_step_interval {every}: saving and lost "
         f"work then cost {suggestion.waste:.2%}",
-        f"  (Young's sqrt(2 x {told(suggestion.save_s)} a checkpoint x MTBF); {rests}",
+        f"  by Young's sqrt(2 x {told(suggestion.save_s)} a checkpoint x MTBF); MTBF: {rests}",
     ]
 
 
