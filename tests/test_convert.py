@@ -17,7 +17,9 @@ import run_vit_training
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny_gpu
 from tests.plain_checkpoint import convert as dcp_to_torch
 from tests.usage_error import told_in_one_line
+from training.convert import stored
 from training.convert.__main__ import main
+from training.convert.torch_private import load_without_values, offset_of
 
 IMAGES = sorted(map(str, (DIGITS / "val" / "7").glob("*.png")))[:8]
 
@@ -137,6 +139,25 @@ def test_bare_weights_and_narrower_numbers(weights, tmp_path, capsys):
     assert run_vit_training.main([*evaluate, "--resume", str(bare)]) == 0
     dcp.save(weights, checkpoint_id=tmp_path / "plain_dcp", no_dist=True)  # without "model."
     assert_same(load_file(converted(tmp_path / "plain_dcp", tmp_path / "p.safetensors")), weights)
+
+
+@pytest.mark.parametrize("block", [16, 1 << 26])
+def test_boxes_of_a_tensor(block, tmp_path, monkeypatch):
+    """As a mesh of two axes leaves them in a checkpoint; one part lies in another order."""
+    monkeypatch.setattr(stored, "_BLOCK", block)
+    whole = torch.randn(6, 8)
+    torch.save(whole[:, :3].clone(), tmp_path / "left")
+    torch.save(whole[:, 3:].t().contiguous().t(), tmp_path / "right")
+
+    def pieces():
+        for name, begin in (("left", (0, 0)), ("right", (0, 3))):
+            part = load_without_values(tmp_path / name)
+            strides = None if part.is_contiguous() else part.stride()
+            yield stored.Piece(tmp_path / name, offset_of(part), begin, part.shape, strides)
+
+    found = stored.Stored(torch.float32, (6, 8), pieces)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(found.read(dtype), whole.to(dtype))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -5,19 +5,14 @@ Those are typed, too, with a stand-in at the end that notes what it is called wi
 """
 
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import timm
-import torch
-from PIL import Image
-from safetensors.torch import save_file
 
 from run_vit_training import OWN
-from tests.cli import DIGITS, ROOT, train_tiny_gpu
+from tests.cli import ROOT, train_tiny_gpu
 from tests.documented_commands import (
     Command,
     broken_anchors,
@@ -27,6 +22,7 @@ from tests.documented_commands import (
 )
 from tests.new_machine import Machine, own_mounts
 from tests.test_stopping import ALONE, stop
+from tests.trained_models import put_trained
 from tests.typed_with_stand_ins import (
     benchmark_takes,
     docker_builds,
@@ -330,24 +326,6 @@ def machine(tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     return train_tiny_gpu(tmp_path_factory.mktemp("trained")).ckpt_dir
-
-
-def timm_weights() -> dict[str, torch.Tensor]:
-    return timm.create_model("vit_tiny_patch16_224", embed_dim=12, depth=1).state_dict()
-
-
-def put_trained(machine: Machine, ckpt_dir: Path) -> None:
-    (checkpoint,) = ckpt_dir.glob("step_*")
-    for name in ("vit_10b/step_1000", "vit_large/step_1250"):
-        shutil.copytree(checkpoint, machine.home / name)
-    shutil.copy(ckpt_dir / "events.jsonl", machine.home / "vit_10b")
-    (machine.home / "downloads" / "vit_large").mkdir(parents=True)
-    save_file(timm_weights(), machine.home / "downloads" / "vit_large" / "model.safetensors")
-    shutil.copytree(DIGITS, machine.datasets / "imagenet-1k")
-    image = next((DIGITS / "val" / "7").glob("*.png"))
-    (machine.project / "holiday" / "beach").mkdir(parents=True)
-    shutil.copy(image, machine.project / "holiday" / "beach" / "1.png")
-    Image.open(image).convert("RGB").save(machine.project / "cat.jpg")
 
 
 @pytest.mark.parametrize(("command", "how"), all_that_are(Run))

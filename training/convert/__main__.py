@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
 from tqdm import tqdm
 
 from training.checkpoints.reader import reason_of
+from training.command_line import OneLineParser
 from training.convert.destinations import (
     Job,
     write_dcp,
@@ -31,16 +30,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARD_SIZE = "5GB"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=_PROGRAM,
-        allow_abbrev=False,
-        description="Convert a model's weights to another form of file, one tensor at a time.",
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        _PROGRAM,
+        "Convert a model's weights to another form of file, one tensor at a time.",
     )
     parser.add_argument(
         "src",

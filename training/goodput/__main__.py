@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from training.command_line import OneLineParser
 from training.errors import UsageError
 from training.events import EVENTS_FILE, read_events
 from training.goodput.account import Account, account_of
@@ -19,16 +18,10 @@ _PROGRAM = "training.goodput"
 _PICTURE = "goodput.png"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=_PROGRAM,
-        allow_abbrev=False,
-        description="Tell what share of a run's wall time went to useful steps, and to what else.",
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        _PROGRAM,
+        "Tell what share of a run's wall time went to useful steps, and to what else.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's --ckpt_dir")
     parser.add_argument("--json", action="store_true", help="print JSON alone (default: off)")
