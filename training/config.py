@@ -161,8 +161,7 @@ class UseConfig:
     predict: list[str] | None = flag(
         None,
         "print the likeliest classes of these images, in plain PyTorch on one GPU or the CPU; "
-        "--resume names the weights: a checkpoint, or a file of torch.save, or a file or folder of "
-        ".safetensors; "
+        "--resume names the weights: a checkpoint, a file of torch.save, or .safetensors; "
         "unreadable images are left out, the exit code is 2 if one was named itself (default: "
         "none)",
         metavar="IMAGE_OR_FOLDER",

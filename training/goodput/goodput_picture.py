@@ -34,7 +34,7 @@ _COLOURS = {
     LOST: "#c0392b",
     DOWN: "#7f7f7f",
 }
-_NARROWEST = 6.5
+_NARROWEST = 5.0
 """The percentage from which on a part has its share written in it."""
 
 

@@ -42,7 +42,7 @@ def _advice(account: Account, suggestion: Suggestion | None) -> list[str]:
         return ["no save interval can be suggested: no checkpoint was written, or no step taken"]
     every = max(1, round(suggestion.interval_s / account.step_s))
     if suggestion.failures:
-        rests = f"{told(suggestion.mtbf_s)} of running ({suggestion.failures} failures seen)"
+        rests = f"{told(suggestion.mtbf_s)} of running (failures seen: {suggestion.failures})"
     else:
         rests = (
             f"none seen in {told(suggestion.mtbf_s)} of running, taken as if the first came now: "
