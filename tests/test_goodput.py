@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.cli import ROOT, environment, tiny
-from training.events import EVENTS_FILE
+from training.events import EVENTS_FILE, Events, read_events
 from training.goodput.__main__ import main
 
 BATCH_S, SAVE_S = 0.05, 0.4
@@ -151,6 +151,20 @@ def test_table_and_picture(killed_and_resumed, tmp_path, capsys):
     assert "save every 4 min 11 s, --ckpt_step_interval 126" in out
     with Image.open(tmp_path / "other" / "goodput.png") as picture:
         assert picture.width > 800
+
+
+def test_a_broken_line_breaks_no_other(tmp_path):
+    write_events(tmp_path, *two_starts())
+    for _ in range(2):
+        events = Events(tmp_path, print, active=True)
+        events.start(5.0, 300)
+        events.close()
+    kinds = [event["event"] for event in read_events(tmp_path)]
+    assert kinds == [event[0] for event in two_starts()] + ["start", "end"] * 2
+    assert (tmp_path / EVENTS_FILE).read_text().count("\n") == len(kinds) + 1
+    idle = Events(tmp_path / "none", print, active=False)
+    idle.start(5.0, 300)
+    idle.close()
 
 
 def test_mistakes(tmp_path, capsys):

@@ -43,12 +43,15 @@ class EventsFile:
 
     def __init__(self, ckpt_dir: Path) -> None:
         """Raises OSError."""
-        self._file = (ckpt_dir / EVENTS_FILE).open("ab", buffering=0)
-        if self._file.tell():
-            self._file.write(b"\n")  # after what a crash may have broken off
+        self._file = (ckpt_dir / EVENTS_FILE).open("ab+", buffering=0)
+        size = self._file.tell()
+        self._broken = size > 0 and os.pread(self._file.fileno(), 1, size - 1) != b"\n"
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write((as_json(record) + "\n").encode())
+        """Append a line, after the end of one that a crash or a full disk broke off."""
+        line = b"\n" * self._broken + as_json(record).encode() + b"\n"
+        self._broken = True
+        self._broken = self._file.write(line) < len(line)
 
     def close(self) -> None:
         self._file.close()
