@@ -156,9 +156,13 @@ class _OneAtATime(dcp.DefaultSavePlanner):
         self._read, self._last = read, torch.empty(0)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        self._last.untyped_storage().resize_(0)
+        self.release()
         self._last = self._read[write_item.index.fqn]()
         return self._last
+
+    def release(self) -> None:
+        """Take back the memory of the tensor that was given last."""
+        self._last.untyped_storage().resize_(0)
 
 
 def write_dcp(job: Job, path: Path) -> None:
@@ -168,13 +172,10 @@ def write_dcp(job: Job, path: Path) -> None:
     read = {f"model.{name}": _reading(job, stored) for name, stored in job.source.tensors.items()}
     read |= {f"training.{name}": tensor.clone for name, tensor in about.items()}
     state: dict[str, Any] = {"model": job.on_meta()} | ({"training": about} if about else {})
+    planner, writer = _OneAtATime(read), dcp.FileSystemWriter(path)
     with quiet_dcp():
-        dcp.save(
-            state,
-            storage_writer=dcp.FileSystemWriter(path),
-            planner=_OneAtATime(read),
-            no_dist=True,
-        )
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    planner.release()
     write_manifest(path, entries(path, _sorted(named_files(path), METADATA)))
     _write_config(job, path)
 
