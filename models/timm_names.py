@@ -22,7 +22,7 @@ from models.timm_spec import TimmSpec
 KINDS = (VisionTransformer, Eva)
 _MODULES = ("vision_transformer", "eva", "deit")
 """Files of timm that build models of these kinds, and hardly any others."""
-_EVAS = {
+EVA_NAMES = {
     "reg_tokens": "num_reg_tokens",
     "fc_norm": "use_fc_norm",
     "pre_norm": "use_pre_transformer_norm",
@@ -62,7 +62,9 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     model, arguments = _as_timm_has_it(name)
     kind = type(model)
     taken = taken_arguments(kind)
-    given = {_EVAS.get(key, key) if kind is Eva else key: value for key, value in overrides.items()}
+    given = {
+        EVA_NAMES.get(key, key) if kind is Eva else key: value for key, value in overrides.items()
+    }
     for argument in given:
         if argument not in taken:
             raise ModelError(f"{full_name} does not take <{argument}> ({_is_a(model)})")

@@ -5,16 +5,14 @@ Those are typed, too, with a stand-in at the end that notes what it is called wi
 """
 
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from run_vit_training import OWN
-from tests.cli import DIGITS, ROOT, train_tiny_gpu
+from tests.cli import ROOT, train_tiny_gpu
 from tests.documented_commands import (
     Command,
     broken_anchors,
@@ -24,6 +22,7 @@ from tests.documented_commands import (
 )
 from tests.new_machine import Machine, own_mounts
 from tests.test_stopping import ALONE, stop
+from tests.trained_models import put_trained
 from tests.typed_with_stand_ins import (
     benchmark_takes,
     docker_builds,
@@ -253,6 +252,22 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     'make faults ARGS="--tries 2 --backends fsdp2 --faults sigkill hang --seed 1"': Elsewhere(
         "it writes docs/reliability.md", make_knows
     ),
+    # docs/files.md
+    "python3 -m training.convert ~/vit_10b/step_1000": Run(
+        (r"^converted /\S+/vit_10b/step_1000: 31 tensors, 111,528 bytes, to vit_10b.safetensors$",),
+        leaves=("vit_10b.safetensors",),
+        trained=True,
+    ),
+    "python3 -m training.convert ~/vit_10b vit_10b_hf": Run(
+        leaves=("vit_10b_hf/model.safetensors", "vit_10b_hf/config.json"), trained=True
+    ),
+    "python3 -m training.convert ~/vit_large": Run(leaves=("vit_large_bf16.pt",), trained=True),
+    "python3 -m training.convert ~/downloads/vit_large": Run(
+        leaves=("vit_large_dcp/manifest.json", "vit_large_dcp/.metadata"), trained=True
+    ),
+    "python3 -m training.goodput": Run(
+        (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  save every ", r"^picture: "), trained=True
+    ),
     # make help
     "make lint": Elsewhere("CI runs it before the tests", make_knows),
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
@@ -315,17 +330,6 @@ def trained(tmp_path_factory):
     return train_tiny_gpu(tmp_path_factory.mktemp("trained")).ckpt_dir
 
 
-def put_trained(machine: Machine, ckpt_dir: Path) -> None:
-    (checkpoint,) = ckpt_dir.glob("step_*")
-    for name in ("vit_10b/step_1000", "vit_large/step_1250"):
-        shutil.copytree(checkpoint, machine.home / name)
-    shutil.copytree(DIGITS, machine.datasets / "imagenet-1k")
-    image = next((DIGITS / "val" / "7").glob("*.png"))
-    (machine.project / "holiday" / "beach").mkdir(parents=True)
-    shutil.copy(image, machine.project / "holiday" / "beach" / "1.png")
-    Image.open(image).convert("RGB").save(machine.project / "cat.jpg")
-
-
 @pytest.mark.parametrize(("command", "how"), all_that_are(Run))
 def test_command(command, how, machine, request):
     if how.private and (problem := own_mounts()[1]):
@@ -377,7 +381,8 @@ def test_help_lists_every_flag(machine):
 def test_flags_and_files_that_documents_name_are_there():
     flags, paths = flags_and_paths()
     known = known_flags()
-    programs = [ROOT / "data" / "pack.py", *(ROOT / "benchmarks").rglob("*.py")]
+    ours_alone = [ROOT / "data" / "pack.py", *(ROOT / "training").rglob("__main__.py")]
+    programs = [*ours_alone, *(ROOT / "benchmarks").rglob("*.py")]
     for path in [*(ROOT / "launch").iterdir(), *programs]:
         if path.is_file():
             known |= set(re.findall(r"--\w[\w-]+", path.read_text()))

@@ -174,7 +174,7 @@ class UseConfig:
     predict: list[str] | None = flag(
         None,
         "print the likeliest classes of these images, in plain PyTorch on one GPU or the CPU; "
-        "--resume names the weights: a checkpoint, or a file of torch.save or .safetensors; "
+        "--resume names the weights: a checkpoint, a file of torch.save, or .safetensors; "
         "unreadable images are left out, the exit code is 2 if one was named itself (default: "
         "none)",
         metavar="IMAGE_OR_FOLDER",

@@ -223,12 +223,11 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
             print(text, file=lines, flush=True)
 
     check_alike(run, data)
-    if weights.tensors is None:
-        choose_checkpoint(
-            Candidates([weights.path]),
-            lambda saved: None,
-            verify=run.config.checkpoints.verify_checkpoint,
-        )
+    verify = run.config.checkpoints.verify_checkpoint
+    if weights.tensors is None and weights.run:
+        choose_checkpoint(Candidates([weights.path]), lambda saved: None, verify=verify)
+    elif verify:
+        weights.check_undamaged()
     loader = val_loader(data, backend, run.config.data.pass_size)
     model, count = run.model.build(), run.model.parameter_count
     say(f"data: {data}")

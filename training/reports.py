@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from training.backend import Backend
 from training.checkpoints.choose import RUN_FILE
+from training.events import Events
 from training.expectation import keep_measured
 from training.log_folder import LogUploads
 from training.metrics import read_metrics
@@ -91,6 +92,7 @@ class Reports:
         self.longest_row_skipped = 0
         """How many steps in a row were not finite, as far as log steps have told."""
         self.last_top1: float | None = None
+        self.events = Events(ckpt_dir, self.say, active=active)
         self._sinks: list[Guarded] = []
         self._uploads = LogUploads(ckpt_dir, url, self.say) if url and active else None
         if not active:
@@ -140,14 +142,17 @@ class Reports:
     def evaluating(self, batches: int) -> Iterator[Callable[[], None]]:
         """Show a bar for an evaluation of so many batches; yields what moves it on by one."""
         hide = None if self._active else True  # None: shown on a terminal
-        with tqdm(
-            total=batches,
-            unit="batch",
-            desc="evaluating",
-            leave=False,
-            dynamic_ncols=True,
-            disable=hide,
-        ) as bar:
+        with (
+            self.events.span("eval"),
+            tqdm(
+                total=batches,
+                unit="batch",
+                desc="evaluating",
+                leave=False,
+                dynamic_ncols=True,
+                disable=hide,
+            ) as bar,
+        ):
             yield bar.update
         if self._active:
             self._bar.unpause()
@@ -288,10 +293,11 @@ class Reports:
         self._bar.close()
         for sink in self._sinks:
             sink.close()
-        plot = self._plot()
+        curves = self._plot()
+        self.events.close()
         if self._uploads:
             self._uploads.close()
-        return plot
+        return curves
 
     def _plot(self) -> Path | None:
         try:

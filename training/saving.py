@@ -38,7 +38,8 @@ class Saves:
         self._session.reports.upload()
         self._session.watchdog.alive()
         self._spare_best()
-        self._saver.save(at, must=must)
+        with self._session.reports.events.span("save") as event:
+            event["written"] = self._saver.save(at, must=must)
         self._minutes.begin()
 
     def failed_too_often(self) -> bool:

@@ -17,6 +17,7 @@ from training.checkpoints.lock import FolderLock, check_same_folder
 from training.checkpoints.manifest import MANIFEST, checksum, damage
 from training.checkpoints.reader import METADATA, read_saved_run
 from training.errors import UsageError
+from training.events import EVENTS_FILE
 from training.log_folder import fetch_logs
 from training.metrics import METRICS_FILE
 from training.url_path import folder_at, is_url
@@ -123,7 +124,7 @@ def take_logs(folder: Path, url: Path, *, is_main: bool) -> list[str]:
     with processes.failing_together():
         if is_main:
             try:
-                fetch_logs(folder, url, (METRICS_FILE, BAD_IMAGES_FILE))
+                fetch_logs(folder, url, (METRICS_FILE, EVENTS_FILE, BAD_IMAGES_FILE))
             except OSError as error:
                 raise UsageError(f"cannot read the logs of {url}: {error.strerror}") from None
     return [

@@ -26,7 +26,9 @@ class StepLog:
     ) -> None:
         """Log the step if it is one to be logged; ``epoch`` counts from 0."""
         session, every = self._session, self._config.log_step_interval
+        events = session.reports.events
         self._interval.steps += 1
+        events.stepped(step, self._batches.last_wait_s)
         if is_first or step % every == 0 or step == session.last_step:
             self._interval.waited = self._batches.waited_s
             # The first step's time is the compiler's: it says nothing of the pace.
@@ -34,6 +36,10 @@ class StepLog:
             values = session.backend.read(outcome._asdict())
             session.reports.log(step, epoch + 1, lr, pace, values)
             session.bad_images.collect([self._batches.loader])
+            if is_first:
+                events.first_step(self._interval.seconds())
+            else:
+                events.steps()
             self.begin()
         session.reports.step_done()
 

@@ -25,6 +25,7 @@ from training.checkpoints.state import load_state
 from training.config import CheckpointConfig
 from training.errors import NOT_FINITE, RunFailed, StoppedBySignal
 from training.evaluation import Evaluations
+from training.events import process_start
 from training.expectation import read_expectation
 from training.fingerprint import check_alike, versions
 from training.loaders import train_loader, val_loader
@@ -54,6 +55,7 @@ from training.train_batches import TrainBatches
 from training.url_path import folder_at, is_url
 from training.validation import (
     bad_data_is_the_users,
+    check_goes_on,
     check_same_classes,
     check_same_model,
     wanted_images,
@@ -71,6 +73,8 @@ class Plan:
     """Checkpoints to resume, as this process sees them."""
     expected_s: float | None
     """What a step is expected to take, if that was told."""
+    process_started: float
+    """In seconds since 1970."""
 
 
 def prepare(run: Run) -> tuple[Run, Plan]:
@@ -86,7 +90,7 @@ def prepare(run: Run) -> tuple[Run, Plan]:
         data = open_data(wanted_images(run))
     if resume:
         _check_resume(resume, run, data)
-    return run, Plan(data, candidates, expected_s)
+    return run, Plan(data, candidates, expected_s, process_start())
 
 
 def _candidates(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
@@ -95,6 +99,7 @@ def _candidates(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
 
 
 def _check_resume(resume: SavedRun, run: Run, data: DataSource) -> None:
+    check_goes_on(resume)
     check_same_model(resume, run.model)
     check_same_classes(resume.classes, resume.path, data)
 
@@ -116,6 +121,7 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
     so_far = _so_far(start.resume, run.ckpt_dir, position)
     session = _session(run, backend, position.step, last_step, so_far)
     session.reports.expected_s = plan.expected_s
+    session.reports.events.start(plan.process_started, position.step)
     saver = CheckpointSaver(
         run.ckpt_dir,
         backend,
@@ -152,7 +158,7 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
                 ),
                 StepProfiler(log.profile, run.log_dir / PROFILE_DIR, processes.rank()),
             )
-            with session.stop:
+            with session.stop, session.reports.events.training(last_step):
                 trainer.train(position)
             trainer.profiler.close()
             _say_profile(session.reports, run, trainer.profiler)

@@ -23,6 +23,8 @@ class TrainBatches:
         self._batch_size, self._micro_batches = batch_size, micro_batches
         self.waited_s = 0.0
         """The seconds spent waiting for batches, until someone sets it to 0."""
+        self.last_wait_s = 0.0
+        """The seconds spent waiting for the newest batch."""
 
     def number(self, at: Position) -> int:
         """Return how many batches come before ``at`` since the start of training."""
@@ -44,7 +46,8 @@ class TrainBatches:
                 batch = next(ready, None)
                 if batch is None:
                     return
-                self.waited_s += time.perf_counter() - asked
+                self.last_wait_s = time.perf_counter() - asked
+                self.waited_s += self.last_wait_s
                 yield batch
 
     def _put(self, batch: Batch) -> list[Batch]:

@@ -12,6 +12,7 @@ from data.source import DataSource, Wanted
 from models.config import ModelConfig
 from models.spec import ModelSpec
 from training.checkpoints.content import SavedRun
+from training.checkpoints.reader import read_metadata, readable
 from training.errors import UsageError
 from training.flag_rules import from_values
 from training.resolve import MODEL_FLAG, Run, model_of
@@ -51,6 +52,17 @@ def check_same_classes(classes: Sequence[str] | None, path: Path, data: DataSour
                     f"number {label} is {there or 'none'} there, {here or 'none'} here"
                 )
             )
+
+
+def check_goes_on(saved: SavedRun) -> None:
+    """Raises UsageError for a checkpoint of weights alone: AdamW cannot go on without its state."""
+    with readable(saved.path):
+        names = read_metadata(saved.path).state_dict_metadata
+    if not any(name.startswith("optimizer.") for name in names):
+        raise UsageError(
+            f"{saved.path} holds weights alone, which are for --predict and --eval_only: training "
+            "goes on from a checkpoint that training wrote"
+        )
 
 
 def check_same_model(saved: SavedRun, model: ModelSpec) -> None:

@@ -1,4 +1,4 @@
-"""Weights of a trained model: in a checkpoint folder, or in one file of any training program."""
+"""Weights of a trained model: in a checkpoint folder, or in files of any training program."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from models.meta import allocate, fill_buffers
 from models.spec import ModelSpec
 from training.checkpoints.choose import BEST, find_resume, first_readable
-from training.checkpoints.content import SavedRun, saved_run
+from training.checkpoints.content import SavedRun, saved_run, training_entry
 from training.checkpoints.manifest import damage
-from training.checkpoints.reader import SafeReader, quiet_dcp, readable
+from training.checkpoints.reader import METADATA, SafeReader, quiet_dcp, read_metadata, readable
 from training.errors import UsageError
+from training.safetensors_files import metadata_of, run_of, safetensors_files
 from training.url_path import folder_at, is_url
 
 
@@ -34,7 +35,7 @@ class Weights:
     run: SavedRun | None
     """What the checkpoint says of the run that made it; None for a bare state dict."""
     tensors: Mapping[str, torch.Tensor] | None
-    """By timm's names, mapped from the file; None for a folder, which DCP reads."""
+    """By timm's names, mapped from the files; None for a checkpoint folder, which DCP reads."""
     note: str = ""
     """What the user is to know of how they are used, in one line."""
 
@@ -114,26 +115,45 @@ def find_weights(ckpt_dir: Path, resume: str, resume_epoch: int) -> Weights:
             raise UsageError(f"--resume {resume}: there is no such checkpoint, folder or file")
         if is_url(path):
             raise UsageError(f"--resume {resume}: copy that file to this machine, and name it here")
-        return _read_file(path)
+        return load_file_of_weights(path)
+    if resume != "auto" and resume not in BEST and not resume_epoch:
+        with readable(path):
+            if files := safetensors_files(path):
+                return _load_safetensors(path, files)
+            if _is_bare_checkpoint(path):
+                return Weights(path, None, None)
     saved, candidates = first_readable(find_resume(ckpt_dir, resume, resume_epoch))
     if saved is None:
         raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
     return Weights(saved.path, saved, None, "; ".join(candidates.passed_over))
 
 
-def _read_file(path: Path) -> Weights:
+def load_file_of_weights(path: Path) -> Weights:
+    """Return what one file holds, mapped from it. Raises UsageError if it cannot be read."""
     with readable(path):
         if path.suffix == ".safetensors":
-            content: Any = load_file(path)
-        else:
-            content = _load_tensors(path)
+            return _load_safetensors(path, [path])
+        content = _load_tensors(path)
         if not isinstance(content, Mapping):
             raise ValueError("it holds no state dict")
         training = content.get("training")
         run = None
         if isinstance(training, Mapping) and "arguments" in training:
             run = saved_run(path, training)
-        return Weights(path, run, _state_dict(content))
+        return Weights(path, run, state_dict_of(content))
+
+
+def _load_safetensors(path: Path, files: list[Path]) -> Weights:
+    content = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return Weights(path, run_of(path, metadata_of(files[0])), state_dict_of(content))
+
+
+def _is_bare_checkpoint(path: Path) -> bool:
+    """Tell whether DCP wrote weights alone there, which say nothing of a run."""
+    if not (path / METADATA).is_file():
+        return False
+    names = read_metadata(path).state_dict_metadata
+    return not any(name.startswith(training_entry("")) for name in names)
 
 
 def _load_tensors(path: Path) -> Any:
@@ -148,7 +168,7 @@ def _load_tensors(path: Path) -> Any:
         raise ValueError("it is no file of torch.save") from None
 
 
-def _state_dict(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the model's part of a file's content, under timm's names."""
     for key in ("model", "state_dict"):
         if isinstance(content.get(key), Mapping):

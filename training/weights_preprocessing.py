@@ -8,17 +8,16 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from data.preprocessing import INTERPOLATIONS, Preprocessing
 from training.checkpoints.content import SavedRun
 from training.errors import UsageError
 from training.resolve import Run
+from training.safetensors_files import metadata_of, safetensors_files
 
 _NAMES = tuple(field.name for field in fields(Preprocessing))
 _MOST_OF_VOLUMES = 1e30
 """Values of images are from 0 to 1, those of volumes any numbers: Hounsfield units, say."""
-_CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
+CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
 
 
 def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
@@ -37,7 +36,7 @@ def with_preprocessing_of_file(run: Run, path: Path) -> tuple[Run, str]:
     Returns a line, too, that tells what was taken from where; "" for the values of new weights.
     Raises UsageError for values that cannot be.
     """
-    found, source = _told_by_file(path), f"{path} and its {_CONFIG_FILE}"
+    found, source = _told_by_file(path), f"{path} and its {CONFIG_FILE}"
     if found is None:
         found, source = run.model.preprocessing, f"timm's {run.model.name}"
     base = Preprocessing() if found is None else _checked(found, path)
@@ -48,6 +47,11 @@ def with_preprocessing_of_file(run: Run, path: Path) -> tuple[Run, str]:
     if found.get("crop_mode") not in (None, "", "center"):
         line += f"; its crop_mode {found['crop_mode']} is not known here: center"
     return run, line
+
+
+def preprocessing_of(saved: SavedRun) -> Preprocessing:
+    """Return what a run's weights were trained with. Raises UsageError for what cannot be."""
+    return _checked(saved.arguments, saved.path)
 
 
 def _settled(run: Run, base: Preprocessing) -> Run:
@@ -81,12 +85,10 @@ def _can_be(name: str, value: Any, most: float) -> bool:
 
 
 def _told_by_file(path: Path) -> Mapping[str, Any] | None:
-    """Read timm's ``pretrained_cfg`` in the metadata of a .safetensors file, or beside it."""
-    texts = []
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            texts.append((file.metadata() or {}).get("pretrained_cfg", ""))
-    config = path.with_name(_CONFIG_FILE)
+    """Read timm's ``pretrained_cfg`` in the metadata of .safetensors files, or beside them."""
+    files = safetensors_files(path)
+    texts = [metadata_of(files[0]).get("pretrained_cfg", "")] if files else []
+    config = path / CONFIG_FILE if path.is_dir() else path.with_name(CONFIG_FILE)
     if config.is_file():
         texts.append(config.read_text(errors="replace"))
     for text in texts:

@@ -69,17 +69,17 @@ class CheckpointSaver:
         processes.end_group(self._group)
         self._group = None
 
-    def save(self, position: Position, *, must: bool = False) -> None:
+    def save(self, position: Position, *, must: bool = False) -> bool:
         """Write a checkpoint, unless there is a complete one of this step.
 
         If it cannot be written, the older ones stay and training can go on. With ``must`` it is
-        complete when this returns. Raises RunFailed after ``max_failed`` failures in a row, and
-        with ``must`` after one.
+        complete when this returns. Returns whether it was written, or is being written now. Raises
+        RunFailed after ``max_failed`` failures in a row, and with ``must`` after one.
         """
         self.finish()
         folder = folder_of(self.ckpt_dir, position.step)
         if folder == self.newest:
-            return
+            return False
         tensors, content = training_tensors(position, self.arguments, self.classes), {}
         beside = self.beside_training and not must
 
@@ -105,6 +105,7 @@ class CheckpointSaver:
                 self._count(folder, write(), must=must)
         if self._ends_with:
             raise self._ends_with
+        return self._being_written is not None or folder == self.newest
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if one is. Raises as ``save``."""

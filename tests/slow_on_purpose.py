@@ -1,0 +1,34 @@
+"""Runs the program with a pause for every batch and every checkpoint; KILLED_AT: and with an end.
+
+That is SIGKILL, in the place of the batch of so many steps later.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import run_vit_training
+from tests.test_goodput import BATCH_S, SAVE_S
+from training import train_batches
+from training.checkpoints.saver import CheckpointSaver
+
+prefetch, write = train_batches.prefetch, CheckpointSaver._write
+
+
+def slow_batches(*args):
+    for number, batch in enumerate(prefetch(*args), start=1):
+        time.sleep(BATCH_S)
+        if number == int(os.environ.get("KILLED_AT", 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield batch
+
+
+def slow_write(*args):
+    time.sleep(SAVE_S)
+    return write(*args)
+
+
+if __name__ == "__main__":
+    train_batches.prefetch, CheckpointSaver._write = slow_batches, slow_write
+    sys.exit(run_vit_training.main())

@@ -1,0 +1,30 @@
+"""The trained models and images that documents speak of, on a new user's machine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import timm
+from PIL import Image
+from safetensors.torch import save_file
+
+from tests.cli import DIGITS
+from tests.new_machine import Machine
+
+
+def put_trained(machine: Machine, ckpt_dir: Path) -> None:
+    """``ckpt_dir`` is that of a finished run of digits."""
+    (checkpoint,) = ckpt_dir.glob("step_*")
+    for name in ("vit_10b/step_1000", "vit_large/step_1250"):
+        shutil.copytree(checkpoint, machine.home / name)
+    shutil.copy(ckpt_dir / "events.jsonl", machine.home / "vit_10b")
+    downloaded = machine.home / "downloads" / "vit_large"
+    downloaded.mkdir(parents=True)
+    weights = timm.create_model("vit_tiny_patch16_224", embed_dim=12, depth=1).state_dict()
+    save_file(weights, downloaded / "model.safetensors")
+    shutil.copytree(DIGITS, machine.datasets / "imagenet-1k")
+    image = next((DIGITS / "val" / "7").glob("*.png"))
+    (machine.project / "holiday" / "beach").mkdir(parents=True)
+    shutil.copy(image, machine.project / "holiday" / "beach" / "1.png")
+    Image.open(image).convert("RGB").save(machine.project / "cat.jpg")

@@ -1,0 +1,1 @@
+"""``python -m training.convert SRC DST``: weights in another form of file."""

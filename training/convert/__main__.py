@@ -1,0 +1,154 @@
+"""Converts a model's weights between DCP, torch.save and safetensors; docs/files.md says how."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from tqdm import tqdm
+
+from training.checkpoints.reader import reason_of
+from training.command_line import OneLineParser
+from training.convert.destinations import (
+    Job,
+    write_dcp,
+    write_safetensors,
+    write_safetensors_folder,
+    write_torch,
+)
+from training.convert.sources import Source, open_source
+from training.convert.timm_config import timm_config
+from training.errors import UsageError
+
+_PROGRAM = "training.convert"
+_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SHARD_SIZE = "5GB"
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        _PROGRAM,
+        "Convert a model's weights to another form of file, one tensor at a time.",
+    )
+    parser.add_argument(
+        "src",
+        type=Path,
+        help="a checkpoint step_N, a run's --ckpt_dir (its newest), another folder of DCP, a file "
+        "of torch.save, a .safetensors file, or a folder of them in Hugging Face's layout",
+    )
+    parser.add_argument(
+        "dst",
+        type=Path,
+        help="what is not there yet: a file .safetensors, .pt, .pth or .bin, or a folder",
+    )
+    parser.add_argument(
+        "--to",
+        choices=("dcp", "torch", "safetensors"),
+        help="form of a DST without such a suffix; dcp: a checkpoint's folder; safetensors: a "
+        "folder in Hugging Face's layout (default: as DST's suffix says)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(_DTYPES),
+        help="numbers that floating-point values become (default: as they are)",
+    )
+    parser.add_argument(
+        "--max_shard_size",
+        metavar="SIZE",
+        help=f"largest file of a safetensors folder, 500MB say (default: {_SHARD_SIZE})",
+    )
+    parser.add_argument(
+        "--no_verify_checkpoint",
+        action="store_true",
+        help="do not compare a checkpoint's files with their checksums first (default: compared)",
+    )
+    return parser
+
+
+Write = Callable[[Job, Path], None]
+
+
+def _writer(dst: Path, to: str | None, max_shard_size: str | None) -> Write:
+    """Return what writes the wanted form. Raises UsageError if it is not clear, or cannot be."""
+    told = _SUFFIXES.get(dst.suffix)
+    if told and to and told != to:
+        raise UsageError(f"--to {to} does not go with {dst}: a {dst.suffix} file is {told}")
+    form = to or told
+    if form is None:
+        raise UsageError(
+            f"{dst}: name a file .safetensors, .pt, .pth or .bin, or give --to dcp or --to "
+            "safetensors for a folder"
+        )
+    if max_shard_size and (form != "safetensors" or told):
+        raise UsageError("--max_shard_size is for a folder: --to safetensors and a name for it")
+    if form == "safetensors" and not told:
+        size = max_shard_size or _SHARD_SIZE
+        return lambda job, path: write_safetensors_folder(job, path, size)
+    return {"dcp": write_dcp, "torch": write_torch, "safetensors": write_safetensors}[form]
+
+
+def _check_free(dst: Path) -> None:
+    if dst.exists() or dst.is_symlink():
+        raise UsageError(f"{dst} is there already: name another, or remove it")
+    if not dst.parent.is_dir():
+        raise UsageError(f"{dst.parent} is no folder: make it first")
+
+
+def convert(source: Source, dst: Path, write: Write, dtype: torch.dtype | None) -> int:
+    """Write the weights to ``dst``, by a temporary name beside it; return how many bytes they have.
+
+    Raises UsageError if they cannot be read or written, and then leaves nothing there.
+    """
+    config = timm_config(source.run) if source.run else source.config
+    temporary = dst.with_name(f".{dst.name}.partial")
+    job = Job(source, dtype, config, lambda size: None)
+    total = sum(map(job.size_of, source.tensors.values()))
+    bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, disable=None)
+    _remove(temporary)
+    try:
+        with bar:
+            write(Job(source, dtype, config, bar.update), temporary)
+        temporary.rename(dst)
+    # A full disk shows as OSError, as an error of the zip writer, or wrapped by DCP.
+    except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
+        raise UsageError(
+            f"{source.path} cannot be converted to {dst}: {reason_of(error)}"
+        ) from None
+    finally:
+        _remove(temporary)
+    return total
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert as the command line says; return the exit code."""
+    given = _parser().parse_args(argv)
+    try:
+        write = _writer(given.dst, given.to, given.max_shard_size)
+        _check_free(given.dst)
+        source = open_source(given.src, verify=not given.no_verify_checkpoint)
+        size = convert(source, given.dst, write, _DTYPES.get(given.dtype))
+    except UsageError as error:
+        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    count = len(source.tensors)
+    print(f"converted {source.path}: {count} tensors, {size:,} bytes, to {given.dst}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Opens what is to be converted: finds its tensors, without reading their values."""
+
+from __future__ import annotations
+
+import functools
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from training.checkpoints.choose import find_resume
+from training.checkpoints.content import SavedRun, training_entry
+from training.checkpoints.manifest import damage, is_complete
+from training.checkpoints.reader import METADATA, read_metadata, read_saved_run, readable
+from training.convert.stored import Piece, Stored
+from training.convert.torch_private import load_without_values, offset_of
+from training.errors import UsageError
+from training.safetensors_files import ONE_FILE, metadata_of, run_of, safetensors_files
+from training.weights import load_file_of_weights, state_dict_of
+from training.weights_preprocessing import CONFIG_FILE
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's weights in files, and what these say of the run that made them."""
+
+    path: Path
+    tensors: dict[str, Stored]
+    """By the model's own names: timm's."""
+    run: SavedRun | None
+    config: Mapping[str, Any] | None
+    """The content of a Hugging Face ``config.json`` beside the weights."""
+
+
+def open_source(path: Path, *, verify: bool) -> Source:
+    """Return what ``path`` holds; ``verify`` compares a checkpoint's checksums with its manifest.
+
+    Raises UsageError if it is nothing that can be converted.
+    """
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file or folder")
+    with readable(path):
+        files = safetensors_files(path)
+        if files:
+            return _open_safetensors(path, files)
+        return _open_folder(path, verify) if path.is_dir() else _open_torch(path)
+
+
+# -- safetensors ----------------------------------------------------------------------
+
+
+def _open_safetensors(path: Path, files: list[Path]) -> Source:
+    tensors: dict[str, Stored] = {}
+    for file in files:
+        tensors |= _stored_in(file)
+    return Source(path, tensors, run_of(path, metadata_of(files[0])), _config_beside(files[0]))
+
+
+def _stored_in(file: Path) -> dict[str, Stored]:
+    """Return the tensors of one file, whose format is: length of the header, header, values."""
+    with safe_open(file, framework="pt"):  # checks that what is below is sound
+        pass
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    stored = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in SAFETENSORS_DTYPES:
+            raise ValueError(f"{name} is of {entry['dtype']}, which is not known here")
+        at = 8 + length + entry["data_offsets"][0]
+        stored[name] = _whole(SAFETENSORS_DTYPES[entry["dtype"]], entry["shape"], file, at)
+    return stored
+
+
+def _whole(
+    dtype: torch.dtype,
+    shape: Any,
+    file: Path,
+    offset: int,
+    strides: tuple[int, ...] | None = None,
+) -> Stored:
+    size = tuple(shape)
+    piece = Piece(file, offset, (0,) * len(size), size, strides)
+    return Stored(dtype, size, lambda: [piece])
+
+
+def _config_beside(path: Path) -> Mapping[str, Any] | None:
+    file = path / CONFIG_FILE if path.is_dir() else path.with_name(CONFIG_FILE)
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text())
+    return content if isinstance(content, Mapping) else None
+
+
+# -- torch.save -----------------------------------------------------------------------
+
+
+def _open_torch(path: Path) -> Source:
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is no file of torch.save, or of one before PyTorch 1.6")
+    run = load_file_of_weights(path).run  # mapped: no value is read but those that describe the run
+    tensors = {}
+    for name, tensor in state_dict_of(load_without_values(path)).items():
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        tensors[name] = _whole(tensor.dtype, tensor.shape, path, offset_of(tensor), strides)
+    return Source(path, tensors, run, _config_beside(path))
+
+
+# -- DCP ------------------------------------------------------------------------------
+
+
+def _open_folder(path: Path, verify: bool) -> Source:
+    """Open a checkpoint, or of a run's folder the newest one."""
+    if not (path / METADATA).is_file():
+        found = find_resume(path, "auto", 0).paths
+        if not found:
+            raise UsageError(f"{path} holds no checkpoint and no {ONE_FILE}, or shards of one")
+        path = found[0]
+    elif not is_complete(path):
+        raise UsageError(f"{path} is no complete checkpoint: it was not written to its end")
+    if verify and (problem := damage(path)):
+        raise UsageError(
+            f"{path} is damaged ({problem}): convert another one, or take it as it is with "
+            "--no_verify_checkpoint"
+        )
+    metadata = read_metadata(path)
+    entries = metadata.state_dict_metadata
+    run = read_saved_run(path) if training_entry("arguments") in entries else None
+    inside = [name for name in entries if name.startswith("model.")]
+    tensors = {}
+    for name in inside or entries:
+        entry = entries[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        find = functools.partial(_pieces_of, path, metadata, name)
+        plain = name.removeprefix("model.")
+        tensors[plain] = Stored(entry.properties.dtype, tuple(entry.size), find)
+    return Source(path, tensors, run, _config_beside(path))
+
+
+def _pieces_of(folder: Path, metadata: Metadata, name: str) -> Iterator[Piece]:
+    """Find the parts of a tensor, each a file of torch.save within one of DCP's files.
+
+    ``dcp.load`` would hold a part beside the tensor that it is copied to: twice the memory for one
+    that was saved whole.
+    """
+    for part in metadata.state_dict_metadata[name].chunks:  # type: ignore[union-attr]
+        place = metadata.storage_data[MetadataIndex(name, part.offsets)]
+        if place.transform_descriptors:
+            raise ValueError(f"{name} is compressed ({place.transform_descriptors[0]})")
+        file = folder / place.relative_path
+        tensor = load_without_values(file, place.offset, place.length)
+        if tensor.shape != part.sizes:
+            raise ValueError(f"{name} has a part of another shape than its metadata says")
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        yield Piece(
+            file,
+            place.offset + offset_of(tensor),
+            tuple(part.offsets),
+            tuple(part.sizes),
+            strides,
+        )
