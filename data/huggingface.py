@@ -49,6 +49,7 @@ def _load(root: str) -> dict[str, Any]:
     """Return the data sets of the splits by their names."""
     datasets = _package()
     try:
+        datasets.disable_progress_bars()
         found = datasets.load_from_disk(root)
     except Exception as error:  # it raises what it likes
         raise DataFolderError(

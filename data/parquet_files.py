@@ -117,9 +117,6 @@ class ParquetFiles:
             digest.update(np.array([found.num_rows, *sizes]).tobytes())
         return digest.hexdigest()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_last": (-1, None)}
-
     def _read_group(self, number: int, group: int) -> pa.ChunkedArray:
         path, name = self._paths[number], self.columns.image
 

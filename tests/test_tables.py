@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +21,8 @@ from data.parquet_files import ParquetFiles, split_files
 from data.run_order import WINDOW, RunSampler, order_in_runs
 from data.share import Share
 from data.source import Wanted, open_data
-from tests.cli import DIGITS, run_program, tiny, train_tiny, train_tiny_gpu
+from data.storage import open_system
+from tests.cli import DIGITS, ROOT, run_program, tiny, train_tiny, train_tiny_gpu
 
 SPLITS = {"train": "train", "validation": "val"}
 """The folders of digits by the names of splits in Hugging Face's data sets."""
@@ -154,14 +156,13 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
 
 @pytest.mark.parametrize("source", ["parquet", "huggingface"])
 def test_training_on_both_backends(source, tables, tmp_path):
-    """The same losses on XLA, by a worker process, as on two processes of FSDP2, and as resumed."""
+    """The same losses by FSDP2 as by nested FSDP, and then SPMD, which resumes within the epoch."""
     folder = tables / {"parquet": "parquet", "huggingface": "saved"}[source]
     flags = f"--data_source {source} --data_dir {folder} --scale 0.5 1 --max_steps 4".split()
     if source == "parquet":
         flags += ["--images_per_read", "4"]
     gpu = train_tiny_gpu(tmp_path / "gpu", *flags, processes=2)
-    if source == "parquet":
-        train_tiny(tmp_path / "xla", *flags, "--max_steps", "2")
+    train_tiny(tmp_path / "xla", *flags, "--max_steps", "2", "--xla_fsdp", "nested", devices=2)
     xla = train_tiny(tmp_path / "xla", *flags, "--num_workers", "1", devices=2)
     assert [record["step"] for record in xla.records if "loss" in record] == [1, 2, 3, 4]
     assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-4)
@@ -190,10 +191,17 @@ def test_names_of_files_and_splits(tmp_path):
             split_files(root, ("train",))
 
 
-def test_a_url(tables):
-    """Files that no path leads to, read by fsspec."""
-    import fsspec
+def test_a_url(tables, monkeypatch):
+    """Files that no path leads to, read by fsspec, whose every second connection fails."""
+    calls = itertools.count()
 
+    def unsteady(url):
+        if next(calls) % 2 == 0:
+            raise ConnectionError("reset by peer")
+        return open_system(url)
+
+    monkeypatch.setattr("data.parquet_files.open_system", unsteady)
+    monkeypatch.setattr("data.parquet_files.WAITS", (0, 0))
     there = fsspec.filesystem("memory")
     for path in (tables / "parquet" / "data").iterdir():
         there.pipe_file(f"/digits/{path.name}", path.read_bytes())
@@ -310,13 +318,19 @@ def test_wrong_folders(tables, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_without_the_package(tables, tmp_path, monkeypatch):
+def test_without_the_packages(tables, tmp_path, monkeypatch):
     """A folder named datasets is not the package: this program has one."""
     (tmp_path / "datasets").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "datasets")
     with pytest.raises(DataFolderError, match="needs the package datasets: python3 -m pip install"):
         opened(tables, "huggingface")
+    for name in ("data.parquet", "data.parquet_files"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    with pytest.raises(DataFolderError, match="needs the package pyarrow: python3 -m pip install"):
+        opened(tables, "parquet")
 
 
 def test_a_damaged_row_group(tables, tmp_path):
