@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from data.table_columns import (
     check_same_columns,
     choose_columns,
 )
-from data.transforms import transforms_of
+from data.transforms import Transform, transforms_of
 
 
 def open_huggingface(wanted: Wanted) -> SplitSource:
@@ -78,7 +77,7 @@ def _package() -> Any:
 
 
 def _split(
-    wanted: Wanted, splits: dict[str, Any], names: tuple[str, ...], transform: Callable
+    wanted: Wanted, splits: dict[str, Any], names: tuple[str, ...], transform: Transform
 ) -> HuggingFaceSplit:
     root = wanted.config.data_dir
     for name in names:
@@ -90,7 +89,7 @@ def _split(
 class HuggingFaceSplit(BytesSplit):
     """One split of a saved ``datasets.Dataset``: a dataset by (epoch, image index)."""
 
-    def __init__(self, wanted: Wanted, table: Any, where: str, transform: Callable) -> None:
+    def __init__(self, wanted: Wanted, table: Any, where: str, transform: Transform) -> None:
         """Read the labels of the data set ``table``. Raises DataFolderError."""
         self.columns: Columns = choose_columns(
             table.features.to_dict(), wanted.config.columns, where

@@ -7,7 +7,6 @@ part of a file that can be read, holds a hundred images or a thousand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from data.run_order import RunSampler
 from data.sampler import GlobalBatchSampler
 from data.source import SplitSource, Wanted
 from data.table_columns import TRAIN, VALIDATION, check_classes, check_labels, check_same_columns
-from data.transforms import transforms_of
+from data.transforms import Transform, transforms_of
 
 _SHARE = 8  # of a row group's images, one part in so many is a run by default
 
@@ -45,16 +44,15 @@ class ParquetSource(SplitSource):
     """A ``DataSource`` whose training images are in an order that reads each row group seldom."""
 
     def sampler(self, length: int, batch_size: int, **how: Any) -> GlobalBatchSampler:
-        if not how["shuffle"]:
-            return super().sampler(length, batch_size, **how)
-        assert isinstance(self._train, ParquetSplit)
-        return RunSampler(self._train.groups, self._train.run_length, batch_size, **how)
+        split = self._train if how["shuffle"] else self._val
+        assert isinstance(split, ParquetSplit)
+        return RunSampler(split.groups, split.run_length, batch_size, **how)
 
 
 class ParquetSplit(BytesSplit):
     """One split of images in parquet files: a dataset by (epoch, image index)."""
 
-    def __init__(self, wanted: Wanted, names: tuple[str, ...], transform: Callable) -> None:
+    def __init__(self, wanted: Wanted, names: tuple[str, ...], transform: Transform) -> None:
         """Index the files of the first of ``names`` that any is of. Raises DataFolderError."""
         config = wanted.config
         self.files = ParquetFiles(split_files(config.data_dir, names), config.columns)

@@ -16,6 +16,8 @@ from data.sampler import GlobalBatchSampler
 WINDOW = 64
 """How many groups the images of one stretch of the order come from, mixed."""
 
+_AT_LEAST = 64  # images that a loader process reads one after the other
+
 
 def order_in_runs(
     groups: Sequence[int], run_length: int, generator: torch.Generator
@@ -44,6 +46,8 @@ class RunSampler(GlobalBatchSampler):
     def __init__(self, groups: Sequence[int], run_length: int, batch_size: int, **how: Any) -> None:
         super().__init__(sum(groups), batch_size, **how)
         self._groups, self._run_length = groups, run_length
+        # Runs do not begin where a process's part does: in a long part few of them are cut.
+        self.read_together = max(run_length, _AT_LEAST)
 
     def shuffled(self, generator: torch.Generator) -> torch.Tensor:
         return order_in_runs(self._groups, self._run_length, generator)

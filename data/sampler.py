@@ -23,6 +23,9 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
     each image still counts once.
     """
 
+    read_together = 1
+    """How many images that follow each other one loader process had better read."""
+
     def __init__(
         self,
         length: int,

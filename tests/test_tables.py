@@ -152,6 +152,8 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
     list(source.train_loader(64, Share()).epoch(0))
     runs = sum(-(-each // 20) for each in source._train.groups)
     assert len(read) <= runs
+    loader = opened(tables, "parquet", num_workers=30).train_loader(640, Share(1, 2))
+    assert {len(part) for part in loader._parts} == {64}  # not 11, of as many runs
 
 
 @pytest.mark.parametrize("source", ["parquet", "huggingface"])
