@@ -4,6 +4,7 @@ import collections
 import io
 import itertools
 import json
+import pickle
 import sys
 
 import fsspec
@@ -83,7 +84,7 @@ def test_images_are_the_digits(source, tables):
     found = opened(tables, source)
     assert found.classes == [str(digit) for digit in range(10)]
     assert (found.train_length, found.val_length) == (1438, 359)
-    loader = found.val_loader(100, Share())
+    loader = pickle.loads(pickle.dumps(found)).val_loader(100, Share())  # as for other processes
     for theirs, ours in zip(expected.epoch(0), loader.epoch(0), strict=True):
         assert all(a.equal(b) for a, b in zip(theirs, ours, strict=True))
 
@@ -152,8 +153,8 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
     list(source.train_loader(64, Share()).epoch(0))
     runs = sum(-(-each // 20) for each in source._train.groups)
     assert len(read) <= runs
-    loader = opened(tables, "parquet", num_workers=30).train_loader(640, Share(1, 2))
-    assert {len(part) for part in loader._parts} == {64}  # not 11, of as many runs
+    loader = opened(tables, "parquet", num_workers=2).train_loader(80, Share())
+    assert {len(part) for part in loader._parts} == {64, 16}  # not 40, of as many runs
 
 
 @pytest.mark.parametrize("source", ["parquet", "huggingface"])
@@ -164,7 +165,7 @@ def test_training_on_both_backends(source, tables, tmp_path):
     if source == "parquet":
         flags += ["--images_per_read", "4"]
     gpu = train_tiny_gpu(tmp_path / "gpu", *flags, processes=2)
-    train_tiny(tmp_path / "xla", *flags, "--max_steps", "2", "--xla_fsdp", "nested", devices=2)
+    train_tiny(tmp_path / "xla", *flags, "--max_steps", "2", "--xla_fsdp", "nested")
     xla = train_tiny(tmp_path / "xla", *flags, "--num_workers", "1", devices=2)
     assert [record["step"] for record in xla.records if "loss" in record] == [1, 2, 3, 4]
     assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-4)
