@@ -27,8 +27,8 @@ class DataConfig:
     )
     data_source: str = flag(
         "folder",
-        "folder: images of --data_dir; webdataset: tar shards; volumes: arrays (docs/data.md); "
-        "fake: zeros; digits; mosaics: of digits",
+        "folder: images of --data_dir; webdataset: tar shards; parquet, huggingface: tables "
+        "(docs/tables.md); volumes: arrays (docs/data.md); fake: zeros; digits; mosaics: of digits",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),
         common=True,
@@ -66,6 +66,20 @@ class DataConfig:
         "list all images again, whatever index there is",
         needs=("data_source=folder|data_source=volumes|data_source=webdataset",),
         conflicts=("labels",),
+    )
+    columns: tuple[str, str] | None = flag(
+        None,
+        "the table's columns of images and of labels (default: the only ones that it can be)",
+        metavar=("IMAGE", "LABEL"),
+        needs=("data_source=parquet|data_source=huggingface",),
+    )
+    images_per_read: int | None = flag(
+        None,
+        "in training, so many images of one row group follow each other in the random order, since "
+        "a row group can only be read whole; 1: none need (default: an eighth of a row group)",
+        kind=positive,
+        metavar="N",
+        needs=("data_source=parquet",),
     )
     num_workers: int | None = flag(
         None,

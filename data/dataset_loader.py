@@ -49,8 +49,9 @@ class DatasetLoader:
         self._dataset, self._sampler, self.workers = dataset, sampler, workers
         # Without workers, transforms would share this process's random state with the step.
         self.prefetch_depth = 2 if workers else 0
-        a_worker = -(-sampler.share // max(workers, 1))
-        self._parts = _Parts(sampler, min(a_worker, _MOST_IMAGES) if workers else sampler.share)
+        a_worker = min(-(-sampler.share // max(workers, 1)), _MOST_IMAGES)
+        size = max(a_worker, sampler.read_together) if workers else sampler.share
+        self._parts = _Parts(sampler, min(size, sampler.share))
         self._told: set[str] = set()
         self._bad: deque[BadImage] = deque()  # filled in the thread that prefetches
         self._loader = self._start()

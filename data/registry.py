@@ -11,6 +11,8 @@ OPENED_BY = {
     "digits": "data.digits:open_digits",
     "volumes": "data.volumes:open_volumes",
     "mosaics": "data.mosaics:open_mosaics",
+    "parquet": "data.parquet:open_parquet",
+    "huggingface": "data.huggingface:open_huggingface",
 }
 """Where the function of each is; imported when it is chosen: some need packages of their own."""
 

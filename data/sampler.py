@@ -23,6 +23,9 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
     each image still counts once.
     """
 
+    read_together = 1
+    """How many images that follow each other one loader process had better read."""
+
     def __init__(
         self,
         length: int,
@@ -48,11 +51,14 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
         full, rest = divmod(self.length, self.batch_size)
         return full if self.shuffle else full + bool(rest)
 
+    def shuffled(self, generator: torch.Generator) -> torch.Tensor:
+        """Return the images' indices in random order, which ``generator`` alone decides."""
+        return torch.randperm(self.length, generator=generator)
+
     def _order(self) -> torch.Tensor:
         if self.shuffle:
             seed = (self.seed * 1_000_003 + self.epoch) % 2**63  # what a generator takes
-            generator = torch.Generator().manual_seed(seed)
-            return torch.randperm(self.length, generator=generator)
+            return self.shuffled(torch.Generator().manual_seed(seed))
         padding = torch.full((len(self) * self.batch_size - self.length,), PADDING)
         return torch.cat([torch.arange(self.length), padding])
 

@@ -135,8 +135,12 @@ class SplitSource:
     def val_loader(self, batch_size: int, share: Share) -> BatchLoader:
         return self._loader(self._val, batch_size, share, shuffle=False)
 
+    def sampler(self, length: int, batch_size: int, **how: Any) -> GlobalBatchSampler:
+        """Return the order of a split of ``length`` images; a source may have another one."""
+        return GlobalBatchSampler(length, batch_size, **how)
+
     def _loader(self, split: Any, batch_size: int, share: Share, *, shuffle: bool) -> BatchLoader:
-        sampler = GlobalBatchSampler(
+        sampler = self.sampler(
             len(split),
             batch_size,
             shuffle=shuffle,
