@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from models.meta import allocate, fill_buffers
 from models.spec import ModelSpec
 from training.checkpoints.choose import BEST, find_resume, first_readable
-from training.checkpoints.content import SavedRun, saved_run
+from training.checkpoints.content import EMA, WEIGHTS, SavedRun, saved_run
 from training.checkpoints.manifest import damage
 from training.checkpoints.reader import SafeReader, quiet_dcp, readable
 from training.errors import UsageError
@@ -36,6 +36,8 @@ class Weights:
     """By timm's names, mapped from the file; None for a folder, which DCP reads."""
     note: str = ""
     """What the user is to know of how they are used, in one line."""
+    kind: str = WEIGHTS
+    """Whether they are the weights themselves, or the EMA of a folder."""
 
     def check_fits(self, model: ModelSpec) -> None:
         """Raises UsageError naming the first tensor that is not one of the model's."""
@@ -66,11 +68,14 @@ class Weights:
             return {name: tensor.shape for name, tensor in self.tensors.items()}
         with readable(self.path):
             entries = SafeReader(self.path).read_metadata().state_dict_metadata
-            return {
-                name.removeprefix("model."): entry.size
+            found = {
+                name.removeprefix(f"{self.kind}."): entry.size
                 for name, entry in entries.items()
-                if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+                if name.startswith(f"{self.kind}.") and isinstance(entry, TensorStorageMetadata)
             }
+        if not found and self.kind == EMA:
+            raise _no_ema(self.path)
+        return found
 
     @torch.no_grad()
     def initialize(self, module: nn.Module, name: str) -> None:
@@ -91,7 +96,7 @@ class Weights:
         if self.tensors is not None:
             model.load_state_dict(self.tensors)
         else:
-            state = {"model": model.state_dict()}
+            state = {self.kind: model.state_dict()}
             with readable(self.path), quiet_dcp():
                 dcp.load(state, storage_reader=SafeReader(self.path), no_dist=True)
         return model.eval()
@@ -100,10 +105,13 @@ class Weights:
 _REMEDY = "give the model flags it was trained with"
 
 
-def find_weights(ckpt_dir: Path, resume: str, resume_epoch: int) -> Weights:
+def find_weights(
+    ckpt_dir: Path, resume: str, resume_epoch: int, *, use_ema: bool = False
+) -> Weights:
     """Return what ``--resume`` (a folder or a file) and ``--resume_epoch`` name.
 
-    Raises UsageError if there is no such thing, or if it cannot be read.
+    With ``use_ema`` it is the moving average of the weights. Raises UsageError if there is no such
+    thing, or if it cannot be read.
     """
     if resume == "none":
         raise UsageError("--resume none: a trained model is needed, give --resume PATH")
@@ -111,14 +119,21 @@ def find_weights(ckpt_dir: Path, resume: str, resume_epoch: int) -> Weights:
     if resume != "auto" and resume not in BEST and not path.is_dir():
         if not path.is_file():
             raise UsageError(f"--resume {resume}: there is no such checkpoint, folder or file")
-        return _read_file(path)
+        return _read_file(path, use_ema)
     saved, candidates = first_readable(find_resume(ckpt_dir, resume, resume_epoch))
     if saved is None:
         raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
-    return Weights(saved.path, saved, None, "; ".join(candidates.passed_over))
+    kind = EMA if use_ema else WEIGHTS
+    return Weights(saved.path, saved, None, "; ".join(candidates.passed_over), kind)
 
 
-def _read_file(path: Path) -> Weights:
+def _no_ema(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} has no EMA of the weights: give one of a run with --model_ema, or drop --use_ema"
+    )
+
+
+def _read_file(path: Path, use_ema: bool) -> Weights:
     with readable(path):
         if path.suffix == ".safetensors":
             content: Any = load_file(path)
@@ -130,6 +145,11 @@ def _read_file(path: Path) -> Weights:
         run = None
         if isinstance(training, Mapping) and "arguments" in training:
             run = saved_run(path, training)
+        if use_ema:
+            found = next((content[key] for key in _EMA_KEYS if key in content), None)
+            if not isinstance(found, Mapping):
+                raise _no_ema(path)
+            content = found
         return Weights(path, run, _state_dict(content))
 
 
@@ -143,6 +163,10 @@ def _load_tensors(path: Path) -> Any:
         if foreign:
             raise ValueError(f"only tensors are loaded, it holds {foreign[1]}") from None
         raise ValueError("it is no file of torch.save") from None
+
+
+_EMA_KEYS = (EMA, "state_dict_ema", "model_ema")
+"""What the EMA is called in a file that ``dcp_to_torch`` made of a checkpoint, and in timm's."""
 
 
 def _state_dict(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
