@@ -198,6 +198,12 @@ class Fsdp2Backend(GpuBackend):
 
     # -- checkpoints ------------------------------------------------------------------
 
+    def _after_load(self) -> None:
+        # A forward pass leaves some gathered for its backward pass, which an evaluation has not.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
         parameter = self._dtensors[name]
         shape, offsets = compute_local_shape_and_global_offset(

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from data.share import Share
 from gpu_fsdp import adamw, te_block
 from gpu_fsdp.devices import Device
 from gpu_fsdp.domain.images import SharedImages
+from gpu_fsdp.ema import PartsAverage
 from gpu_fsdp.recomputation import checkpoint_activations, compile_block
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
 from training.backend import InitializeModule, State, pass_seed
@@ -49,6 +51,7 @@ class GpuBackend(abc.ABC):
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._locals: dict[str, nn.Parameter] = {}
+        self._ema: PartsAverage | None = None
         self._skipped = no_counts().to(device.where)
 
     # -- the form of FSDP -------------------------------------------------------------
@@ -137,6 +140,8 @@ class GpuBackend(abc.ABC):
                 "exp_avg_sq": torch.zeros_like(part, dtype=dtype, requires_grad=False),
             }
         self._rounding_keys = self._keys() if self._rounds_moments else None
+        if self._run.config.ema.model_ema:
+            self._ema = PartsAverage(self._locals, self._run.config.ema)
 
     def _keys(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return what bits for rounding follow from: the same for the same part of a parameter,
@@ -225,6 +230,8 @@ class GpuBackend(abc.ABC):
             dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
         self._skipped = count_skipped(self._skipped, self._judge(loss, skipped))
         self._update(skipped)
+        if self._ema is not None:
+            self._ema.update(skipped)
         for part in self._locals.values():
             part.grad = None
         self._drop_gradients()
@@ -272,6 +279,10 @@ class GpuBackend(abc.ABC):
         for group in groups:
             dist.all_reduce(square, group=group)
         return square
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        assert self._ema is not None
+        return self._ema.in_place_of_weights(self._after_load)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return self.sum(value) / self.world_size
@@ -338,10 +349,11 @@ class GpuBackend(abc.ABC):
 
     def state_bytes(self) -> dict[str, int]:
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
+        ema = {} if self._ema is None else {"ema": self._ema.nbytes}
         return {
             "parameters": sum(part.nbytes for part in self._locals.values()),
             "optimizer": sum(tensor.nbytes for tensor in state),
-        }
+        } | ema
 
     def rounding(self) -> float:
         own, precision = self._own, self._sharding.precision
@@ -373,8 +385,11 @@ class GpuBackend(abc.ABC):
                 }
         if not with_optimizer:
             return State(model, None, {})
-        return State(model, optimizer, self._step_state())
+        state = State(model, optimizer, self._step_state())
+        return state if self._ema is None else self._ema.added_to(state, self._global_view)
 
     def take(self, state: State) -> None:
         self._restore_step_state(state.step)
+        if self._ema is not None:
+            self._ema.take(state)
         self._after_load()

@@ -187,6 +187,11 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python benchmarks/domain_parallel.py --image_size_start 1024": Elsewhere(
         "half an hour of TPU compilation", benchmark_takes
     ),
+    # docs/ema_and_schedules.md
+    "python3 run_vit_training.py --model_ema": Elsewhere("300 epochs of ImageNet", trains),
+    "python3 run_vit_training.py --use_ema": Run((r"of 359 images$",), trained=True, private=True),
+    "python3 run_vit_training.py --lr_schedule constant": Elsewhere("weeks of ImageNet", trains),
+    "python3 run_vit_training.py --lr_schedule wsd": Elsewhere("days of ImageNet", trains),
     # docs/self_check.md
     "python3 run_vit_training.py --self_check --data_dir": Elsewhere(
         "needs room for a checkpoint of 10 billion parameters", trains
@@ -327,7 +332,7 @@ def machine(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return train_tiny_gpu(tmp_path_factory.mktemp("trained")).ckpt_dir
+    return train_tiny_gpu(tmp_path_factory.mktemp("trained"), "--model_ema").ckpt_dir
 
 
 @pytest.mark.parametrize(("command", "how"), all_that_are(Run))

@@ -1,11 +1,17 @@
-"""The learning rate against PyTorch/XLA's ViT-10B example: its formula in PyTorch's scheduler."""
+"""The learning rate against PyTorch/XLA's ViT-10B example, timm's and PyTorch's schedulers."""
 
+import json
 import math
 
 import pytest
 import torch
+from timm.scheduler import CosineLRScheduler, StepLRScheduler, WSDLRScheduler
+from torch.optim.lr_scheduler import LinearLR
 
-from training.schedule import WarmupCosine
+from tests.cli import DIGITS, TINY_MODEL
+from tests.short_runs import mistake, program
+from tests.usage_error import told_in_one_line
+from training.schedule import WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
 
 
 def example_rates(peak, warmup, total):
@@ -38,3 +44,124 @@ def test_every_step(peak, warmup, total):
 def test_zero_after_the_end():
     assert WarmupCosine(1e-3, 10, 100).lr(100) == 0.0
     assert WarmupCosine(1e-3, 100, 100).lr(100) == 0.0
+
+
+# -- with rates to begin and end at ---------------------------------------------------
+
+PEAK, WARMUP, TOTAL, FIRST, LEAST = 1e-3, 7, 40, 1e-5, 2e-5
+COMMON = (PEAK, WARMUP, TOTAL, FIRST, LEAST)
+
+
+def rates_of_timm(scheduler, length=TOTAL - WARMUP, **how):
+    """What a scheduler of timm gives before each update, stepped after each."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
+    scheduler = scheduler(
+        optimizer, length, warmup_t=WARMUP, warmup_lr_init=FIRST, t_in_epochs=False, **how
+    )
+    rates = []
+    for step in range(TOTAL):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step_update(step + 1)
+    return rates
+
+
+def rates_of(schedule):
+    return [schedule.lr(step) for step in range(TOTAL)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (
+            WarmupCosine(*COMMON),
+            lambda: rates_of_timm(CosineLRScheduler, lr_min=LEAST, warmup_prefix=True),
+        ),
+        (WarmupConstant(*COMMON), lambda: rates_of_timm(StepLRScheduler, 1, decay_rate=1.0)),
+        *(
+            (
+                WarmupStableDecay(*COMMON, decay_steps, shape),
+                lambda n=decay_steps, fn=fn: rates_of_timm(
+                    WSDLRScheduler, decay_t=n, decay_fn=fn, lr_min=LEAST
+                ),
+            )
+            for decay_steps in (1, 12, TOTAL - WARMUP)
+            for shape, fn in (("sqrt", "1-sqrt"), ("linear", "linear"), ("cosine", "cosine"))
+        ),
+    ],
+)
+def test_as_timm(schedule, expected):
+    assert rates_of(schedule) == pytest.approx(expected(), rel=1e-9)
+    end = PEAK if isinstance(schedule, WarmupConstant) else LEAST
+    assert schedule.lr(TOTAL) == schedule.lr(10**9) == pytest.approx(end)
+
+
+def test_linear_as_pytorch():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
+    scheduler = LinearLR(optimizer, 1.0, LEAST / PEAK, total_iters=TOTAL - WARMUP)
+    for step in range(WARMUP, TOTAL + 5):
+        found = WarmupLinear(*COMMON).lr(step)
+        assert found == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        scheduler.step()
+    assert rates_of(WarmupLinear(*COMMON))[:WARMUP] == rates_of(WarmupCosine(*COMMON))[:WARMUP]
+
+
+def test_decay_of_a_stable_run(tmp_path):
+    """Two decays from one stable run, the second stopped in the middle and resumed."""
+    warmup = "--lr 1e-2 --warmup_steps 10000 --warmup_epochs 0.2".split()  # 10000: the default
+    done = program(tmp_path / "stable", *warmup, "--lr_schedule", "constant")
+    assert done.returncode == 0, done.stderr
+    assert rates(tmp_path / "stable") == [0.0, 5e-3, *[1e-2] * 4]  # 2.2 steps of warmup: 2
+    decay = [*warmup, "--lr_schedule", "wsd", "--min_lr", "1e-4"]
+    once = ["--resume", tmp_path / "stable", "--max_steps", "9", "--decay_steps", "3"]
+    again = ["--resume", tmp_path / "stable", "--max_steps", "14", "--decay_steps", "8"]
+    for name, flags in (("once", once), ("again", [*again, "--ckpt_step_interval", "10"])):
+        assert program(tmp_path / name, *decay, *flags).returncode == 0
+    expected = [1e-2, *(1e-4 + (1e-2 - 1e-4) * (1 - math.sqrt(i / 3)) for i in (1, 2))]
+    assert rates(tmp_path / "once") == pytest.approx(expected)
+    whole = rates(tmp_path / "again")
+    assert whole == pytest.approx([1e-4 + (1e-2 - 1e-4) * (1 - math.sqrt(i / 8)) for i in range(8)])
+    resumed = ["--resume", tmp_path / "again" / "step_10", *again[2:]]
+    assert program(tmp_path / "resumed", *decay, *resumed).returncode == 0
+    assert rates(tmp_path / "resumed") == whole[4:]
+    too_long = program(tmp_path / "new", *decay, *once[:-1], "8")
+    assert mistake(too_long) == (
+        "2 steps of warmup and --decay_steps 8 are more than the 9 steps of the run: give fewer, "
+        "or more --num_epochs"
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def rates(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [each["lr"] for each in map(json.loads, lines) if "lr" in each]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--lr 1e-3 --min_lr 2e-3", "--min_lr 0.002 is above --lr 0.001"),
+        ("--lr 1e-3 --warmup_lr 2e-3", "--warmup_lr 0.002 is above --lr 0.001"),
+        ("--warmup_lr 1e-4 --warmup_steps 0", "--warmup_lr needs a warmup: --warmup_steps or"),
+        ("--warmup_lr 1e-4 --warmup_epochs 0", "--warmup_lr needs a warmup: --warmup_steps or"),
+        ("--warmup_steps 5 --warmup_epochs 1", "--warmup_epochs 1.0 does not go with --warmup_st"),
+        ("--warmup_epochs -1", "must be at least 0"),
+        ("--lr_schedule wsd", "--lr_schedule wsd needs --decay_steps"),
+        ("--decay_steps 5", "--decay_steps 5 needs --lr_schedule wsd, this is cosine"),
+        ("--lr_schedule wsd --decay_steps 0", "0 must be at least 1"),
+        ("--lr_schedule linear --decay_shape cosine", "needs --lr_schedule wsd, this is linear"),
+        (
+            "--lr_schedule constant --min_lr 1e-5",
+            "needs --lr_schedule cosine, --lr_schedule linear",
+        ),
+        (
+            "--lr_schedule wsd --decay_steps 170 --warmup_steps 10 --num_epochs 2",
+            "10 steps of warmup and --decay_steps 170 are more than the 178 steps of the run",
+        ),
+    ],
+)
+def test_refused(flags, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    source = ["--data_dir", DIGITS, *TINY_MODEL, "--batch_size", "16", "--ckpt_dir", tmp_path / "n"]
+    assert words in told_in_one_line(capsys, *source, *flags.split())
+    assert not (tmp_path / "n").exists()

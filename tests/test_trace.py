@@ -48,7 +48,7 @@ def ran(folder, monkeypatch, *flags):
             10,
             marks=pytest.mark.long,
         ),
-        ("--mark_step_after_forward", 2),
+        ("--mark_step_after_forward --model_ema --model_ema_warmup", 2),
     ],
 )
 def test_same_graphs(flags, graphs, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -43,6 +44,9 @@ class State:
     for."""
     step: dict[str, torch.Tensor]
     """What else the next step depends on: tensors on the CPU, by names of the backend's own."""
+    ema: dict[str, torch.Tensor] | None = None
+    """The moving average of the weights by their names; None if there is none, or it was not asked
+    for. Where a backend takes up a state without, its average begins with the weights."""
 
 
 class Backend(Protocol):
@@ -110,6 +114,9 @@ class Backend(Protocol):
         this process.
         """
 
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Let the model compute with the moving average of its weights (``--model_ema``) inside."""
+
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean over all replicas of a per-replica mean."""
 
@@ -144,7 +151,8 @@ class Backend(Protocol):
         """Return bytes of device memory (used, peak, limit); {} where the device tells none."""
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of parameters and of optimizer state on the first device."""
+        """Return the bytes on the first device of parameters, of optimizer state and, if there is
+        one, of the EMA."""
 
     def rounding(self) -> float:
         """Return by what share a number may be rounded in the coarsest numbers that a step uses: of

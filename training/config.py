@@ -24,7 +24,9 @@ from config_fields import (
 )
 from data.config import DataConfig
 from models.config import ModelConfig
+from training.ema_config import EmaConfig
 from training.plan.config import PlanConfig
+from training.schedule_config import ScheduleConfig
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class OptimizerConfig:
     )
     warmup_steps: int = flag(
         10000,
-        "steps of linear warmup from 0; then cosine to 0 at the last step of --num_epochs",
+        "steps of linear warmup from --warmup_lr; then the rate follows --lr_schedule",
         kind=count,
         common=True,
     )
@@ -187,6 +189,11 @@ class UseConfig:
         "write nothing",
         common=True,
     )
+    use_ema: bool = flag(
+        False,
+        "take the moving average of the weights (EMA) that the checkpoint holds, not the weights",
+        needs=("predict|eval_only",),
+    )
     json: bool = flag(
         False,
         "print the result as JSON, and nothing else on stdout",
@@ -317,6 +324,8 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     use: UseConfig = field(default_factory=UseConfig)

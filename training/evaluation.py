@@ -104,7 +104,9 @@ class Evaluations:
     done: set[int]
     """The steps after which the run's folder has an evaluation."""
     best: float = -1.0
-    """The highest top-1 so far, in percent."""
+    """The highest top-1 so far, in percent; the EMA's, where there is one."""
+    with_ema: bool = False
+    """Whether the EMA of the weights is evaluated, too."""
     _count: int = field(default=0, init=False)
 
     def due_after_step(self, step: int) -> bool:
@@ -122,7 +124,29 @@ class Evaluations:
         return self.due_after_step(at.step)
 
     def evaluate(self, at: Position) -> Evaluation | None:
-        """Evaluate the model and report it; return None if a signal has stopped that."""
+        """Evaluate the model, and its EMA if there is one, and report it.
+
+        Returns the evaluation by which the best checkpoint is chosen, the EMA's if there is one;
+        None if a signal has stopped it.
+        """
+        session, ema = self.session, None
+        result = self._measure()
+        if result is None:
+            return None
+        if self.with_ema:
+            with session.backend.averaged_weights():
+                ema = self._measure()
+            if ema is None:
+                return None
+        session.bad_images.collect([self.loader])
+        epoch = at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
+        of_ema = None if ema is None else (ema.loss, ema.top1)
+        session.reports.evaluation(at.step, epoch, result.loss, result.top1, result.images, of_ema)
+        self.done.add(at.step)
+        return ema or result
+
+    def _measure(self) -> Evaluation | None:
+        """Evaluate the model with the weights that it has; return None if a signal has stopped."""
         session, count = self.session, len(self.loader)
         batches = min(self.config.eval_batches or count, count)
         with (
@@ -141,10 +165,4 @@ class Evaluations:
             )
         self._count += 1
         session.watchdog.alive()
-        if result is None:
-            return None
-        session.bad_images.collect([self.loader])
-        epoch = at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
-        session.reports.evaluation(at.step, epoch, result.loss, result.top1, result.images)
-        self.done.add(at.step)
         return result

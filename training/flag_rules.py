@@ -138,6 +138,7 @@ def check_switches(*configs: Any) -> None:
     for name in (
         "predict",
         "json",
+        "use_ema",
         "self_check",
         "plan",
         "tpu_topology",

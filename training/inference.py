@@ -71,7 +71,8 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
     checkpoint that cannot be read, and for one that contradicts the model flags.
     """
     of = config.checkpoints
-    weights = find_weights(folder_at(of.ckpt_dir), of.resume, of.resume_epoch)
+    ema = config.use.use_ema
+    weights = find_weights(folder_at(of.ckpt_dir), of.resume, of.resume_epoch, use_ema=ema)
     if weights.run:
         config = replace(config, model=_model_of(weights.run, config.model))
     config, model = resolve_model(config)
@@ -231,12 +232,12 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     loader = val_loader(data, backend, run.config.data.pass_size)
     model, count = run.model.build(), run.model.parameter_count
     say(f"data: {data}")
-    say(f"model: {run.config.model.model}, {count:,} parameters, weights of {weights.path}")
+    say(f"model: {run.config.model.model}, {count:,} parameters, {_kind(run)} of {weights.path}")
     if weights.note:
         say(weights.note)
     sharded = backend.shard(model, list(run.model.units(model)), weights.initialize)
     if weights.tensors is None:
-        load_state(backend, weights.path, with_optimizer=False)
+        load_state(backend, weights.path, with_optimizer=False, use_ema=run.config.use.use_ema)
     say(backend.describe())
     say("evaluating" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
     result = evaluate(sharded, Objective(run, backend), loader, backend)
@@ -260,6 +261,10 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
                 }
             )
         )
+
+
+def _kind(run: Run) -> str:
+    return "EMA of the weights" if run.config.use.use_ema else "weights"
 
 
 def _count_bad_images(found: list[BadImage], most: int) -> int:

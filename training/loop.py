@@ -13,7 +13,7 @@ from training.objective import Objective
 from training.profiling import StepProfiler
 from training.resolve import Run
 from training.saving import Saves
-from training.schedule import WarmupCosine
+from training.schedule import Schedule
 from training.session import Session
 from training.step import train_step
 from training.step_log import StepLog
@@ -30,7 +30,7 @@ class Trainer:
     model: nn.Module
     objective: Objective
     batches: TrainBatches
-    schedule: WarmupCosine
+    schedule: Schedule
     log: StepLog
     saves: Saves
     evaluations: Evaluations

@@ -35,6 +35,13 @@ def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, di
     }
 
 
+def decisive(record: dict[str, Any], name: str) -> float:
+    """Return an evaluation's "val_top1" or "val_loss", by which it is good or bad: the EMA's, where
+    the run had one, else the weights'."""
+    of_ema = record.get(f"ema_{name}")
+    return record[name] if of_ema is None else of_ema
+
+
 def as_json(record: dict[str, Any]) -> str:
     """Return one line of JSON, which has no name for what is not finite: null."""
     clean = {

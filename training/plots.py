@@ -11,9 +11,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 _PANELS = (
-    ("Loss", (("loss", "train"), ("val_loss", "val")), "cross-entropy"),
+    ("Loss", (("loss", "train"), ("val_loss", "val"), ("ema_val_loss", "EMA")), "cross-entropy"),
     ("Learning rate", (("lr", "lr"),), "lr"),
-    ("Validation accuracy", (("val_top1", "top-1"),), "%"),
+    ("Validation accuracy", (("val_top1", "top-1"), ("ema_val_top1", "EMA")), "%"),
     ("Throughput", (("images_per_s", "images/s"),), "images/s"),
 )
 
@@ -26,7 +26,7 @@ def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
             points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
             if points:
                 steps, values = zip(*points, strict=True)
-                marker = "o" if key.startswith("val_") or len(points) < 3 else None
+                marker = "o" if key.startswith(("val_", "ema_val_")) or len(points) < 3 else None
                 axis.plot(steps, values, label=label, marker=marker, markersize=4)
                 if key == "val_top1":
                     axis.set_ylim(0, 102)

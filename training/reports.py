@@ -249,24 +249,35 @@ class Reports:
             parts.append(f"steps skipped: {record['skipped_steps']}")
         return ", ".join(parts)
 
-    def evaluation(self, step: int, epoch: int, loss: float, top1: float, images: int) -> None:
-        """Record an evaluation; ``top1`` is in percent."""
+    def evaluation(
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        top1: float,
+        images: int,
+        of_ema: tuple[float, float] | None = None,
+    ) -> None:
+        """Record an evaluation; ``top1`` is in percent. ``of_ema``: the EMA's loss and top-1."""
         self.flush()
         self.last_top1 = top1
         self._compilations = -1  # the evaluation compiled its own step
-        self._write(
-            {
-                "step": step,
-                "epoch": epoch,
-                "val_loss": loss,
-                "val_top1": top1,
-                "val_images": images,
-            }
-        )
-        self.say(
+        record = {
+            "step": step,
+            "epoch": epoch,
+            "val_loss": loss,
+            "val_top1": top1,
+            "val_images": images,
+        }
+        line = (
             f"epoch {epoch} step {step}, val loss: {loss:.4f}, "
             f"accuracy on val: {top1:.2f} % of {images:,} images"
         )
+        if of_ema:
+            record["ema_val_loss"], record["ema_val_top1"] = of_ema
+            line += f"; of the EMA: val loss {of_ema[0]:.4f}, accuracy {of_ema[1]:.2f} %"
+        self._write(record)
+        self.say(line)
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:

@@ -140,8 +140,21 @@ def _check_common(config: RunConfig) -> None:
         raise UsageError("--scale 0 0 leaves no image to crop")
     if not is_url(ckpt_dir) and ckpt_dir.exists() and not ckpt_dir.is_dir():
         raise UsageError(f"--ckpt_dir {ckpt_dir} is a file, not a folder")
+    _check_schedule(config)
     if config.log.wandb:
         _check_wandb()
+
+
+def _check_schedule(config: RunConfig) -> None:
+    schedule, peak = config.schedule, config.optimizer.lr
+    for name, rate in (("--min_lr", schedule.min_lr), ("--warmup_lr", schedule.warmup_lr)):
+        if rate > peak:
+            raise UsageError(f"{name} {rate:g} is above --lr {peak:g}")
+    epochs = schedule.warmup_epochs
+    if schedule.warmup_lr and not (config.optimizer.warmup_steps if epochs is None else epochs):
+        raise UsageError("--warmup_lr needs a warmup: --warmup_steps or --warmup_epochs above 0")
+    if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
+        raise UsageError("--lr_schedule wsd needs --decay_steps")
 
 
 def check_batch(run: Run) -> None:

@@ -85,8 +85,8 @@ def grouped(record: dict[str, Any]) -> dict[str, float]:
     for name, value in record.items():
         if name in ("step", "epoch") or value is None or not math.isfinite(value):
             continue
-        group = "val" if name.startswith("val_") else "train"
-        values[f"{group}/{name.removeprefix('val_')}"] = value
+        group = "val" if name.startswith(("val_", "ema_val_")) else "train"
+        values[f"{group}/{name.replace('val_', '')}"] = value
     return values
 
 

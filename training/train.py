@@ -23,6 +23,7 @@ from training.checkpoints.manifest import replace_file
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
 from training.config import CheckpointConfig
+from training.ema import note_of_resume
 from training.errors import NOT_FINITE, RunFailed, StoppedBySignal
 from training.evaluation import Evaluations
 from training.events import process_start
@@ -30,14 +31,14 @@ from training.expectation import read_expectation
 from training.fingerprint import check_alike, versions
 from training.loaders import train_loader, val_loader
 from training.loop import Trainer
-from training.metrics import METRICS_FILE, evaluations, read_metrics
+from training.metrics import METRICS_FILE, decisive, evaluations, read_metrics
 from training.objective import Objective
 from training.processes import failing_together
 from training.profiling import PROFILE_DIR, StepProfiler
 from training.reports import Reports
 from training.resolve import Run
 from training.saving import Saves
-from training.schedule import WarmupCosine
+from training.schedule import Schedule, make_schedule
 from training.session import Session
 from training.start import (
     Start,
@@ -90,6 +91,8 @@ def prepare(run: Run) -> tuple[Run, Plan]:
         data = open_data(wanted_images(run))
     if resume:
         _check_resume(resume, run, data)
+    steps_per_epoch = data.train_length // run.config.data.batch_size
+    _schedule(run, *_positions(resume, run, steps_per_epoch), steps_per_epoch)
     return run, Plan(data, candidates, expected_s, process_start())
 
 
@@ -150,11 +153,18 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
                 model,
                 objective,
                 batches,
-                _schedule(run, len(loader)),
+                _schedule(run, position, last_step, len(loader)),
                 StepLog(log, session, batches),
                 Saves(run.config.checkpoints, session, saver, so_far.best_step),
                 Evaluations(
-                    log, session, model, objective, images, so_far.evaluated, so_far.best_top1
+                    log,
+                    session,
+                    model,
+                    objective,
+                    images,
+                    so_far.evaluated,
+                    so_far.best_top1,
+                    run.config.ema.model_ema,
                 ),
                 StepProfiler(log.profile, run.log_dir / PROFILE_DIR, processes.rank()),
             )
@@ -223,15 +233,20 @@ def _place(plan: Plan, run: Run, session: Session, start: Start, position: Posit
     say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
     model = shard_and_optimize(run, backend)
     if start.resume:
-        load_state(backend, start.resume.path)
+        has_ema = load_state(backend, start.resume.path)
+        note = note_of_resume(keeps=run.config.ema.model_ema, has=has_ema)
+        if note:
+            session.reports.say(note)
     _say_plan(run, session, start.resume, position)
     return model
 
 
-def _schedule(run: Run, steps_per_epoch: int) -> WarmupCosine:
-    optimizer = run.config.optimizer
-    total = steps_per_epoch * run.config.num_epochs
-    return WarmupCosine(optimizer.lr, optimizer.warmup_steps, total)
+def _schedule(run: Run, at: Position, last_step: int, steps_per_epoch: int) -> Schedule:
+    """Return the schedule of a run that begins at ``at``. Raises UsageError if it is too long."""
+    config = run.config
+    done = at.epoch * steps_per_epoch + at.images_in_epoch // config.data.batch_size
+    end = done + last_step - at.step
+    return make_schedule(config, steps_per_epoch, end)
 
 
 def _positions(resume: SavedRun | None, run: Run, steps_per_epoch: int) -> tuple[Position, int]:
@@ -260,14 +275,15 @@ class _SoFar:
     """The steps that have an evaluation."""
     best_step: int = 0
     best_top1: float = -1.0
-    """In percent."""
+    """In percent; the EMA's, where there is one."""
 
 
 def _so_far(resume: SavedRun | None, ckpt_dir: Path, start: Position) -> _SoFar:
     if resume is None or resume.path.parent.resolve() != ckpt_dir.resolve():
         return _SoFar(False, {start.step} if start.step else set())
     done = evaluations(ckpt_dir, start.step)
-    top1, best = max(((record["val_top1"], at) for at, record in done.items()), default=(-1.0, 0))
+    found = ((decisive(record, "val_top1"), at) for at, record in done.items())
+    top1, best = max(found, default=(-1.0, 0))
     # Those beyond the start are dropped, and made again.
     evaluated = {
         r["step"] for r in read_metrics(ckpt_dir) if "val_images" in r and r["step"] <= start.step
@@ -285,6 +301,7 @@ def _say_plan(run: Run, session: Session, resume: SavedRun | None, start: Positi
     say(
         f"state a device: {size['parameters'] / 2**20:,.2f} MiB of parameters, "
         f"{size['optimizer'] / 2**20:,.2f} MiB of optimizer state"
+        + (f", {size['ema'] / 2**20:,.2f} MiB of EMA" if "ema" in size else "")
     )
     if resume:
         say(f"resuming {resume.path} at step {start.step}, epoch {start.epoch + 1}")

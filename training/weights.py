@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from models.meta import allocate, fill_buffers
 from models.spec import ModelSpec
 from training.checkpoints.choose import BEST, find_resume, first_readable
-from training.checkpoints.content import SavedRun, saved_run, training_entry
+from training.checkpoints.content import EMA, WEIGHTS, SavedRun, saved_run, training_entry
 from training.checkpoints.manifest import damage
 from training.checkpoints.reader import METADATA, SafeReader, quiet_dcp, read_metadata, readable
 from training.errors import UsageError
@@ -38,6 +38,8 @@ class Weights:
     """By timm's names, mapped from the files; None for a checkpoint folder, which DCP reads."""
     note: str = ""
     """What the user is to know of how they are used, in one line."""
+    kind: str = WEIGHTS
+    """Whether they are the weights themselves, or the EMA of a folder."""
 
     def check_fits(self, model: ModelSpec) -> None:
         """Raises UsageError naming the first tensor that is not one of the model's."""
@@ -68,11 +70,14 @@ class Weights:
             return {name: tensor.shape for name, tensor in self.tensors.items()}
         with readable(self.path):
             entries = SafeReader(self.path).read_metadata().state_dict_metadata
-            return {
-                name.removeprefix("model."): entry.size
+            found = {
+                name.removeprefix(f"{self.kind}."): entry.size
                 for name, entry in entries.items()
-                if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+                if name.startswith(f"{self.kind}.") and isinstance(entry, TensorStorageMetadata)
             }
+        if not found and self.kind == EMA:
+            raise _no_ema(self.path)
+        return found
 
     @torch.no_grad()
     def initialize(self, module: nn.Module, name: str) -> None:
@@ -93,7 +98,7 @@ class Weights:
         if self.tensors is not None:
             model.load_state_dict(self.tensors)
         else:
-            state = {"model": model.state_dict()}
+            state = {self.kind: model.state_dict()}
             with readable(self.path), quiet_dcp():
                 dcp.load(state, storage_reader=SafeReader(self.path), no_dist=True)
         return model.eval()
@@ -102,10 +107,13 @@ class Weights:
 _REMEDY = "give the model flags it was trained with"
 
 
-def find_weights(ckpt_dir: Path, resume: str, resume_epoch: int) -> Weights:
+def find_weights(
+    ckpt_dir: Path, resume: str, resume_epoch: int, *, use_ema: bool = False
+) -> Weights:
     """Return what ``--resume`` (a folder or a file) and ``--resume_epoch`` name.
 
-    Raises UsageError if there is no such thing, or if it cannot be read.
+    With ``use_ema`` it is the moving average of the weights. Raises UsageError if there is no such
+    thing, or if it cannot be read.
     """
     if resume == "none":
         raise UsageError("--resume none: a trained model is needed, give --resume PATH")
@@ -115,24 +123,36 @@ def find_weights(ckpt_dir: Path, resume: str, resume_epoch: int) -> Weights:
             raise UsageError(f"--resume {resume}: there is no such checkpoint, folder or file")
         if is_url(path):
             raise UsageError(f"--resume {resume}: copy that file to this machine, and name it here")
-        return load_file_of_weights(path)
+        return load_file_of_weights(path, use_ema=use_ema)
     if resume != "auto" and resume not in BEST and not resume_epoch:
         with readable(path):
             if files := safetensors_files(path):
-                return _load_safetensors(path, files)
+                return _load_safetensors(path, files, use_ema)
             if _is_bare_checkpoint(path):
+                if use_ema:
+                    raise _no_ema(path)
                 return Weights(path, None, None)
     saved, candidates = first_readable(find_resume(ckpt_dir, resume, resume_epoch))
     if saved is None:
         raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
-    return Weights(saved.path, saved, None, "; ".join(candidates.passed_over))
+    kind = EMA if use_ema else WEIGHTS
+    return Weights(saved.path, saved, None, "; ".join(candidates.passed_over), kind)
 
 
-def load_file_of_weights(path: Path) -> Weights:
-    """Return what one file holds, mapped from it. Raises UsageError if it cannot be read."""
+def _no_ema(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} has no EMA of the weights: give one of a run with --model_ema, or drop --use_ema"
+    )
+
+
+def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
+    """Return what one file holds, mapped from it; ``use_ema``: its EMA of the weights.
+
+    Raises UsageError if it cannot be read, or has none.
+    """
     with readable(path):
         if path.suffix == ".safetensors":
-            return _load_safetensors(path, [path])
+            return _load_safetensors(path, [path], use_ema)
         content = _load_tensors(path)
         if not isinstance(content, Mapping):
             raise ValueError("it holds no state dict")
@@ -140,10 +160,17 @@ def load_file_of_weights(path: Path) -> Weights:
         run = None
         if isinstance(training, Mapping) and "arguments" in training:
             run = saved_run(path, training)
+        if use_ema:
+            found = next((content[key] for key in _EMA_KEYS if key in content), None)
+            if not isinstance(found, Mapping):
+                raise _no_ema(path)
+            content = found
         return Weights(path, run, state_dict_of(content))
 
 
-def _load_safetensors(path: Path, files: list[Path]) -> Weights:
+def _load_safetensors(path: Path, files: list[Path], use_ema: bool) -> Weights:
+    if use_ema:
+        raise _no_ema(path)
     content = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return Weights(path, run_of(path, metadata_of(files[0])), state_dict_of(content))
 
@@ -166,6 +193,10 @@ def _load_tensors(path: Path) -> Any:
         if foreign:
             raise ValueError(f"only tensors are loaded, it holds {foreign[1]}") from None
         raise ValueError("it is no file of torch.save") from None
+
+
+_EMA_KEYS = (EMA, "state_dict_ema", "model_ema")
+"""What the EMA is called in a file that ``dcp_to_torch`` made of a checkpoint, and in timm's."""
 
 
 def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from xla_fsdp.sharding.patches import convolve_by_product
 from xla_fsdp.torch_xla_private import (
     FLAT_PARAMETER,
     flattened_parameters,
+    free_gathered,
     is_sharded,
     keeps_linear,
     original_name,
@@ -127,6 +128,12 @@ class NestedBackend(XlaBackend):
             return self._model.clip_grad_norm_(max_norm)
         xm.reduce_gradients(self._optimizer)
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
+
+    def _let_go_of_gathered(self) -> None:
+        # A forward pass leaves the root's for its backward pass, which an evaluation has not.
+        for unit in self._model.modules():
+            if isinstance(unit, XlaFullyShardedDataParallel):
+                free_gathered(unit)
 
     # -- state ------------------------------------------------------------------------
 

@@ -282,6 +282,11 @@ def sharded_parameters(unit: Any) -> list[Any]:
     return unit.sharded_params
 
 
+def free_gathered(unit: Any) -> None:
+    """Let one unit of FSDP forget what it has gathered; its next pass gathers anew."""
+    unit._free_full_params(apply_opt_barrier=False)
+
+
 def keeps_linear(kept: bool) -> dict[str, bool]:
     """Return the option of FSDP by which linear layers stay PyTorch's own, or are replaced."""
     return {"_use_xla_patched_linear": not kept}

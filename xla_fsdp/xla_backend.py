@@ -6,7 +6,8 @@ import abc
 import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,13 @@ from data.loader import BatchLoader
 from data.share import Share
 from models.meta import fill_buffers
 from training.backend import InitializeModule, State, pass_seed
+from training.ema import UPDATES
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stochastic_rounding import key_of
 from training.stopping import largest_of_all
 from xla_fsdp import tpu_chips
 from xla_fsdp.around_blocks import break_graph_every, compute_in_bf16
+from xla_fsdp.ema import WeightAverage
 from xla_fsdp.memory import DeviceMemory
 from xla_fsdp.optimizer import build_adamw, set_lr, step_unless
 from xla_fsdp.resolve_xla import XlaRun
@@ -37,7 +40,8 @@ class _Origin:
     """A tensor on the devices, and what was copied of it to the host."""
 
     name: str
-    """The name of the parameter that it is, or that it is AdamW's state of, on the devices."""
+    """The name of the parameter that it is, or that it is AdamW's state or the EMA of, on the
+    devices."""
     tensor: torch.Tensor
     values: list[torch.Tensor]
 
@@ -47,7 +51,7 @@ class _HostState(State):
     """A state as it was copied to the host, which knows the way back."""
 
     is_copy = True
-    origins: list[_Origin]
+    origins: list[_Origin] = field(default_factory=list)
 
 
 class XlaBackend(abc.ABC):
@@ -64,6 +68,7 @@ class XlaBackend(abc.ABC):
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._device = torch_xla.device()
         self._memory = DeviceMemory(self._device)
+        self._ema: WeightAverage | None = None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self.is_main = xr.process_index() == 0
         self.device_count = xr.global_runtime_device_count()
@@ -161,6 +166,10 @@ class XlaBackend(abc.ABC):
         with torch.no_grad():
             for parameter in self._named_parameters().values():
                 parameter.mul_(1.0)
+        if self._run.config.ema.model_ema:
+            zeros_like = functools.partial(self._zeros_like, dtype=torch.float32)
+            parameters, config = self._named_parameters(), self._run.config.ema
+            self._ema = WeightAverage(parameters, zeros_like, self._scalar, config)
         self._break_graph(wait=True)
 
     def _keys(self) -> torch.Tensor:
@@ -199,12 +208,21 @@ class XlaBackend(abc.ABC):
         norm = self._clip_grad_norm(max_norm if max_norm > 0 else float("inf"))
         skipped = not_finite(loss, norm)
         step_unless(self._optimizer, skipped > 0, self._rounding_keys)
+        if self._ema is not None:
+            self._ema.update(skipped)
         # A new tensor: the last step's may still wait to be read.
         self._skipped = self._mark_replicated(count_skipped(self._skipped, skipped))
         self._optimizer.zero_grad(set_to_none=True)
         del skipped  # or it would be a result of the step
         self.end_step()
         return norm, self._skipped
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        assert self._ema is not None
+        return self._ema.in_place_of_weights(self._let_go_of_gathered)
+
+    def _let_go_of_gathered(self) -> None:  # noqa: B027
+        """Let no unit compute on with weights that it has gathered: they are other ones now."""
 
     def end_step(self) -> None:
         # XLA's virtual CPU devices share a few threads: those of one program on the way, held up
@@ -262,10 +280,13 @@ class XlaBackend(abc.ABC):
 
     def state_bytes(self) -> dict[str, int]:
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
-        return {
+        sizes = {
             "parameters": sum(map(self._local_bytes, self._named_parameters().values())),
             "optimizer": sum(map(self._local_bytes, state)),
         }
+        if self._ema is not None:
+            sizes["ema"] = sum(map(self._local_bytes, self._ema.values.values()))
+        return sizes
 
     def rounding(self) -> float:
         # A TPU takes fp32 products as bf16, too.
@@ -328,10 +349,23 @@ class XlaBackend(abc.ABC):
                 for name, view in state_views.items():
                     optimizer.setdefault(name, {})[entry] = view
                 origins.append(_Origin(key, tensor, list(state_views.values())))
-        return _HostState(model, optimizer if with_optimizer else None, {}, origins)
+        if not with_optimizer:
+            return _HostState(model, None, {}, None, origins)
+        if self._ema is None:
+            return _HostState(model, optimizer, {}, None, origins)
+        ema: dict[str, torch.Tensor] = {}
+        for key, average in self._ema.values.items():
+            views = self._to_host(key, average)
+            ema.update(views)
+            origins.append(_Origin(key, average, list(views.values())))
+        updates = self._ema.updates.cpu()
+        origins.append(_Origin(UPDATES, self._ema.updates, [updates]))
+        return _HostState(model, optimizer, {UPDATES: updates}, ema, origins)
 
     def take(self, state: State) -> None:
         assert isinstance(state, _HostState)
         for origin in state.origins:
             self._to_device(origin.name, origin.tensor, origin.values)
+        if self._ema is not None and state.ema is None:
+            self._ema.start()
         torch_xla.sync(wait=True)

@@ -12,7 +12,7 @@ from training.checkpoints.content import SavedRun
 from training.checkpoints.manifest import is_complete, quick_problem
 from training.checkpoints.reader import read_saved_run
 from training.errors import UsageError
-from training.metrics import evaluations
+from training.metrics import decisive, evaluations
 from training.url_path import folder_at
 
 _NAME = re.compile(r"step_(\d+)")
@@ -138,7 +138,7 @@ def _best(ckpt_dir: Path, existing: list[Path], resume: str) -> Path:
     if not evaluated:
         raise UsageError(f"--resume {resume}: {ckpt_dir} has no checkpoint that was evaluated")
     value, order = BEST[resume]
-    return max(evaluated, key=lambda path: order * by_step[step_of(path)][value])
+    return max(evaluated, key=lambda path: order * decisive(by_step[step_of(path)], value))
 
 
 def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]:

@@ -4,6 +4,7 @@ A checkpoint is a folder ``step_<n>`` in PyTorch's distributed checkpoint format
 optimizer steps of the run so far, with a manifest that is written last (``manifest.py``):
 
     model.<name>                                    weights
+    ema.<name>                                      their moving average, with --model_ema
     optimizer.state.<name>.{step,exp_avg,exp_avg_sq}  AdamW
     training.{step,epoch,images_in_epoch}           position; the schedule follows from it
     training.rng                                    state of PyTorch's CPU generator
@@ -28,6 +29,8 @@ import torch
 from training.backend import State
 
 FORMAT = 2
+WEIGHTS, EMA = "model", "ema"
+"""What the names of weights, and of their moving average, begin with."""
 POSITION = ("step", "epoch", "images_in_epoch")
 RNG = "rng"
 
@@ -37,7 +40,9 @@ def tree(state: State, training: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
     ``training`` holds the ``training.*`` entries, which are left out if there are none.
     """
-    content: dict[str, Any] = {"model": state.model}
+    content: dict[str, Any] = {WEIGHTS: state.model}
+    if state.ema is not None:
+        content[EMA] = state.ema
     if state.optimizer is not None:
         content["optimizer"] = {"state": state.optimizer}
     return content | ({"training": dict(training)} if training else {})

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from models.spec import ModelSpec
+from training.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class Shape:
         return self.depth * self.block_parameters + self.other_parameters
 
 
-def state_bytes(optimizer_dtype: str) -> int:
-    """Return the bytes of a parameter's state: the fp32 weight and AdamW's two moments."""
-    return 4 + 2 * {"fp32": 4, "bf16": 2}[optimizer_dtype]
+def state_bytes(config: RunConfig) -> int:
+    """Return the bytes of a parameter's state: the fp32 weight, AdamW's two moments, the EMA."""
+    moment = {"fp32": 4, "bf16": 2}[config.optimizer.optimizer_dtype]
+    return 4 + 2 * moment + (4 if config.ema.model_ema else 0)
 
 
 @functools.cache

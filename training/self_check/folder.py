@@ -153,9 +153,10 @@ class Checkpoints:
 
 
 def checkpoint_bytes(run: Run) -> int:
-    """Return the size of a checkpoint of the whole model: weights and AdamW's two moments."""
+    """Return the size of a checkpoint of the whole model: weights, AdamW's moments and the EMA."""
     each = 4 if run.own.keeps_fp32_weights else 2
-    return 3 * each * run.model.parameter_count
+    copies = 4 if run.config.ema.model_ema else 3
+    return copies * each * run.model.parameter_count
 
 
 def check_disk(run: Run, table: Table) -> None:

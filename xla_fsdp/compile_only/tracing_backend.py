@@ -58,8 +58,9 @@ class TracingBackend(XlaBackend):
         return f"{self.device_count} TPU device(s)"
 
     def local_state_bytes(self) -> int:
-        """Return the bytes of parameters and of AdamW's state on one device."""
+        """Return the bytes of parameters, of AdamW's state and of the EMA on one device."""
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
+        state += self._ema.values.values() if self._ema is not None else []
         return self.recorder.local_bytes([*self._named_parameters().values(), *state])
 
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from data.config import DataConfig
 from training.config import OptimizerConfig, RunConfig
+from training.ema_config import EmaConfig
 from training.errors import UsageError
 from training.plan.command_lines import ALWAYS, words_of
 from xla_fsdp.compile_only.command import DOES_NOT_FIT
@@ -52,7 +53,12 @@ def compile_words(config: RunConfig, own: XlaConfig, candidate: Candidate) -> li
         optimizer_dtype=given.optimizer_dtype,
     )
     step = replace(
-        RunConfig(), data=data, model=config.model, optimizer=optimizer, sharding=config.sharding
+        RunConfig(),
+        data=data,
+        model=config.model,
+        optimizer=optimizer,
+        ema=replace(EmaConfig(), model_ema=config.ema.model_ema),
+        sharding=config.sharding,
     )
     own = replace(own, compile_only=True, tpu_topology=candidate.topology.name)
     return words_of(step, own, without=("cpu_devices", "compile_cache_dir"), always=ALWAYS)
