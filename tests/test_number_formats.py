@@ -15,6 +15,7 @@ from tests.resolved import on_xla
 from tests.test_plan import VIT_10B, asked
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
 from training.mesh import Mesh
+from training.plan.shape import state_bytes
 from xla_fsdp.compile_only.topologies import parse_topology
 from xla_fsdp.plan.model import estimate
 from xla_fsdp.plan.space import Candidate
@@ -116,7 +117,7 @@ def test_plans_know_the_moments():
         config, _, shape = asked("--model", VIT_10B, "--optimizer_dtype", dtype)
         candidate = Candidate(topology, Mesh(fsdp=over), "full", 1, "sdpa")
         on_tpu = estimate(shape, candidate.layout(config), topology.chip)
-        how = (GPUS[0], Mesh(fsdp=over), 1024, 1, "full", "bf16", dtype)
+        how = (GPUS[0], Mesh(fsdp=over), 1024, 1, "full", "bf16", state_bytes(config.optimizer))
         peaks.append((on_tpu.peak_bytes, gpu_model.estimate(shape, *how).peak_bytes))
     for wide, narrow in zip(*peaks, strict=True):
         assert wide - narrow == pytest.approx(4 * shape.parameters / over)

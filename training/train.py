@@ -54,6 +54,7 @@ from training.validation import (
     bad_data_is_the_users,
     check_same_classes,
     check_same_model,
+    check_same_optimizer,
     wanted_images,
 )
 from training.watchdog import Watchdog
@@ -94,6 +95,7 @@ def _candidates(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
 
 def _check_resume(resume: SavedRun, run: Run, data: DataSource) -> None:
     check_same_model(resume, run.model)
+    check_same_optimizer(resume, run.config.optimizer)
     check_same_classes(resume.classes, resume.path, data)
 
 
@@ -169,7 +171,7 @@ def _session(
         first_step=first_step,
         total_steps=last_step,
         batch_size=data.batch_size,
-        flops_per_image=run.model.train_flops_per_image,
+        flops_per_image=run.train_flops_per_image,
         keep_records=so_far.goes_on,
         wandb_project=run.config.log.wandb,
         arguments=run.values,

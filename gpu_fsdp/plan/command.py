@@ -20,7 +20,7 @@ from training.plan.config import PlanConfig
 from training.plan.outcome import Outcome, tell
 from training.plan.plans import Plan
 from training.plan.prices import Price, read_prices
-from training.plan.shape import shape_of
+from training.plan.shape import shape_of, state_bytes
 from training.plan.work import Work, find_work
 from training.resolve import Run, check_batch, check_rows, resolve_common, resolve_model
 
@@ -116,7 +116,7 @@ def _plan(
         chosen["grad_accum_steps"],
         chosen["grad_ckpt"],
         precision,
-        config.optimizer.optimizer_dtype,
+        state_bytes(config.optimizer),
     )
     at_peak_s = model.train_flops_per_image * work.batch_size / number
     return Plan(

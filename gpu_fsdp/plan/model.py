@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpu_fsdp.nvidia_gpus import peak_of
 from training.mesh import Mesh
-from training.plan.shape import Shape, state_bytes
+from training.plan.shape import Shape
 
 _GIB = 2**30
 NODE = 8
@@ -83,10 +83,10 @@ def estimate(
     passes: int,
     policy: str,
     precision: str,
-    optimizer_dtype: str,
+    of_parameter: int,
 ) -> Estimate:
-    """Return what a step with ZeRO-3 is expected to need."""
-    of_parameter = state_bytes(optimizer_dtype)
+    """Return what a step with ZeRO-3 is expected to need; ``of_parameter``: bytes of a parameter's
+    state (``training.plan.shape.state_bytes``)."""
     size = 4 if precision == "fp32" else 2
     kept = POLICIES[policy]
     images = batch_size / mesh.batch_parts / passes

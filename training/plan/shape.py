@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from models.spec import ModelSpec
+from training.config import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,12 @@ class Shape:
         return self.depth * self.block_parameters + self.other_parameters
 
 
-def state_bytes(optimizer_dtype: str) -> int:
-    """Return the bytes of a parameter's state: the fp32 weight and AdamW's two moments."""
-    return 4 + 2 * {"fp32": 4, "bf16": 2}[optimizer_dtype]
+def state_bytes(config: OptimizerConfig) -> int:
+    """Return the bytes of a parameter's state: the fp32 weight, and AdamW's two moments or the one
+    of Lion and Muon (of whose parameters the few that are AdamW's are not counted apart)."""
+    if config.optimizer != "adamw":
+        return 4 + 4
+    return 4 + 2 * {"fp32": 4, "bf16": 2}[config.optimizer_dtype]
 
 
 @functools.cache

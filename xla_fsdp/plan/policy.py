@@ -47,7 +47,7 @@ def resolve_policy(
         policy="full",
         attention=own.attention,
         value_bytes=4 if config.sharding.precision == "fp32" else 2,
-        state_bytes=state_bytes(config.optimizer.optimizer_dtype),
+        state_bytes=state_bytes(config.optimizer),
     )
     found = {
         name: estimate(shape_of(model), replace(layout, policy=name), chip) for name in POLICIES

@@ -73,7 +73,7 @@ class Candidate:
             policy=self.grad_ckpt,
             attention=self.attention,
             value_bytes=4 if config.sharding.precision == "fp32" else 2,
-            state_bytes=state_bytes(config.optimizer.optimizer_dtype),
+            state_bytes=state_bytes(config.optimizer),
         )
 
     def flags(self, config: RunConfig, own: XlaConfig) -> tuple[RunConfig, XlaConfig]:
