@@ -1,12 +1,13 @@
 """Optimizers and parameter groups, in every form of sharding, against timm's own on one model."""
 
 import functools
+import itertools
 import math
 
 import pytest
 import timm
 import torch
-from timm.optim import Muon, param_groups_layer_decay
+from timm.optim import Lion, Muon, param_groups_layer_decay
 
 from models.registry import open_model
 from tests import plain_optimizers
@@ -32,7 +33,7 @@ MODELS = [
 def test_groups_are_timms(name):
     """Of timm's real models: layer by layer, and what is not decayed."""
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = timm.create_model(name, num_classes=1000)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = param_groups_layer_decay(
         model, 0.05, model.no_weight_decay(), layer_decay=0.65, no_opt_scale=None
@@ -72,7 +73,7 @@ def test_kinds_that_do_not_decay():
 
 
 def test_what_muon_leaves_to_adamw():
-    spec = open_model("timm/vit_small_patch16_rope_mixed_224", SMALL)
+    spec = open_model("timm/vit_base_patch14_reg4_dinov2", SMALL)
     model = filled(spec)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -132,7 +133,7 @@ def plain(flags, form, steps=6):
     words = FORMS[form][1].split()
     kept = [
         word
-        for flag, value in zip(words, words[1:], strict=False)
+        for flag, value in itertools.pairwise(words)
         if flag in ("--num_blocks", "--batch_size")
         for word in (flag, value)
     ]
@@ -159,14 +160,17 @@ def test_like_timm(asked, form, tmp_path):
 
 def assert_same_state(saved, model, optimizer):
     """Weights, and the state of those that train, by timm's names for both."""
+    asks_sign = isinstance(optimizer, Lion)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert saved["optimizer"]["state"].keys() == trained.keys()
     for name, parameter in model.named_parameters():
-        off = (saved["model"][name] - parameter.detach()).norm() / parameter.norm()
-        assert off < 1e-4, name
         if name not in trained:
             assert torch.equal(saved["model"][name], parameter), name
             continue
+        if asks_sign and name.endswith("qkv.bias"):
+            continue  # of keys: its gradient is zero but for rounding, of which Lion takes the sign
+        off = (saved["model"][name] - parameter.detach()).norm()
+        assert off <= 1e-4 * parameter.norm(), name
         state = {n: t for n, t in optimizer.state[parameter].items() if n != "use_muon"}
         found = saved["optimizer"]["state"][name]
         assert found.keys() == state.keys()
@@ -218,13 +222,10 @@ def test_muon_resumes_elsewhere_and_no_other_optimizer_does(tmp_path):
 
 
 def test_betas_and_flops_follow():
-    for optimizer, betas in {
-        "lion": (0.9, 0.99),
-        "muon": (0.9, 0.95),
-        "adamw": (0.9, 0.999),
-    }.items():
+    seconds = {"lion": 0.99, "muon": 0.95, "adamw": 0.999}
+    for optimizer, second in seconds.items():
         for on in (on_xla, on_gpus):
-            assert on(f"--optimizer {optimizer}").config.optimizer.betas == betas
+            assert on(f"--optimizer {optimizer}").config.optimizer.betas == (0.9, second)
     assert on_xla("--optimizer lion --betas 0.5 0.6").config.optimizer.betas == (0.5, 0.6)
     probe, whole = on_xla("--linear_probe"), on_xla("")
     assert math.isclose(probe.train_flops_per_image, whole.train_flops_per_image / 3)
@@ -243,7 +244,6 @@ def test_betas_and_flops_follow():
         ("--linear_probe --flatten_parameters", "does not go with --flatten_parameters"),
         ("--optimizer muon --flatten_parameters", "does not go with --flatten_parameters"),
         ("--linear_probe --drop_path_rate 0.1", "go with --drop_path_rate 0.1: give --drop_path"),
-        ("--linear_probe --num_classes 0", "--linear_probe needs a model with a head"),
         (
             "--backend cuda --optimizer lion --no_preserve_fp32_weights --fsdp megatron "
             "--precision bf16 --reduce_dtype bf16",

@@ -112,10 +112,7 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
 
 
 def _check_linear_probe(model: ModelSpec) -> None:
-    """Raises UsageError without a head, or where dropout would change what does not train: that
-    is computed as for use."""
-    if not model.head_parameters:
-        raise UsageError("--linear_probe needs a model with a head: give --num_classes above 0")
+    """Raises UsageError for dropout where nothing trains: that part computes as for use."""
     for name, rate in model.settings.items():
         if name.endswith("_rate") and name != "drop_rate" and rate:
             flag = MODEL_FLAG[name]
