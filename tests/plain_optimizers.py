@@ -15,6 +15,7 @@ from data.share import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.filled import filled
+from tests.normalized import normalized
 from tests.resolved import on_xla
 from training.config import OptimizerConfig
 from training.schedule import WarmupCosine
@@ -67,7 +68,7 @@ def train(*flags: str, steps: int = 6) -> tuple[dict[str, list[float]], nn.Modul
             for group in optimizer.param_groups:
                 group["lr"] = schedule.lr(step) * group["lr_scale"]
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                logits = model(images)
+                logits = model(normalized(images, run))
             loss = F.cross_entropy(logits.float(), labels)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm)

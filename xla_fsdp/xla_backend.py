@@ -157,7 +157,7 @@ class XlaBackend(abc.ABC):
             for name, parameter in self._named_parameters().items()
         }
         self._optimizer = build_optimizer(
-            parameter_groups(held.items(), self._constant),
+            parameter_groups(held.items(), self.constant),
             functools.partial(self._zeros_like, dtype=dtype),
             self._scalar,
             functools.partial(self._directions, held, eps),
