@@ -115,6 +115,7 @@ def use_torch_xlas_wrapper(backend) -> None:
 
     backend._scans = False  # it wraps blocks one by one, which then compute one by one
     backend._zeros_like = zeros_like
+    backend._plain_names = lambda name: [name.replace("_orig_module.", "")]
     backend._shard_block = wrap_block
     backend._shard_root = lambda model: SpmdFullyShardedDataParallel(model, mesh=backend._mesh)
 

@@ -18,11 +18,11 @@ from data.share import Share
 from gpu_fsdp import adamw, optimizers, te_block
 from gpu_fsdp.devices import Device
 from gpu_fsdp.domain.images import SharedImages
-from gpu_fsdp.muon import Muon
 from gpu_fsdp.recomputation import checkpoint_activations, compile_block
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
+from gpu_fsdp.sharded_muon import Muon
 from training.backend import InitializeModule, State, pass_seed
-from training.muon import ns_dtype
+from training.newton_schulz import ns_dtype
 from training.parameter_groups import Updates
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stochastic_rounding import key_of

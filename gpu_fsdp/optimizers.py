@@ -55,6 +55,7 @@ def build_optimizer(
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give each group its learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 

@@ -13,7 +13,7 @@ import torch
 from timm.optim.lion import Lion
 from torch import nn
 
-from training.muon import MOMENTUM
+from training.newton_schulz import MOMENTUM
 from training.parameter_groups import Update
 from training.stochastic_rounding import random_bits, to_bf16, upper
 from xla_fsdp.bits import same_bits
@@ -134,6 +134,7 @@ class MuonAndAdamW(torch.optim.AdamW):
 def set_lr(
     optimizer: torch.optim.Optimizer, lr: float, scalar: Callable[[float], torch.Tensor]
 ) -> None:
+    """Give each group its learning rate, a tensor on the device: of stacked blocks one for each."""
     value = scalar(max(lr, _SMALLEST_LR))
     for group in optimizer.param_groups:
         group["lr"] = value

@@ -22,7 +22,7 @@ from data.loader import BatchLoader
 from data.share import Share
 from models.meta import fill_buffers
 from training.backend import InitializeModule, State, pass_seed
-from training.muon import lr_factor, ns_dtype, orthogonalized
+from training.newton_schulz import lr_factor, ns_dtype, orthogonalized
 from training.parameter_groups import Update, Updates
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stochastic_rounding import key_of

@@ -18,7 +18,7 @@ from torch import nn
 
 from gpu_fsdp.domain.group import exchanged
 from gpu_fsdp.optimizers import keep_unless
-from training.muon import MOMENTUM, lr_factor, orthogonalized
+from training.newton_schulz import MOMENTUM, lr_factor, orthogonalized
 from training.parameter_groups import Updates
 from training.shards import ShardedTensor
 
