@@ -64,6 +64,7 @@ def timm_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
     """Return timm's training loop: autocast, fused AdamW, clipping; DDP on several GPUs."""
     device, count = batches[0][0].device, len(batches)
     config, precision = run.config.optimizer, run.config.sharding.precision
+    assert config.betas is not None  # resolved
     # As timm.create_model makes it.
     arguments = {each.name: run.model.settings[each.name] for each in fields(VitConfig)}
     model: Any = VisionTransformer(**arguments).to(device)

@@ -43,13 +43,16 @@ def measure(run, backend, *, steps: int, wrapper: bool) -> None:
     import torch.nn.functional as F
     import torch_xla.debug.metrics as met
 
+    from training.parameter_groups import all_by_adamw
+
     spec, optimizer = run.model, run.config.optimizer
     model = spec.build()
     initialize = functools.partial(spec.initialize, seed=run.config.seed)
     if wrapper:
         use_torch_xlas_wrapper(backend)
     sharded = backend.shard(model, list(spec.units(model)), initialize)
-    backend.build_optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=optimizer.weight_decay)
+    updates = all_by_adamw(spec, optimizer.weight_decay)
+    backend.build_optimizer(updates, betas=(0.9, 0.999), eps=1e-8)
     shape = (run.config.data.batch_size, *spec.sizes.input_shape)
     images, labels = backend.put((torch.zeros(shape), torch.zeros(shape[0], dtype=torch.int64)))
 
@@ -112,6 +115,7 @@ def use_torch_xlas_wrapper(backend) -> None:
 
     backend._scans = False  # it wraps blocks one by one, which then compute one by one
     backend._zeros_like = zeros_like
+    backend._plain_names = lambda name: [name.replace("_orig_module.", "")]
     backend._shard_block = wrap_block
     backend._shard_root = lambda model: SpmdFullyShardedDataParallel(model, mesh=backend._mesh)
 

@@ -12,7 +12,7 @@ from training.stochastic_rounding import random_bits, to_bf16, upper
 
 @torch.no_grad()
 def step_unless(
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     skipped: torch.Tensor,
     keys: Mapping[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:

@@ -141,6 +141,9 @@ class Fsdp2Backend(GpuBackend):
             # gathered already, means none.
             block.set_modules_to_backward_prefetch(before or [block])
 
+    def _sharded_over(self) -> list[dist.ProcessGroup]:
+        return [self._mesh.get_group(SHARD)]
+
     def _local_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         return ((name, part.to_local().detach()) for name, part in self._dtensors.items())
 
@@ -184,8 +187,7 @@ class Fsdp2Backend(GpuBackend):
 
     def _squares(self) -> Iterator[torch.Tensor]:
         apart = self._positions.keys() if self._zero == 0 else set()
-        shard = [self._mesh.get_group(SHARD)]
-        yield self._square(self._locals.keys() - apart, shard)
+        yield self._square(self._locals.keys() - apart, self._sharded_over())
         if apart:
             yield self._square(apart, [self._whole_mesh.get_group(DOMAIN)])
 

@@ -16,13 +16,16 @@ from torch import nn
 
 from data.loader import Batch, BatchLoader
 from data.share import Share
-from gpu_fsdp import adamw, te_block
+from gpu_fsdp import adamw, optimizers, te_block
 from gpu_fsdp.devices import Device
 from gpu_fsdp.domain.images import SharedImages
 from gpu_fsdp.ema import PartsAverage
 from gpu_fsdp.recomputation import checkpoint_activations, compile_block
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
+from gpu_fsdp.sharded_muon import Muon
 from training.backend import InitializeModule, State, pass_seed
+from training.newton_schulz import ns_dtype
+from training.parameter_groups import Updates
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stochastic_rounding import key_of
 from training.stopping import largest_of_all
@@ -83,6 +86,10 @@ class GpuBackend(abc.ABC):
         """Return ``values``, laid out as a local parameter, as a part of the global tensor."""
 
     @abc.abstractmethod
+    def _sharded_over(self) -> list[dist.ProcessGroup]:
+        """Return the group of the processes that a parameter is sharded over, if it is."""
+
+    @abc.abstractmethod
     def _describe_form(self) -> str: ...
 
     def _step_state(self) -> dict[str, torch.Tensor]:
@@ -122,24 +129,29 @@ class GpuBackend(abc.ABC):
             compile_block(block, whole=True)
         return block
 
-    def build_optimizer(
-        self, *, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
-        self._optimizer = torch.optim.AdamW(
-            self._locals.values(),
+    def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
+        self._optimizer = optimizers.build_optimizer(
+            self._locals,
+            updates,
             betas=betas,
             eps=eps,
-            weight_decay=weight_decay,
             fused=self._device.fused_adamw and not self._rounds_moments,
+            dtype=torch.bfloat16 if self._rounds_moments else None,
         )
-        dtype = torch.bfloat16 if self._rounds_moments else None
-        for part in self._locals.values():
-            self._optimizer.state[part] = {
-                "step": torch.zeros((), device=part.device),
-                "exp_avg": torch.zeros_like(part, dtype=dtype, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(part, dtype=dtype, requires_grad=False),
-            }
         self._rounding_keys = self._keys() if self._rounds_moments else None
+        rules = {update.rule for update in updates.values()}
+        self._is_lion = "lion" in rules
+        self._muon: Muon | None = None
+        if "muon" in rules:
+            self._muon = Muon(
+                self._optimizer,
+                self._locals,
+                lambda name: self._global_view(name, self._locals[name].detach()),
+                updates,
+                next(iter(self._sharded_over()), None),
+                ns_dtype(self._sharding.precision),
+                eps,
+            )
         if self._run.config.ema.model_ema:
             self._ema = PartsAverage(self._locals, self._run.config.ema)
 
@@ -221,8 +233,7 @@ class GpuBackend(abc.ABC):
     def optimizer_step(
         self, lr: float, max_norm: float, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        optimizers.set_lr(self._optimizer, lr)
         self._take_gradients()
         norm = self._clip_grad_norm(max_norm)
         skipped = not_finite(loss, norm)
@@ -238,7 +249,12 @@ class GpuBackend(abc.ABC):
         return norm, self._skipped
 
     def _update(self, skipped: torch.Tensor) -> None:
-        """Take AdamW's step, unless ``skipped`` is 1.0."""
+        """Take the optimizer's step, unless ``skipped`` is 1.0."""
+        if self._is_lion:
+            optimizers.step_lion_unless(self._optimizer, skipped)
+            return
+        if self._muon is not None:
+            self._muon.step_unless(skipped)
         if self._rounding_keys is not None or not self._device.fused_adamw:
             adamw.step_unless(self._optimizer, skipped, self._rounding_keys)
             return
@@ -378,7 +394,7 @@ class GpuBackend(abc.ABC):
         model, optimizer = {}, {}
         for name, part in self._locals.items():
             model[name] = self._global_view(name, part.detach())
-            if with_optimizer:
+            if with_optimizer and part in self._optimizer.state:
                 optimizer[name] = {
                     entry: value if entry == "step" else self._global_view(name, value)
                     for entry, value in self._optimizer.state[part].items()

@@ -192,10 +192,12 @@ class MegatronBackend(GpuBackend):
         self._model.zero_grad_buffer()
 
     def _squares(self) -> Iterator[torch.Tensor]:
-        groups = [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
+        yield self._square(self._locals, self._sharded_over())
+
+    def _sharded_over(self) -> list[dist.ProcessGroup]:
         if self._own.outer_dp_sharding_strategy:
-            groups = [self._all]
-        yield self._square(self._locals, groups)
+            return [self._all]
+        return [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
 
     def close(self) -> None:
         super().close()

@@ -62,7 +62,8 @@ def _resolve_policy(config: RunConfig) -> RunConfig:
 def _resolve_form(config: RunConfig, own: GpuConfig) -> GpuConfig:
     if own.fsdp != "auto":
         return own
-    megatron = devices.choose().runs_megatron and config.sharding.mesh_domain == 1
+    needs_fsdp2 = config.sharding.mesh_domain > 1 or config.optimizer.linear_probe
+    megatron = devices.choose().runs_megatron and not needs_fsdp2
     return replace(own, fsdp="megatron" if megatron else "fsdp2")
 
 
@@ -126,6 +127,10 @@ def _check_strategy(config: RunConfig, own: GpuConfig) -> None:
 
 def _check_form(config: RunConfig, own: GpuConfig) -> None:
     """Raises UsageError for what the form of FSDP cannot do, here or at all."""
+    if own.cpu_offload and config.optimizer.optimizer == "muon":
+        raise UsageError("--optimizer muon does not go with --cpu_offload: drop one of the two")
+    if own.fsdp == "megatron" and config.optimizer.linear_probe:
+        raise UsageError("--linear_probe needs --fsdp fsdp2, this is megatron")
     if own.fsdp == "fsdp2":
         if own.meta_init is False:
             raise UsageError("--no-meta_init needs --fsdp megatron, this is fsdp2")

@@ -91,6 +91,14 @@ class HybridViT(nn.Module):
         x = self.pos_drop(self.add_positions(self.patch_embed(images)))
         return self.head(self.head_drop(self.pool(self.blocks(x))))
 
+    def group_matcher(self) -> dict[str, Any]:
+        """Return what timm takes for layers: what comes before the blocks, and each block."""
+        return {"stem": r"^pos_embed|patch_embed", "blocks": [(r"^blocks\.(\d+)", None)]}
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters that are better not decayed, as timm's models do."""
+        return {"pos_embed"}
+
     def add_positions(self, x: torch.Tensor) -> torch.Tensor:
         """Add to each token, (batch, patches, width), what was learned of its place."""
         return x + self.pos_embed

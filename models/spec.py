@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from timm.models import group_parameters
 from torch import nn
 
 from models import blocks
@@ -181,6 +182,22 @@ class ModelSpec(abc.ABC):
     def train_flops_per_image(self) -> float:
         """Floating-point operations of forward and backward for one image, as in PaLM's MFU."""
         return train_flops_per_image(self.build(), self.sizes.input_shape)
+
+    @functools.cached_property
+    def layers(self) -> dict[str, int]:
+        """The number of each parameter's layer, by its name: 0 for what comes before the blocks,
+        the last one for the head, as timm counts them for layer-wise learning rates."""
+        return group_parameters(self.meta, self.meta.group_matcher(), reverse=True)  # type: ignore[operator]
+
+    @functools.cached_property
+    def head_parameters(self) -> set[str]:
+        """The names of the classifier's parameters, timm's ``get_classifier()``."""
+        return {name for name, _ in self.meta.named_parameters() if name.startswith("head.")}
+
+    @property
+    def no_weight_decay(self) -> set[str]:
+        """Patterns of names of embeddings, which timm does not decay."""
+        return set(self.meta.no_weight_decay())  # type: ignore[operator]
 
     def why_blocks_differ(self) -> str | None:
         """Return a line that says which blocks are not like the first; None if one loop runs all.

@@ -18,11 +18,13 @@ from timm.layers import AttentionPoolLatent, AttentionPoolPrr
 from timm.layers.pos_embed_sincos import RotaryEmbeddingMixed, init_random_2d_freqs
 from timm.models.eva import Eva
 from timm.models.vision_transformer import ResPostBlock, VisionTransformer, get_init_weights_vit
+from timm.optim.muon import _COEFFICIENTS, _is_suitable_for_muon
 from torch import nn
 
 from models.token_part import PartOfPositions, TokenPart, keep_part, pool_over_parts
 
 __all__ = [
+    "MUON_COEFFICIENTS",
     "SELF_INITIALIZED",
     "WRITTEN_FOR",
     "arguments_given_to",
@@ -32,6 +34,7 @@ __all__ = [
     "get_init_weights_vit",
     "has_computed_buffers",
     "has_own_queries",
+    "is_suitable_for_muon",
     "put_blocks",
     "RotaryEmbeddingMixed",
     "taken_arguments",
@@ -43,6 +46,15 @@ WRITTEN_FOR = {"timm": "1.0.31"}
 
 SELF_INITIALIZED = (AttentionPoolLatent, AttentionPoolPrr, ResPostBlock)
 """Modules whose constructor calls their ``init_weights``: every scheme leaves that to them."""
+
+MUON_COEFFICIENTS = [*_COEFFICIENTS["quintic"]]
+"""Of the five Newton-Schulz iterations that ``timm.optim.Muon`` makes by default."""
+
+
+def is_suitable_for_muon(shape: torch.Size) -> bool:
+    """Tell whether ``timm.optim.Muon`` orthogonalizes a parameter of this shape; others are
+    AdamW's."""
+    return bool(_is_suitable_for_muon(torch.empty(shape, device="meta")))
 
 
 # -- construction ---------------------------------------------------------------------

@@ -49,7 +49,7 @@ class PartOfPositions(nn.Module):
         self.first = prefix + part.first if part.first else 0
         """The number of the first entry that is kept here."""
         values = whole.detach()[:, self.first : prefix + part.last].clone()
-        self.values = nn.Parameter(values)
+        self.values = nn.Parameter(values, requires_grad=whole.requires_grad)
 
     def forward(self) -> torch.Tensor:
         """Return the entries of all tokens that are here: (1, prefix + patches, width).

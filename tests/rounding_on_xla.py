@@ -13,9 +13,10 @@ import json
 import torch
 import torch_xla
 
+from training.parameter_groups import Update
 from training.stochastic_rounding import key_of, random_bits, to_bf16, upper
 from xla_fsdp.bits import same_bits
-from xla_fsdp.optimizer import build_adamw, set_lr, step_unless
+from xla_fsdp.optimizer import build_optimizer, parameter_groups, set_lr, step_unless
 
 DRAWS = 1 << 18
 VALUES = [1.001, -3.3333e-5, 1e-3, 3.14159, 1e-30, 3.38e38]
@@ -68,11 +69,14 @@ def exact(device):
 def optimizers(values, device, dtype):
     """AdamW on the device with moments of a dtype, and PyTorch's own of the same weights."""
     on_device = [torch.nn.Parameter(each.to(device)) for each in values]
-    ours = build_adamw(
-        on_device,
+    update = Update("adamw", HOW["weight_decay"])
+    ours = build_optimizer(
+        parameter_groups([(each, [update]) for each in on_device], torch.Tensor.contiguous),
         lambda p: torch.zeros(p.shape, dtype=dtype, device=device),
         lambda value: torch.tensor(value).to(device),
-        **HOW,
+        lambda *_: [],
+        betas=HOW["betas"],
+        eps=HOW["eps"],
     )
     plain = [torch.nn.Parameter(each.clone()) for each in values]
     return on_device, ours, plain, torch.optim.AdamW(plain, **HOW)

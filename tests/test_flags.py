@@ -61,7 +61,7 @@ FLAGS_OF_40B0636 = [
     ("--weight_init", "weight_init", None, "jax"),
     ("--lr", "lr", 0.001, "7"),
     ("--weight_decay", "weight_decay", 0.1, "7"),
-    ("--betas", "betas", (0.9, 0.999), "0.25 0.5"),
+    ("--betas", "betas", None, "0.25 0.5"),
     ("--eps", "eps", 1e-08, "7"),
     ("--clip_grad_norm", "clip_grad_norm", 1.0, "7"),
     ("--warmup_steps", "warmup_steps", 10000, "7"),

@@ -27,6 +27,8 @@ def deltas(result, name):
             1,
         ),
         ("--xla_fsdp nested --optimizer_dtype bf16", 1, 1),
+        ("--optimizer muon --layer_decay 0.9 --no_decay norms biases embeddings", 2, 1),
+        pytest.param("--linear_probe", 2, 1, marks=pytest.mark.long),
         ("--mark_step_after_forward", 2, 2),
         ("--grad_accum_steps 4", 2, 4),
         ("--mark_step_every_n_blocks 1 --num_blocks 3", 2, 5),  # 3 forward, 2 back and update

@@ -14,6 +14,7 @@ from torch import nn
 
 from data.loader import Batch, BatchLoader
 from data.share import Share
+from training.parameter_groups import Updates
 
 InitializeModule = Callable[[nn.Module, str], None]
 """A function that allocates and fills a module on the meta device; it takes its name in the
@@ -40,8 +41,8 @@ class State:
     model: dict[str, torch.Tensor]
     """The weights by their names."""
     optimizer: dict[str, dict[str, torch.Tensor]] | None
-    """AdamW's "step", "exp_avg" and "exp_avg_sq" by the weight's name; None if it was not asked
-    for."""
+    """By the weight's name: AdamW's "step", "exp_avg" and "exp_avg_sq", Lion's "exp_avg", Muon's
+    "momentum_buffer"; only of weights that train. None if it was not asked for."""
     step: dict[str, torch.Tensor]
     """What else the next step depends on: tensors on the CPU, by names of the backend's own."""
     ema: dict[str, torch.Tensor] | None = None
@@ -75,10 +76,9 @@ class Backend(Protocol):
     ) -> nn.Module:
         """Fill, shard and place the model, one unit after the other."""
 
-    def build_optimizer(
-        self, *, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
-        """Make AdamW over the sharded model, with its state allocated."""
+    def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
+        """Make what updates the sharded model, with its state allocated; parameters that are not
+        in ``updates`` must have come to ``shard`` without ``requires_grad``."""
 
     def loader(
         self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
@@ -108,8 +108,8 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip to the global norm (0 or less: don't), update, drop gradients, end the step.
 
-        ``loss`` is the step's, over all replicas. If it or the norm is not finite, weights, moments
-        and AdamW's counter stay as they are, on all replicas alike. Returns the norm before
+        ``loss`` is the step's, over all replicas. If it or the norm is not finite, weights and the
+        optimizer's state stay as they are, on all replicas alike. Returns the norm before
         clipping, and the counts of steps skipped so (``training.skipped_steps``) since the start of
         this process.
         """

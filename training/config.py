@@ -35,18 +35,54 @@ class OptimizerConfig:
 
     group: ClassVar[str] = "optimization"
 
-    lr: float = flag(1e-3, "peak learning rate (AdamW)", kind=non_negative, common=True)
-    weight_decay: float = flag(0.1, "AdamW's", kind=non_negative, common=True)
-    betas: tuple[float, float] = flag(
-        (0.9, 0.999), "AdamW's", kind=rate, metavar=("BETA1", "BETA2")
+    optimizer: Literal["adamw", "lion", "muon"] = flag(
+        "adamw",
+        "rule by which weights are updated, each as timm has it; muon: matrices orthogonalized, "
+        "all else by AdamW (docs/optimizers.md)",
+        conflicts=("preserve_fp32_weights",),
     )
-    eps: float = flag(1e-8, "AdamW's", kind=positive_number)
+    lr: float = flag(1e-3, "peak learning rate", kind=non_negative, common=True)
+    weight_decay: float = flag(
+        0.1, "per step this times the learning rate", kind=non_negative, common=True
+    )
+    betas: tuple[float, float] | None = flag(
+        None,
+        "of the moving averages of gradients and of their squares; of lion its two (default: "
+        "0.9 0.999; lion 0.9 0.99; muon 0.9 0.95, for AdamW's part)",
+        kind=rate,
+        metavar=("BETA1", "BETA2"),
+    )
+    eps: float = flag(
+        1e-8,
+        "added to the root of AdamW's second moment; with muon also the least norm",
+        kind=positive_number,
+    )
     optimizer_dtype: Literal["fp32", "bf16"] = flag(
         "fp32",
         "numbers that AdamW's two moments are kept in; bf16: 4 bytes a parameter in place of 8, "
         "rounded up or down at random, so that small changes count; computed in fp32; checkpoints "
         "move between the two",
+        needs=("optimizer=adamw",),
         conflicts=("preserve_fp32_weights",),
+    )
+    layer_decay: float = flag(
+        1.0,
+        "multiply the learning rate of each layer by this once for each layer between it and the "
+        "head, timm's layer-wise decay; 1: all alike",
+        kind=bounded(float, 0.01, 1),
+        conflicts=("linear_probe", "flatten_parameters"),
+    )
+    no_decay: list[str] | None = flag(
+        None,
+        "kinds of parameters without weight decay; all three are timm's rule (default: none)",
+        choices=("norms", "biases", "embeddings"),
+        conflicts=("flatten_parameters",),
+    )
+    linear_probe: bool = flag(
+        False,
+        "train the classifier's head alone: all else keeps its values, without gradients and "
+        "optimizer state",
+        conflicts=("flatten_parameters", "block", "plan"),
     )
     clip_grad_norm: float = flag(
         1.0, "largest global gradient norm, over all shards; 0 or less: no clipping", kind=number

@@ -101,10 +101,10 @@ def _reading(option: Option) -> dict[str, Any]:
     how: dict[str, Any] = {"type": option.flag.kind or str}
     if metavar or option.type in _METAVARS:
         how["metavar"] = metavar or _METAVARS[option.type]
+    if origin is list:
+        how["nargs"] = "+"
     if origin is typing.Literal or option.flag.choices:
         how["choices"] = option.flag.choices or typing.get_args(option.type)
-    elif origin is list:
-        how["nargs"] = "+"
     elif option.flag.several:
         how |= {"nargs": "+", "action": _OneOrSeveral}
     elif isinstance(metavar, tuple):

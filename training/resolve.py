@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 from models.config import DEFAULT_MODEL, ModelConfig
 from models.errors import ModelError
 from models.registry import open_model
-from training.config import RunConfig
+from training.config import OptimizerConfig, RunConfig
 from training.errors import UsageError, is_first_of_torchrun
 from training.flag_rules import by_field, flat
 from training.log_folder import log_folder
@@ -75,6 +75,13 @@ class Run(Generic[Own]):
         """The local folder that logs are written to: ``ckpt_dir``, if that is no URL."""
         return log_folder(self.ckpt_dir)
 
+    @property
+    def train_flops_per_image(self) -> float:
+        """Return the FLOPs of one image as MFU counts them, without a backward pass where there is
+        (almost) none."""
+        forward_and_back = self.model.train_flops_per_image
+        return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
+
     def with_data(self, **changes: Any) -> Self:
         """Return the same with other values in ``config.data``."""
         return replace(self, config=replace(self.config, data=replace(self.config.data, **changes)))
@@ -103,10 +110,20 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     """Return the configuration with a model named, and that model. Raises UsageError."""
     named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
     model, source = model_of(named), config.data.data_source
+    if config.optimizer.linear_probe:
+        _check_linear_probe(model)
     channels = model.sizes.input_shape[0]
     if source not in _ANY_CHANNELS and channels not in (1, 3):
         raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (grey)")
     return replace(config, model=named), model
+
+
+def _check_linear_probe(model: ModelSpec) -> None:
+    """Raises UsageError for dropout where nothing trains: that part computes as for use."""
+    for name, rate in model.settings.items():
+        if name.endswith("_rate") and name != "drop_rate" and rate:
+            flag = MODEL_FLAG[name]
+            raise UsageError(f"--linear_probe does not go with {flag} {rate:g}: give {flag} 0")
 
 
 def model_of(config: ModelConfig) -> ModelSpec:
@@ -120,10 +137,21 @@ def model_of(config: ModelConfig) -> ModelSpec:
 def resolve_common(config: RunConfig) -> RunConfig:
     """Return the configuration with what no backend decides. Raises UsageError."""
     _check_common(config)
+    config = replace(config, optimizer=_with_betas(config.optimizer))
     if config.log.eval_batches is not None:
         return config
     most = config.max_steps or 0 if config.data.data_source == "fake" else 0
     return replace(config, log=replace(config.log, eval_batches=most))
+
+
+_BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
+"""By optimizer; of the last two timm's defaults."""
+
+
+def _with_betas(optimizer: OptimizerConfig) -> OptimizerConfig:
+    if optimizer.betas is not None:
+        return optimizer
+    return replace(optimizer, betas=_BETAS[optimizer.optimizer])
 
 
 def _check_common(config: RunConfig) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from data.loader import Batch
 from training.backend import Backend
 from training.objective import Objective
+from training.parameter_groups import updates_of
 from training.resolve import Run
 
 
@@ -29,11 +30,13 @@ def shard_and_optimize(run: Run, backend: Backend) -> nn.Module:
     """Build the model, fill it, shard it on the backend, and make its optimizer there."""
     model, initialize = run.model.build(), run.model.initialize
     with_seed = functools.partial(initialize, seed=run.config.seed)
-    sharded = backend.shard(model, list(run.model.units(model)), with_seed)
     optimizer = run.config.optimizer
-    backend.build_optimizer(
-        betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
-    )
+    updates = updates_of(optimizer, run.model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in updates)
+    sharded = backend.shard(model, list(run.model.units(model)), with_seed)
+    assert optimizer.betas is not None  # resolved
+    backend.build_optimizer(updates, betas=optimizer.betas, eps=optimizer.eps)
     return sharded
 
 

@@ -59,6 +59,7 @@ from training.validation import (
     check_goes_on,
     check_same_classes,
     check_same_model,
+    check_same_optimizer,
     wanted_images,
 )
 from training.watchdog import Watchdog
@@ -104,6 +105,7 @@ def _candidates(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
 def _check_resume(resume: SavedRun, run: Run, data: DataSource) -> None:
     check_goes_on(resume)
     check_same_model(resume, run.model)
+    check_same_optimizer(resume, run.config.optimizer)
     check_same_classes(resume.classes, resume.path, data)
 
 
@@ -188,7 +190,7 @@ def _session(
         first_step=first_step,
         total_steps=last_step,
         batch_size=data.batch_size,
-        flops_per_image=run.model.train_flops_per_image,
+        flops_per_image=run.train_flops_per_image,
         keep_records=so_far.goes_on,
         wandb_project=run.config.log.wandb,
         arguments=run.values,

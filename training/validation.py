@@ -13,8 +13,9 @@ from models.config import ModelConfig
 from models.spec import ModelSpec
 from training.checkpoints.content import SavedRun
 from training.checkpoints.reader import read_metadata, readable
+from training.config import OptimizerConfig
 from training.errors import UsageError
-from training.flag_rules import from_values
+from training.flag_rules import by_field, from_values
 from training.resolve import MODEL_FLAG, Run, model_of
 
 
@@ -85,3 +86,21 @@ def check_same_model(saved: SavedRun, model: ModelSpec) -> None:
         f"{saved.path} was trained with --model {before.name}, whose {name} is {old}, not {new}: "
         "give that, or train anew in another --ckpt_dir"
     )
+
+
+def check_same_optimizer(saved: SavedRun, config: OptimizerConfig) -> None:
+    """Raises UsageError if the checkpoint holds another state than what is to be updated needs."""
+    known = by_field(OptimizerConfig)
+    for name in ("optimizer", "linear_probe"):
+        option, here = known[name], getattr(config, name)
+        there = saved.arguments.get(name, option.field.default)  # older ones have no such argument
+        if there == here:
+            continue
+        if option.is_switch:
+            there_is, here_is = ("with", "without") if there else ("without", "with")
+            told = f"{there_is} {option.names[0]}, this run is {here_is} it"
+        else:
+            told = f"with {option.typed(there)}, not {here}"
+        raise UsageError(
+            f"{saved.path} was trained {told}: give the same, or train anew in another --ckpt_dir"
+        )

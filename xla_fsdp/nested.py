@@ -21,6 +21,7 @@ from xla_fsdp.attention.flash import use_flash
 from xla_fsdp.attention.whole import How, use_whole
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.sharding.patches import convolve_by_product
+from xla_fsdp.sharding.whole_matrices import Momenta, Orthogonalize, exchanged
 from xla_fsdp.torch_xla_private import (
     FLAT_PARAMETER,
     flattened_parameters,
@@ -135,6 +136,9 @@ class NestedBackend(XlaBackend):
             if isinstance(unit, XlaFullyShardedDataParallel):
                 free_gathered(unit)
 
+    def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
+        return exchanged(momenta, how, self.world_size if self._fsdp else 1)
+
     # -- state ------------------------------------------------------------------------
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
@@ -155,6 +159,9 @@ class NestedBackend(XlaBackend):
             if isinstance(unit, XlaFullyShardedDataParallel)
             for shard in sharded_parameters(unit)
         }
+
+    def _plain_names(self, name: str) -> list[str]:
+        return [plain for plain, _ in self._layout(name)] if self._fsdp else [name]
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
         return tensor.nbytes

@@ -193,6 +193,10 @@ def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
             f"nested FSDP runs on 1 CPU device, not {own.cpu_devices} (XLA's CPU collectives "
             "hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
         )
+    if config.optimizer.optimizer == "muon" and own.flatten_parameters:
+        raise UsageError(
+            "--optimizer muon does not go with --flatten_parameters: drop one of the two"
+        )
     if own.compile_cache_dir and Path(own.compile_cache_dir).is_file():
         raise UsageError(f"--compile_cache_dir {own.compile_cache_dir} is a file, not a folder")
 

@@ -118,7 +118,8 @@ class ScannedBlocks(nn.Module):
         names, values = _Names(tuple(shared), tuple(stacked)), [*shared.values()]
         # What is another in each round: the parameters, and what is given beside them.
         of_each = [*stacked.values(), *self.block.parameters()]
-        if torch.is_grad_enabled():
+        trains = any(each.requires_grad for each in (x, *of_each))
+        if trains and torch.is_grad_enabled():
             return _ScanWithGrad.apply(self, names, x, *values, *of_each)
         return self._run_forward(names, x, values, of_each, keep=False)[0]
 

@@ -8,7 +8,6 @@ names stay those of the plain model.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 from data.loader import Batch
 from models.attention_product import attentions, use_product
 from training.mesh import Axes, Spec
-from training.shards import Chunk, ShardedTensor
+from training.shards import ShardedTensor
 from xla_fsdp.around_blocks import add_in_bf16, after_forward
 from xla_fsdp.attention import of_heads
 from xla_fsdp.attention.flash import Shards, use_flash
@@ -37,11 +36,18 @@ from xla_fsdp.sharding.gathering import gather, gather_in_fp8
 from xla_fsdp.sharding.hosts import HostPart, part_of_host
 from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
 from xla_fsdp.sharding.patches import convolve_by_product
-from xla_fsdp.sharding.placement import Sharding, device_order, local_devices, partition_spec
+from xla_fsdp.sharding.placement import (
+    Sharding,
+    device_order,
+    local_bytes,
+    local_devices,
+    on_host,
+    partition_spec,
+)
 from xla_fsdp.sharding.plain_names import device_part, is_stacked, plain_values
 from xla_fsdp.sharding.root import compute_with_whole
 from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS, Marks, is_packed, shard_block
-from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
+from xla_fsdp.sharding.whole_matrices import Momenta, Orthogonalize, distributed
 from xla_fsdp.xla_backend import XlaBackend
 
 
@@ -175,7 +181,7 @@ class SpmdBackend(XlaBackend):
     def _stacked_zeros(self, name: str, parameter: torch.Tensor, depth: int) -> nn.Parameter:
         spec = ((), *self._block_spec(name, parameter))
         shape = torch.Size((depth, *parameter.shape))
-        return self._keep(self._new_state(shape, spec), spec)
+        return self._keep(self._new_state(shape, spec), spec, parameter.requires_grad)
 
     def _new_state(
         self, shape: torch.Size, spec: Spec, dtype: torch.dtype = torch.float32
@@ -183,13 +189,14 @@ class SpmdBackend(XlaBackend):
         """Make zeros on the devices, for stacked parameters and AdamW."""
         return self._mark(torch.zeros(shape, dtype=dtype, device=self._device), spec)
 
-    def _keep(self, values: torch.Tensor, spec: Spec) -> nn.Parameter:
+    def _keep(self, values: torch.Tensor, spec: Spec, trains: bool) -> nn.Parameter:
         """Make a parameter of values that lie on the devices as ``spec`` says."""
-        parameter = nn.Parameter(values)
+        parameter = nn.Parameter(values, requires_grad=trains)
         self._specs[parameter] = spec
         if self._shape.parts(spec) < self._shape.fewest_parts:
             self._replicated_bytes += parameter.nbytes
-        if self._run.config.data.grad_accum_steps > 1 or self._own.mark_step_every_n_blocks:
+        outlives = self._run.config.data.grad_accum_steps > 1 or self._own.mark_step_every_n_blocks
+        if trains and outlives:
             parameter.register_post_accumulate_grad_hook(self._shard_gradient)
         return parameter
 
@@ -241,7 +248,8 @@ class SpmdBackend(XlaBackend):
             spec = self._spec(parameter.shape, tensor_dims.get(name))
             if self._lies_with_tokens(name, parameter):
                 spec = self._shape.positions_spec(parameter.shape)
-            placed = self._keep(self._send(parameter.detach(), spec), spec)
+            values = self._send(parameter.detach(), spec)
+            placed = self._keep(values, spec, parameter.requires_grad)
             module.get_submodule(owner)._parameters[key] = placed
 
     def _block_spec(self, name: str, parameter: torch.Tensor) -> Spec:
@@ -356,26 +364,21 @@ class SpmdBackend(XlaBackend):
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
 
+    def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
+        return distributed(momenta, how, self._specs, tuple(self._shape.live), self._mark)
+
     # -- state ------------------------------------------------------------------------
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
-        indices = local_shard_indices(tensor)[0]
-        if indices is REPLICATED:
-            return tensor.nbytes
-        return math.prod(i.stop - i.start for i in indices) * tensor.element_size()
+        return local_bytes(tensor)
 
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        chunks: dict[tuple[int, ...], Chunk] = {}
-        for shard in xs.XLAShardedTensor(tensor).local_shards:
-            if shard.indices is REPLICATED:
-                return plain_values(name, shard.data, packed=False)
-            offsets = tuple(index.start for index in shard.indices)
-            chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: sharded evenly
-        value = ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
-        return plain_values(name, value, packed=self._packed(name))
+        value = on_host(tensor)
+        packed = isinstance(value, ShardedTensor) and self._packed(name)
+        return plain_values(name, value, packed=packed)
 
     def _packed(self, name: str) -> bool:
         return self._shape.tensor > 1 and name.startswith("blocks.") and is_packed(name)

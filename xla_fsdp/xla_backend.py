@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,6 +24,8 @@ from data.share import Share
 from models.meta import fill_buffers
 from training.backend import InitializeModule, State, pass_seed
 from training.ema import UPDATES
+from training.newton_schulz import lr_factor, ns_dtype, orthogonalized
+from training.parameter_groups import Update, Updates
 from training.skipped_steps import count_skipped, no_counts, not_finite
 from training.stochastic_rounding import key_of
 from training.stopping import largest_of_all
@@ -31,8 +33,10 @@ from xla_fsdp import tpu_chips
 from xla_fsdp.around_blocks import break_graph_every, compute_in_bf16
 from xla_fsdp.ema import WeightAverage
 from xla_fsdp.memory import DeviceMemory
-from xla_fsdp.optimizer import build_adamw, set_lr, step_unless
+from xla_fsdp.optimizer import build_optimizer, parameter_groups, set_lr, step_unless
 from xla_fsdp.resolve_xla import XlaRun
+from xla_fsdp.sharding.plain_names import plain_names
+from xla_fsdp.sharding.whole_matrices import Momenta, Momentum, Orthogonalize
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,7 @@ class _Origin:
     """A tensor on the devices, and what was copied of it to the host."""
 
     name: str
-    """The name of the parameter that it is, or that it is AdamW's state or the EMA of, on the
-    devices."""
+    """The name on the devices of the parameter that it is, or that it is the state or EMA of."""
     tensor: torch.Tensor
     values: list[torch.Tensor]
 
@@ -107,6 +110,10 @@ class XlaBackend(abc.ABC):
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor: ...
 
     @abc.abstractmethod
+    def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
+        """Return momenta, laid out like their parameters, after ``how`` had each matrix whole."""
+
+    @abc.abstractmethod
     def _named_parameters(self) -> dict[str, nn.Parameter]: ...
 
     @abc.abstractmethod
@@ -138,7 +145,8 @@ class XlaBackend(abc.ABC):
                 if self._sharding.precision == "bf16":
                     compute_in_bf16(self._model)
                 continue
-            if self._sharding.grad_ckpt == "full" and not self._scans:
+            trains = any(parameter.requires_grad for parameter in unit.parameters())
+            if self._sharding.grad_ckpt == "full" and not self._scans and trains:
                 checkpoint_module(unit)
             blocks.append(self._shard_block(model, name, unit))
             self._break_graph()  # the device takes this unit before the next one is made
@@ -147,17 +155,19 @@ class XlaBackend(abc.ABC):
         self._break_graph(wait=True)
         return self._model
 
-    def build_optimizer(
-        self, *, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
+    def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         dtype = torch.bfloat16 if self._rounds_moments else torch.float32
-        self._optimizer = build_adamw(
-            self._named_parameters().values(),
+        held = {
+            parameter: [updates[plain] for plain in self._plain_names(name) if plain in updates]
+            for name, parameter in self._named_parameters().items()
+        }
+        self._optimizer = build_optimizer(
+            parameter_groups(held.items(), self.constant),
             functools.partial(self._zeros_like, dtype=dtype),
             self._scalar,
+            functools.partial(self._directions, held, eps),
             betas=betas,
             eps=eps,
-            weight_decay=weight_decay,
         )
         self._rounding_keys = self.constant(self._keys()) if self._rounds_moments else None
         self._skipped = self.constant(no_counts())
@@ -172,10 +182,35 @@ class XlaBackend(abc.ABC):
             self._ema = WeightAverage(parameters, zeros_like, self._scalar, config)
         self._break_graph(wait=True)
 
+    def _plain_names(self, name: str) -> list[str]:
+        """Return the names in the plain model of what a parameter on the devices holds."""
+        return plain_names(name, self._run.model.sizes.depth)
+
+    def _directions(
+        self,
+        held: Mapping[nn.Parameter, Sequence[Update]],
+        eps: float,
+        parameters: Sequence[nn.Parameter],
+        momenta: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Return, of Muon's parameters and their momenta, what learning rates are multiplied by."""
+        dtype, matrices = ns_dtype(self._sharding.precision), []
+        for parameter in parameters:
+            matrix = held[parameter][0].matrix
+            assert matrix is not None
+            matrices.append(matrix)
+        given = zip(parameters, momenta, matrices, strict=True)
+        whole = [Momentum(parameter, m.to(dtype), matrix) for parameter, m, matrix in given]
+        found = self._orthogonal(whole, functools.partial(orthogonalized, eps=eps))
+        return [x.float() * lr_factor(matrix) for x, matrix in zip(found, matrices, strict=True)]
+
     def _keys(self) -> torch.Tensor:
-        """Return what bits for rounding follow from: an int32 number for each parameter."""
-        names, seed = self._named_parameters(), self._run.config.seed
-        return torch.tensor([key_of(seed, name, self._part) for name in names], dtype=torch.int32)
+        """Return what bits for rounding follow from: an int32 number for each parameter that
+        trains."""
+        names = {parameter: name for name, parameter in self._named_parameters().items()}
+        trained = [names[p] for group in self._optimizer.param_groups for p in group["params"]]
+        keys = [key_of(self._run.config.seed, name, self._part) for name in trained]
+        return torch.tensor(keys, dtype=torch.int32)
 
     # -- a step -----------------------------------------------------------------------
 
@@ -339,7 +374,7 @@ class XlaBackend(abc.ABC):
             views = self._to_host(key, parameter.detach())
             model.update(views)
             origins.append(_Origin(key, parameter, list(views.values())))
-            entries = self._optimizer.state[parameter] if with_optimizer else {}
+            entries = self._optimizer.state.get(parameter, {}) if with_optimizer else {}
             for entry, tensor in entries.items():
                 if entry == "step":
                     step = tensor.cpu()

@@ -37,9 +37,11 @@ class Shape:
 
 
 def state_bytes(config: RunConfig) -> int:
-    """Return the bytes of a parameter's state: the fp32 weight, AdamW's two moments, the EMA."""
-    moment = {"fp32": 4, "bf16": 2}[config.optimizer.optimizer_dtype]
-    return 4 + 2 * moment + (4 if config.ema.model_ema else 0)
+    """Return the bytes of a parameter's state: the fp32 weight, AdamW's two moments or the one of
+    Lion and Muon (of whose parameters the few that are AdamW's are not counted apart), the EMA."""
+    moments = 2 if config.optimizer.optimizer == "adamw" else 1
+    each = {"fp32": 4, "bf16": 2}[config.optimizer.optimizer_dtype]
+    return 4 + moments * each + (4 if config.ema.model_ema else 0)
 
 
 @functools.cache

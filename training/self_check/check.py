@@ -12,6 +12,7 @@ from training.backend import Backend
 from training.checkpoints.reader import reason_of
 from training.errors import SelfCheckFailed, UsageError
 from training.fingerprint import check_alike
+from training.parameter_groups import all_by_adamw, updates_of
 from training.resolve import Run
 from training.self_check.compare import Tolerances, apart
 from training.self_check.content import UPDATES, FirstWeights
@@ -71,9 +72,9 @@ def _check_devices(
     model = run.model.build()
     sharded = backend.shard(model, list(run.model.units(model)), FirstWeights(run.config.seed))
     optimizer = run.config.optimizer
-    backend.build_optimizer(
-        betas=optimizer.betas, eps=settings.eps, weight_decay=optimizer.weight_decay
-    )
+    assert optimizer.betas is not None  # resolved
+    updates = all_by_adamw(run.model, optimizer.weight_decay)
+    backend.build_optimizer(updates, betas=optimizer.betas, eps=settings.eps)
     sharded.train()
     table.say(backend.describe())
     table.say(_describe(asked, run))
@@ -140,7 +141,14 @@ def _describe(asked: Run, run: Run) -> str:
         f"{sizes.num_heads} head(s), {sizes.num_tokens} tokens; {data.batch_size} images a step"
         + (f" in {data.grad_accum_steps} passes" if data.grad_accum_steps > 1 else "")
         + ("; dropout off, its masks would differ" if _drops(real) else "")
+        + ("; updated by AdamW, all parameters alike" if _groups(asked) else "")
     )
+
+
+def _groups(run: Run) -> bool:
+    """Tell whether training would update otherwise than the check, whose gradients show more."""
+    weight_decay = run.config.optimizer.weight_decay
+    return updates_of(run.config.optimizer, run.model) != all_by_adamw(run.model, weight_decay)
 
 
 def _drops(model: ModelSpec) -> bool:

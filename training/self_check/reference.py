@@ -78,6 +78,7 @@ class _Training:
 
     def run(self, data: Sequence[Batch], settings: Settings) -> Outcome:
         config, outcome = self._config, Outcome()
+        assert config.betas is not None  # resolved
         optimizer: Any = torch.optim.AdamW(
             self.weights.values(),
             lr=settings.lr,

@@ -49,6 +49,7 @@ def compile_words(config: RunConfig, own: XlaConfig, candidate: Candidate) -> li
     given = config.optimizer
     optimizer = replace(
         OptimizerConfig(),
+        optimizer=given.optimizer,
         clip_grad_norm=given.clip_grad_norm,
         optimizer_dtype=given.optimizer_dtype,
     )

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 from training.mesh import Mesh, Spec
+from training.shards import Chunk, ShardedTensor
 from xla_fsdp.sharding.hosts import by_slice_and_host, number_of
-from xla_fsdp.torch_xla_private import local_device_names, op_sharding_arguments
+from xla_fsdp.torch_xla_private import (
+    REPLICATED,
+    local_device_names,
+    local_shard_indices,
+    op_sharding_arguments,
+)
 
 
 def partition_spec(spec: Spec) -> tuple:
@@ -30,6 +39,25 @@ class Sharding(xs.ShardingSpec):
 def local_devices() -> set[int]:
     """Return the numbers of this host's devices."""
     return {number_of(name) for name in local_device_names()}
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """Return how many bytes of a tensor this host's first device has."""
+    indices = local_shard_indices(tensor)[0]
+    if indices is REPLICATED:
+        return tensor.nbytes
+    return math.prod(i.stop - i.start for i in indices) * tensor.element_size()
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor from this host's devices: whole, or a ShardedTensor of what they have."""
+    chunks: dict[tuple[int, ...], Chunk] = {}
+    for shard in xs.XLAShardedTensor(tensor).local_shards:
+        if shard.indices is REPLICATED:
+            return shard.data
+        offsets = tuple(index.start for index in shard.indices)
+        chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: sharded evenly
+    return ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
 
 
 def device_order(mesh: Mesh) -> list[int]:

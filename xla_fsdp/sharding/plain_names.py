@@ -17,6 +17,14 @@ def is_stacked(name: str) -> bool:
     return name.startswith(_STACKED)
 
 
+def plain_names(name: str, depth: int) -> list[str]:
+    """Return the names in the plain model of what has this name here: of ``depth`` stacked blocks
+    each one's."""
+    if not is_stacked(name):
+        return [name]
+    return [f"blocks.{i}.{name.removeprefix(_STACKED)}" for i in range(depth)]
+
+
 def plain_values(name: str, value: torch.Tensor, *, packed: bool) -> dict[str, torch.Tensor]:
     """Return a tensor by its name in the plain model; of stacked blocks, each one's part.
 
@@ -28,7 +36,7 @@ def plain_values(name: str, value: torch.Tensor, *, packed: bool) -> dict[str, t
         value = _unpacked(value, dim=int(is_stacked(name)))
     if not is_stacked(name):
         return {name: value}
-    names = [f"blocks.{i}.{name.removeprefix(_STACKED)}" for i in range(len(value))]
+    names = plain_names(name, len(value))
     if not isinstance(value, ShardedTensor):
         return dict(zip(names, value, strict=True))
     return {
