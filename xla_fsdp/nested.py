@@ -75,7 +75,15 @@ class NestedBackend(XlaBackend):
 
     def _shard_root(self, model: nn.Module) -> nn.Module:
         convolve_by_product(model, torch.Tensor.contiguous)
-        return self._wrap(model)
+        root = self._wrap(model)
+        root.register_forward_hook(self._after_forward)
+        return root
+
+    def _after_forward(self, *_: object) -> None:
+        """Let go, in an evaluation, of what the root keeps for the backward pass: it would be an
+        input of the next step, whose graph would be another one."""
+        if not torch.is_grad_enabled():
+            self._let_go_of_gathered()
 
     def _wrap(self, module: nn.Module) -> nn.Module:
         if not self._fsdp:
