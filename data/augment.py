@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from PIL import Image
 from timm.data.auto_augment import (
+    AutoAugment,
     augment_and_mix_transform,
     auto_augment_transform,
+    posterize,
     rand_augment_transform,
 )
 from timm.data.random_erasing import RandomErasing
@@ -65,12 +68,22 @@ def _policy(name: str, config: DataConfig, size: tuple[int, ...]) -> Callable:
         made = augment_and_mix_transform(name, params | {"translate_pct": 0.3})
     else:
         made = auto_augment_transform(name, params)
+    for op in chain(*made.policy) if isinstance(made, AutoAugment) else made.ops:
+        if op.aug_fn is posterize:
+            op.aug_fn = _posterize
     try:  # timm looks at most numbers only when it draws
         with drawn_from(0):
             made(Image.new("RGB", (_TRIED_ON, _TRIED_ON)))
     except ValueError as error:
         raise DataFolderError(f"--aa {name} cannot be drawn: {error}") from None
     return made
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **others: object) -> Image.Image:
+    """Do as timm, whose policies ask for 0 bits and fewer, too: black, which Pillow 13 refuses."""
+    if bits_to_keep < 1:
+        return Image.new(image.mode, image.size)
+    return posterize(image, bits_to_keep, **others)
 
 
 class Erase:
