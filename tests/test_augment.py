@@ -18,6 +18,7 @@ from data.share import Share
 from data.transforms import TrainTransform, seeded
 from tests.test_data import arguments, loaders
 from tests.usage_error import told_in_one_line
+from training.show_augmentations import DRAWS, columns, main, read_run
 
 PHOTOGRAPHS = load_sample_images().images  # 427 x 640
 SIZE = (64, 80)
@@ -206,6 +207,43 @@ def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(sou
     copies = expected[0][0].unflatten(0, (3, 20))
     assert expected[0][1].view(3, 20).unique(dim=0).shape == (1, 20)
     assert not copies[0].equal(copies[1])
+
+
+# -- the picture ----------------------------------------------------------------------
+
+
+def test_columns_show_what_is_trained_on(tmp_path):
+    """Whole images, cut: each pixel is the row's image's or its partner's, as its label says."""
+    still = "--scale 1 1 --ratio 1 1 --hflip 0 --cutmix 1".split()
+    size = "--image_size 16 --patch_size 4 --num_classes 10".split()
+    flags = ["--data_source", "digits", "--model", "vit_tiny_patch16_224", *size, *still]
+    picture = tmp_path / "picture.png"
+    whole, *cut = columns(read_run(flags))
+    assert len(cut) == DRAWS
+    for column in cut:
+        share = float(column.title.removeprefix("cutmix, "))
+        own = (column.images == whole.images).all(1)
+        assert (own | (column.images == whole.images.flip(0)).all(1)).all()
+        assert (own.float().mean((1, 2)) >= share - 0.01).all()
+        digits = [label.partition(":")[0] for label in whole.labels]
+        for label, digit, other in zip(column.labels, digits, digits[::-1], strict=True):
+            found = {part.partition(": ")[0]: float(part[-4:]) for part in label.split(" + ")}
+            expected = {digit: 1.0} if digit == other else {digit: share, other: 1 - share}
+            assert found == pytest.approx(expected, abs=0.011)
+    assert main([*flags, str(picture)]) == 0
+    with Image.open(picture) as drawn:
+        assert drawn.width > drawn.height > 300
+
+
+def test_pictures_that_cannot_be_drawn(capsys, tmp_path):
+    digits = "--data_source digits --model vit_tiny_patch16_224".split()
+    for words, told in (
+        ([*digits, "picture.jpg"], "the last word must be the picture to write, a .png"),
+        ([*digits, "--num_classes", "2", "a.png"], "the digits have 10 classes, more than --num_c"),
+        ([*digits, "--num_classes", "10", f"{tmp_path}/no/a.png"], f"{tmp_path}/no/a.png: No such"),
+    ):
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith(f"show_augmentations: error: {told}")
 
 
 # -- what is refused ------------------------------------------------------------------

@@ -61,9 +61,8 @@ def by_timm(config, parts, images, labels, seed, pass_index):
     return [torch.cat(each) for each in zip(*found, strict=True)]
 
 
-def on_host(rows=range(16)):
-    """What the objective asks of a backend."""
-    return SimpleNamespace(constant=lambda values: values, image_rows=rows)
+ON_HOST = SimpleNamespace(constant=torch.Tensor.contiguous, image_rows=range(16))
+"""What the objective asks of a backend."""
 
 
 def tiny_run(monkeypatch, *flags, devices=1):
@@ -87,7 +86,7 @@ def tiny_run(monkeypatch, *flags, devices=1):
 def test_images_labels_and_losses_are_timms(flags, devices, monkeypatch):
     run = tiny_run(monkeypatch, *flags.split(), devices=devices)
     config, seed = run.config.loss, run.config.seed
-    objective, loss, kinds = Objective(run, on_host()), timms_loss(config), set()
+    objective, loss, kinds = Objective(run, ON_HOST), timms_loss(config), set()
     for pass_index in range(30):
         images = torch.randint(0, 256, (16, 3, 16, 16), dtype=torch.uint8)
         labels, logits = torch.randint(10, (16,)), torch.randn(16, 10)
@@ -109,11 +108,11 @@ def test_images_labels_and_losses_are_timms(flags, devices, monkeypatch):
 def test_rows_of_images_are_cut_where_those_of_the_whole_are(monkeypatch):
     run = tiny_run(monkeypatch, "--cutmix", "1")
     images = torch.randn(16, 3, 16, 16)
-    whole = Mixing(run, on_host())
+    whole = Mixing(run, torch.Tensor.contiguous, range(16))
     for pass_index in range(10):
         mix, parts = whole.draw(pass_index), []
         for rows in (range(5), range(5, 6), range(6, 16)):
-            part = Mixing(run, on_host(rows))
+            part = Mixing(run, torch.Tensor.contiguous, rows)
             assert part.draw(pass_index).equal(mix)
             parts.append(part.images(images[:, :, rows.start : rows.stop], mix))
         assert torch.cat(parts, dim=2).equal(whole.images(images, mix))

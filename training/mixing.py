@@ -8,6 +8,7 @@ operations are always the same, whether it is mixup, cutmix or neither.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from timm.data.mixup import cutmix_bbox_and_lam
 
 from data.global_random import drawn_from
-from training.backend import Backend, pass_seed
+from training.backend import pass_seed
 from training.loss_config import LossConfig
 
 if TYPE_CHECKING:
@@ -63,9 +64,13 @@ def draw_mix(config: LossConfig, height: int, width: int) -> Mix:
 class Mixing:
     """Draws how the images of each pass are mixed, and mixes them."""
 
-    def __init__(self, run: Run, backend: Backend) -> None:
+    def __init__(
+        self, run: Run, constant: Callable[[torch.Tensor], torch.Tensor], rows: range
+    ) -> None:
+        """Take what puts small tensors on the devices, and the rows of images that are there, as a
+        backend has both."""
         self._config, self._seed = run.config.loss, run.config.seed
-        self._constant, self._rows = backend.constant, backend.image_rows
+        self._constant, self._rows = constant, rows
         self._spatial = run.model.sizes.input_shape[1:]
         self._of_device = run.images_a_pass // run.mesh.batch_parts
 

@@ -25,7 +25,9 @@ class Objective:
         """Put on the devices what it takes; to be made before the first step is recorded."""
         config = run.config.loss
         self.normalize = Normalize.of(run, backend.constant)
-        self._mixing = Mixing(run, backend) if config.mixes else None
+        self._mixing = None
+        if config.mixes:
+            self._mixing = Mixing(run, backend.constant, backend.image_rows)
         self._of_classes = config.mixes or config.bce_loss
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
         self._loss = training_loss(config)
