@@ -17,8 +17,8 @@ _NUMPYS = np.random.MT19937()
 def drawn_from(seed: int) -> Iterator[None]:
     """Seed, inside, the generators of Python's ``random`` and of NumPy that whole programs share.
 
-    timm draws from both of them. Afterwards they are as they were. ``seed`` is below 2**32. Not to
-    be used within itself.
+    timm draws from both of them. Afterwards they go on as they were (but that NumPy forgets the
+    second of a pair of normal numbers). ``seed`` is below 2**32. Not to be used within itself.
     """
     python, numpys = random.getstate(), get_bit_generator()
     random.seed(seed)

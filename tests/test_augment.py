@@ -20,7 +20,7 @@ from tests.test_data import arguments, loaders
 from tests.usage_error import told_in_one_line
 from training.show_augmentations import DRAWS, columns, main, read_run
 
-PHOTOGRAPHS = load_sample_images().images  # 427 x 640
+PHOTOGRAPHS = [np.array(each) for each in load_sample_images().images]  # 427 x 640
 SIZE = (64, 80)
 TRIES = 12
 POLICIES = [
