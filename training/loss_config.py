@@ -19,7 +19,7 @@ class LossConfig:
     The loss of an evaluation is the cross-entropy, whatever is set here.
     """
 
-    group: ClassVar[str] = "loss, mixup and cutmix"
+    group: ClassVar[str] = "optimization"
 
     smoothing: float = flag(
         0.0, "label smoothing: this share of each label is spread over all classes", kind=rate
