@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from config_fields import bounded, count, flag, fraction, number, positive
+from data.augment_names import policy
 from data.preprocessing import Preprocessing
 from data.registry import GIVE_FLOATS, OPENED_BY
 
@@ -112,6 +113,44 @@ class DataConfig:
         metavar=("MIN", "MAX"),
     )
     hflip: float = flag(0.5, "probability of a horizontal flip", kind=fraction)
+    vflip: float = flag(0.0, "probability of a vertical flip", kind=fraction)
+    train_interpolation: Literal[Interpolation, "random"] | None = flag(
+        None,
+        "of the crops of training; random: bilinear or bicubic (default: --interpolation)",
+    )
+    aa: str | None = flag(
+        None,
+        "timm's AutoAugment (original, originalr, v0, v0r), 3-Augment (3a), RandAugment "
+        "(rand-m9-mstd0.5-inc1) or AugMix (augmix-m3-w3): docs/augmentation.md (default: none)",
+        kind=policy,
+        metavar="POLICY",
+    )
+    color_jitter: float | tuple[float, ...] = flag(
+        0.0,
+        "by what share brightness, contrast and saturation change at most; three numbers: of each; "
+        "a fourth: the hue, up to 0.5",
+        kind=bounded(float, 0, 10),
+        several=True,
+    )
+    reprob: float = flag(0.0, "probability that rectangles of an image are erased", kind=fraction)
+    remode: Literal["const", "rand", "pixel"] = flag(
+        "pixel",
+        "what erased pixels become; const: the mean colour; rand: a random colour; pixel: noise",
+        needs=("reprob",),
+    )
+    recount: int = flag(
+        1,
+        "rectangles that are erased at most, which share the area",
+        kind=bounded(int, 1, 100),
+        needs=("reprob",),
+    )
+    aug_repeats: int = flag(
+        1,
+        "times that an image is in a batch, augmented anew each time; an epoch stays as long, and "
+        "shows as many fewer images (repeated augmentation)",
+        kind=bounded(int, 1, 100),
+        names=("--aug_repeats", "--repeated_aug"),
+    )
     max_bad_images: int = flag(
         100,
         "image files that may be unreadable: in training another image takes the place of each, in "
@@ -146,6 +185,12 @@ class DataConfig:
         None,
         f"of resized images (default: that of the weights; new ones: {_NEW.interpolation})",
     )
+
+    @property
+    def jitter_of_each(self) -> tuple[float, ...]:
+        """Return ``color_jitter`` by property: brightness, contrast, saturation, perhaps hue."""
+        given = self.color_jitter
+        return given if isinstance(given, tuple) else (given,) * 3
 
     @property
     def pass_size(self) -> int:

@@ -18,3 +18,8 @@ OPENED_BY = {
 
 GIVE_FLOATS = ("volumes", "mosaics")
 """Sources that give fp32 values, normalised: any numbers, or those between two grey levels."""
+
+NOT_AUGMENTED = (*GIVE_FLOATS, "fake")
+"""Sources whose images get none of timm's augmentations of one image: those are for photographs."""
+ALWAYS_ALIKE = ("mosaics", "fake")
+"""Sources that give the same image each time, so that repeating it in a batch is of no use."""

@@ -16,7 +16,14 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
 
     The order depends on the seed and the epoch alone; a process takes its contiguous
     share of each global batch. So neither the number of processes nor a resume
-    changes what a step trains on. Yields lists of (epoch, image index).
+    changes what a step trains on. Yields lists of (draw, image index): the number of the draw
+    that augmentations follow from, which is the epoch.
+
+    With ``repeats`` each image stands so many times in a row, each time with another draw, and the
+    epoch, no longer than before, ends before it has been through all: timm's
+    ``RepeatAugSampler`` with a selection of all that fit. Within a batch all first ones
+    come first, then all second ones: so the repeats of an image are far from each other, on other
+    devices where there are enough.
 
     Training (``shuffle=True``) drops the last short batch, as PyTorch/XLA's ViT-10B example does.
     Evaluation keeps it and fills it up with ``PADDING``, so shapes stay static and
@@ -35,12 +42,13 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        repeats: int = 1,
     ) -> None:
         if batch_size % world_size:
             raise ValueError(f"batch size {batch_size} is not divisible by {world_size} processes")
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
         self.rank, self.share = rank, batch_size // world_size
-        self.epoch = self.first_batch = 0
+        self.epoch, self.first_batch, self.repeats = 0, 0, repeats
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None:
         """Let the next iteration run through ``epoch`` from its batch ``first_batch`` on."""
@@ -63,7 +71,13 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
         return torch.cat([torch.arange(self.length), padding])
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order = self._order()
+        order, repeats = self._order(), self.repeats
+        first = self.rank * self.share
         for batch in range(self.first_batch, len(self)):
-            start = batch * self.batch_size + self.rank * self.share
-            yield [(self.epoch, int(i)) for i in order[start : start + self.share]]
+            places = range(batch * self.batch_size, (batch + 1) * self.batch_size)
+            # Stable: those of one repeat stay in their order. Of one, nothing changes.
+            apart = sorted(places, key=lambda place: place % repeats)[first : first + self.share]
+            yield [
+                (self.epoch * repeats + place % repeats, int(order[place // repeats]))
+                for place in apart
+            ]

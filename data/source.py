@@ -147,6 +147,7 @@ class SplitSource:
             seed=self._wanted.seed,
             rank=share.rank,
             world_size=share.world_size,
+            repeats=self._wanted.config.aug_repeats if shuffle else 1,
         )
         if not share.loads:
             shape = share.shape_of(batch_size, self._wanted.shape)

@@ -13,6 +13,7 @@ import xxhash
 from PIL import Image
 from torchvision.transforms import v2
 
+from data.augment import Erase, Recolour
 from data.config import DataConfig
 from data.decode import OpenImage
 from data.errors import DataFolderError
@@ -49,32 +50,49 @@ def transforms_of(wanted: Wanted) -> tuple[Transform, Transform]:
 class TrainTransform:
     """Makes a random resized crop and flips it at random, as torchvision's transforms draw them.
 
+    Then comes what else is asked for (``data/augment.py``), in the order of timm's
+    ``transforms_imagenet_train``.
+
     No pixels are made that are not needed: where a crop is as large as several times what it is
     resized to, the image is decoded at a fraction of its size, and the crop begins and ends with
     a pixel of that.
     """
 
     def __init__(self, config: DataConfig, size: Size, channels: int) -> None:
-        self._mode = v2.InterpolationMode(config.preprocessing.interpolation)
-        self._scale, self._ratio, self._hflip = config.scale, config.ratio, config.hflip
+        """Raises DataFolderError for augmentations that timm cannot compute."""
+        chosen = config.train_interpolation or config.preprocessing.interpolation
+        names = _BY_TENSORS if chosen == "random" else (chosen,)
+        self._modes = [v2.InterpolationMode(name) for name in names]
+        self._scale, self._ratio = config.scale, config.ratio
+        self._hflip, self._vflip = config.hflip, config.vflip
         self._size, self._channels = list(size), channels
+        self._recolour = Recolour(config, size)
+        self._erase = Erase(config, channels) if config.reprob else None
 
     def __call__(self, image: OpenImage) -> torch.Tensor:
         flips = torch.rand(()).item() < self._hflip
+        flips_over = self._vflip > 0 and torch.rand(()).item() < self._vflip
         box = random_box(image.size, self._scale, self._ratio)
-        made = self._resized(image, box)
+        made = self._resized(image, box, self._mode())
+        made = made.flip(-1) if flips else made
+        made = self._recolour(made.flip(-2) if flips_over else made)
         if self._channels == 1:
             made = v2.functional.rgb_to_grayscale(made)
-        return made.flip(-1) if flips else made
+        return self._erase(made) if self._erase else made
 
-    def _resized(self, image: OpenImage, box: Box) -> torch.Tensor:
+    def _mode(self) -> v2.InterpolationMode:
+        """Return how this image is resized; timm draws one of two if it is to be random."""
+        if len(self._modes) == 1:
+            return self._modes[0]
+        return self._modes[int(torch.randint(len(self._modes), ()))]
+
+    def _resized(self, image: OpenImage, box: Box, mode: v2.InterpolationMode) -> torch.Tensor:
         """Return this part of the image, (3, *size)."""
         top, left, height, width = box
         most = min(height / self._size[0], width / self._size[1]) / _AT_LEAST
         shrink = max((each for each in image.shrinks if each <= most), default=1)
         top, left, height, width = (each // shrink for each in (top, left, height, width))
         crop = image.pixels(shrink)[top : top + height, left : left + width]
-        mode = self._mode
         if mode.value in _BY_TENSORS:
             # Without a copy: PyTorch computes on (height, width, channels) in memory.
             tensor = torch.from_numpy(crop).permute(2, 0, 1)

@@ -219,7 +219,7 @@ class GpuBackend(abc.ABC):
         return images, labels
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self._device.where)
+        return values.to(self._device.where, non_blocking=True)  # or it would wait for the device
 
     def begin_step(self, pass_index: int) -> None:
         seed = pass_seed(self._run.config.seed, pass_index, self.rank)

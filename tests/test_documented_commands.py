@@ -240,6 +240,8 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 run_vit_training.py --data_dir gs:": Elsewhere("needs a bucket", trains),
     "python3 run_vit_training.py --data_source webdataset": Elsewhere("needs a bucket", trains),
     "python3 -m data.pack": Run((r"^2 shards: /datasets/\S+$",), trained=True, private=True),
+    # docs/augmentation.md
+    "python3 -m training.show_augmentations": Run(leaves=("augmented.png",)),
     # docs/planning.md
     "python3 run_vit_training.py --plan --model vit_10b": Elsewhere(
         "half an hour of TPU compilation", plans

@@ -25,6 +25,7 @@ from config_fields import (
 from data.config import DataConfig
 from models.config import ModelConfig
 from training.ema_config import EmaConfig
+from training.loss_config import LossConfig
 from training.plan.config import PlanConfig
 from training.schedule_config import ScheduleConfig
 
@@ -359,6 +360,7 @@ class RunConfig:
     )
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 from models.config import DEFAULT_MODEL, ModelConfig
 from models.errors import ModelError
 from models.registry import open_model
+from training.augmentation_rules import check_augmentations
 from training.config import OptimizerConfig, RunConfig
 from training.errors import UsageError, is_first_of_torchrun
 from training.flag_rules import by_field, flat
 from training.log_folder import log_folder
+from training.loss_config import check_mixing
 from training.mesh import Mesh, make_mesh
 from training.url_path import folder_at, is_url
 
@@ -164,6 +166,7 @@ def _check_common(config: RunConfig) -> None:
             wrong = next((each for each in values or () if not 0 <= each <= 1), None)
             if wrong is not None:
                 raise UsageError(f"{name}: {wrong:g} must be at least 0 and at most 1")
+    check_augmentations(data)
     if data.scale[1] == 0:
         raise UsageError("--scale 0 0 leaves no image to crop")
     if not is_url(ckpt_dir) and ckpt_dir.exists() and not ckpt_dir.is_dir():
@@ -186,7 +189,8 @@ def _check_schedule(config: RunConfig) -> None:
 
 
 def check_batch(run: Run) -> None:
-    """Raises UsageError if the batch cannot be divided over the devices and the passes."""
+    """Raises UsageError if the batch cannot be divided over the devices and the passes, or what a
+    device then has of it cannot be mixed."""
     data, mesh = run.config.data, run.mesh
     if data.batch_size % (mesh.batch_parts * data.grad_accum_steps):
         together = "".join(
@@ -201,6 +205,8 @@ def check_batch(run: Run) -> None:
             f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
             f"{together}{passes}"
         )
+    images = run.images_a_pass // mesh.batch_parts
+    check_mixing(run.config.loss, images, run.model.sizes.input_shape)
 
 
 def check_rows(mesh: Mesh, model: ModelSpec) -> None:

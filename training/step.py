@@ -57,7 +57,8 @@ def forward_backward(
     count, losses = len(micro_batches), []
     for index, (images, labels) in enumerate(micro_batches):
         backend.begin_step(step * count + index)
-        loss = objective.loss(model(objective.normalize(images)), labels) / count
+        shown, targets = objective.example(images, labels, step * count + index)
+        loss = objective.loss(model(shown), targets) / count
         losses.append(loss.detach())
         backend.backward(loss, is_last=index == count - 1)
     return backend.mean(sum(losses[1:], start=losses[0]))

@@ -10,6 +10,7 @@ from models.errors import ModelError
 from models.registry import open_model
 from models.spec import ModelSpec
 from training.errors import UsageError
+from training.loss_config import LossConfig
 from training.resolve import MODEL_FLAG, Run
 
 _GRID, _PATCH = 4, 4
@@ -31,7 +32,8 @@ _LAYER_SCALE = 0.1
 def shrink(run: Run) -> Run:
     """Return the small run in the place of ``run``: the same choices, on the same devices.
 
-    What depends on random masks is left out: dropout of all kinds.
+    What depends on random numbers is left out: dropout of all kinds, mixed images. So are other
+    losses than the cross-entropy, which ask nothing of the devices.
     """
     data, mesh = run.config.data, run.mesh
     passes = min(data.grad_accum_steps, _MICRO_BATCHES)
@@ -39,8 +41,10 @@ def shrink(run: Run) -> Run:
     rows = min(most, _ROWS if mesh.batch_parts < _FROM_REPLICAS else _FEW_ROWS)
     if run.own.product_multiple > 1:
         rows = _ROWS_OF_MULTIPLES
-    small = replace(run, model=_small_model(run), own=run.own.shrunk())
-    return small.with_data(grad_accum_steps=passes, batch_size=mesh.batch_parts * passes * rows)
+    config = replace(run.config, loss=LossConfig())
+    small = replace(run, config=config, model=_small_model(run), own=run.own.shrunk())
+    batch_size = mesh.batch_parts * passes * rows
+    return small.with_data(grad_accum_steps=passes, batch_size=batch_size, aug_repeats=1)
 
 
 def _small_model(run: Run) -> ModelSpec:
