@@ -84,8 +84,7 @@ class DataConfig:
     )
     num_workers: int | None = flag(
         None,
-        "loader processes per training process; 0: load in it, between steps (default: one a core "
-        "of the host but for one a training process, at most 32 each)",
+        "loader processes per training process; 0: load in it (default: by the cores, 1 to 32)",
         kind=bounded(int, 0, 1024),
         common=True,
     )

@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from gpu_fsdp.devices import Device
 from gpu_fsdp.domain.attention import see_all_tokens
 from gpu_fsdp.domain.group import DomainGroup
+from gpu_fsdp.domain.loading import places_of_part
 from gpu_fsdp.gpu_backend import DOMAIN, OUTER, SHARD, GpuBackend
 from gpu_fsdp.loss_scale import LossScale
 from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
@@ -94,7 +95,7 @@ class Fsdp2Backend(GpuBackend):
 
     def _domain_group(self) -> DomainGroup:
         mesh, sizes = self._run.mesh, self._run.model.sizes
-        places, index = self._places_of_part()
+        places, index = places_of_part(mesh, dist.get_rank())
         patches = (len(mesh.rows_of(sizes.grid[0], p)) * sizes.row_patches for p in places)
         return DomainGroup(self._whole_mesh.get_group(DOMAIN), index, tuple(patches))
 

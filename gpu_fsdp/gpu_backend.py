@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -18,7 +16,7 @@ from data.loader import Batch, BatchLoader
 from data.share import Share
 from gpu_fsdp import adamw, optimizers, te_block
 from gpu_fsdp.devices import Device
-from gpu_fsdp.domain.images import SharedImages
+from gpu_fsdp.domain.loading import open_loader, rows_of
 from gpu_fsdp.ema import PartsAverage
 from gpu_fsdp.recomputation import checkpoint_activations, compile_block
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
@@ -46,7 +44,7 @@ class GpuBackend(abc.ABC):
         self._own, self._sharding = run.own, run.config.sharding
         rank, mesh = dist.get_rank(), run.mesh
         self.rank, self.world_size = mesh.batch_part(rank), mesh.batch_parts
-        self.image_rows = self._rows(rank)
+        self.image_rows = rows_of(run, rank)
         self.device_count, self.is_main = mesh.devices, rank == 0
         self.compiles = run.own.compile
         assert run.own.zero_dp_strategy is not None  # resolved
@@ -172,43 +170,7 @@ class GpuBackend(abc.ABC):
     def loader(
         self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
-        of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if self._run.mesh.domain == 1:
-            return open_share(Share(self.rank, self.world_size, of_host=of_host))
-        if reads_rows:
-            return open_share(Share(self.rank, self.world_size, self.image_rows, of_host=of_host))
-        of_part = images // self.world_size
-        sources = math.gcd(self._run.mesh.domain, of_part)
-        places, index = self._places_of_part()
-        share = Share(
-            self.rank * sources + min(index, sources - 1),
-            self.world_size * sources,
-            loads=index < sources,
-            of_host=of_host,
-        )
-        rows = [self._rows(place) for place in places]
-        group, each = self._group_of_hosts(), of_part // sources
-        return SharedImages(open_share(share), group, rows, sources, each)
-
-    def _places_of_part(self) -> tuple[range, int]:
-        """Return the places in the mesh of those that share images, and which this one is."""
-        mesh = self._run.mesh
-        places = range(self.rank * mesh.domain, (self.rank + 1) * mesh.domain)
-        return places, dist.get_rank() - places.start
-
-    def _group_of_hosts(self) -> dist.ProcessGroup:
-        """Make a new group of those that share images, for tensors on the CPU."""
-        mesh = self._run.mesh
-        ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
-        return group
-
-    def _rows(self, place: int) -> range:
-        """Return which rows of each image the process at this place has."""
-        sizes = self._run.model.sizes
-        patch = sizes.input_shape[1] // sizes.grid[0]
-        rows = self._run.mesh.rows_of(sizes.grid[0], place)
-        return range(rows.start * patch, rows.stop * patch)
+        return open_loader(self._run, open_share, images, reads_rows=reads_rows)
 
     def put(self, batch: Batch) -> Batch:
         images, labels = batch

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from data.loader import BatchLoader
 from data.share import Share
 from models.meta import fill_buffers
 from training.backend import InitializeModule, State, pass_seed
-from training.ema import UPDATES
 from training.newton_schulz import lr_factor, ns_dtype, orthogonalized
 from training.parameter_groups import Update, Updates
 from training.skipped_steps import count_skipped, no_counts, not_finite
@@ -32,29 +30,12 @@ from training.stopping import largest_of_all
 from xla_fsdp import tpu_chips
 from xla_fsdp.around_blocks import break_graph_every, compute_in_bf16
 from xla_fsdp.ema import WeightAverage
+from xla_fsdp.host_state import HostState, copy_to_host
 from xla_fsdp.memory import DeviceMemory
 from xla_fsdp.optimizer import build_optimizer, parameter_groups, set_lr, step_unless
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.sharding.plain_names import plain_names
 from xla_fsdp.sharding.whole_matrices import Momenta, Momentum, Orthogonalize
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """A tensor on the devices, and what was copied of it to the host."""
-
-    name: str
-    """The name on the devices of the parameter that it is, or that it is the state or EMA of."""
-    tensor: torch.Tensor
-    values: list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _HostState(State):
-    """A state as it was copied to the host, which knows the way back."""
-
-    is_copy = True
-    origins: list[_Origin] = field(default_factory=list)
 
 
 class XlaBackend(abc.ABC):
@@ -367,38 +348,11 @@ class XlaBackend(abc.ABC):
     def state(self, *, with_optimizer: bool = True) -> State:
         """Copy the state to the host, each device tensor as its parts in the plain model."""
         xm.wait_device_ops()
-        model: dict[str, torch.Tensor] = {}
-        optimizer: dict[str, dict[str, torch.Tensor]] = {}
-        origins: list[_Origin] = []
-        for key, parameter in self._named_parameters().items():
-            views = self._to_host(key, parameter.detach())
-            model.update(views)
-            origins.append(_Origin(key, parameter, list(views.values())))
-            entries = self._optimizer.state.get(parameter, {}) if with_optimizer else {}
-            for entry, tensor in entries.items():
-                if entry == "step":
-                    step = tensor.cpu()
-                    state_views: dict[str, torch.Tensor] = dict.fromkeys(views, step)
-                else:
-                    state_views = self._to_host(key, tensor)
-                for name, view in state_views.items():
-                    optimizer.setdefault(name, {})[entry] = view
-                origins.append(_Origin(key, tensor, list(state_views.values())))
-        if not with_optimizer:
-            return _HostState(model, None, {}, None, origins)
-        if self._ema is None:
-            return _HostState(model, optimizer, {}, None, origins)
-        ema: dict[str, torch.Tensor] = {}
-        for key, average in self._ema.values.items():
-            views = self._to_host(key, average)
-            ema.update(views)
-            origins.append(_Origin(key, average, list(views.values())))
-        updates = self._ema.updates.cpu()
-        origins.append(_Origin(UPDATES, self._ema.updates, [updates]))
-        return _HostState(model, optimizer, {UPDATES: updates}, ema, origins)
+        optimizer = self._optimizer if with_optimizer else None
+        return copy_to_host(self._named_parameters(), optimizer, self._ema, self._to_host)
 
     def take(self, state: State) -> None:
-        assert isinstance(state, _HostState)
+        assert isinstance(state, HostState)
         for origin in state.origins:
             self._to_device(origin.name, origin.tensor, origin.values)
         if self._ema is not None and state.ema is None:
