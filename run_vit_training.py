@@ -6,7 +6,7 @@ import faulthandler
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpu_fsdp.config import GpuConfig
@@ -154,6 +154,11 @@ def _run(flags: Flags) -> int:
     if config.list_models is not None:
         return print_models(config.list_models)
     check_switches(config, *flags.own.values())
+    if config.checkpoints.init_from:
+        from training.initial_weights import with_model_of_weights
+
+        config = with_model_of_weights(config)
+        flags = replace(flags, run=config)
     if flags.xla.compile_only:
         from xla_fsdp.compile_only.command import compile_only
 

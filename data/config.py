@@ -29,7 +29,7 @@ class DataConfig:
     data_source: str = flag(
         "folder",
         "folder: images of --data_dir; webdataset: tar shards; parquet, huggingface: tables "
-        "(docs/tables.md); volumes: arrays (docs/data.md); fake: zeros; digits; mosaics: of digits",
+        "(docs/tables.md); volumes: arrays (docs/data.md); fake: zeros; digits; mnist; mosaics",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),
         common=True,
@@ -184,6 +184,11 @@ class DataConfig:
         None,
         f"of resized images (default: that of the weights; new ones: {_NEW.interpolation})",
     )
+    test_interpolation: Interpolation | None = flag(
+        None,
+        "of resized images in validation and use, where it is to be another (default: that of the "
+        "weights; new ones: --interpolation's)",
+    )
 
     @property
     def jitter_of_each(self) -> tuple[float, ...]:
@@ -205,7 +210,7 @@ class DataConfig:
         """Return how images are resized and normalised; what is not given is as for new weights."""
         given = {
             name: getattr(self, name)
-            for name in ("mean", "std", "crop_pct", "interpolation")
+            for name in ("mean", "std", "crop_pct", "interpolation", "test_interpolation")
             if getattr(self, name) is not None
         }
         return Preprocessing(**given)

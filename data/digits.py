@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,14 +33,16 @@ CLASSES = [str(digit) for digit in range(10)]
 
 
 class DigitsSplit(WholeImages):
-    """Holds one split of the digits in memory: a dataset of ``Sample`` by (epoch, image index)."""
+    """Holds a split of grey images in memory: a dataset of ``Sample`` by (epoch, image index)."""
 
     dtype = torch.uint8
 
-    def __init__(self, split: str, transform: Transform, seed: int) -> None:
-        found = [each for each in read_digits() if each[0] == split]
-        self._pixels = [pixels for *_, pixels in found]
-        self._labels = [digit for _, digit, _, _ in found]
+    def __init__(
+        self, found: Sequence[tuple[int, np.ndarray]], transform: Transform, seed: int
+    ) -> None:
+        """Take labels and pixels, (height, width) uint8, of all images."""
+        self._pixels = [pixels for _, pixels in found]
+        self._labels = [label for label, _ in found]
         self._transform, self._seed = transform, seed
 
     def __len__(self) -> int:
@@ -66,8 +68,11 @@ def open_digits(wanted: Wanted) -> SplitSource:
     """
     check_classes(wanted)
     augment, plain = transforms_of(wanted)
-    train = DigitsSplit("train", augment, wanted.seed) if wanted.with_train else None
-    val = DigitsSplit("val", plain, wanted.seed)
+    found: dict[str, list[tuple[int, np.ndarray]]] = {"train": [], "val": []}
+    for split, digit, _, pixels in read_digits():
+        found[split].append((digit, pixels))
+    train = DigitsSplit(found["train"], augment, wanted.seed) if wanted.with_train else None
+    val = DigitsSplit(found["val"], plain, wanted.seed)
     return SplitSource(wanted, "handwritten digits", train, val, CLASSES)
 
 

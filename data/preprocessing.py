@@ -19,6 +19,13 @@ class Preprocessing:
     crop_pct: float = 0.875
     """The side of the centre crop as a share of the resized image's shorter side."""
     interpolation: str = "bicubic"
+    test_interpolation: str | None = None
+    """Of validation and use; None: as in training."""
+
+    @property
+    def interpolation_of_val(self) -> str:
+        """Return the interpolation of images that are not trained on."""
+        return self.test_interpolation or self.interpolation
 
     def of_channels(self, channels: int) -> tuple[list[float], list[float]]:
         """Return mean and std by channel; other channels than three colours have their means."""
@@ -36,4 +43,4 @@ class Preprocessing:
 
     def __str__(self) -> str:
         mean, std = (" ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
-        return f"mean {mean}, std {std}, crop {self.crop_pct:g}, {self.interpolation}"
+        return f"mean {mean}, std {std}, crop {self.crop_pct:g}, {self.interpolation_of_val}"

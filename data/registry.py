@@ -9,6 +9,7 @@ OPENED_BY = {
     "webdataset": "data.webdataset:open_shards",
     "fake": "data.fake:FakeSource",
     "digits": "data.digits:open_digits",
+    "mnist": "data.mnist:open_mnist",
     "volumes": "data.volumes:open_volumes",
     "mosaics": "data.mosaics:open_mosaics",
     "parquet": "data.parquet:open_parquet",

@@ -136,7 +136,7 @@ def val_transform(how: Preprocessing, size: Size, channels: int) -> Transform:
             f"of flat images no volumes of {' x '.join(map(str, size))}, which the model takes, "
             "can be made: use --data_source volumes, mosaics or fake"
         )
-    mode = v2.InterpolationMode(how.interpolation)
+    mode = v2.InterpolationMode(how.interpolation_of_val)
     height, width = (math.floor(side / how.crop_pct) for side in size)
     if height == width:  # the shorter side is the one that fits
         resize: Callable = v2.Resize(height, interpolation=mode)

@@ -17,13 +17,23 @@ def allocate(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     Yields each module that was on meta with its name in the model, of which ``name`` is that of
     ``module``. Its own parameters are for the caller to fill; buffers have their values.
     """
+    for full_name, part in on_meta(module, name):
+        allocate_own(part)
+        yield full_name, part
+
+
+def on_meta(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module below ``module`` with something of its own on meta, as ``allocate``."""
     for full_name, part in module.named_modules(prefix=name):
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if not any(each.is_meta for each in own):
-            continue
-        part.to_empty(device="cpu", recurse=False)
-        fill_own_buffers(part)
-        yield full_name, part
+        if any(each.is_meta for each in own):
+            yield full_name, part
+
+
+def allocate_own(part: nn.Module) -> None:
+    """Do as ``allocate`` for one module, without the modules below it."""
+    part.to_empty(device="cpu", recurse=False)
+    fill_own_buffers(part)
 
 
 def fill_buffers(

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from run_vit_training import OWN
 from tests.cli import ROOT
+from training.config import RunConfig
+from training.flag_rules import by_field
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -107,3 +110,12 @@ def broken_anchors() -> list[str]:
             if anchor not in map(slug, headings):
                 broken.append(f"{document.name}: {link}#{anchor}")
     return broken
+
+
+def known_flags() -> set[str]:
+    """Every flag of the program, in all its spellings."""
+    known = {"--help", "-h"}
+    for option in by_field(RunConfig, *OWN.values()).values():
+        known |= {*option.names, *option.flag.shorthands}
+        known |= {f"--no-{name[2:]}" for name in option.names if option.has_negation}
+    return known

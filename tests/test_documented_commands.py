@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from run_vit_training import OWN
-from tests.cli import ROOT, train_tiny_gpu
+from tests.cli import train_tiny_gpu
 from tests.documented_commands import (
     Command,
-    broken_anchors,
     documented_commands,
-    flags_and_paths,
+    known_flags,
     one_line,
 )
 from tests.new_machine import Machine, own_mounts
@@ -36,8 +34,6 @@ from tests.typed_with_stand_ins import (
     plans,
     trains,
 )
-from training.config import RunConfig
-from training.flag_rules import by_field
 
 
 @dataclass
@@ -113,7 +109,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         (
             r"^data: fake data \(zeros\)",
             r"^epoch 1 step 10, lr: ",
-            r"^epoch 1 step 10, val loss: [\d.]+, accuracy on val: .* of 80 images$",
+            r"^epoch 1 step 10, val loss: [\d.]+, accuracy on val: .* of 80 images, top-5: .*$",
             r"^training completed: step 10, .*, checkpoint /tmp/vit_fsdp/step_10, log ",
         ),
         private=True,
@@ -146,7 +142,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         trained=True,
     ),
     "python3 run_vit_training.py --eval_only": Run(
-        (r"^val loss: [\d.]+, accuracy on val: [\d.]+ % of 359 images$",),
+        (r"^val loss: [\d.]+, accuracy on val: [\d.]+ % of 359 images, top-5: [\d.]+ %$",),
         trained=True,
         private=True,
     ),
@@ -157,6 +153,17 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "make rehearse": Elsewhere("minutes of tests of their own", make_knows),
     "make coverage": Elsewhere("an hour of all tests", make_knows),
     "make test-slurm": Elsewhere("needs root, and Slurm installed", make_knows),
+    # docs/evaluation_and_finetuning.md, docs/recipes.md
+    "python3 run_vit_training.py --eval_only --eval_report": Run(
+        (r"^report on 10 classes: report$",),
+        leaves=("report/per_class.csv", "report/confusion.csv", "report/confusion.png"),
+        trained=True,
+        private=True,
+    ),
+    "python3 run_vit_training.py --init_from ~/vit_large": Elsewhere("hours of training", trains),
+    "python3 run_vit_training.py --init_from vit_base": Elsewhere("hours of training", trains),
+    "python3 run_vit_training.py @recipes/vit_10b.args": Elsewhere("10 billion parameters", trains),
+    "python3 run_vit_training.py @recipes/mnist.args": Elsewhere("minutes of training", trains),
     # docs/benchmarks.md
     "python benchmarks/xla_step.py --devices 1 2 4": Run(
         (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)), long=True
@@ -367,15 +374,6 @@ def test_message_of_a_stop(printed, _, tmp_path, monkeypatch):
     assert promised.replace("1207", "2") in done.stdout.splitlines()
 
 
-def known_flags() -> set[str]:
-    """Every flag of the program, in all its spellings."""
-    known = {"--help", "-h"}
-    for option in by_field(RunConfig, *OWN.values()).values():
-        known |= {*option.names, *option.flag.shorthands}
-        known |= {f"--no-{name[2:]}" for name in option.names if option.has_negation}
-    return known
-
-
 def test_help_lists_every_flag(machine):
     (command,) = [c for c in DOCUMENTED if c.text == "python3 run_vit_training.py --help all"]
     shown = machine.run(command).stdout
@@ -384,23 +382,6 @@ def test_help_lists_every_flag(machine):
 
 
 # -- what is named --------------------------------------------------------------------
-
-
-def test_flags_and_files_that_documents_name_are_there():
-    flags, paths = flags_and_paths()
-    known = known_flags()
-    ours_alone = [ROOT / "data" / "pack.py", *(ROOT / "training").rglob("__main__.py")]
-    programs = [*ours_alone, *(ROOT / "benchmarks").rglob("*.py")]
-    for path in [*(ROOT / "launch").iterdir(), *programs]:
-        if path.is_file():
-            known |= set(re.findall(r"--\w[\w-]+", path.read_text()))
-    ours = (ROOT / "xla_fsdp" / "libtpu_flags.py").read_text()
-    known |= {flag for flag in flags if f'"{flag[2:]}"' in ours}  # libtpu's, which we set
-    assert not flags - known
-    packages = [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())]
-    missing = {path for path in paths if not any((at / path).exists() for at in packages)}
-    assert {path for path in missing if not path.startswith("runs/")} == set()
-    assert broken_anchors() == []
 
 
 def test_commands_are_found():

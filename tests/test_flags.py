@@ -170,13 +170,6 @@ def test_a_file_of_flags(tmp_path):
     assert values(f"@{tmp_path}/b.args", "--lr", "0.1")["lr"] == 0.1  # the last one counts
 
 
-def test_recipes_can_be_read():
-    recipes = sorted((ROOT / "recipes").glob("*.args"))
-    assert recipes
-    for path in recipes:
-        assert values(f"@{path}") != values()
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [

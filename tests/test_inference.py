@@ -213,7 +213,7 @@ def test_eval_only_repeats_the_runs_own(name, flags, processes, trained, files, 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result, expected = json.loads(done.stdout), trained.evaluations[-1]
-    assert set(result) == {"val_loss", "val_top1", "val_images", "bad_images"}
+    assert set(result) == {"val_loss", "val_top1", "val_top5", "val_images", "bad_images"}
     assert result["bad_images"] == 0
     assert result["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
     assert result["val_top1"] == pytest.approx(expected["val_top1"], abs=0.3)  # an image
@@ -231,7 +231,7 @@ def test_eval_only_as_text_of_a_file(trained, files, words, tmp_path):
     result = trained.evaluations[-1]
     assert done.stdout.splitlines()[-1] == (
         f"val loss: {result['val_loss']:.4f}, accuracy on val: {result['val_top1']:.2f} % of 359 "
-        "images"
+        f"images, top-5: {result['val_top5']:.2f} %"
     )
     assert not (tmp_path / "none").exists()
 

@@ -1,6 +1,7 @@
 """Mean, deviation, crop and interpolation: those of the weights, against timm's own transforms."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,6 +81,12 @@ def test_validation_images_are_timms(size, crop_pct, interpolation, picture):
     assert ours.dtype == torch.uint8
     ours = v2.functional.normalize(ours / 255, list(how.mean), list(how.std))
     torch.testing.assert_close(ours, theirs(image))
+    other = "nearest" if interpolation == "bicubic" else "bicubic"
+    apart = replace(how, interpolation=other, test_interpolation=interpolation)
+    again = val_transform(apart, size, 3)(Pixels(np.asarray(image)))
+    torch.testing.assert_close(
+        v2.functional.normalize(again / 255, list(how.mean), list(how.std)), ours
+    )
 
 
 def test_weights_of_timm(timms, picture, capsys):
@@ -124,10 +131,13 @@ def test_another_architecture_than_the_presets_has_new_weights_preprocessing():
 def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
     """In the checkpoint: training on it, --predict and --eval_only from it use the same."""
     flags = "--mean 0.1 0.2 0.3 --crop_pct 0.7 --interpolation nearest".split()
+    flags += ["--test_interpolation", "box"]
     run = train_tiny(tmp_path, "--max_steps", "1", *flags)
     saved = read_saved_run(tmp_path / "step_1")
     run_now = with_preprocessing(on_xla(TINY_MODEL), saved)
-    expected = Preprocessing((0.1, 0.2, 0.3), crop_pct=0.7, interpolation="nearest")
+    expected = Preprocessing(
+        (0.1, 0.2, 0.3), crop_pct=0.7, interpolation="nearest", test_interpolation="box"
+    )
     assert run_now.config.data.preprocessing == expected
     evaluated = ["--eval_only", "--json", "--ckpt_dir", tmp_path, "--batch_size", 359]
     evaluated += ["--data_dir", run.run_file["arguments"]["data_dir"], "--backend", "cuda"]

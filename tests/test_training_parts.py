@@ -17,6 +17,7 @@ from models.registry import open_model
 from run_vit_training import read_flags
 from tests.resolved import on_xla
 from training.checkpoints.reader import SafeReader, quiet_dcp
+from training.evaluation import Evaluation
 from training.flag_rules import flat
 from training.metrics import read_metrics
 from training.plots import plot_curves
@@ -166,7 +167,7 @@ def test_reports_write_every_form(tmp_path, capsys):
     pace.started -= 10.0
     pace.waited = 1.0
     run.log(20, 1, 1e-3, pace, value(loss=1.0, grad_norm=0.5))
-    run.evaluation(20, 1, 0.9, 75.0, 50)
+    run.evaluation(20, 1, Evaluation(0.9, 75.0, 90.0, 50))
     curves = run.close()
     first, second, evaluation = read_metrics(tmp_path)
     assert "images_per_s" not in first
@@ -178,6 +179,7 @@ def test_reports_write_every_form(tmp_path, capsys):
         "epoch": 1,
         "val_loss": 0.9,
         "val_top1": 75.0,
+        "val_top5": 90.0,
         "val_images": 50,
     }
     line = capsys.readouterr().out.splitlines()[1]
@@ -198,7 +200,7 @@ def test_tensorboard_scalars(tmp_path):
         tmp_path, SilentBackend(), first_step=0, total_steps=1, batch_size=8, flops_per_image=1.0
     )
     run.log(1, 1, 0.5, None, value(loss=2.0, grad_norm=1.0))
-    run.evaluation(1, 1, 0.25, 75.0, 50)
+    run.evaluation(1, 1, Evaluation(0.25, 75.0, 90.0, 50))
     run.close()
     content = b"".join(f.read_bytes() for f in (tmp_path / "tensorboard").iterdir())
     for tag in (b"train/loss", b"train/lr", b"train/grad_norm", b"val/loss", b"val/top1"):

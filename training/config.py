@@ -116,6 +116,14 @@ class CheckpointConfig:
         "resume from the checkpoint written after this epoch; 0: as --resume says",
         kind=count,
     )
+    init_from: str | None = flag(
+        None,
+        "begin new training with these weights: a checkpoint, a run's --ckpt_dir, or a file of "
+        "torch.save or .safetensors with timm's names; fitted to another image size, patch size, "
+        "number of channels or classes; a checkpoint of --ckpt_dir goes before (default: none)",
+        metavar="PATH",
+        conflicts=("predict", "eval_only"),
+    )
     ckpt_epoch_interval: int = flag(10, "epochs", kind=positive, common=True)
     ckpt_step_interval: int = flag(0, "steps; 0: only after epochs", kind=count, common=True)
     ckpt_minutes_interval: float = flag(
@@ -230,6 +238,14 @@ class UseConfig:
         False,
         "take the moving average of the weights (EMA) that the checkpoint holds, not the weights",
         needs=("predict|eval_only",),
+    )
+    eval_report: str | None = flag(
+        None,
+        "write what --eval_only found out to this folder: per_class.csv and confusion.csv, how "
+        "many of each class's images are right and what the others were taken for, and "
+        "confusion.png (default: none)",
+        metavar="FOLDER",
+        needs=("eval_only",),
     )
     json: bool = flag(
         False,

@@ -1,4 +1,4 @@
-"""Computes loss and top-1 accuracy over a validation set, and decides when."""
+"""Computes loss and accuracy over a validation set, and decides when."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from training.backend import Backend
 from training.checkpoints.content import Position
 from training.config import LogConfig
 from training.objective import Objective
+from training.predictions import TOP, Predictions, classes_before
 from training.prefetch import prefetch
 from training.session import Session
 
@@ -32,6 +33,8 @@ class Evaluation:
     """The mean cross-entropy."""
     top1: float
     """The percentage of images whose highest logit is their label."""
+    top5: float
+    """The percentage of images whose label is among the five highest logits."""
     images: int
 
 
@@ -41,15 +44,24 @@ class _Totals:
 
     loss: float = 0.0
     correct: float = 0.0
+    in_top5: float = 0.0
     images: float = 0.0
+    predictions: Predictions | None = None
 
     def add(self, values: Future[dict[str, list[float]]]) -> None:
-        loss, correct, images = values.result()["totals"]
-        self.loss, self.correct, self.images = (
-            self.loss + loss,
-            self.correct + correct,
-            self.images + images,
-        )
+        read = values.result()
+        loss, correct, in_top5, images = read["totals"]
+        self.loss += loss
+        self.correct += correct
+        self.in_top5 += in_top5
+        self.images += images
+        if self.predictions is not None:
+            self.predictions.add(read["images"])
+
+    def evaluation(self) -> Evaluation:
+        count = self.images or float("nan")  # where no image could be read
+        top1, top5 = (100 * each / count for each in (self.correct, self.in_top5))
+        return Evaluation(self.loss / count, top1, top5, int(self.images))
 
 
 @torch.no_grad()
@@ -60,36 +72,38 @@ def evaluate(
     backend: Backend,
     batches: int = 0,
     batch_done: Callable[[], bool | None] = lambda: None,
+    predictions: Predictions | None = None,
 ) -> Evaluation | None:
     """Run the model over ``loader`` (0: all its batches); padding (label -1) counts for nothing.
 
-    Returns None if ``batch_done``, called after each batch, says True: to stop.
+    Returns None if ``batch_done``, called after each batch, says True: to stop. ``predictions``
+    collects what each image was taken for.
     """
     model.eval()
-    totals, pending = _Totals(), deque[Future]()
+    totals, pending = _Totals(predictions=predictions), deque[Future]()
     source = itertools.islice(loader.epoch(0), batches or None)
     stopped = False
     with contextlib.closing(prefetch(source, backend.put, loader.prefetch_depth)) as ready:
         for images, labels in ready:
             logits = model(objective.normalize(images)).float()
             loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
-            correct = (logits.argmax(dim=-1) == labels).sum()
-            present = (labels != PADDING).sum()
-            sums = backend.sum(torch.stack([loss, correct.float(), present.float()]))
+            present, before = labels != PADDING, classes_before(logits, labels)
+            counts = [(present & (before < most)).sum().float() for most in (1, TOP)]
+            sums = backend.sum(torch.stack([loss, *counts, present.sum().float()]))
+            values = {"totals": sums}
+            if predictions is not None:
+                values["images"] = predictions.of_batch(logits, labels, before)
             backend.end_step()
-            pending.append(backend.read({"totals": sums}))
+            pending.append(backend.read(values))
             if len(pending) > _AHEAD:
                 totals.add(pending.popleft())
             if batch_done():
                 stopped = True
                 break
-    for values in pending:
-        totals.add(values)
+    for left in pending:
+        totals.add(left)
     model.train()
-    if stopped:
-        return None
-    count = totals.images or float("nan")  # where no image could be read
-    return Evaluation(totals.loss / count, 100 * totals.correct / count, int(totals.images))
+    return None if stopped else totals.evaluation()
 
 
 @dataclass
@@ -140,8 +154,7 @@ class Evaluations:
                 return None
         session.bad_images.collect([self.loader])
         epoch = at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
-        of_ema = None if ema is None else (ema.loss, ema.top1)
-        session.reports.evaluation(at.step, epoch, result.loss, result.top1, result.images, of_ema)
+        session.reports.evaluation(at.step, epoch, result, ema)
         self.done.add(at.step)
         return ema or result
 

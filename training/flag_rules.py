@@ -139,6 +139,8 @@ def check_switches(*configs: Any) -> None:
         "predict",
         "json",
         "use_ema",
+        "eval_report",
+        "init_from",
         "self_check",
         "plan",
         "tpu_topology",

@@ -1,4 +1,4 @@
-"""Use a trained model: name what images show, or measure it on val/. Writes no file."""
+"""Use a trained model: name what images show, or measure it on val/. Writes no file unasked."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from training.checkpoints.content import SavedRun
 from training.checkpoints.state import load_state
 from training.config import RunConfig
 from training.errors import UsageError
+from training.eval_report import EvalReport
 from training.evaluation import evaluate
 from training.fingerprint import check_alike
 from training.flag_rules import from_values
@@ -35,9 +36,10 @@ from training.loaders import val_loader
 from training.mesh import Mesh
 from training.normalize import Normalize
 from training.objective import Objective
+from training.predictions import Predictions
 from training.resolve import Run, model_of, resolve_model
-from training.start import choose_checkpoint
-from training.url_path import folder_at
+from training.start import check_folder_writable, choose_checkpoint
+from training.url_path import folder_at, is_url
 from training.validation import (
     bad_data_is_the_users,
     check_same_classes,
@@ -45,7 +47,7 @@ from training.validation import (
     wanted_images,
 )
 from training.weights import Weights, find_weights
-from training.weights_preprocessing import with_preprocessing, with_preprocessing_of_file
+from training.weights_preprocessing import with_preprocessing_of
 
 _TOP = 5
 _BATCH_SIZE = 32
@@ -89,14 +91,6 @@ def _model_of(run: SavedRun, asked: ModelConfig) -> ModelConfig:
     return saved
 
 
-def _with_preprocessing(weights: Weights, run: Run) -> tuple[Weights, Run]:
-    """Return the weights with what is to be said of their preprocessing, and the run with it."""
-    if weights.run:
-        return weights, with_preprocessing(run, weights.run)
-    run, note = with_preprocessing_of_file(run, weights.path)
-    return replace(weights, note=note), run
-
-
 def _tell(line: str) -> None:
     """On stderr, above the bar: stdout has the result alone."""
     tqdm.write(line, file=sys.stderr)
@@ -109,14 +103,15 @@ def _tell(line: str) -> None:
 def predict(config: RunConfig, weights: Weights) -> None:
     """Print the likeliest classes of every image of ``--predict``, in plain PyTorch."""
     config, spec = resolve_model(config)
-    weights, run = _with_preprocessing(weights, Run(config, _PlainPyTorch(), spec, Mesh()))
+    weights, run = with_preprocessing_of(weights, Run(config, _PlainPyTorch(), spec, Mesh()))
     config = run.config
     assert config.use.predict is not None
     found = find_images(config.use.predict)
     _say_passed_over(found)
     if weights.note:
         _tell(weights.note)
-    names = _class_names(weights, config.data.data_dir, spec.sizes.num_classes)
+    of_data = class_folders(config.data.data_dir, "train")
+    names = _class_names(weights, of_data, spec.sizes.num_classes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.checkpoints.verify_checkpoint:
         weights.check_undamaged()
@@ -193,10 +188,10 @@ def _top_classes(
     ]
 
 
-def _class_names(weights: Weights, data_dir: str, num_classes: int) -> list[str]:
-    """Return names by label: the checkpoint's, else ``data_dir``/train's, else "class <label>"."""
+def _class_names(weights: Weights, of_data: list[str], num_classes: int) -> list[str]:
+    """Return names by label: the checkpoint's, else the data's, else "class <label>"."""
     known = weights.run.classes if weights.run else None
-    names = class_folders(data_dir, "train") if known is None else known
+    names = of_data if known is None else known
     if len(names) > num_classes:  # the folder is another model's
         names = []
     return names + [f"class {label}" for label in range(len(names), num_classes)]
@@ -208,7 +203,12 @@ def _class_names(weights: Weights, data_dir: str, num_classes: int) -> list[str]
 @bad_data_is_the_users()
 def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run with its data, and the body of every process. Raises UsageError."""
-    weights, run = _with_preprocessing(weights, run)
+    if run.config.use.eval_report:
+        folder = folder_at(run.config.use.eval_report)
+        if is_url(folder):
+            raise UsageError(f"--eval_report {folder}: give a folder of this machine")
+        check_folder_writable(folder, "--eval_report")
+    weights, run = with_preprocessing_of(weights, run)
     data = open_data(wanted_images(run, with_train=False))
     check_same_classes(weights.run.classes if weights.run else None, weights.path, data)
     return run, functools.partial(_evaluate_weights, weights, data)
@@ -240,22 +240,29 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
         load_state(backend, weights.path, with_optimizer=False, use_ema=run.config.use.use_ema)
     say(backend.describe())
     say("evaluating" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
-    result = evaluate(sharded, Objective(run, backend), loader, backend)
+    report = run.config.use.eval_report
+    predictions = Predictions(backend, run.config.data.pass_size) if report else None
+    objective = Objective(run, backend)
+    result = evaluate(sharded, objective, loader, backend, predictions=predictions)
     assert result is not None  # nothing stops it
     left_out = _count_bad_images(loader.bad_images(), run.config.data.max_bad_images)
     if not result.images:
         raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
     say(
         f"val loss: {result.loss:.4f}, accuracy on val: {result.top1:.2f} % of "
-        f"{result.images:,} images"
+        f"{result.images:,} images, top-5: {result.top5:.2f} %"
         + (f"; {left_out:,} unreadable ones left out" if left_out else "")
     )
+    if report and predictions and backend.is_main:
+        names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
+        say(_write_report(EvalReport.of(predictions.all(), names), report))
     if as_json and backend.is_main:
         print(
             json.dumps(
                 {
                     "val_loss": result.loss,
                     "val_top1": result.top1,
+                    "val_top5": result.top5,
                     "val_images": result.images,
                     "bad_images": left_out,
                 }
@@ -265,6 +272,15 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
 
 def _kind(run: Run) -> str:
     return "EMA of the weights" if run.config.use.use_ema else "weights"
+
+
+def _write_report(report: EvalReport, folder: str) -> str:
+    """Write the report and return the line that says so. Raises UsageError if that fails."""
+    try:
+        report.write(folder_at(folder))
+    except OSError as error:
+        raise UsageError(f"cannot write to --eval_report {folder}: {error.strerror}") from None
+    return f"report on {len(report.names):,} classes: {folder}"
 
 
 def _count_bad_images(found: list[BadImage], most: int) -> int:

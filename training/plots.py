@@ -13,7 +13,11 @@ import matplotlib.pyplot as plt
 _PANELS = (
     ("Loss", (("loss", "train"), ("val_loss", "val"), ("ema_val_loss", "EMA")), "cross-entropy"),
     ("Learning rate", (("lr", "lr"),), "lr"),
-    ("Validation accuracy", (("val_top1", "top-1"), ("ema_val_top1", "EMA")), "%"),
+    (
+        "Validation accuracy",
+        (("val_top1", "top-1"), ("val_top5", "top-5"), ("ema_val_top1", "EMA, top-1")),
+        "%",
+    ),
     ("Throughput", (("images_per_s", "images/s"),), "images/s"),
 )
 

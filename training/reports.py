@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -24,6 +24,9 @@ from training.metrics import read_metrics
 from training.plots import plot_curves
 from training.sinks import Guarded, open_sinks
 from training.skipped_steps import COUNTS
+
+if TYPE_CHECKING:
+    from training.evaluation import Evaluation
 
 CURVES_FILE = "curves.png"
 _COMPARED = 3
@@ -250,32 +253,32 @@ class Reports:
         return ", ".join(parts)
 
     def evaluation(
-        self,
-        step: int,
-        epoch: int,
-        loss: float,
-        top1: float,
-        images: int,
-        of_ema: tuple[float, float] | None = None,
+        self, step: int, epoch: int, result: Evaluation, of_ema: Evaluation | None = None
     ) -> None:
-        """Record an evaluation; ``top1`` is in percent. ``of_ema``: the EMA's loss and top-1."""
+        """Record an evaluation of the weights and, if there is one, of their EMA."""
         self.flush()
-        self.last_top1 = top1
+        self.last_top1 = result.top1
         self._compilations = -1  # the evaluation compiled its own step
         record = {
             "step": step,
             "epoch": epoch,
-            "val_loss": loss,
-            "val_top1": top1,
-            "val_images": images,
+            "val_loss": result.loss,
+            "val_top1": result.top1,
+            "val_top5": result.top5,
+            "val_images": result.images,
         }
         line = (
-            f"epoch {epoch} step {step}, val loss: {loss:.4f}, "
-            f"accuracy on val: {top1:.2f} % of {images:,} images"
+            f"epoch {epoch} step {step}, val loss: {result.loss:.4f}, "
+            f"accuracy on val: {result.top1:.2f} % of {result.images:,} images, "
+            f"top-5: {result.top5:.2f} %"
         )
         if of_ema:
-            record["ema_val_loss"], record["ema_val_top1"] = of_ema
-            line += f"; of the EMA: val loss {of_ema[0]:.4f}, accuracy {of_ema[1]:.2f} %"
+            record["ema_val_loss"], record["ema_val_top1"] = of_ema.loss, of_ema.top1
+            record["ema_val_top5"] = of_ema.top5
+            line += (
+                f"; of the EMA: val loss {of_ema.loss:.4f}, accuracy {of_ema.top1:.2f} %, "
+                f"top-5 {of_ema.top5:.2f} %"
+            )
         self._write(record)
         self.say(line)
 

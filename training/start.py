@@ -68,7 +68,7 @@ def choose_checkpoint(
             return Start(saved[0], notes)
         if explicit or path == paths[-1]:
             raise UsageError(
-                f"{path} is damaged ({problem}): --resume another one, or take it as it is with "
+                f"{path} is damaged ({problem}): name another one, or take it as it is with "
                 "--no_verify_checkpoint",
                 agreed=True,
             )
@@ -133,8 +133,8 @@ def take_logs(folder: Path, url: Path, *, is_main: bool) -> list[str]:
     ]
 
 
-def check_folder_writable(folder: Path) -> None:
-    """Raise UsageError if nothing can be written to ``--ckpt_dir``; leave nothing there."""
+def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
+    """Raise UsageError if nothing can be written to what ``flag`` names; leave nothing there."""
     import tempfile
 
     if is_url(folder):
@@ -153,7 +153,7 @@ def check_folder_writable(folder: Path) -> None:
                 pass
     except OSError as error:
         raise UsageError(
-            f"cannot write to --ckpt_dir {folder}: {error.strerror}"
+            f"cannot write to {flag} {folder}: {error.strerror}"
             + (f": {error.filename}" if error.filename else "")
         ) from None
 

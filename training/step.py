@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from data.loader import Batch
-from training.backend import Backend
+from training.backend import Backend, InitializeModule
 from training.objective import Objective
 from training.parameter_groups import updates_of
 from training.resolve import Run
@@ -26,15 +26,21 @@ class Outcome(NamedTuple):
     """The counts of steps skipped so far (``training.skipped_steps``)."""
 
 
-def shard_and_optimize(run: Run, backend: Backend) -> nn.Module:
-    """Build the model, fill it, shard it on the backend, and make its optimizer there."""
-    model, initialize = run.model.build(), run.model.initialize
-    with_seed = functools.partial(initialize, seed=run.config.seed)
+def shard_and_optimize(
+    run: Run, backend: Backend, initialize: InitializeModule | None = None
+) -> nn.Module:
+    """Build the model, fill it, shard it on the backend, and make its optimizer there.
+
+    ``initialize`` fills it with other values than the run's first ones.
+    """
+    model = run.model.build()
+    if initialize is None:
+        initialize = functools.partial(run.model.initialize, seed=run.config.seed)
     optimizer = run.config.optimizer
     updates = updates_of(optimizer, run.model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in updates)
-    sharded = backend.shard(model, list(run.model.units(model)), with_seed)
+    sharded = backend.shard(model, list(run.model.units(model)), initialize)
     assert optimizer.betas is not None  # resolved
     backend.build_optimizer(updates, betas=optimizer.betas, eps=optimizer.eps)
     return sharded

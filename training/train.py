@@ -29,6 +29,7 @@ from training.evaluation import Evaluations
 from training.events import process_start
 from training.expectation import read_expectation
 from training.fingerprint import check_alike, versions
+from training.initial_weights import InitialWeights, find_source, fit
 from training.loaders import train_loader, val_loader
 from training.loop import Trainer
 from training.metrics import METRICS_FILE, decisive, evaluations, read_metrics
@@ -63,7 +64,7 @@ from training.validation import (
     wanted_images,
 )
 from training.watchdog import Watchdog
-from training.weights_preprocessing import with_preprocessing
+from training.weights_preprocessing import with_preprocessing, with_preprocessing_of
 
 
 @dataclass
@@ -77,6 +78,8 @@ class Plan:
     """What a step is expected to take, if that was told."""
     process_started: float
     """In seconds since 1970."""
+    initial: InitialWeights | None = None
+    """Trained weights that a new training begins with."""
 
 
 def prepare(run: Run) -> tuple[Run, Plan]:
@@ -87,14 +90,19 @@ def prepare(run: Run) -> tuple[Run, Plan]:
     check_folder_writable(run.ckpt_dir)
     expected_s = read_expectation(run)
     resume, candidates = _candidates(run.config.checkpoints)
-    run = with_preprocessing(run, resume)
+    source = find_source(run.config)
+    if resume or source is None:
+        run = with_preprocessing(run, resume)
+    else:
+        source, run = with_preprocessing_of(source, run)
     with bad_data_is_the_users():
         data = open_data(wanted_images(run))
     if resume:
         _check_resume(resume, run, data)
     steps_per_epoch = data.train_length // run.config.data.batch_size
     _schedule(run, *_positions(resume, run, steps_per_epoch), steps_per_epoch)
-    return run, Plan(data, candidates, expected_s, process_start())
+    initial = fit(source, run, data) if source else None
+    return run, Plan(data, candidates, expected_s, process_start(), initial)
 
 
 def _candidates(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
@@ -233,7 +241,8 @@ def _place(plan: Plan, run: Run, session: Session, start: Start, position: Posit
     say, backend = session.reports.say, session.backend
     say(f"data: {plan.data}")
     say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
-    model = shard_and_optimize(run, backend)
+    fill = plan.initial.begin(run, start.resume, say) if plan.initial else None
+    model = shard_and_optimize(run, backend, fill)
     if start.resume:
         has_ema = load_state(backend, start.resume.path)
         note = note_of_resume(keeps=run.config.ema.model_ema, has=has_ema)

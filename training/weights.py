@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.meta import allocate, fill_buffers
 from models.spec import ModelSpec
-from training.checkpoints.choose import BEST, find_resume, first_readable
+from training.checkpoints.choose import BEST, find_resume, first_readable, of_path
 from training.checkpoints.content import EMA, WEIGHTS, SavedRun, saved_run, training_entry
 from training.checkpoints.manifest import damage
 from training.checkpoints.reader import METADATA, SafeReader, quiet_dcp, read_metadata, readable
@@ -43,7 +43,7 @@ class Weights:
 
     def check_fits(self, model: ModelSpec) -> None:
         """Raises UsageError naming the first tensor that is not one of the model's."""
-        found = self._shapes()
+        found = self.shapes()
         for name, tensor in model.meta.state_dict().items():
             if name not in found:
                 raise UsageError(f"{self.path} has no {name}, which the model has: {_REMEDY}")
@@ -61,11 +61,12 @@ class Weights:
             problem = None if self.tensors is not None else damage(self.path)
         if problem:
             raise UsageError(
-                f"{self.path} is damaged ({problem}): --resume another one, or take it as it is "
+                f"{self.path} is damaged ({problem}): name another one, or take it as it is "
                 "with --no_verify_checkpoint"
             )
 
-    def _shapes(self) -> dict[str, torch.Size]:
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shape of each tensor by its name. Raises UsageError for a damaged folder."""
         if self.tensors is not None:
             return {name: tensor.shape for name, tensor in self.tensors.items()}
         with readable(self.path):
@@ -90,6 +91,21 @@ class Weights:
             if self.tensors is not None:
                 for key, parameter in part.named_parameters(prefix=full_name, recurse=False):
                     parameter.copy_(self.tensors[key])
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return these tensors, whole on the CPU, by name.
+
+        A file's are mapped, and not to be changed; a folder's are read, in fp32.
+        """
+        if self.tensors is not None:
+            return {name: self.tensors[name] for name in names}
+        shapes = self.shapes()
+        values = {name: torch.empty(shapes[name]) for name in names}
+        if values:
+            with readable(self.path), quiet_dcp():
+                reader = SafeReader(self.path)
+                dcp.load({self.kind: values}, storage_reader=reader, no_dist=True)
+        return values
 
     def plain_model(self, spec: ModelSpec, device: torch.device) -> nn.Module:
         """Return timm's model with these weights, in fp32 and whole on ``device``, to be used."""
@@ -117,24 +133,35 @@ def find_weights(
     """
     if resume == "none":
         raise UsageError("--resume none: a trained model is needed, give --resume PATH")
-    path = folder_at(resume)
-    if resume != "auto" and resume not in BEST and not path.is_dir():
-        if not path.is_file():
-            raise UsageError(f"--resume {resume}: there is no such checkpoint, folder or file")
-        if is_url(path):
-            raise UsageError(f"--resume {resume}: copy that file to this machine, and name it here")
-        return load_file_of_weights(path, use_ema=use_ema)
     if resume != "auto" and resume not in BEST and not resume_epoch:
-        with readable(path):
-            if files := safetensors_files(path):
-                return _load_safetensors(path, files, use_ema)
-            if _is_bare_checkpoint(path):
-                if use_ema:
-                    raise _no_ema(path)
-                return Weights(path, None, None)
+        return weights_in(folder_at(resume), "--resume", use_ema=use_ema)
     saved, candidates = first_readable(find_resume(ckpt_dir, resume, resume_epoch))
     if saved is None:
         raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
+    kind = EMA if use_ema else WEIGHTS
+    return Weights(saved.path, saved, None, "; ".join(candidates.passed_over), kind)
+
+
+def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
+    """Return the weights in a checkpoint, in the newest one of a run's folder, or in files.
+
+    Raises UsageError, naming ``flag``, if there is no such thing, or if it cannot be read.
+    """
+    if path.is_file():
+        if is_url(path):
+            raise UsageError(f"{flag} {path}: copy that file to this machine, and name it here")
+        return load_file_of_weights(path, use_ema=use_ema)
+    if not path.is_dir():
+        raise UsageError(f"{flag} {path}: there is no such checkpoint, folder or file")
+    with readable(path):
+        if files := safetensors_files(path):
+            return _load_safetensors(path, files, use_ema)
+        if _is_bare_checkpoint(path):
+            if use_ema:
+                raise _no_ema(path)
+            return Weights(path, None, None)
+    saved, candidates = first_readable(of_path(path))
+    assert saved is not None  # of_path found one
     kind = EMA if use_ema else WEIGHTS
     return Weights(saved.path, saved, None, "; ".join(candidates.passed_over), kind)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from training.checkpoints.content import SavedRun
 from training.errors import UsageError
 from training.resolve import Run
 from training.safetensors_files import metadata_of, safetensors_files
+from training.weights import Weights
 
 _NAMES = tuple(field.name for field in fields(Preprocessing))
 _MOST_OF_VOLUMES = 1e30
@@ -30,8 +31,19 @@ def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
     return _settled(run, base)
 
 
+def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
+    """Return the weights with what is to be said of their preprocessing, and the run with it.
+
+    Raises UsageError if they have values that cannot be.
+    """
+    if weights.run:
+        return weights, with_preprocessing(run, weights.run)
+    run, note = with_preprocessing_of_file(run, weights.path)
+    return replace(weights, note=note), run
+
+
 def with_preprocessing_of_file(run: Run, path: Path) -> tuple[Run, str]:
-    """Do the same for a file of weights alone: as it says, or as timm has it for the model.
+    """Return the run as a file of weights alone says, or as timm has it for the model.
 
     Returns a line, too, that tells what was taken from where; "" for the values of new weights.
     Raises UsageError for values that cannot be.
@@ -72,7 +84,7 @@ def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
 
 
 def _can_be(name: str, value: Any, most: float) -> bool:
-    if name == "interpolation":
+    if name in ("interpolation", "test_interpolation"):
         return value in INTERPOLATIONS
     if name == "crop_pct":
         return isinstance(value, (int, float)) and 0 < value <= 1

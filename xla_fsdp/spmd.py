@@ -333,8 +333,8 @@ class SpmdBackend(XlaBackend):
         # Marked, because results of a step are: an unmarked one would compile anew.
         return self._mark_replicated(values.to(self._device))
 
-    def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mark(x, ((),) * x.dim())
+    def _mark_replicated(self, value: torch.Tensor) -> torch.Tensor:
+        return self._mark(value, ((),) * value.dim())
 
     # -- a step -----------------------------------------------------------------------
 
@@ -359,7 +359,7 @@ class SpmdBackend(XlaBackend):
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return value  # the program's tensors are global
 
-    sum = mean
+    sum = _mark_replicated  # global, too; and every host can read it
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)

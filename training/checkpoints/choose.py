@@ -95,7 +95,15 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
     path = folder_at(resume)
     if not path.is_dir():
         raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
-    inside = complete_checkpoints(path)  # the --ckpt_dir of another run: its newest
+    return of_path(path)
+
+
+def of_path(path: Path) -> Candidates:
+    """Return the checkpoint ``path``, or those of the run whose --ckpt_dir it is, the newest first.
+
+    Raises UsageError if it is neither.
+    """
+    inside = complete_checkpoints(path)
     return _newest(inside) if inside else Candidates([_undamaged(path)])
 
 

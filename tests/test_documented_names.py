@@ -1,0 +1,23 @@
+"""Every flag, file and heading that README.md and docs/ name is there."""
+
+import re
+
+from tests.cli import ROOT
+from tests.documented_commands import broken_anchors, flags_and_paths, known_flags
+
+
+def test_flags_and_files_that_documents_name_are_there():
+    flags, paths = flags_and_paths()
+    known = known_flags()
+    ours_alone = [ROOT / "data" / "pack.py", *(ROOT / "training").rglob("__main__.py")]
+    programs = [*ours_alone, *(ROOT / "benchmarks").rglob("*.py")]
+    for path in [*(ROOT / "launch").iterdir(), *programs]:
+        if path.is_file():
+            known |= set(re.findall(r"--\w[\w-]+", path.read_text()))
+    ours = (ROOT / "xla_fsdp" / "libtpu_flags.py").read_text()
+    known |= {flag for flag in flags if f'"{flag[2:]}"' in ours}  # libtpu's, which we set
+    assert not flags - known
+    packages = [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())]
+    missing = {path for path in paths if not any((at / path).exists() for at in packages)}
+    assert {path for path in missing if not path.startswith("runs/")} == set()
+    assert broken_anchors() == []

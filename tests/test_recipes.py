@@ -1,0 +1,43 @@
+"""Every file of recipes/: the program takes it, and it is of the model that it names."""
+
+import pytest
+
+from tests.cli import ROOT
+from tests.resolved import on_gpus, on_xla
+
+RECIPES = sorted((ROOT / "recipes").glob("*.args"))
+# The parameters of each model, as it was published.
+PARAMETERS = {
+    "deit3_at_224": 22_059_496,
+    "deit3_base": 86_585_320 - 52 * 768,  # of 12 x 12 patches, not 14 x 14
+    "deit3_huge": 632_126_440 - 135 * 1280,  # of 11 x 11, not 16 x 16
+    "deit3_large": 304_374_760 - 52 * 1024,
+    "deit3_small": 22_059_496,
+    "dinov3_7b_probe": 6_716_035_072 - 4096 + 4096 * 1000 + 1000,  # no mask token
+    "mae_vit_l16_finetune": 304_326_632,
+    "vit_10b": 10_077_917_160,
+    "vit_l16_finetune": 304_763_880,
+    "vit_s16_imagenet_90ep": 22_050_664 - 2 * 384,  # no class token, and no position of it
+}
+NAMED_BY_HAND = {"deit3_at_224": ["--model", "timm/deit3_small_patch16_224"]}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe(path):
+    given = [f"@{path}", *NAMED_BY_HAND.get(path.stem, [])]
+    for resolve in (on_xla, on_gpus):
+        run = resolve(given).on(8)
+        if path.stem in PARAMETERS:
+            assert run.model.parameter_count == PARAMETERS[path.stem]
+    documented = (ROOT / "docs" / "recipes.md").read_text()
+    assert f"recipes/{path.name}" in documented
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_says_whether_it_was_run(path):
+    comment = " ".join(
+        line[1:].strip() for line in path.read_text().splitlines() if line[:1] == "#"
+    )
+    assert (
+        "Not run here." in comment or "% of the validation images" in comment or "`make " in comment
+    )
