@@ -224,7 +224,7 @@ def test_peak_flops_by_kind_of_tpu():
 VIT_10B_EXAMPLE = {
     "data_dir": "/datasets/imagenet-1k",
     "data_source": "folder",
-    "num_workers": 4,
+    "num_workers": None,  # theirs: 4; here as many as the host has cores for
     "ckpt_dir": "/tmp/vit_fsdp",
     "resume_epoch": 0,
     "ckpt_epoch_interval": 10,
