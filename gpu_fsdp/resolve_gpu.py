@@ -35,8 +35,6 @@ def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
     Raises UsageError.
     """
     run = _resolve(config, own)
-    if run.config.loss.teacher is not None and run.own.fsdp == "megatron":
-        raise UsageError("--teacher needs --fsdp fsdp2, this is megatron")
     strategy = 0 if run.own.zero_dp_strategy == 0 else 3  # of 2, it would never be sharded again
     beside = replace(run.own, block="timm", fp8="none", zero_dp_strategy=strategy)
     return with_teacher(run, lambda config: _resolve(config, beside))
@@ -145,6 +143,8 @@ def _check_form(config: RunConfig, own: GpuConfig) -> None:
         raise UsageError("--optimizer muon does not go with --cpu_offload: drop one of the two")
     if own.fsdp == "megatron" and config.optimizer.linear_probe:
         raise UsageError("--linear_probe needs --fsdp fsdp2, this is megatron")
+    if own.fsdp == "megatron" and config.loss.teacher is not None:
+        raise UsageError("--teacher needs --fsdp fsdp2, this is megatron")
     if own.fsdp == "fsdp2":
         if own.meta_init is False:
             raise UsageError("--no-meta_init needs --fsdp megatron, this is fsdp2")

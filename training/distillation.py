@@ -12,6 +12,7 @@ from torch import nn
 from models.meta import allocate
 from training.backend import Backend
 from training.loss_config import LossConfig
+from training.start import check_weights
 from training.teacher_run import FLAG
 from training.url_path import folder_at
 from training.weights import Weights, weights_in
@@ -28,9 +29,9 @@ class Teacher:
     def __init__(self, run: Run[Any], backend: Backend, say: Callable[[str], None]) -> None:
         """Put the teacher of ``run`` on the devices, and say of what it is made."""
         assert run.teacher is not None
-        assert run.config.loss.teacher_weights is not None
-        spec = run.teacher.model
-        weights = weights_in(folder_at(run.config.loss.teacher_weights), FLAG)
+        spec, found = run.teacher.model, run.teacher.config.checkpoints
+        weights = weights_in(folder_at(found.resume), FLAG)
+        check_weights(weights, verify=found.verify_checkpoint)
         preprocessing = run.teacher.config.data.preprocessing
         say(
             f"teacher: {spec.name}, {spec.parameter_count:,} parameters, of {weights.path}, "

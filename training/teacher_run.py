@@ -47,8 +47,6 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
     except UsageError as error:
         raise UsageError(f"--teacher {loss.teacher}: {error}") from None
     _check_alike(loss.teacher, teacher.model, run.model)
-    if config.checkpoints.verify_checkpoint:
-        weights.check_undamaged()
     return replace(run, teacher=with_preprocessing_of(weights, teacher)[1])
 
 
@@ -62,6 +60,7 @@ def _configuration(run: Run[Any], weights: Weights) -> RunConfig:
         loss=LossConfig(),
         ema=EmaConfig(),
         optimizer=replace(config.optimizer, linear_probe=False),
+        checkpoints=replace(config.checkpoints, resume=str(weights.path), resume_epoch=0),
         sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
     )
 
