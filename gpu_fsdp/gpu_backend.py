@@ -53,6 +53,7 @@ class GpuBackend(abc.ABC):
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._locals: dict[str, nn.Parameter] = {}
         self._ema: PartsAverage | None = None
+        self._frozen: GpuBackend | None = None
         self._skipped = no_counts().to(device.where)
 
     # -- the form of FSDP -------------------------------------------------------------
@@ -110,6 +111,12 @@ class GpuBackend(abc.ABC):
         if self._own.fp8 != "none":
             te_block.compute_in_fp8(sharded, self._own.fp8)
         return sharded
+
+    def shard_frozen(
+        self, run: GpuRun, model: nn.Module, initialize: InitializeModule
+    ) -> nn.Module:
+        self._frozen = type(self)(run, self._device)
+        return self._frozen.shard(model, list(run.model.units(model)), initialize)
 
     def _prepare_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
         """Return the block that is to be sharded: timm's, or TransformerEngine's in its place."""
@@ -327,11 +334,18 @@ class GpuBackend(abc.ABC):
 
     def state_bytes(self) -> dict[str, int]:
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
-        ema = {} if self._ema is None else {"ema": self._ema.nbytes}
-        return {
-            "parameters": sum(part.nbytes for part in self._locals.values()),
+        sizes = {
+            "parameters": self._parameter_bytes(),
             "optimizer": sum(tensor.nbytes for tensor in state),
-        } | ema
+        }
+        if self._ema is not None:
+            sizes["ema"] = self._ema.nbytes
+        if self._frozen is not None:
+            sizes["teacher"] = self._frozen._parameter_bytes()
+        return sizes
+
+    def _parameter_bytes(self) -> int:
+        return sum(part.nbytes for part in self._locals.values())
 
     def rounding(self) -> float:
         own, precision = self._own, self._sharding.precision

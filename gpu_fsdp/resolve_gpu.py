@@ -17,6 +17,7 @@ from training.errors import UsageError
 from training.flag_rules import check_needs
 from training.mesh import Mesh, make_mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
+from training.teacher_run import with_teacher
 
 ZERO_NAMES = ("no sharding", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,6 +34,13 @@ def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
 
     Raises UsageError.
     """
+    run = _resolve(config, own)
+    strategy = 0 if run.own.zero_dp_strategy == 0 else 3  # of 2, it would never be sharded again
+    beside = replace(run.own, block="timm", fp8="none", zero_dp_strategy=strategy)
+    return with_teacher(run, lambda config: _resolve(config, beside))
+
+
+def _resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
     config = _resolve_policy(resolve_common(replace(config, backend="cuda")))
     _check_devices()
     own = _resolve_form(config, own)
@@ -62,7 +70,11 @@ def _resolve_policy(config: RunConfig) -> RunConfig:
 def _resolve_form(config: RunConfig, own: GpuConfig) -> GpuConfig:
     if own.fsdp != "auto":
         return own
-    needs_fsdp2 = config.sharding.mesh_domain > 1 or config.optimizer.linear_probe
+    needs_fsdp2 = (
+        config.sharding.mesh_domain > 1
+        or config.optimizer.linear_probe
+        or config.loss.teacher is not None
+    )
     megatron = devices.choose().runs_megatron and not needs_fsdp2
     return replace(own, fsdp="megatron" if megatron else "fsdp2")
 
@@ -131,6 +143,8 @@ def _check_form(config: RunConfig, own: GpuConfig) -> None:
         raise UsageError("--optimizer muon does not go with --cpu_offload: drop one of the two")
     if own.fsdp == "megatron" and config.optimizer.linear_probe:
         raise UsageError("--linear_probe needs --fsdp fsdp2, this is megatron")
+    if own.fsdp == "megatron" and config.loss.teacher is not None:
+        raise UsageError("--teacher needs --fsdp fsdp2, this is megatron")
     if own.fsdp == "fsdp2":
         if own.meta_init is False:
             raise UsageError("--no-meta_init needs --fsdp megatron, this is fsdp2")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from data.loader import Batch, BatchLoader
 from data.share import Share
 from training.parameter_groups import Updates
+
+if TYPE_CHECKING:
+    from training.resolve import Run
 
 InitializeModule = Callable[[nn.Module, str], None]
 """A function that allocates and fills a module on the meta device; it takes its name in the
@@ -75,6 +78,13 @@ class Backend(Protocol):
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
         """Fill, shard and place the model, one unit after the other."""
+
+    def shard_frozen(self, run: Run, model: nn.Module, initialize: InitializeModule) -> nn.Module:
+        """Fill, shard and place ``model``, that of ``run``, beside the one that is trained.
+
+        It is to be used only: it has no optimizer and no EMA, and ``state`` knows nothing of it.
+        To be called once at most.
+        """
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         """Make what updates the sharded model, with its state allocated; parameters that are not
@@ -151,8 +161,8 @@ class Backend(Protocol):
         """Return bytes of device memory (used, peak, limit); {} where the device tells none."""
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the bytes on the first device of parameters, of optimizer state and, if there is
-        one, of the EMA."""
+        """Return the bytes on the first device of parameters, of optimizer state and, if there are
+        any, of the EMA and the teacher."""
 
     def rounding(self) -> float:
         """Return by what share a number may be rounded in the coarsest numbers that a step uses: of

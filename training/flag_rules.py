@@ -143,6 +143,7 @@ def check_switches(*configs: Any) -> None:
         "init_from",
         "self_check",
         "plan",
+        "teacher",
         "tpu_topology",
         "explain",
         "hlo_dir",

@@ -23,7 +23,6 @@ from data.source import DataSource, open_data
 from data.transforms import val_transform
 from models.config import ModelConfig
 from training.backend import Backend
-from training.checkpoints.choose import Candidates
 from training.checkpoints.content import SavedRun
 from training.checkpoints.state import load_state
 from training.config import RunConfig
@@ -38,7 +37,7 @@ from training.normalize import Normalize
 from training.objective import Objective
 from training.predictions import Predictions
 from training.resolve import Run, model_of, resolve_model
-from training.start import check_folder_writable, choose_checkpoint
+from training.start import check_folder_writable, check_weights
 from training.url_path import folder_at, is_url
 from training.validation import (
     bad_data_is_the_users,
@@ -224,11 +223,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
             print(text, file=lines, flush=True)
 
     check_alike(run, data)
-    verify = run.config.checkpoints.verify_checkpoint
-    if weights.tensors is None and weights.run:
-        choose_checkpoint(Candidates([weights.path]), lambda saved: None, verify=verify)
-    elif verify:
-        weights.check_undamaged()
+    check_weights(weights, verify=run.config.checkpoints.verify_checkpoint)
     loader = val_loader(data, backend, run.config.data.pass_size)
     model, count = run.model.build(), run.model.parameter_count
     say(f"data: {data}")

@@ -17,13 +17,12 @@ from models.config import ModelConfig
 from models.meta import allocate_own, on_meta
 from models.spec import ModelSpec
 from training.backend import InitializeModule
-from training.checkpoints.choose import Candidates
 from training.checkpoints.content import SavedRun
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flag_rules import from_values
 from training.resolve import Run, model_of
-from training.start import choose_checkpoint
+from training.start import check_weights
 from training.url_path import folder_at
 from training.weights import Weights, weights_in
 
@@ -79,11 +78,7 @@ class InitialWeights:
         if resume:
             say(f"note: --init_from {self.path} is passed over: this run has begun already")
             return None
-        verify = run.config.checkpoints.verify_checkpoint
-        if self._weights.tensors is None and self._weights.run:
-            choose_checkpoint(Candidates([self.path]), lambda saved: None, verify=verify)
-        elif verify:
-            self._weights.check_undamaged()
+        check_weights(self._weights, verify=run.config.checkpoints.verify_checkpoint)
         say(self.note)
         return self.initialize
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from config_fields import bounded, flag, fraction, non_negative, rate
+from config_fields import bounded, flag, fraction, non_negative, positive_number, rate
 from training.errors import UsageError
 
 _MIXES = "mixup|cutmix|cutmix_minmax"
@@ -64,6 +64,38 @@ class LossConfig:
         kind=bounded(float, 0, 1, open_high=True),
         metavar="X",
         needs=("bce_loss",),
+    )
+    teacher: str | None = flag(
+        None,
+        "distillation: a trained --model, made for the student's images and classes, whose answers "
+        "to the same images the student is to give, too (default: none)",
+        metavar="NAME",
+        needs=("teacher_weights",),
+        conflicts=("plan", "compile_only"),
+    )
+    teacher_weights: str | None = flag(
+        None,
+        "the teacher's: a checkpoint, a run's --ckpt_dir, or a file of torch.save or .safetensors "
+        "with timm's names; read again at each start (default: none)",
+        metavar="PATH",
+        needs=("teacher",),
+    )
+    distillation_type: Literal["hard", "soft"] = flag(
+        "hard",
+        "hard: the teacher's likeliest class is a second label; soft: all its probabilities",
+        needs=("teacher",),
+    )
+    distillation_alpha: float = flag(
+        0.5,
+        "share of the teacher's part in the loss; the labels' has the rest",
+        kind=fraction,
+        needs=("teacher",),
+    )
+    distillation_tau: float = flag(
+        1.0,
+        "temperature: logits of both are divided by it",
+        kind=positive_number,
+        needs=("distillation_type=soft",),
     )
 
     @property

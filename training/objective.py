@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
 from training.backend import Backend
+from training.distillation import Teacher, distillation_loss
 from training.loss_config import LossConfig
 from training.mixing import Mixing
 from training.normalize import Normalize
@@ -18,11 +19,24 @@ if TYPE_CHECKING:
     from training.resolve import Run
 
 
+class Targets(NamedTuple):
+    """What a model is to answer."""
+
+    labels: torch.Tensor
+    """(images,), or their shares (images, classes)."""
+    taught: torch.Tensor | None = None
+    """What the teacher answers: logits (images, classes)."""
+
+
+def _quietly(line: str) -> None: ...
+
+
 class Objective:
     """Prepares images on the devices, as a part of the step, and says what is to become less."""
 
-    def __init__(self, run: Run, backend: Backend) -> None:
-        """Put on the devices what it takes; to be made before the first step is recorded."""
+    def __init__(self, run: Run, backend: Backend, say: Callable[[str], None] = _quietly) -> None:
+        """Put on the devices what it takes, and ``say`` what that is; to be made before the first
+        step is recorded."""
         config = run.config.loss
         self.normalize = Normalize.of(run, backend.constant)
         self._mixing = None
@@ -31,14 +45,15 @@ class Objective:
         self._of_classes = config.mixes or config.bce_loss
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
         self._loss = training_loss(config)
+        self._teacher = Teacher(run, backend, say) if run.teacher else None
+        self._taught_loss, self._alpha = distillation_loss(config), config.distillation_alpha
 
     def example(
         self, images: torch.Tensor, labels: torch.Tensor, pass_index: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Targets]:
         """Return what the model is shown of a micro-batch, and what it is to answer.
 
-        The latter are labels (images,), or their shares (images, classes). ``pass_index``: the
-        number of the pass since the start of training.
+        ``pass_index``: the number of the pass since the start of training.
         """
         images = self.normalize(images)
         if self._of_classes:
@@ -46,11 +61,16 @@ class Objective:
         if self._mixing is not None:
             mix = self._mixing.draw(pass_index)
             images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
-        return images, labels
+        return images, Targets(labels, self._teacher(images) if self._teacher else None)
 
-    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
         """Return the mean loss of (images, classes) logits, a scalar in fp32."""
-        return self._loss(logits.float(), targets)
+        logits = logits.float()
+        loss = self._loss(logits, targets.labels)
+        if targets.taught is None:
+            return loss
+        taught = self._taught_loss(logits, targets.taught)
+        return (1 - self._alpha) * loss + self._alpha * taught
 
 
 def training_loss(config: LossConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

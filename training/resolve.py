@@ -57,6 +57,9 @@ class Run(Generic[Own]):
     mesh: Mesh
     why: Mapping[str, str] = field(default_factory=dict)
     """By field, for the line that describes the run: what has decided an "auto"."""
+    teacher: Self | None = None
+    """The run of ``--teacher`` on the same devices, of which the model and the preprocessing are
+    used; None without, and where nothing is trained."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -95,7 +98,8 @@ class Run(Generic[Own]):
         """
         if devices == self.mesh.devices:
             return self
-        run = replace(self, mesh=make_mesh(self.config.sharding, devices))
+        teacher = self.teacher and self.teacher.on(devices)
+        run = replace(self, mesh=make_mesh(self.config.sharding, devices), teacher=teacher)
         check_batch(run)
         return run
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from training import processes
 from training.bad_images import FILE as BAD_IMAGES_FILE
@@ -21,6 +22,9 @@ from training.events import EVENTS_FILE
 from training.log_folder import fetch_logs
 from training.metrics import METRICS_FILE
 from training.url_path import folder_at, is_url
+
+if TYPE_CHECKING:
+    from training.weights import Weights
 
 
 @dataclass
@@ -74,6 +78,17 @@ def choose_checkpoint(
             )
         notes.append(f"{path} is damaged ({problem})")
     return Start(None, notes)
+
+
+def check_weights(weights: Weights, *, verify: bool) -> None:
+    """Compare a checkpoint's files with its manifest, each process its share of them.
+
+    Without ``verify`` only that all processes see the same. Raises UsageError in all of them.
+    """
+    if weights.tensors is None and weights.run:
+        choose_checkpoint(Candidates([weights.path]), lambda saved: None, verify=verify)
+    elif verify:
+        weights.check_undamaged()
 
 
 def _check_same_checkpoint(path: Path) -> None:

@@ -150,10 +150,9 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
         with saver, bad_data_is_the_users():
             for note in start.notes:
                 session.reports.say(note)
-            model = _place(plan, run, session, start, position)
+            model, objective = _place(plan, run, session, start, position)
             if loader.workers:
                 session.reports.say(f"loader processes of each training process: {loader.workers}")
-            objective = Objective(run, backend)
             batches = TrainBatches(loader, backend, data.batch_size, data.grad_accum_steps)
             images = val_loader(plan.data, backend, data.pass_size)
             log = run.config.log
@@ -236,8 +235,10 @@ def _begin(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> Start:
     return start
 
 
-def _place(plan: Plan, run: Run, session: Session, start: Start, position: Position) -> nn.Module:
-    """Put the model on the devices, with the values of what is resumed."""
+def _place(
+    plan: Plan, run: Run, session: Session, start: Start, position: Position
+) -> tuple[nn.Module, Objective]:
+    """Put the model on the devices, with the values of what is resumed, and what it trains for."""
     say, backend = session.reports.say, session.backend
     say(f"data: {plan.data}")
     say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
@@ -248,8 +249,9 @@ def _place(plan: Plan, run: Run, session: Session, start: Start, position: Posit
         note = note_of_resume(keeps=run.config.ema.model_ema, has=has_ema)
         if note:
             session.reports.say(note)
+    objective = Objective(run, backend, say)
     _say_plan(run, session, start.resume, position)
-    return model
+    return model, objective
 
 
 def _schedule(run: Run, at: Position, last_step: int, steps_per_epoch: int) -> Schedule:
@@ -302,6 +304,8 @@ def _so_far(resume: SavedRun | None, ckpt_dir: Path, start: Position) -> _SoFar:
     return _SoFar(True, evaluated, best, top1)
 
 
+_STATE = {"optimizer": "optimizer state", "ema": "EMA"}
+
 # -- what is said ---------------------------------------------------------------------
 
 
@@ -309,11 +313,8 @@ def _say_plan(run: Run, session: Session, resume: SavedRun | None, start: Positi
     backend, say, batch_size = session.backend, session.reports.say, run.config.data.batch_size
     size = backend.state_bytes()
     say(backend.describe())
-    say(
-        f"state a device: {size['parameters'] / 2**20:,.2f} MiB of parameters, "
-        f"{size['optimizer'] / 2**20:,.2f} MiB of optimizer state"
-        + (f", {size['ema'] / 2**20:,.2f} MiB of EMA" if "ema" in size else "")
-    )
+    told = [f"{count / 2**20:,.2f} MiB of {_STATE.get(kind, kind)}" for kind, count in size.items()]
+    say(f"state a device: {', '.join(told)}")
     if resume:
         say(f"resuming {resume.path} at step {start.step}, epoch {start.epoch + 1}")
         before = resume.arguments.get("batch_size")

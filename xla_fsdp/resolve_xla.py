@@ -12,6 +12,7 @@ from training.errors import UsageError
 from training.flag_rules import by_field, check_needs
 from training.mesh import Mesh, make_mesh
 from training.resolve import Run, check_batch, check_rows, resolve_common, resolve_model
+from training.teacher_run import with_teacher
 from xla_fsdp import libtpu_flags, torch_xla_private
 from xla_fsdp.attention.choice import resolve_attention, resolve_domain
 from xla_fsdp.compile_only.topologies import Chip, parse_topology, this_chip
@@ -49,7 +50,10 @@ def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
 
     Raises UsageError.
     """
-    return _resolve(config, own, device_type(), None)
+    run = _resolve(config, own, device_type(), None)
+    # Asked, not resolved: another model may be scanned, or have its attention computed, otherwise.
+    beside = replace(own, xla_fsdp=run.own.xla_fsdp, mark_step_every_n_blocks=0)
+    return with_teacher(run, lambda config: _resolve(config, beside, device_type(), None))
 
 
 def resolve_for_slice(

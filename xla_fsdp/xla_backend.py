@@ -53,6 +53,7 @@ class XlaBackend(abc.ABC):
         self._device = torch_xla.device()
         self._memory = DeviceMemory(self._device)
         self._ema: WeightAverage | None = None
+        self._frozen: XlaBackend | None = None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self.is_main = xr.process_index() == 0
         self.device_count = xr.global_runtime_device_count()
@@ -135,6 +136,12 @@ class XlaBackend(abc.ABC):
             break_graph_every(self._own.mark_step_every_n_blocks, blocks, self._break_graph)
         self._break_graph(wait=True)
         return self._model
+
+    def shard_frozen(
+        self, run: XlaRun, model: nn.Module, initialize: InitializeModule
+    ) -> nn.Module:
+        self._frozen = type(self)(run)
+        return self._frozen.shard(model, list(run.model.units(model)), initialize)
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         dtype = torch.bfloat16 if self._rounds_moments else torch.float32
@@ -297,12 +304,17 @@ class XlaBackend(abc.ABC):
     def state_bytes(self) -> dict[str, int]:
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
         sizes = {
-            "parameters": sum(map(self._local_bytes, self._named_parameters().values())),
+            "parameters": self._parameter_bytes(),
             "optimizer": sum(map(self._local_bytes, state)),
         }
         if self._ema is not None:
             sizes["ema"] = sum(map(self._local_bytes, self._ema.values.values()))
+        if self._frozen is not None:
+            sizes["teacher"] = self._frozen._parameter_bytes()
         return sizes
+
+    def _parameter_bytes(self) -> int:
+        return sum(map(self._local_bytes, self._named_parameters().values()))
 
     def rounding(self) -> float:
         # A TPU takes fp32 products as bf16, too.
