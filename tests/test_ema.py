@@ -21,9 +21,11 @@ from tests.resolved import on_xla
 from tests.short_runs import mistake
 from tests.usage_error import told_in_one_line
 from training.checkpoints.choose import find_resume
+from training.convert.__main__ import main as to_other_form
 from training.mesh import Mesh
 from training.plan.shape import shape_of, state_bytes
 from training.validation import wanted_images
+from training.weights import load_file_of_weights
 from xla_fsdp.compile_only.topologies import parse_topology
 from xla_fsdp.plan import model as xla_model
 from xla_fsdp.plan.compilations import compile_words
@@ -205,6 +207,13 @@ def check_use(run, tmp_path):
         assert done.returncode == 0, done.stderr
         loss = json.loads(done.stdout)["val_loss"]
         assert loss == pytest.approx(run.evaluations[-1]["ema_val_loss"], rel=1e-6)
+
+    for source, name in ((run.ckpt_dir, "a.safetensors"), (tmp_path / "timm.pt", "b.pt")):
+        assert to_other_form([str(source), str(tmp_path / name), "--use_ema"]) == 0
+        found = load_file_of_weights(tmp_path / name)
+        torch.testing.assert_close(found.tensors, content["ema"], rtol=0, atol=0)
+    none = [str(tmp_path / "a.safetensors"), str(tmp_path / "c.pt"), "--use_ema"]
+    assert to_other_form(none) == 2
 
     image = min((DIGITS / "val" / "7").glob("*.png"))
     predict = ["--predict", str(image), "--use_ema", "--json", "--resume", str(plain)]

@@ -77,7 +77,7 @@ class Weights:
                 if name.startswith(f"{self.kind}.") and isinstance(entry, TensorStorageMetadata)
             }
         if not found and self.kind == EMA:
-            raise _no_ema(self.path)
+            raise no_ema(self.path)
         return found
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
             return _load_safetensors(path, files, use_ema)
         if _is_bare_checkpoint(path):
             if use_ema:
-                raise _no_ema(path)
+                raise no_ema(path)
             return Weights(path, None, None)
     saved, candidates = first_readable(of_path(path))
     assert saved is not None  # of_path found one
@@ -166,7 +166,8 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
     return Weights(saved.path, saved, None, "; ".join(candidates.passed_over), kind)
 
 
-def _no_ema(path: Path) -> UsageError:
+def no_ema(path: Path) -> UsageError:
+    """Return what is said of weights that have no EMA beside them."""
     return UsageError(
         f"{path} has no EMA of the weights: give one of a run with --model_ema, or drop --use_ema"
     )
@@ -188,16 +189,13 @@ def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
         if isinstance(training, Mapping) and "arguments" in training:
             run = saved_run(path, training)
         if use_ema:
-            found = next((content[key] for key in _EMA_KEYS if key in content), None)
-            if not isinstance(found, Mapping):
-                raise _no_ema(path)
-            content = found
+            content = ema_of(path, content)
         return Weights(path, run, state_dict_of(content))
 
 
 def _load_safetensors(path: Path, files: list[Path], use_ema: bool) -> Weights:
     if use_ema:
-        raise _no_ema(path)
+        raise no_ema(path)
     content = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return Weights(path, run_of(path, metadata_of(files[0])), state_dict_of(content))
 
@@ -224,6 +222,14 @@ def _load_tensors(path: Path) -> Any:
 
 _EMA_KEYS = (EMA, "state_dict_ema", "model_ema")
 """What the EMA is called in a file that ``dcp_to_torch`` made of a checkpoint, and in timm's."""
+
+
+def ema_of(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the EMA of the weights in a file's content. Raises UsageError if there is none."""
+    found = next((content[key] for key in _EMA_KEYS if key in content), None)
+    if not isinstance(found, Mapping):
+        raise no_ema(path)
+    return found
 
 
 def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:

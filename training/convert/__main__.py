@@ -63,6 +63,11 @@ def _parser() -> OneLineParser:
         help=f"largest file of a safetensors folder, 500MB say (default: {_SHARD_SIZE})",
     )
     parser.add_argument(
+        "--use_ema",
+        action="store_true",
+        help="take the moving average of the weights (EMA) that SRC holds, not the weights",
+    )
+    parser.add_argument(
         "--no_verify_checkpoint",
         action="store_true",
         help="do not compare a checkpoint's files with their checksums first (default: compared)",
@@ -137,7 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         write = _writer(given.dst, given.to, given.max_shard_size)
         _check_free(given.dst)
-        source = open_source(given.src, verify=not given.no_verify_checkpoint)
+        source = open_source(
+            given.src, verify=not given.no_verify_checkpoint, use_ema=given.use_ema
+        )
         size = convert(source, given.dst, write, _DTYPES.get(given.dtype))
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)

@@ -15,14 +15,14 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from training.checkpoints.choose import find_resume
-from training.checkpoints.content import SavedRun, training_entry
+from training.checkpoints.content import EMA, WEIGHTS, SavedRun, training_entry
 from training.checkpoints.manifest import damage, is_complete
 from training.checkpoints.reader import METADATA, read_metadata, read_saved_run, readable
 from training.convert.stored import Piece, Stored
 from training.convert.torch_private import load_without_values, offset_of
 from training.errors import UsageError
 from training.safetensors_files import ONE_FILE, metadata_of, run_of, safetensors_files
-from training.weights import load_file_of_weights, state_dict_of
+from training.weights import ema_of, load_file_of_weights, no_ema, state_dict_of
 from training.weights_preprocessing import CONFIG_FILE
 
 SAFETENSORS_DTYPES = {
@@ -53,18 +53,21 @@ class Source:
     """The content of a Hugging Face ``config.json`` beside the weights."""
 
 
-def open_source(path: Path, *, verify: bool) -> Source:
+def open_source(path: Path, *, verify: bool, use_ema: bool = False) -> Source:
     """Return what ``path`` holds; ``verify`` compares a checkpoint's checksums with its manifest.
 
-    Raises UsageError if it is nothing that can be converted.
+    With ``use_ema`` it is the moving average of the weights. Raises UsageError if it is nothing
+    that can be converted, or has no average.
     """
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or folder")
     with readable(path):
         files = safetensors_files(path)
         if files:
+            if use_ema:
+                raise no_ema(path)
             return _open_safetensors(path, files)
-        return _open_folder(path, verify) if path.is_dir() else _open_torch(path)
+        return _open_folder(path, verify, use_ema) if path.is_dir() else _open_torch(path, use_ema)
 
 
 # -- safetensors ----------------------------------------------------------------------
@@ -118,12 +121,12 @@ def _config_beside(path: Path) -> Mapping[str, Any] | None:
 # -- torch.save -----------------------------------------------------------------------
 
 
-def _open_torch(path: Path) -> Source:
+def _open_torch(path: Path, use_ema: bool) -> Source:
     if not zipfile.is_zipfile(path):
         raise ValueError("it is no file of torch.save, or of one before PyTorch 1.6")
     run = load_file_of_weights(path).run  # mapped: no value is read but those that describe the run
-    tensors = {}
-    for name, tensor in state_dict_of(load_without_values(path)).items():
+    content, tensors = load_without_values(path), {}
+    for name, tensor in state_dict_of(ema_of(path, content) if use_ema else content).items():
         strides = None if tensor.is_contiguous() else tensor.stride()
         tensors[name] = _whole(tensor.dtype, tensor.shape, path, offset_of(tensor), strides)
     return Source(path, tensors, run, _config_beside(path))
@@ -132,7 +135,7 @@ def _open_torch(path: Path) -> Source:
 # -- DCP ------------------------------------------------------------------------------
 
 
-def _open_folder(path: Path, verify: bool) -> Source:
+def _open_folder(path: Path, verify: bool, use_ema: bool) -> Source:
     """Open a checkpoint, or of a run's folder the newest one."""
     if not (path / METADATA).is_file():
         found = find_resume(path, "auto", 0).paths
@@ -149,13 +152,16 @@ def _open_folder(path: Path, verify: bool) -> Source:
     metadata = read_metadata(path)
     entries = metadata.state_dict_metadata
     run = read_saved_run(path) if training_entry("arguments") in entries else None
-    inside = [name for name in entries if name.startswith("model.")]
+    prefix = f"{EMA if use_ema else WEIGHTS}."
+    inside = [name for name in entries if name.startswith(prefix)]
+    if use_ema and not inside:
+        raise no_ema(path)
     tensors = {}
     for name in inside or entries:
         entry = entries[name]
         assert isinstance(entry, TensorStorageMetadata)
         find = functools.partial(_pieces_of, path, metadata, name)
-        plain = name.removeprefix("model.")
+        plain = name.removeprefix(prefix)
         tensors[plain] = Stored(entry.properties.dtype, tuple(entry.size), find)
     return Source(path, tensors, run, _config_beside(path))
 
