@@ -113,7 +113,7 @@ QUICK = [
     ("lion", "scanned"),
     ("adamw", "nested"),
     ("adamw", "megatron"),
-    ("probe", "scanned"),
+    ("probe", "tensor"),
     ("probe", "fsdp2"),
 ]
 

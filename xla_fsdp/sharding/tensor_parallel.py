@@ -71,7 +71,7 @@ def shard_block(block: nn.Module, marks: Marks, kept: KeptInput) -> None:
     for key, parameter in qkv._parameters.items():
         if parameter is not None:
             packed = parameter.detach().unflatten(0, (QKV, -1))
-            qkv._parameters[key] = nn.Parameter(packed)
+            qkv._parameters[key] = nn.Parameter(packed, requires_grad=parameter.requires_grad)
 
     def attention(attn, x: torch.Tensor, attn_mask=None, is_causal: bool = False) -> torch.Tensor:
         x = marks.gather(x)
