@@ -6,7 +6,7 @@ import pytest
 
 from tests.cli import train_tiny
 
-FLAGS = "--max_steps 24 --log_step_interval 6 --num_workers 1".split()
+FLAGS = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
 READ_PER_LOG = 3  # loss, gradient norm, counts of skipped steps
 
 
@@ -26,7 +26,8 @@ def deltas(result, name):
             2,
             1,
         ),
-        ("--xla_fsdp nested --optimizer_dtype bf16", 1, 1),
+        # The rate, 0.01 in step 9, comes to be a number that smoothed labels have.
+        ("--xla_fsdp nested --optimizer_dtype bf16 --mixup 1 --smoothing 0.1", 1, 1),
         ("--optimizer muon --layer_decay 0.9 --no_decay norms biases embeddings", 2, 1),
         pytest.param("--linear_probe", 2, 1, marks=pytest.mark.long),
         ("--mark_step_after_forward", 2, 2),

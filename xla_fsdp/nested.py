@@ -114,7 +114,10 @@ class NestedBackend(XlaBackend):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self._device)
+        # By .to(), torch_xla 2.9 sends equal single numbers once: a learning rate equal to one that
+        # the step has anyway would be the same input, and the graph another one.
+        (sent,) = xm.send_cpu_data_to_device([values], self._device)
+        return sent
 
     def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
         return x  # a process has its own, of equal values
