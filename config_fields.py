@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _KEY = "flag"
@@ -142,3 +143,12 @@ def step_range(text: str) -> tuple[int, int]:
     if not colon or steps[0] > steps[1]:
         raise argparse.ArgumentTypeError(f"{_shown(text)!r} is not FIRST:LAST, two steps from 1 on")
     return steps
+
+
+def local_path(text: str) -> Path:
+    """Read a file or folder of this machine, as an argparse type; a URL is none."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)} is a URL: give a place on this machine, and copy from or to there"
+        )
+    return Path(text)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from config_fields import local_path
 from data.errors import DataFolderError, printable, reason_of
 from data.folder_index import SPLITS, FolderIndex, check_folder, index_split
 from data.storage import is_url
@@ -123,7 +124,7 @@ def main() -> None:
         prog="data.pack", description="Write an image folder as the tar shards of WebDataset."
     )
     parser.add_argument("source", help="folder with train/<class>/* and val/<class>/*")
-    parser.add_argument("target", type=Path, help="folder to make")
+    parser.add_argument("target", type=local_path, help="folder to make")
     parser.add_argument(
         "--shard_size", type=_size, default="256MB", help="of a shard at most (default: 256MB)"
     )

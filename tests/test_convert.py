@@ -225,6 +225,10 @@ def test_mistakes(trained, weights, tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         return line.removeprefix("training.convert: error: ")
 
+    for words in (["gs://bucket/run", tmp_path / "x.pt"], [trained.ckpt_dir, "file:///x.pt"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(list(map(str, words)))
+        assert "is a URL: give a place on this machine" in capsys.readouterr().err
     (tmp_path / "there.pt").write_text("mine")
     source = trained.ckpt_dir / "step_2"
     assert said(source, tmp_path / "there.pt").endswith("there already: name another, or remove it")

@@ -117,6 +117,7 @@ def test_packing_on_the_command_line(tmp_path, capsys, monkeypatch):
         ((DIGITS, tmp_path / "new"), "new is there already: give another name"),
         ((tmp_path / "nowhere", tmp_path / "x"), "nowhere/train is not a folder"),
         (("gs://bucket/x", tmp_path / "x"), "gs://bucket/x is a URL: pack a folder"),
+        ((DIGITS, "gs://bucket/x"), "gs://bucket/x is a URL: give a place on this machine"),
         ((DIGITS, tmp_path / "x", "--shard_size", "256"), "'256' is no size such as 256MB"),
         ((DIGITS, tmp_path / "x", "--workers", "0"), "'0' is no number of processes"),
     ):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tqdm import tqdm
 
+from config_fields import local_path
 from training.checkpoints.reader import reason_of
 from training.command_line import OneLineParser
 from training.convert.destinations import (
@@ -37,13 +38,13 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument(
         "src",
-        type=Path,
+        type=local_path,
         help="a checkpoint step_N, a run's --ckpt_dir (its newest), another folder of DCP, a file "
         "of torch.save, a .safetensors file, or a folder of them in Hugging Face's layout",
     )
     parser.add_argument(
         "dst",
-        type=Path,
+        type=local_path,
         help="what is not there yet: a file .safetensors, .pt, .pth or .bin, or a folder",
     )
     parser.add_argument(

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from config_fields import local_path
 from training.command_line import OneLineParser
 from training.errors import UsageError
 from training.events import EVENTS_FILE, read_events
@@ -23,11 +24,13 @@ def _parser() -> OneLineParser:
         _PROGRAM,
         "Tell what share of a run's wall time went to useful steps, and to what else.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's --ckpt_dir")
+    parser.add_argument(
+        "runs", nargs="+", type=local_path, metavar="RUN_DIR", help="a run's --ckpt_dir"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON alone (default: off)")
     parser.add_argument(
         "--picture",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help=f"picture to write (default: {_PICTURE} in the first RUN_DIR)",
     )
