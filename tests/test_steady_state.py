@@ -45,6 +45,12 @@ def test_counters(flags, devices, graphs, tmp_path):
     assert "new compilation" not in result.stdout
 
 
+def test_the_first_step_is_like_all_others(tmp_path):
+    """Parameters are updated group after group, not in the model's order; nothing compiles anew."""
+    flags = "--xla_fsdp nested --no_decay norms --grad_accum_steps 2 --model_ema --max_steps 3"
+    assert len(set(train_tiny(tmp_path, *flags.split()).column("compilations"))) == 1
+
+
 def test_evaluation_does_not_disturb_training(tmp_path):
     """Two evaluations between epochs: the training step stays compiled, so does the second."""
     flags = "--batch_size 256 --max_steps 15 --num_epochs 3 --test_epoch_interval 1".split()

@@ -160,9 +160,13 @@ class XlaBackend(abc.ABC):
         self._rounding_keys = self.constant(self._keys()) if self._rounds_moments else None
         self._skipped = self.constant(no_counts())
         # Views of a tensor that was never written to are stored apart where the graph breaks:
-        # without this, the first step's graph would differ from all later ones.
+        # without this, the first step's graph would differ from all later ones. So it would where
+        # those that train were not written last, group after group, as each step does: a graph's
+        # results are in the order in which their tensors were written.
+        groups = self._optimizer.param_groups
+        trained = [parameter for group in groups for parameter in group["params"]]
         with torch.no_grad():
-            for parameter in self._named_parameters().values():
+            for parameter in (*self._named_parameters().values(), *trained):
                 parameter.mul_(1.0)
         if self._run.config.ema.model_ema:
             zeros_like = functools.partial(self._zeros_like, dtype=torch.float32)
