@@ -133,6 +133,21 @@ positive_number = bounded(float, 1e-12, _LARGEST)
 seconds = bounded(float, 0, 1e8)
 
 
+def height_by_width(text: str) -> str:
+    """Read, as an argparse type, HxW: the pixels of an image; return it without leading zeros."""
+    height, cross, width = text.partition("x")
+    try:
+        side = bounded(int, 1, 16384)
+        sides = side(height), side(width)
+    except argparse.ArgumentTypeError:
+        cross = ""
+    if not cross:
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)!r} is not HxW, height and width in pixels, as 192x256"
+        )
+    return f"{sides[0]}x{sides[1]}"
+
+
 def step_range(text: str) -> tuple[int, int]:
     """Read, as an argparse type, FIRST:LAST: steps counted from 1, both included."""
     first, colon, last = text.partition(":")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
 
-from data.decode import open_image
+from data.decode import image_size, open_image
+from data.errors import BrokenImageError
 from data.sample_split import SampleSplit
 from data.source import Wanted, WholeImages
 from data.transforms import Transform, seeded
@@ -32,6 +35,30 @@ class BytesSplit(SampleSplit, WholeImages):
     @abc.abstractmethod
     def read(self, number: int) -> bytes:
         """Return the image ``number`` as it is kept, encoded. Raises BrokenImageError."""
+
+    @abc.abstractmethod
+    def digest(self) -> str:
+        """Return a checksum of what the split's images are, in order."""
+
+    def head(self, number: int) -> bytes:
+        """Return the beginning of the image ``number``, encoded. Raises BrokenImageError."""
+        return self.read(number)
+
+    def size_of(self, number: int) -> tuple[int, int]:
+        """Return height and width of the image ``number`` in pixels, mostly from its beginning.
+
+        Raises BrokenImageError.
+        """
+        try:
+            return image_size(self.head(number))
+        except BrokenImageError:
+            return image_size(self.read(number))
+
+    def made_by(self, transform: Transform, shape: tuple[int, ...]) -> Self:
+        """Return the same images, of which another transform makes tensors of this shape."""
+        split = copy.copy(self)
+        split._transform, split._shape = transform, shape
+        return split
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from config_fields import bounded, count, flag, fraction, number, positive
+from config_fields import bounded, count, flag, fraction, height_by_width, number, positive
 from data.augment_names import policy
 from data.preprocessing import Preprocessing
 from data.registry import GIVE_FLOATS, OPENED_BY
@@ -81,6 +81,19 @@ class DataConfig:
         kind=positive,
         metavar="N",
         needs=("data_source=parquet",),
+    )
+    buckets: list[str] | None = flag(
+        None,
+        "image sizes, height x width in pixels, the model's own among them: each image is resized "
+        "to the one whose aspect ratio is nearest to its own, and a batch holds images of one of "
+        "them (docs/data.md) (default: the model's own size, for all images)",
+        kind=height_by_width,
+        metavar="HxW",
+        needs=("data_source=folder|data_source=webdataset",),
+        conflicts=(
+            *("mesh_domain", "block", "compile_only", "expect"),
+            *("aug_repeats", "cutmix", "cutmix_minmax"),
+        ),
     )
     num_workers: int | None = flag(
         None,
@@ -195,6 +208,13 @@ class DataConfig:
         """Return ``color_jitter`` by property: brightness, contrast, saturation, perhaps hue."""
         given = self.color_jitter
         return given if isinstance(given, tuple) else (given,) * 3
+
+    @property
+    def bucket_sizes(self) -> list[tuple[int, int]]:
+        """Return the height and width of each of ``buckets``; none without the flag."""
+        return [
+            (int(h), int(w)) for h, _, w in (each.partition("x") for each in self.buckets or ())
+        ]
 
     @property
     def pass_size(self) -> int:

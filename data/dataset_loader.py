@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from data.errors import DataFolderError
 from data.loader import BadImage, Batch
-from data.sampler import GlobalBatchSampler
+from data.sampler import GlobalBatchSampler, Key
 
 _MOST_IMAGES = 64  # of a part
 _MOST_WORKERS = 32
@@ -108,14 +108,14 @@ class DatasetLoader:
                 parts = []
 
 
-class _Parts(Sampler[list[tuple[int, int]]]):
+class _Parts(Sampler[list[Key]]):
     """Divides each batch of a sampler into parts of up to ``size`` images, one after the other."""
 
     def __init__(self, sampler: GlobalBatchSampler, size: int) -> None:
         self._sampler, self._size = sampler, size
         self.a_batch = -(-sampler.share // size)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[Key]]:
         for batch in self._sampler:
             for first in range(0, len(batch), self._size):
                 yield batch[first : first + self._size]
@@ -131,9 +131,7 @@ class _Loaded(Dataset):
     def __init__(self, samples: Dataset) -> None:
         self._samples = samples
 
-    def __getitem__(
-        self, keys: list[tuple[int, int]]
-    ) -> tuple[Batch, list[BadImage]] | DataFolderError:
+    def __getitem__(self, keys: list[Key]) -> tuple[Batch, list[BadImage]] | DataFolderError:
         try:
             samples = [self._samples[key] for key in keys]
         except DataFolderError as error:

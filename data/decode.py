@@ -99,6 +99,18 @@ class _Jpeg:
             return np.array(image.reduce(shrink) if shrink > 1 else image)
 
 
+def image_size(encoded: bytes) -> tuple[int, int]:
+    """Return height and width in pixels of the image that the bytes, or the first of them, hold.
+
+    Nothing is decoded. Raises BrokenImageError if they do not tell.
+    """
+    try:
+        with Image.open(io.BytesIO(encoded), formats=_formats()) as image:
+            return image.height, image.width
+    except Exception as error:  # each format raises what it likes
+        raise BrokenImageError(reason_of(error)) from error
+
+
 def read_image(source: str | Path | bytes) -> Image.Image:
     """Return the image in a file, or in the bytes of one, decoded whole, in RGB of 8 bits each.
 

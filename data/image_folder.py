@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from data.buckets import source_of
 from data.bytes_split import BytesSplit
 from data.folder_index import check_folder
 from data.kept_folder import kept_split
 from data.source import SplitSource, Wanted
-from data.storage import read_bytes
+from data.storage import read_bytes, read_head
 from data.transforms import Transform, transforms_of
 
 
@@ -26,7 +27,7 @@ def open_folder(wanted: Wanted) -> SplitSource:
     train = FolderSplit(wanted, "train", augment) if wanted.with_train else None
     val = FolderSplit(wanted, "val", plain)
     left_out = (train.index.left_out if train else Counter[str]()) + val.index.left_out
-    return SplitSource(wanted, root, train, val, val.index.classes, left_out)
+    return source_of(wanted, root, train, val, val.index.classes, left_out)
 
 
 class FolderSplit(BytesSplit):
@@ -42,6 +43,9 @@ class FolderSplit(BytesSplit):
 
     def read(self, number: int) -> bytes:
         return read_bytes(self.index.paths[number])
+
+    def head(self, number: int) -> bytes:
+        return read_head(self.index.paths[number])
 
     def digest(self) -> str:
         return self.index.digest()

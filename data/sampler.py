@@ -11,7 +11,12 @@ PADDING = -1
 """The index of an image that is not there, and the label that data sources give it."""
 
 
-class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
+Key = tuple[int, ...]
+"""What a dataset is asked for: epoch and image index; where there are buckets, the bucket's
+number."""
+
+
+class GlobalBatchSampler(Sampler[list[Key]]):
     """Divides the same sequence of global batches over any number of loading processes.
 
     The order depends on the seed and the epoch alone; a process takes its contiguous
@@ -59,18 +64,22 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
         full, rest = divmod(self.length, self.batch_size)
         return full if self.shuffle else full + bool(rest)
 
+    def generator(self) -> torch.Generator:
+        """Return a generator of random numbers that depend on the seed and the epoch alone."""
+        seed = (self.seed * 1_000_003 + self.epoch) % 2**63  # what a generator takes
+        return torch.Generator().manual_seed(seed)
+
     def shuffled(self, generator: torch.Generator) -> torch.Tensor:
         """Return the images' indices in random order, which ``generator`` alone decides."""
         return torch.randperm(self.length, generator=generator)
 
     def _order(self) -> torch.Tensor:
         if self.shuffle:
-            seed = (self.seed * 1_000_003 + self.epoch) % 2**63  # what a generator takes
-            return self.shuffled(torch.Generator().manual_seed(seed))
+            return self.shuffled(self.generator())
         padding = torch.full((len(self) * self.batch_size - self.length,), PADDING)
         return torch.cat([torch.arange(self.length), padding])
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[Key]]:
         order, repeats = self._order(), self.repeats
         first = self.rank * self.share
         for batch in range(self.first_batch, len(self)):

@@ -15,6 +15,8 @@ Found = TypeVar("Found")
 
 WAITS = (0.5, 2.0, 8.0)
 """Seconds before each further attempt to read from a URL."""
+HEAD = 64 * 1024
+"""Bytes in which the size of nearly every image stands."""
 
 
 def is_url(path: str) -> bool:
@@ -31,6 +33,14 @@ def read_bytes(path: str, start: int = 0, size: int | None = None) -> bytes:
     if size is not None and len(content) < size:
         raise BrokenImageError(f"only {len(content)} of its {size} bytes are there")
     return content
+
+
+def read_head(path: str) -> bytes:
+    """Return the first ``HEAD`` bytes of a file, or all of a shorter one. Raises BrokenImageError.
+
+    Of a shorter one at a URL too: file systems answer with what there is.
+    """
+    return _from_url(path, 0, HEAD) if is_url(path) else _from_file(path, 0, HEAD)
 
 
 def _from_file(path: str, start: int, size: int | None) -> bytes:

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from data.buckets import source_of
 from data.bytes_split import BytesSplit
 from data.config import DataConfig
 from data.errors import BrokenImageError, DataFolderError, reason_of
 from data.index_file import VERSION, Kept, Table, is_worth_it, places
 from data.shard_index import index_shards
 from data.source import SplitSource, Wanted
-from data.storage import find_files, read_bytes
+from data.storage import HEAD, find_files, read_bytes
 from data.strings import Strings
 from data.transforms import transforms_of
 
@@ -60,7 +61,7 @@ def open_shards(wanted: Wanted) -> SplitSource:
         for split, table in found.items()
     }
     left_out = sum((Counter(table.info["left_out"]) for table in found.values()), Counter[str]())
-    return SplitSource(wanted, config.data_dir, made.get("train"), made["val"], classes, left_out)
+    return source_of(wanted, config.data_dir, made.get("train"), made["val"], classes, left_out)
 
 
 class ShardSplit(BytesSplit):
@@ -80,7 +81,14 @@ class ShardSplit(BytesSplit):
         return f"{self._shards[self._places['shard'][number]]}: {self._keys[number]}"
 
     def read(self, number: int) -> bytes:
+        return self._read(number)
+
+    def head(self, number: int) -> bytes:
+        return self._read(number, HEAD)
+
+    def _read(self, number: int, most: int | None = None) -> bytes:
         start, size = (int(self._places[name][number]) for name in ("start", "size"))
+        size = min(size, most or size)
         return read_bytes(self._shards[self._places["shard"][number]], start, size)
 
     def digest(self) -> str:

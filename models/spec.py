@@ -5,14 +5,16 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from timm.models import group_parameters
 from torch import nn
 
 from models import blocks
+from models.buckets import Grid
 from models.flops import train_flops_per_image
 from models.token_part import PartOfPositions, TokenPart
 
@@ -124,6 +126,22 @@ class ModelSpec(abc.ABC):
     def preprocessing(self) -> dict[str, Any] | None:
         """The mean, std, crop_pct and interpolation that trained weights want, if any."""
         return None
+
+    def why_one_grid(self) -> str | None:
+        """Return why the model takes images of its own size alone; None if it can take others."""
+        return "it takes images of its own size alone"
+
+    def compute_on_grids(
+        self,
+        model: nn.Module,
+        grids: Sequence[Grid],
+        constant: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Let ``model`` take images of these grids of patches, too; of its own it is as before.
+
+        ``constant`` puts small tensors on the devices.
+        """
+        raise NotImplementedError
 
     # -- for all families -------------------------------------------------------------
 

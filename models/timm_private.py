@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from timm.models.vision_transformer import ResPostBlock, VisionTransformer, get_
 from timm.optim.muon import _COEFFICIENTS, _is_suitable_for_muon
 from torch import nn
 
+from models.buckets import Grid
 from models.token_part import PartOfPositions, TokenPart, keep_part, pool_over_parts
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "SELF_INITIALIZED",
     "WRITTEN_FOR",
     "arguments_given_to",
+    "compute_on_grids",
     "compute_on_part",
     "computed_buffers",
     "draw_mixed_frequencies",
@@ -39,6 +41,7 @@ __all__ = [
     "RotaryEmbeddingMixed",
     "taken_arguments",
     "token_parameters",
+    "why_one_grid",
     "why_no_token_part",
 ]
 
@@ -168,6 +171,54 @@ def _eva_features(
     given = {} if rope is None else {"rope": rope}
     x = model.blocks(x, **{"stacked" if model.rope_mixed else "shared": given})
     return model.norm(x)
+
+
+# -- other grids than its own -----------------------------------------------------------
+
+
+def why_one_grid(model: nn.Module) -> str | None:
+    """Return why the model takes images of its own size alone; None if it can take others."""
+    if not isinstance(model, VisionTransformer):
+        return f"it is timm's {type(model).__name__}, not VisionTransformer"
+    if model.pos_embed is None:
+        return "it has no learned position embedding"
+    if getattr(model.attn_pool, "pos_embed", None) is not None:
+        return "its pooling has positions of its own"
+    return None
+
+
+def compute_on_grids(
+    model: nn.Module, positions: Mapping[Grid, Callable[[torch.Tensor], torch.Tensor]]
+) -> None:
+    """Let a VisionTransformer take images of these grids of patches, too.
+
+    ``positions`` make of its position embedding that of each of them.
+    """
+    assert isinstance(model, VisionTransformer)
+    patches, own, add = model.patch_embed, model.patch_embed.forward, model._pos_embed
+    patches.strict_img_size = False
+    of_images: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def embed(images: torch.Tensor) -> torch.Tensor:
+        nonlocal of_images
+        height, width = patches.dynamic_feat_size(images.shape[-2:])
+        of_images = positions.get((height, width))
+        return own(images)
+
+    def add_positions(x: torch.Tensor) -> torch.Tensor:
+        if of_images is None:
+            return add(x)
+        before = {key: value for key, value in vars(model).items() if key == "pos_embed"}
+        # Of an attribute and a parameter of one name Python finds the attribute. (An FSDP may have
+        # put one there already.)
+        vars(model)["pos_embed"] = of_images(model.pos_embed)
+        try:
+            return add(x)
+        finally:
+            del vars(model)["pos_embed"]
+            vars(model).update(before)
+
+    patches.forward, model._pos_embed = embed, add_positions
 
 
 # -- a part of the tokens -------------------------------------------------------------

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from models.arguments import check_arguments
+from models.buckets import Grid, Resampling
 from models.errors import ModelError
 from models.initialize import Scheme, eva_scheme, initialize, vision_transformer_scheme
 from models.spec import ModelSizes, ModelSpec
 from models.timm_private import (
+    compute_on_grids,
     compute_on_part,
     put_blocks,
     taken_arguments,
     token_parameters,
     why_no_token_part,
+    why_one_grid,
 )
 from models.token_part import PartOfPositions, TokenPart
 
@@ -85,6 +89,24 @@ class TimmSpec(ModelSpec):
     @property
     def token_parameters(self) -> dict[str, int]:
         return token_parameters(self.meta)
+
+    def why_one_grid(self) -> str | None:
+        return why_one_grid(self.meta)
+
+    def compute_on_grids(
+        self,
+        model: nn.Module,
+        grids: Sequence[Grid],
+        constant: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        rows, columns = self.sizes.grid
+        prefix = self.token_parameters["pos_embed"]
+        positions = {
+            grid: Resampling((rows, columns), grid, prefix, constant)
+            for grid in grids
+            if grid != (rows, columns)
+        }
+        compute_on_grids(model, positions)
 
     # -- facts ------------------------------------------------------------------------
 

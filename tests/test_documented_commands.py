@@ -246,6 +246,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python benchmarks/image_index.py": Elsewhere("it makes a million files", benchmark_takes),
     "python3 run_vit_training.py --data_dir gs:": Elsewhere("needs a bucket", trains),
     "python3 run_vit_training.py --data_source webdataset": Elsewhere("needs a bucket", trains),
+    "python3 run_vit_training.py --buckets": Elsewhere("ImageNet by a large model", trains),
     "python3 -m data.pack": Run((r"^2 shards: /datasets/\S+$",), trained=True, private=True),
     # docs/augmentation.md
     "python3 -m training.show_augmentations": Run(leaves=("augmented.png",)),

@@ -358,14 +358,14 @@ class RunConfig:
         "plain PyTorch, disk and speed of the data; prints a table (docs/self_check.md), the exit "
         "code is 1 if a line fails",
         common=True,
-        conflicts=("predict", "eval_only", "compile_only"),
+        conflicts=("predict", "eval_only", "compile_only", "buckets"),
     )
     plan: bool = flag(
         False,
         "train nothing: find the fastest, cheapest and smallest hardware and flags to train "
         "--model with --batch_size (docs/planning.md)",
         common=True,
-        conflicts=("predict", "eval_only", "self_check", "compile_only"),
+        conflicts=("predict", "eval_only", "self_check", "compile_only", "buckets"),
     )
     list_models: str | None = flag(
         None,

@@ -23,6 +23,7 @@ from data.source import DataSource, open_data
 from data.transforms import val_transform
 from models.config import ModelConfig
 from training.backend import Backend
+from training.buckets import build_model
 from training.checkpoints.content import SavedRun
 from training.checkpoints.state import load_state
 from training.config import RunConfig
@@ -225,7 +226,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     check_alike(run, data)
     check_weights(weights, verify=run.config.checkpoints.verify_checkpoint)
     loader = val_loader(data, backend, run.config.data.pass_size)
-    model, count = run.model.build(), run.model.parameter_count
+    model, count = build_model(run, backend), run.model.parameter_count
     say(f"data: {data}")
     say(f"model: {run.config.model.model}, {count:,} parameters, {_kind(run)} of {weights.path}")
     if weights.note:

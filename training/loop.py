@@ -51,7 +51,10 @@ class Trainer:
             self.log.begin()
             with contextlib.closing(self.batches.rest_of_epoch(at)) as batches:
                 for micro_batches in batches:
-                    is_first, lr = at == start, self.schedule.lr(self.batches.number(at))
+                    lr = self.schedule.lr(self.batches.number(at))
+                    is_first = session.is_first(micro_batches[0][0])
+                    if is_first:
+                        self.log.compiles_now()
                     with (
                         session.first_run("training step", is_first),
                         self.profiler.around(at.step + 1),

@@ -16,6 +16,7 @@ from models.config import DEFAULT_MODEL, ModelConfig
 from models.errors import ModelError
 from models.registry import open_model
 from training.augmentation_rules import check_augmentations
+from training.buckets import check_buckets
 from training.config import OptimizerConfig, RunConfig
 from training.errors import UsageError, is_first_of_torchrun
 from training.flag_rules import by_field, flat
@@ -121,6 +122,7 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     channels = model.sizes.input_shape[0]
     if source not in _ANY_CHANNELS and channels not in (1, 3):
         raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (grey)")
+    check_buckets(config, model)
     return replace(config, model=named), model
 
 

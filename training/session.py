@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from training.backend import Backend
 from training.bad_images import BadImages
@@ -24,6 +26,14 @@ class Session:
     bad_images: BadImages
     last_step: int
     """The number of the step that the run ends with."""
+    _shapes: set[torch.Size] = field(default_factory=set, init=False)
+
+    def is_first(self, images: torch.Tensor) -> bool:
+        """Tell whether a step is the first of this start; where steps are compiled, whether it is
+        the first with images of this shape. To be asked once a step."""
+        first = not self._shapes or (self.backend.compiles and images.shape not in self._shapes)
+        self._shapes.add(images.shape)
+        return first
 
     @contextlib.contextmanager
     def first_run(self, what: str, is_first: bool) -> Iterator[None]:

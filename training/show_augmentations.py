@@ -53,6 +53,8 @@ def read_run(flags: Sequence[str]) -> Run[Any]:
     config, model = resolve_model(config)
     if len(model.sizes.input_shape) != 3:
         raise UsageError("volumes cannot be drawn")
+    if config.data.buckets:
+        raise UsageError("--buckets: images are drawn in the model's own size, drop it")
     run = with_preprocessing(Run(config, None, model, Mesh()), None)
     run = run.with_data(batch_size=IMAGES, grad_accum_steps=1, num_workers=0)
     check_batch(run)

@@ -10,6 +10,7 @@ from torch import nn
 
 from data.loader import Batch
 from training.backend import Backend, InitializeModule
+from training.buckets import build_model
 from training.objective import Objective
 from training.parameter_groups import updates_of
 from training.resolve import Run
@@ -33,7 +34,7 @@ def shard_and_optimize(
 
     ``initialize`` fills it with other values than the run's first ones.
     """
-    model = run.model.build()
+    model = build_model(run, backend)
     if initialize is None:
         initialize = functools.partial(run.model.initialize, seed=run.config.seed)
     optimizer = run.config.optimizer

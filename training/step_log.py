@@ -21,6 +21,12 @@ class StepLog:
         self._interval = Interval()
         self._batches.waited_s = 0.0
 
+    def compiles_now(self) -> None:
+        """Tell the steps before apart from the one whose batch has just come: it compiles."""
+        self._session.reports.events.steps()
+        self.begin()
+        self._interval.started -= self._batches.last_wait_s
+
     def step_done(
         self, step: int, epoch: int, lr: float, outcome: Outcome, *, is_first: bool
     ) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from training.buckets import sizes_of_largest
 from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh
@@ -34,7 +35,7 @@ def resolve_attention(
     ``generation`` is that of the TPU, None where there is none. Nothing is told where there is
     nothing to choose. Raises UsageError for kernels that cannot be used.
     """
-    sizes, form = model.sizes, own.attention
+    sizes, form = sizes_of_largest(config, model), own.attention
     of_kernels = _hinders_kernels(config, sizes, generation)
     of_whole = of_kernels or _hinders_whole(config, sizes, generation or 0)
     if form != "auto":

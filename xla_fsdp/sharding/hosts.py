@@ -62,6 +62,8 @@ class HostPart:
         Of images with ``height`` rows the host has ``rows``; None: of what has none, labels. Only
         what the devices take is sent; memory that is not written to is not taken.
         """
+        if height == len(self.rows):  # they are whole, and may have any height
+            height = None
         size, (_, *shape) = len(share) // len(self.groups), share.shape
         if height is not None:
             shape[1] = height
