@@ -21,6 +21,8 @@ from models.buckets import Resampling
 from models.timm_private import compute_on_grids, why_one_grid
 from tests.cli import train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
+from training.errors import UsageError
+from training.show_augmentations import read_run
 
 BUCKETS = ["16x16", "12x20", "20x12"]
 SIZES = [(16, 16), (12, 20), (20, 12)]
@@ -307,3 +309,8 @@ def test_refused_in_one_line(wrong, told, folder, tmp_path, capsys):
     words = f"--data_dir {folder} --ckpt_dir {tmp_path / 'none'} --num_classes 2 {wrong}".split()
     assert told in told_in_one_line(capsys, *model, *words)
     assert not (tmp_path / "none").exists()
+
+
+def test_pictures_of_augmentations_are_of_one_size(folder):
+    with pytest.raises(UsageError, match="drawn in the model's own size"):
+        read_run(f"--data_dir {folder} --image_size 16 --patch_size 4 --buckets 16x16".split())
