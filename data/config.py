@@ -92,7 +92,7 @@ class DataConfig:
         needs=("data_source=folder|data_source=webdataset",),
         conflicts=(
             *("mesh_domain", "block", "compile_only", "expect"),
-            *("aug_repeats", "cutmix", "cutmix_minmax"),
+            *("aug_repeats", "cutmix", "cutmix_minmax", "teacher"),
         ),
     )
     num_workers: int | None = flag(

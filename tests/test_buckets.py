@@ -297,6 +297,10 @@ def test_a_resume_in_mid_epoch_on_another_backend(folder, tmp_path):
         ("--buckets 16x16 --plan", "does not go with --buckets 16x16"),
         ("--buckets 16x16 --expect x.json", "does not go with --expect x.json"),
         ("--buckets 16x16 --aug_repeats 2", "does not go with --aug_repeats 2"),
+        (
+            "--buckets 16x16 --teacher vit_tiny_patch16_224 --teacher_weights x",
+            "with --teacher vit",
+        ),
         ("--buckets 16x16 --cutmix 1", "does not go with --cutmix 1"),
         ("--buckets 16x16 --backend cuda --block te", "does not go with --block te"),
         ("--buckets 16x16 12x20 20x12 --batch_size 64", "use --batch_size 40 or less"),
