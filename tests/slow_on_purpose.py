@@ -11,9 +11,9 @@ import time
 import run_vit_training
 from tests.test_goodput import BATCH_S, SAVE_S
 from training import train_batches
-from training.checkpoints.saver import CheckpointSaver
+from training.checkpoints import saver
 
-prefetch, write = train_batches.prefetch, CheckpointSaver._write
+prefetch, write = train_batches.prefetch, saver.write_checkpoint
 
 
 def slow_batches(*args):
@@ -24,11 +24,11 @@ def slow_batches(*args):
         yield batch
 
 
-def slow_write(*args):
+def slow_write(*args, **kwargs):
     time.sleep(SAVE_S)
-    return write(*args)
+    return write(*args, **kwargs)
 
 
 if __name__ == "__main__":
-    train_batches.prefetch, CheckpointSaver._write = slow_batches, slow_write
+    train_batches.prefetch, saver.write_checkpoint = slow_batches, slow_write
     sys.exit(run_vit_training.main())

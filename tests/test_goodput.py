@@ -100,6 +100,7 @@ def killed_and_resumed(tmp_path_factory):
     """The folder of a run of 14 steps, killed after the 10th, and what a stopwatch says."""
     folder = tmp_path_factory.mktemp("run")
     flags = "--ckpt_step_interval 4 --log_step_interval 3 --max_steps 14 --backend cuda".split()
+    flags.append("--no_async_checkpoint")  # so that training stands for each of them
     command = [sys.executable, "-m", "tests.slow_on_purpose", *tiny(folder), *flags]
     began = time.time()
     killed = subprocess.run(

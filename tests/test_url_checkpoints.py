@@ -156,6 +156,7 @@ def test_a_run_moves_to_another_machine(storage, tmp_path, monkeypatch, trained)
     assert names(run) == [
         ".lock",
         "curves.png",
+        "events.jsonl",
         "metrics.jsonl",
         "run.json",
         "step_10",
