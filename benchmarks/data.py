@@ -114,8 +114,9 @@ def time_decoders(root: Path) -> dict[str, float]:
     """Print and return the images a CPU second that each library decodes, whole, to RGB."""
     blobs = [path.read_bytes() for path in sorted(root.glob("train/0/*.jpg"))]
     paces: dict[str, list[float]] = {}
+    found_decoders = decoders()
     for _ in range(5):
-        for name, decode in decoders().items():
+        for name, decode in found_decoders.items():
             began = time.process_time()
             for blob in blobs:
                 decode(blob)

@@ -44,9 +44,14 @@ def assert_same_bits(folder, other):
     ("train", "flags", "how"),
     [
         (train_tiny, "", {"devices": 2}),
-        (train_tiny, "--xla_fsdp nested --no-scan_blocks", {}),
+        pytest.param(train_tiny, "--xla_fsdp nested --no-scan_blocks", {}, marks=pytest.mark.long),
         (train_tiny_gpu, "--precision bf16 --grad_accum_steps 2", {"processes": 2}),
-        (train_tiny_gpu, "--run_without_fsdp --ckpt_best --test_step_interval 4", {}),
+        pytest.param(
+            train_tiny_gpu,
+            "--run_without_fsdp --ckpt_best --test_step_interval 4",
+            {},
+            marks=pytest.mark.long,
+        ),
         (train_tiny_gpu, "--fsdp megatron --grad_ckpt none", {"processes": 2}),
     ],
     ids=["spmd", "nested", "fsdp2", "without fsdp", "megatron"],

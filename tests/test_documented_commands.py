@@ -197,7 +197,9 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     ),
     # docs/ema_and_schedules.md
     "python3 run_vit_training.py --model_ema": Elsewhere("300 epochs of ImageNet", trains),
-    "python3 run_vit_training.py --use_ema": Run((r"of 359 images, top-5",), trained=True, private=True),
+    "python3 run_vit_training.py --use_ema": Run(
+        (r"top-5: [\d.]+ %$",), trained=True, private=True
+    ),
     "python3 run_vit_training.py --lr_schedule constant": Elsewhere("weeks of ImageNet", trains),
     "python3 run_vit_training.py --lr_schedule wsd": Elsewhere("days of ImageNet", trains),
     # docs/self_check.md

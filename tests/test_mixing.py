@@ -200,6 +200,7 @@ DOMAIN = [
 ]
 
 
+@pytest.mark.long
 def test_images_whose_rows_several_devices_share(tmp_path):
     """Each device cuts its rows of the box: as whole images on one device; of fp32 images."""
     whole = train_tiny(tmp_path / "whole", *DOMAIN)

@@ -157,7 +157,7 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
     assert {len(part) for part in loader._parts} == {64, 16}  # not 40, of as many runs
 
 
-@pytest.mark.parametrize("source", ["parquet", "huggingface"])
+@pytest.mark.parametrize("source", ["parquet", pytest.param("huggingface", marks=pytest.mark.long)])
 def test_training_on_both_backends(source, tables, tmp_path):
     """The same losses by FSDP2 as by nested FSDP, and then SPMD, which resumes within the epoch."""
     folder = tables / {"parquet": "parquet", "huggingface": "saved"}[source]

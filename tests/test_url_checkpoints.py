@@ -189,6 +189,7 @@ def test_a_run_moves_to_another_machine(storage, tmp_path, monkeypatch, trained)
     assert [each["step"] for each in resumed.evaluations] == [13]
 
 
+@pytest.mark.long
 def test_a_url_on_xla_and_used_without_training(storage, tmp_path):
     """--resume of a URL into a folder, --eval_only and --predict."""
     url = "bucket://shelf/run"
