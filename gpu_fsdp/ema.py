@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 
 from training.backend import State
-from training.ema import UPDATES, weight_of_newest
+from training.ema import UPDATES, exchanged_inside, weight_of_newest
 from training.ema_config import EmaConfig
 
 
@@ -57,17 +57,10 @@ class PartsAverage:
         for name, average in self.values.items():
             average.copy_(self._parts[name])
 
-    @contextlib.contextmanager
-    def in_place_of_weights(self, exchanged: Callable[[], None]) -> Iterator[None]:
+    def in_place_of_weights(self, exchanged: Callable[[], None]) -> AbstractContextManager[None]:
         """Let the model compute with the average inside; ``exchanged`` is called when the parts
         have other values. One part at a time is copied, so that there is room."""
-        self._exchange()
-        exchanged()
-        try:
-            yield
-        finally:
-            self._exchange()
-            exchanged()
+        return exchanged_inside(self._exchange, exchanged)
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -185,6 +185,8 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         leaves=("cpu.json", "cpu.png"),
         long=True,
     ),
+    "python benchmarks/data.py --repeats": Run((r"^  ratio a core \d\.\d\d",), long=True),
+    "python benchmarks/data.py --cores": Run((r" of 56 cores$",), long=True),
     "python benchmarks/checkpoint.py": Run((r"\| fsdp2 \| 5 MB/s \|",), long=True),
     "python benchmarks/number_formats.py": Elsewhere("an hour of training", benchmark_takes),
     "python benchmarks/domain_parallel.py --image_size_start 128": Run(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import torch
 
 UPDATES = "ema_updates"
@@ -21,6 +24,19 @@ def weight_of_newest(updates: torch.Tensor, decay: float, *, warmup: bool) -> to
     if warmup:
         weight = torch.maximum(weight, updates.clamp(min=1) ** -_POWER)
     return torch.where(updates > 1, weight, 1.0)
+
+
+@contextlib.contextmanager
+def exchanged_inside(exchange: Callable[[], None], then: Callable[[], None]) -> Iterator[None]:
+    """Let weights and average be exchanged inside: ``exchange`` does it, and undoes it at the end;
+    ``then`` is called after each."""
+    exchange()
+    then()
+    try:
+        yield
+    finally:
+        exchange()
+        then()
 
 
 def note_of_resume(*, keeps: bool, has: bool) -> str | None:

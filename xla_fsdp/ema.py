@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
-from training.ema import weight_of_newest
+from training.ema import exchanged_inside, weight_of_newest
 from training.ema_config import EmaConfig
 
 
@@ -48,18 +48,11 @@ class WeightAverage:
             average = self.values[name]
             average.copy_(_between(average, parameter, weight))
 
-    @contextlib.contextmanager
-    def in_place_of_weights(self, exchanged: Callable[[], None]) -> Iterator[None]:
+    def in_place_of_weights(self, exchanged: Callable[[], None]) -> AbstractContextManager[None]:
         """Let the model compute with the average inside. Nothing is copied, and no graph changes:
         parameter and average exchange the data on the devices that they stand for. ``exchanged`` is
         called when they have."""
-        self._exchange()
-        exchanged()
-        try:
-            yield
-        finally:
-            self._exchange()
-            exchanged()
+        return exchanged_inside(self._exchange, exchanged)
 
     def _exchange(self) -> None:
         for name, parameter in self._parameters.items():
