@@ -5,7 +5,8 @@ import pytest
 from tests.cli import train_tiny
 from tests.test_sharding import assert_same_curves
 
-WIDE = "--embed_dim 256 --num_heads 2 --class_token".split()
+# A small eps would let AdamW make steps of rounding where a gradient is nothing else.
+WIDE = "--embed_dim 256 --num_heads 2 --class_token --eps 1e-4".split()
 KERNELS = "tests.kernels_on_cpu"
 
 

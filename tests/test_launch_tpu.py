@@ -251,6 +251,7 @@ def test_restarted_training_resumes(tmp_path):
         *TINY_RUN,
         "--ckpt_step_interval",
         "2",
+        "--no_async_checkpoint",  # or the death would come while that of step 4 is written
     ]
     command = ["sh", "-c", once, "sh", *training, "--ckpt_dir"]
     flags += ["--workdir", str(ROOT), "--grace", "2"]

@@ -7,6 +7,7 @@ import json
 import pickle
 import sys
 
+import datasets
 import fsspec
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,6 @@ import pytest
 import torch
 from PIL import Image
 
-import datasets
 from data.config import DataConfig
 from data.errors import DataFolderError
 from data.parquet_files import ParquetFiles, split_files

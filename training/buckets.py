@@ -52,6 +52,8 @@ def check_buckets(config: RunConfig, model: ModelSpec) -> None:
 
 def grids(config: RunConfig, model: ModelSpec) -> list[Grid]:
     """Return the grid of patches of each bucket; none without buckets."""
+    if not config.data.bucket_sizes:  # of a volume's three sides there are none
+        return []
     own, (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
     return [(h * rows // own[0], w * columns // own[1]) for h, w in config.data.bucket_sizes]
 
