@@ -154,12 +154,10 @@ def _joined(parts: list[Batch]) -> Batch:
 def _begin(_worker_id: int) -> None:
     """Let a loader process ignore the signals that stop training, and share its parent's memory.
 
-    A garbage collection would write to every object, and so copy it.
-
     Ctrl-C and torchrun send them to all processes of the group, but only the training process
     decides to stop, and until its checkpoint is written it needs its loader.
     """
-    gc.freeze()
+    gc.freeze()  # or a garbage collection would write to every object, and so copy it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()

@@ -39,8 +39,9 @@ class FakeSource:
     def _loader(
         self, length: int, batch_size: int, share: Share, *, keep_short: bool
     ) -> FakeLoader:
-        dtype = self._dtype
-        return FakeLoader(length, batch_size, self._shape, share, dtype, keep_short=keep_short)
+        return FakeLoader(
+            length, batch_size, self._shape, share, self._dtype, keep_short=keep_short
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         return {

@@ -24,6 +24,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from data.cache_folder import cache_folder
 from data.config import DataConfig
 from data.errors import DataFolderError, printable, reason_of
 from data.storage import is_url
@@ -126,15 +127,14 @@ class Kept:
 def places(config: DataConfig, root: str, name: str) -> list[Path]:
     """Return where the index called ``name`` of what is in ``root`` may be, the best place first.
 
-    That is ``--index_dir``; or else beside the images, or else, as for URLs, in the cache folder
-    ($XDG_CACHE_HOME, see the XDG Base Directory Specification).
+    That is ``--index_dir``; or else beside the images, or else, as for URLs, in the cache folder.
     """
     whose = root if is_url(root) else os.path.abspath(root)
     marked = f"{name}-{xxhash.xxh3_64(whose.encode(errors='surrogateescape')).hexdigest()}"
     if config.index_dir is not None:
         return [Path(config.index_dir) / marked]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vit_fsdp"
-    return [*([] if is_url(root) else [Path(root) / _BESIDE / name]), cache / marked]
+    beside = [] if is_url(root) else [Path(root) / _BESIDE / name]
+    return [*beside, cache_folder() / marked]
 
 
 def is_worth_it(config: DataConfig, array: str, table: Table) -> bool:

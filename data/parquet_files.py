@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +19,8 @@ import pyarrow.parquet as pq
 import xxhash
 
 from data.errors import BrokenImageError, DataFolderError, reason_of
-from data.storage import WAITS, find_files, is_url, open_system
+from data.storage import find_files, is_url, open_system, tried_again
 from data.table_columns import Columns, choose_columns
-
-Found = TypeVar("Found")
 
 _READERS = 16  # footers are read at a time: of files far away each takes a tenth of a second
 
@@ -129,21 +126,9 @@ class ParquetFiles:
             return pa.chunked_array(chunks, chunks[0].type)
 
         try:
-            return _tried_again(path, read)
+            return tried_again(path, read)
         except Exception as error:  # what pyarrow and file systems raise
             raise BrokenImageError(reason_of(error)) from error
-
-
-def _tried_again(path: str, read: Callable[[], Found]) -> Found:
-    """Return what ``read`` returns; at a URL it is tried again a few times."""
-    for wait in WAITS if is_url(path) else ():
-        try:
-            return read()
-        except (FileNotFoundError, PermissionError, DataFolderError):
-            raise
-        except Exception:  # noqa: BLE001 - each file system raises what it likes
-            time.sleep(wait)
-    return read()
 
 
 def _opened(path: str, metadata: Any = None) -> pq.ParquetFile:
@@ -164,7 +149,7 @@ def _index(path: str, given: tuple[str, str] | None) -> _File:
             return _File(file.metadata, columns, _whole_numbers(labels, columns, path))
 
     try:
-        return _tried_again(path, read)
+        return tried_again(path, read)
     except DataFolderError:
         raise
     except Exception as error:  # what pyarrow and file systems raise

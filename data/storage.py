@@ -54,19 +54,33 @@ def _from_file(path: str, start: int, size: int | None) -> bytes:
 
 
 def _from_url(url: str, start: int, size: int | None) -> bytes:
-    for wait in (*WAITS, None):
+    def read() -> bytes:
+        # A worker is forked, and the connections of its parent are not for it: fsspec gives
+        # each process a file system of its own, once.
+        system, path = url_to_fs(url)
+        return system.cat_file(path, start or None, None if size is None else start + size)
+
+    try:
+        return tried_again(url, read)
+    except FileNotFoundError as error:
+        raise BrokenImageError("No such file or directory") from error
+    except Exception as error:  # each file system raises what it likes
+        raise BrokenImageError(reason_of(error)) from error
+
+
+def tried_again(path: str, read: Callable[[], Found]) -> Found:
+    """Return what ``read`` returns, or raise what it raises.
+
+    At a URL it is tried again a few times, but where that can be of no use.
+    """
+    for wait in WAITS if is_url(path) else ():
         try:
-            # A worker is forked, and the connections of its parent are not for it: fsspec gives
-            # each process a file system of its own, once.
-            system, path = url_to_fs(url)
-            return system.cat_file(path, start or None, None if size is None else start + size)
-        except FileNotFoundError as error:
-            raise BrokenImageError("No such file or directory") from error
-        except Exception as error:  # each file system raises what it likes
-            if wait is None or isinstance(error, PermissionError):
-                raise BrokenImageError(reason_of(error)) from error
+            return read()
+        except (FileNotFoundError, NotADirectoryError, PermissionError, DataFolderError):
+            raise
+        except Exception:  # noqa: BLE001 - each file system raises what it likes
             time.sleep(wait)
-    raise AssertionError
+    return read()
 
 
 def open_system(path: str) -> tuple[AbstractFileSystem, str]:
@@ -106,15 +120,11 @@ def find_files(folder: str) -> dict[str, dict[str, Any]]:
     return {name.removeprefix(top): info for name, info in found.items() if name[-1] != "/"}
 
 
-def _listed(url: str, listing: Callable[[], Found]) -> Found | None:
+def _listed(path: str, listing: Callable[[], Found]) -> Found | None:
     """Return what ``listing`` returns; None if there is no such folder."""
-    for wait in (*WAITS, None):
-        try:
-            return listing()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except Exception as error:  # each file system raises what it likes
-            if wait is None or isinstance(error, PermissionError):
-                raise DataFolderError(f"{url} cannot be listed: {reason_of(error)}") from error
-            time.sleep(wait)
-    raise AssertionError
+    try:
+        return tried_again(path, listing)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except Exception as error:  # each file system raises what it likes
+        raise DataFolderError(f"{path} cannot be listed: {reason_of(error)}") from error

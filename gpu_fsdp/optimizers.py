@@ -10,13 +10,7 @@ import torch
 from timm.optim.lion import Lion, lion
 from torch import nn
 
-from training.parameter_groups import Update, Updates
-
-_MOMENTS = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "muon": ("momentum_buffer",),
-}
+from training.parameter_groups import MOMENTS, Update, Updates
 
 
 def build_optimizer(
@@ -49,7 +43,7 @@ def build_optimizer(
             counter = {"step": torch.zeros((), device=part.device)}
             optimizer.state[part] = (counter if group["rule"] == "adamw" else {}) | {
                 name: torch.zeros_like(part, dtype=dtype, requires_grad=False)
-                for name in _MOMENTS[group["rule"]]
+                for name in MOMENTS[group["rule"]]
             }
     return optimizer
 

@@ -120,7 +120,10 @@ def test_rows_of_images_are_cut_where_those_of_the_whole_are(monkeypatch):
 
 # -- real runs ------------------------------------------------------------------------
 
-HOST = "--aa rand-m9-mstd0.5-inc1 --reprob 0.25 --aug_repeats 2 --vflip 0.2".split()
+HOST = (
+    "--aa rand-m9-mstd0.5-inc1 --reprob 0.25 --recount 2 --aug_repeats 2 --vflip 0.2 "
+    "--train_interpolation random"
+).split()
 ALL = [*EPOCHS_OF_5, *HOST, *BOTH.split()]
 
 

@@ -204,7 +204,7 @@ def test_a_url(tables, monkeypatch):
         return open_system(url)
 
     monkeypatch.setattr("data.parquet_files.open_system", unsteady)
-    monkeypatch.setattr("data.parquet_files.WAITS", (0, 0))
+    monkeypatch.setattr("data.storage.WAITS", (0, 0))
     there = fsspec.filesystem("memory")
     for path in (tables / "parquet" / "data").iterdir():
         there.pipe_file(f"/digits/{path.name}", path.read_bytes())

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from models.meta import allocate
 from training.backend import Backend
 from training.loss_config import LossConfig
 from training.start import check_weights
 from training.teacher_run import FLAG
 from training.url_path import folder_at
-from training.weights import Weights, weights_in
+from training.weights import weights_in
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -38,7 +36,7 @@ class Teacher:
             f"preprocessing: {preprocessing}"
         )
         model = spec.build().requires_grad_(False)
-        self._model = backend.shard_frozen(run.teacher, model, _filling(weights)).eval()
+        self._model = backend.shard_frozen(run.teacher, model, weights.fill).eval()
         self._affine = _affine(run, backend.constant)
 
     @torch.no_grad()
@@ -47,22 +45,6 @@ class Teacher:
         if self._affine is not None:
             shown = shown * self._affine[0] + self._affine[1]
         return self._model(shown).float()
-
-
-def _filling(weights: Weights) -> Callable[[nn.Module, str], None]:
-    """Return what fills a module on meta with its weights, an ``InitializeModule``."""
-
-    @torch.no_grad()
-    def fill(module: nn.Module, name: str) -> None:
-        own = {
-            key: parameter
-            for full_name, part in allocate(module, name)
-            for key, parameter in part.named_parameters(prefix=full_name, recurse=False)
-        }
-        for key, values in weights.read(list(own)).items():
-            own[key].copy_(values)
-
-    return fill
 
 
 def _affine(

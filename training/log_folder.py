@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from data.cache_folder import cache_folder
 from training.background import Background
 from training.url_path import is_url
 
@@ -25,9 +25,8 @@ def log_folder(ckpt_dir: Path) -> Path:
     """
     if not is_url(ckpt_dir):
         return ckpt_dir
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     number = hashlib.sha256(str(ckpt_dir).encode()).hexdigest()[:16]
-    return cache / "vit_fsdp" / number / ckpt_dir.name
+    return cache_folder() / number / ckpt_dir.name
 
 
 def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:

@@ -20,6 +20,13 @@ from models.timm_private import is_suitable_for_muon
 from training.config import OptimizerConfig
 
 Rule = Literal["adamw", "lion", "muon"]
+MOMENTS: dict[Rule, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "muon": ("momentum_buffer",),
+}
+"""What each rule keeps of a parameter, in tensors like it, by the names in PyTorch's and timm's
+optimizers and in checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -80,17 +80,28 @@ class Weights:
             raise no_ema(self.path)
         return found
 
-    @torch.no_grad()
     def initialize(self, module: nn.Module, name: str) -> None:
         """Allocate on CPU what is on meta below ``module``, with the file's values.
 
         A folder's values come after it, by ``Backend.load``. ``name`` is the module's name
         in the model; an ``InitializeModule``.
         """
-        for full_name, part in allocate(module, name):
-            if self.tensors is not None:
-                for key, parameter in part.named_parameters(prefix=full_name, recurse=False):
-                    parameter.copy_(self.tensors[key])
+        if self.tensors is not None:
+            return self.fill(module, name)
+        for _ in allocate(module, name):
+            pass
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, name: str) -> None:
+        """Do as ``initialize``, but with a folder's values, too: no more of them is in memory than
+        the module takes."""
+        own = {
+            key: parameter
+            for full_name, part in allocate(module, name)
+            for key, parameter in part.named_parameters(prefix=full_name, recurse=False)
+        }
+        for key, values in self.read(list(own)).items():
+            own[key].copy_(values)
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return these tensors, whole on the CPU, by name.

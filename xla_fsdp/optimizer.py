@@ -14,7 +14,7 @@ from timm.optim.lion import Lion
 from torch import nn
 
 from training.newton_schulz import MOMENTUM
-from training.parameter_groups import Update
+from training.parameter_groups import MOMENTS, Update
 from training.stochastic_rounding import random_bits, to_bf16, upper
 from xla_fsdp.bits import same_bits
 
@@ -82,12 +82,11 @@ def build_optimizer(
     else:
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, capturable=True, foreach=False)
     set_lr(optimizer, 0.0, scalar)  # only now: the constructor would read a tensor back
-    kept = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("momentum_buffer",)}
     for group in optimizer.param_groups:
         rule = group["rule"]
         for parameter in group["params"]:
             step = {"step": scalar(0.0)} if rule == "adamw" else {}
-            moments = {name: empty_like(parameter) for name in kept[rule]}
+            moments = {name: empty_like(parameter) for name in MOMENTS[rule]}
             optimizer.state[parameter] = step | moments
     return optimizer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 
@@ -82,7 +81,8 @@ def _measure(data: DataSource) -> tuple[float, int] | DataFolderError:
     """Return the images a second of this process, all of them reading at once, from the first batch
     on, and its loader processes."""
     share = min(_SHARE, data.train_length // processes.count())
-    of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = socket.gethostname()
+    of_host = processes.gather(host).count(host)
     mine = Share(processes.rank(), processes.count(), of_host=of_host)
     loader = data.train_loader(share * processes.count(), mine)
     images, epoch = 0, 0
