@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpu_fsdp.config import GpuConfig
-from training.config import RunConfig
 from training.errors import (
     RunFailed,
     SelfCheckFailed,
@@ -19,9 +18,10 @@ from training.errors import (
     is_first_of_torchrun,
     tells,
 )
-from training.flag_rules import check_foreign, check_switches
-from training.flags import PROGRAM, parse
-from training.parent import end_with_torchrun
+from training.hosts.parent import end_with_torchrun
+from training.options.config import RunConfig
+from training.options.flag_rules import check_foreign, check_switches
+from training.options.flags import PROGRAM, parse
 from xla_fsdp.config import XlaConfig
 
 OWN = {"xla": XlaConfig, "cuda": GpuConfig}
@@ -97,7 +97,7 @@ def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> No
 
 
 def _naming_itself(body: Callable[[Any, Any], None]) -> Callable[..., None]:
-    from training.processes import naming_itself
+    from training.hosts.processes import naming_itself
 
     return functools.partial(naming_itself, body)
 
@@ -155,7 +155,7 @@ def _run(flags: Flags) -> int:
         return print_models(config.list_models)
     check_switches(config, *flags.own.values())
     if config.checkpoints.init_from:
-        from training.initial_weights import with_model_of_weights
+        from training.trained_weights.initial_weights import with_model_of_weights
 
         config = with_model_of_weights(config)
         flags = replace(flags, run=config)
@@ -168,7 +168,7 @@ def _run(flags: Flags) -> int:
         return _plan(flags)
     prepare: Prepare = prepare_self_check if config.self_check else prepare_training
     if use.predict or use.eval_only:
-        from training.inference import find_trained, predict, prepare_evaluation
+        from training.inference.inference import find_trained, predict, prepare_evaluation
 
         config, weights = find_trained(config)
         if use.predict:

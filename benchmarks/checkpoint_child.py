@@ -24,8 +24,8 @@ from training.backend import Backend
 from training.checkpoints import saver as saver_module
 from training.checkpoints.content import Position
 from training.checkpoints.saver import CheckpointSaver
-from training.objective import Objective
-from training.resolve import Run
+from training.losses.objective import Objective
+from training.options.resolve import Run
 from training.step import put_micro_batches, shard_and_optimize, train_step
 from training.url_path import folder_at
 

@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit
 from run_vit_training import read_flags
+from training.options.resolve import resolve_model
 from training.plan.prices import read_prices
 from training.plan.work import find_work
-from training.resolve import resolve_model
 from xla_fsdp.plan.command import Planner, ask_compiler, found_in
 from xla_fsdp.plan.compilations import Compilations, compile_words
 from xla_fsdp.plan.search import GOALS, Found, Option, Search

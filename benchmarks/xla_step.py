@@ -43,7 +43,7 @@ def measure(run, backend, *, steps: int, wrapper: bool) -> None:
     import torch.nn.functional as F
     import torch_xla.debug.metrics as met
 
-    from training.parameter_groups import all_by_adamw
+    from training.updates.parameter_groups import all_by_adamw
 
     spec, optimizer = run.model, run.config.optimizer
     model = spec.build()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from config_fields import bounded, count, flag, fraction, height_by_width, number, positive
-from data.augment_names import policy
-from data.preprocessing import Preprocessing
+from data.image.augment_names import policy
+from data.image.preprocessing import Preprocessing
 from data.registry import GIVE_FLOATS, OPENED_BY
 
 _NEW = Preprocessing()

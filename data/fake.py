@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.loader import BadImage, Batch
-from data.share import Share
+from data.loading.loader import BadImage, Batch
+from data.loading.share import Share
 from data.source import Wanted, describe
 
 TRAIN_LENGTH, VAL_LENGTH = 1_281_167, 50_000

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.bytes_split import BytesSplit
 from data.errors import BrokenImageError, DataFolderError, reason_of
-from data.source import SplitSource, Wanted
-from data.table_columns import (
+from data.image.transforms import Transform, transforms_of
+from data.index.table_columns import (
     TRAIN,
     VALIDATION,
     Columns,
@@ -26,7 +25,8 @@ from data.table_columns import (
     check_same_columns,
     choose_columns,
 )
-from data.transforms import Transform, transforms_of
+from data.loading.bytes_split import BytesSplit
+from data.source import SplitSource, Wanted
 
 
 def open_huggingface(wanted: Wanted) -> SplitSource:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from data.buckets import source_of
-from data.bytes_split import BytesSplit
-from data.folder_index import check_folder
-from data.kept_folder import kept_split
+from data.image.buckets import source_of
+from data.image.transforms import Transform, transforms_of
+from data.index.folder_index import check_folder
+from data.index.kept_folder import kept_split
+from data.loading.bytes_split import BytesSplit
 from data.source import SplitSource, Wanted
 from data.storage import read_bytes, read_head
-from data.transforms import Transform, transforms_of
 
 
 def open_folder(wanted: Wanted) -> SplitSource:

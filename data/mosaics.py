@@ -28,8 +28,8 @@ from torch.utils.data import Dataset
 
 from data.digits import CLASSES, SIZE, check_classes, read_digits
 from data.errors import DataFolderError
-from data.loader import Sample
-from data.sampler import PADDING
+from data.loading.loader import Sample
+from data.loading.sampler import PADDING
 from data.source import SplitSource, Wanted
 
 LENGTHS = {"train": 4096, "val": 512}

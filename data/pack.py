@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from config_fields import local_path
 from data.errors import DataFolderError, printable, reason_of
-from data.folder_index import SPLITS, FolderIndex, check_folder, index_split
+from data.index.folder_index import SPLITS, FolderIndex, check_folder, index_split
 from data.storage import is_url
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}

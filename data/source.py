@@ -12,12 +12,12 @@ import torch
 from torch.utils.data import Dataset
 
 from data.config import DataConfig
-from data.dataset_loader import DatasetLoader, workers_of_host
 from data.errors import DataFolderError, printable
-from data.loader import BatchLoader, EmptyLoader, Sample
+from data.loading.dataset_loader import DatasetLoader, workers_of_host
+from data.loading.loader import BatchLoader, EmptyLoader, Sample
+from data.loading.sampler import GlobalBatchSampler
+from data.loading.share import Share
 from data.registry import OPENED_BY
-from data.sampler import GlobalBatchSampler
-from data.share import Share
 
 _KINDS = 5  # of files, named in the log
 

@@ -2,7 +2,7 @@
 
 They lie in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``, or a table says which they are
 (``--labels``). An array is cut to the model's size, never resized: for training anywhere, else in
-the middle. ``data/array_files.py`` knows the formats.
+the middle. ``data/index/array_files.py`` knows the formats.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 import xxhash
 from torch.utils.data import Dataset
 
-from data.array_files import SUFFIXES, ArrayFile, Window, check_packages, open_array
 from data.errors import BrokenImageError, DataFolderError
-from data.folder_index import FolderIndex, check_folder
-from data.kept_folder import kept_split
-from data.label_file import read_labels
-from data.sample_split import SampleSplit
+from data.image.transforms import seeded
+from data.index.array_files import SUFFIXES, ArrayFile, Window, check_packages, open_array
+from data.index.folder_index import FolderIndex, check_folder
+from data.index.kept_folder import kept_split
+from data.index.label_file import read_labels
+from data.loading.sample_split import SampleSplit
 from data.source import SplitSource, Wanted
 from data.storage import is_url
-from data.transforms import seeded
 
 
 def open_volumes(wanted: Wanted) -> SplitSource:

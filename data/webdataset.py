@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.buckets import source_of
-from data.bytes_split import BytesSplit
 from data.config import DataConfig
 from data.errors import BrokenImageError, DataFolderError, reason_of
-from data.index_file import VERSION, Kept, Table, is_worth_it, places
-from data.shard_index import index_shards
+from data.image.buckets import source_of
+from data.image.transforms import transforms_of
+from data.index.index_file import VERSION, Kept, Table, is_worth_it, places
+from data.index.shard_index import index_shards
+from data.index.strings import Strings
+from data.loading.bytes_split import BytesSplit
 from data.source import SplitSource, Wanted
 from data.storage import HEAD, find_files, read_bytes
-from data.strings import Strings
-from data.transforms import transforms_of
 
 _NUMBERED = re.compile(r"(.*)\{(\d+)\.\.(\d+)\}(.*)")
 _STAMPS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "created")

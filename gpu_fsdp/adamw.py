@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from training.stochastic_rounding import random_bits, to_bf16, upper
+from training.updates.stochastic_rounding import random_bits, to_bf16, upper
 
 
 @torch.no_grad()

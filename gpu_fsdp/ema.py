@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from training.backend import State
-from training.ema import UPDATES, exchanged_inside, weight_of_newest
-from training.ema_config import EmaConfig
+from training.options.ema_config import EmaConfig
+from training.updates.ema import UPDATES, exchanged_inside, weight_of_newest
 
 
 class PartsAverage:

@@ -30,8 +30,8 @@ from gpu_fsdp.te_block import timm_name
 from models.meta import cast_buffers
 from models.token_part import PartOfPositions, TokenPart
 from training.backend import InitializeModule
-from training.shards import Chunk, ShardedTensor
-from training.skipped_steps import not_finite
+from training.checkpoints.shards import Chunk, ShardedTensor
+from training.updates.skipped_steps import not_finite
 
 
 class Fsdp2Backend(GpuBackend):

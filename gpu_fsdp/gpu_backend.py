@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data.loader import Batch, BatchLoader
-from data.share import Share
+from data.loading.loader import Batch, BatchLoader
+from data.loading.share import Share
 from gpu_fsdp import adamw, optimizers, te_block
 from gpu_fsdp.devices import Device
 from gpu_fsdp.domain.loading import open_loader, rows_of
@@ -22,11 +22,11 @@ from gpu_fsdp.recomputation import checkpoint_activations, compile_block
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
 from gpu_fsdp.sharded_muon import Muon
 from training.backend import InitializeModule, State, pass_seed
-from training.newton_schulz import ns_dtype
-from training.parameter_groups import Updates
-from training.skipped_steps import count_skipped, no_counts, not_finite
-from training.stochastic_rounding import key_of
-from training.stopping import largest_of_all
+from training.hosts.stopping import largest_of_all
+from training.updates.newton_schulz import ns_dtype
+from training.updates.parameter_groups import Updates
+from training.updates.skipped_steps import count_skipped, no_counts, not_finite
+from training.updates.stochastic_rounding import key_of
 
 OUTER, SHARD, DOMAIN = "dcn", "fsdp", "domain"
 """The mesh's axes of copies, of the shards of a copy, and of the rows of an image."""

@@ -14,10 +14,11 @@ from gpu_fsdp.devices import Device
 from gpu_fsdp.gpu_backend import GpuBackend
 from gpu_fsdp.resolve_gpu import GpuRun
 from models import timm_private
-from training import joining, versions
+from training import versions
 from training.backend import Backend
 from training.errors import UsageError, is_first_of_torchrun
-from training.processes import without_greetings
+from training.hosts import joining
+from training.hosts.processes import without_greetings
 
 Body = Callable[[GpuRun, Backend], None]
 

@@ -26,7 +26,7 @@ from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name
 from models.meta import cast_buffers, fill_buffers
 from training.backend import InitializeModule
-from training.shards import Chunk, ShardedTensor, flat_range_boxes
+from training.checkpoints.shards import Chunk, ShardedTensor, flat_range_boxes
 
 with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
     warnings.simplefilter("ignore")

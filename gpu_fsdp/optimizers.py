@@ -10,7 +10,7 @@ import torch
 from timm.optim.lion import Lion, lion
 from torch import nn
 
-from training.parameter_groups import MOMENTS, Update, Updates
+from training.updates.parameter_groups import MOMENTS, Update, Updates
 
 
 def build_optimizer(

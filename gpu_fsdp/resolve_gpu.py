@@ -12,12 +12,12 @@ import torch.distributed as dist
 from gpu_fsdp import devices, te_block
 from gpu_fsdp.config import GpuConfig
 from gpu_fsdp.domain.resolve_domain import resolve_domain
-from training.config import RunConfig
 from training.errors import UsageError
-from training.flag_rules import check_needs
 from training.mesh import Mesh, make_mesh
-from training.resolve import Run, check_batch, resolve_common, resolve_model
-from training.teacher_run import with_teacher
+from training.options.config import RunConfig
+from training.options.flag_rules import check_needs
+from training.options.resolve import Run, check_batch, resolve_common, resolve_model
+from training.options.teacher_run import with_teacher
 
 ZERO_NAMES = ("no sharding", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

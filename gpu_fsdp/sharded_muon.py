@@ -18,9 +18,9 @@ from torch import nn
 
 from gpu_fsdp.domain.group import exchanged
 from gpu_fsdp.optimizers import keep_unless
-from training.newton_schulz import MOMENTUM, lr_factor, orthogonalized
-from training.parameter_groups import Updates
-from training.shards import ShardedTensor
+from training.checkpoints.shards import ShardedTensor
+from training.updates.newton_schulz import MOMENTUM, lr_factor, orthogonalized
+from training.updates.parameter_groups import Updates
 
 
 class Muon:

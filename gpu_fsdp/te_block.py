@@ -18,7 +18,7 @@ from gpu_fsdp.config import FP8_MULTIPLE, GpuConfig
 from models.errors import ModelError
 from models.spec import ModelSizes
 from training.errors import UsageError
-from training.resolve import MODEL_FLAG, Run
+from training.options.resolve import MODEL_FLAG, Run
 
 TE_NAME = {
     "norm1.weight": "self_attention.layernorm_qkv.layer_norm_weight",

@@ -3,7 +3,8 @@
 import json
 import sys
 
-from xla_fsdp.compile_only.compiler import _device_ids, devices_of, prepare_jax
+from xla_fsdp.compile_only.compiler import _device_ids
+from xla_fsdp.compile_only.devices import devices_of, prepare_jax
 from xla_fsdp.compile_only.topologies import parse_topology
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import time
 
 from gpu_fsdp import resolve_gpu
 from tests.megatron_on_cpu import without_cuda
-from training import processes
 from training.checkpoints import state
 from training.checkpoints.choose import step_of
+from training.hosts import processes
 
 
 def main(argv: list[str]) -> int:

@@ -11,8 +11,8 @@ import signal
 import sys
 
 import run_vit_training
-from training import evaluation
 from training import step as step_module
+from training.inference import evaluation
 
 
 def main(argv: list[str]) -> int:

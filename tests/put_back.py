@@ -39,7 +39,7 @@ def share_taken_for_the_batch():
 
 def one_host_computes_more():
     """A program of the devices that only the first process runs: the others never come."""
-    from training.reports import Reports
+    from training.logs.reports import Reports
     from xla_fsdp.spmd import SpmdBackend
 
     evaluation, backends = Reports.evaluation, []

@@ -13,8 +13,8 @@ import json
 import torch
 import torch_xla
 
-from training.parameter_groups import Update
-from training.stochastic_rounding import key_of, random_bits, to_bf16, upper
+from training.updates.parameter_groups import Update
+from training.updates.stochastic_rounding import key_of, random_bits, to_bf16, upper
 from xla_fsdp.bits import same_bits
 from xla_fsdp.optimizer import build_optimizer, parameter_groups, set_lr, step_unless
 

@@ -14,9 +14,9 @@ from tests.short_runs import QUICK, program
 from tests.test_checkpoints import left
 from training.checkpoints.manifest import damage
 from training.checkpoints.reader import SafeReader, quiet_dcp
+from training.checkpoints.shards import Chunk, ShardedTensor
 from training.checkpoints.state import bytes_of
-from training.minutes import MinutesInterval
-from training.shards import Chunk, ShardedTensor
+from training.hosts.minutes import MinutesInterval
 
 DISTURBED = "tests.disturbed_saves"
 NOT_BESIDE = "--no_async_checkpoint"
@@ -180,7 +180,7 @@ class OneHost:
 )
 def test_minutes(minutes, at, over, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("training.minutes.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("training.hosts.minutes.time.monotonic", lambda: now[0])
     interval = MinutesInterval(OneHost(), minutes)
     assert not interval.over()
     now[0] += at

@@ -11,11 +11,11 @@ from timm.data import create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from data.config import DataConfig
-from data.decode import Pixels
 from data.errors import DataFolderError
-from data.sampler import GlobalBatchSampler
-from data.share import Share
-from data.transforms import TrainTransform, seeded
+from data.image.decode import Pixels
+from data.image.transforms import TrainTransform, seeded
+from data.loading.sampler import GlobalBatchSampler
+from data.loading.share import Share
 from tests.test_data import arguments, loaders
 from tests.usage_error import told_in_one_line
 from training.show_augmentations import DRAWS, columns, main, read_run

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
-from data.buckets import BucketSampler, nearest_bucket
 from data.config import DataConfig
+from data.image.buckets import BucketSampler, nearest_bucket
+from data.loading.sampler import PADDING
+from data.loading.share import Share
 from data.pack import pack
-from data.sampler import PADDING
-from data.share import Share
 from data.source import Wanted, open_data
 from models.buckets import Resampling
 from models.timm_private import compute_on_grids, why_one_grid

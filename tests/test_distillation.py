@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torchvision.transforms.v2.functional import normalize
 
-from data.share import Share
+from data.loading.share import Share
 from data.source import open_data
 from tests.cli import TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.filled import filled

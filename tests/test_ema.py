@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from timm.utils import ModelEmaV3
 
-from data.share import Share
+from data.loading.share import Share
 from data.source import open_data
 from gpu_fsdp.devices.cpu import Cpu
 from gpu_fsdp.plan import model as gpu_model
@@ -24,8 +24,8 @@ from training.checkpoints.choose import find_resume
 from training.convert.__main__ import main as to_other_form
 from training.mesh import Mesh
 from training.plan.shape import shape_of, state_bytes
+from training.trained_weights.weights import load_file_of_weights
 from training.validation import wanted_images
-from training.weights import load_file_of_weights
 from xla_fsdp.compile_only.topologies import parse_topology
 from xla_fsdp.plan import model as xla_model
 from xla_fsdp.plan.compilations import compile_words

@@ -11,8 +11,9 @@ from sklearn.metrics import confusion_matrix, top_k_accuracy_score
 from tests.cli import DIGITS, run_program, train_tiny_gpu
 from tests.plain_checkpoint import convert, tiny_timm_model
 from tests.usage_error import told_in_one_line
-from training.eval_report import EvalReport
-from training.predictions import classes_before
+from training.inference.eval_report import EvalReport
+from training.inference.predictions import classes_before
+from training.inference.report_files import write_report
 
 STEPS = 110
 
@@ -139,7 +140,7 @@ def test_many_classes_and_odd_names(tmp_path):
     found = torch.stack([labels, torch.tensor([0, 1, 1, 0, 0, 2, 2]), (labels == 59) * 7])
     for count in (60, 0):
         report = EvalReport.of(found[:, :count].numpy(), names)
-        report.write(tmp_path)
+        write_report(report, tmp_path)
         rows = read_table(tmp_path / "per_class.csv")
         assert len(rows) == 60
         assert rows[5]["top1"] == ""

@@ -10,9 +10,9 @@ import pytest
 from config_fields import flag_of
 from run_vit_training import OWN, read_flags
 from tests.cli import ROOT
-from training.config import RunConfig
-from training.flag_rules import by_field, flat
-from training.flags import build_parser
+from training.options.config import RunConfig
+from training.options.flag_rules import by_field, flat
+from training.options.flags import build_parser
 
 # Every flag of commit 40b0636, the field it sets, its default there, and a value to give it.
 FLAGS_OF_40B0636 = [

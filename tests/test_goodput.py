@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from tests.cli import ROOT, environment, tiny
-from training.events import EVENTS_FILE, Events, read_events
 from training.goodput.__main__ import main
+from training.logs.events import EVENTS_FILE, Events, read_events
 
 BATCH_S, SAVE_S = 0.05, 0.4
 DOWN_S = 1.5

@@ -1,4 +1,4 @@
-"""launch/meet.py and training/joining.py: nodes and processes that wait for others, restarts."""
+"""launch/meet.py and training/hosts/joining.py: nodes and processes that wait, and restarts."""
 
 import argparse
 import contextlib

@@ -9,8 +9,8 @@ from sklearn.datasets import load_digits
 
 from data.digits import read_digits
 from data.errors import DataFolderError
+from data.loading.share import Share
 from data.mosaics import INTENSITIES, LENGTHS
-from data.share import Share
 from data.source import Wanted, open_data
 from tests.cli import train_tiny_gpu
 from tests.test_data import arguments

@@ -11,12 +11,12 @@ import pytest
 from run_vit_training import read_flags
 from tests.cli import run_program
 from tests.usage_error import told_in_one_line
-from training.flag_rules import flat
 from training.mesh import Mesh
+from training.options.flag_rules import flat
+from training.options.resolve import resolve_model
 from training.plan.command_lines import words_of
 from training.plan.prices import SHIPPED, read_prices
 from training.plan.shape import shape_of
-from training.resolve import resolve_model
 from xla_fsdp.compile_only.topologies import parse_topology
 from xla_fsdp.plan.calibration import corrections
 from xla_fsdp.plan.model import POLICIES, estimate

@@ -13,14 +13,14 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.transforms import v2
 
 import run_vit_training
-from data.decode import Pixels
-from data.preprocessing import INTERPOLATIONS, Preprocessing
-from data.transforms import val_transform
+from data.image.decode import Pixels
+from data.image.preprocessing import INTERPOLATIONS, Preprocessing
+from data.image.transforms import val_transform
 from tests.cli import TINY_MODEL, train_tiny
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
 from training.checkpoints.reader import read_saved_run
-from training.weights_preprocessing import with_preprocessing
+from training.trained_weights.weights_preprocessing import with_preprocessing
 
 NAME = "vit_tiny_patch16_224"
 

@@ -9,7 +9,7 @@ import torch
 from tests.cli import TINY_MODEL, train_tiny
 from tests.plain_checkpoint import convert, tiny_timm_model
 from tests.test_sharding import assert_same_curves
-from training.schedule import WarmupCosine
+from training.updates.schedule import WarmupCosine
 
 # Five steps an epoch on digits, of 4 tokens an image to be quick; dropout everywhere, so that
 # random state counts.

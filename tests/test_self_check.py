@@ -16,8 +16,8 @@ from training.checkpoints.lock import FolderLock
 from training.self_check.folder import check_disk
 from training.self_check.machine import check_decoding, check_memory
 from training.self_check.table import Table
+from training.trained_weights.weights_preprocessing import with_preprocessing
 from training.validation import wanted_images
-from training.weights_preprocessing import with_preprocessing
 
 RUN = ["--self_check", "--data_dir", str(DIGITS), *TINY_MODEL, "--batch_size", "16"]
 RUN += ["--num_workers", "0"]

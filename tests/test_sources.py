@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from data import index_file, kept_folder, storage
+from data import storage
 from data.errors import BrokenImageError, DataFolderError
+from data.index import index_file, kept_folder
+from data.loading.share import Share
 from data.pack import pack
-from data.share import Share
 from data.source import open_data
 from models.config import VitConfig
 from tests.cli import DIGITS, train_tiny, train_tiny_gpu

@@ -17,13 +17,12 @@ from models.registry import open_model
 from run_vit_training import read_flags
 from tests.resolved import on_xla
 from training.checkpoints.reader import SafeReader, quiet_dcp
-from training.evaluation import Evaluation
-from training.flag_rules import flat
-from training.metrics import read_metrics
-from training.plots import plot_curves
+from training.checkpoints.shards import Chunk, ShardedTensor, flat_range_boxes
+from training.logs.metrics import Evaluation, read_metrics
+from training.logs.plots import plot_curves
+from training.logs.reports import Interval, Reports
+from training.options.flag_rules import flat
 from training.prefetch import prefetch
-from training.reports import Interval, Reports
-from training.shards import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.tpu_chips import peak_of
 
 # -- shards ---------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from training.checkpoints.manifest import damage, entries, quick_problem, write_
 from training.checkpoints.reader import SafeReader, read_metadata, read_saved_run
 from training.checkpoints.state import load_state, save_state
 from training.errors import UsageError
-from training.log_folder import LogUploads, fetch_logs, log_folder
+from training.logs.log_folder import LogUploads, fetch_logs, log_folder
 from training.url_path import folder_at
 
 ON_A_BUCKET = "tests.bucket"

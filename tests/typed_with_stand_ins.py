@@ -25,9 +25,9 @@ from tests.documented_commands import Command
 from tests.new_machine import Machine
 from tests.pod_stand_in import gcloud_accepts
 from tests.test_launch_gpu import script
-from training.flag_rules import check_foreign, check_needs
 from training.mesh import make_mesh
-from training.resolve import Run, check_batch, resolve_common, resolve_model
+from training.options.flag_rules import check_foreign, check_needs
+from training.options.resolve import Run, check_batch, resolve_common, resolve_model
 from xla_fsdp.plan.space import candidates
 
 

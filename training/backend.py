@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import nn
 
-from data.loader import Batch, BatchLoader
-from data.share import Share
-from training.parameter_groups import Updates
+from data.loading.loader import Batch, BatchLoader
+from data.loading.share import Share
+from training.updates.parameter_groups import Updates
 
 if TYPE_CHECKING:
-    from training.resolve import Run
+    from training.options.resolve import Run
 
 InitializeModule = Callable[[nn.Module, str], None]
 """A function that allocates and fills a module on the meta device; it takes its name in the
@@ -35,8 +35,8 @@ def pass_seed(seed: int, pass_index: int, stream: int) -> int:
 class State:
     """Holds what a checkpoint keeps of a backend: tensors, by names and shapes of the plain model.
 
-    Each is whole, or a ``training.shards.ShardedTensor`` of this process's part. What a checkpoint
-    holds is read into them in place.
+    Each is whole, or a ``training.checkpoints.shards.ShardedTensor`` of this process's part. What
+    a checkpoint holds is read into them in place.
     """
 
     is_copy: ClassVar[bool] = False
@@ -120,8 +120,8 @@ class Backend(Protocol):
 
         ``loss`` is the step's, over all replicas. If it or the norm is not finite, weights and the
         optimizer's state stay as they are, on all replicas alike. Returns the norm before
-        clipping, and the counts of steps skipped so (``training.skipped_steps``) since the start of
-        this process.
+        clipping, and the counts of steps skipped so (``training.updates.skipped_steps``) since the
+        start of this process.
         """
 
     def averaged_weights(self) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from data.loader import BatchLoader
+from data.loading.loader import BatchLoader
 from data.source import DataSource
 from training.backend import Backend
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from torch import nn
 
 from training.checkpoints.content import Position
-from training.evaluation import Evaluations
-from training.objective import Objective
-from training.profiling import StepProfiler
-from training.resolve import Run
-from training.saving import Saves
-from training.schedule import Schedule
+from training.checkpoints.saving import Saves
+from training.hosts.stopping import NOT_FINITE, NOT_SAVED
+from training.inference.evaluation import Evaluations
+from training.logs.profiling import StepProfiler
+from training.logs.step_log import StepLog
+from training.losses.objective import Objective
+from training.options.resolve import Run
 from training.session import Session
 from training.step import train_step
-from training.step_log import StepLog
-from training.stopping import NOT_FINITE, NOT_SAVED
 from training.train_batches import TrainBatches
+from training.updates.schedule import Schedule
 
 
 @dataclass

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from data.loader import Batch
+from data.loading.loader import Batch
 
 _END = object()
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from training.backend import Backend
-from training.bad_images import BadImages
-from training.reports import Reports
-from training.stopping import StopRequest
-from training.watchdog import Watchdog
+from training.hosts.stopping import StopRequest
+from training.hosts.watchdog import Watchdog
+from training.logs.bad_images import BadImages
+from training.logs.reports import Reports
 
 
 @dataclass(frozen=True)

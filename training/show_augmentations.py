@@ -18,18 +18,18 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-from data.loader import Batch
-from data.share import Share
+from data.loading.loader import Batch
+from data.loading.share import Share
 from data.source import DataSource, open_data
-from training.config import RunConfig
 from training.errors import UsageError
-from training.flags import parse
+from training.losses.mixing import Mixing
+from training.losses.objective import smoothed
 from training.mesh import Mesh
-from training.mixing import Mixing
-from training.objective import smoothed
-from training.resolve import Run, check_batch, resolve_common, resolve_model
+from training.options.config import RunConfig
+from training.options.flags import parse
+from training.options.resolve import Run, check_batch, resolve_common, resolve_model
+from training.trained_weights.weights_preprocessing import with_preprocessing
 from training.validation import bad_data_is_the_users, wanted_images
-from training.weights_preprocessing import with_preprocessing
 
 IMAGES, DRAWS = 4, 6
 """Rows of the picture, and augmented columns."""

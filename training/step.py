@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from data.loader import Batch
+from data.loading.loader import Batch
 from training.backend import Backend, InitializeModule
-from training.buckets import build_model
-from training.objective import Objective
-from training.parameter_groups import updates_of
-from training.resolve import Run
+from training.losses.objective import Objective
+from training.options.resolve import Run
+from training.updates.parameter_groups import updates_of
 
 
 class Outcome(NamedTuple):
@@ -24,7 +23,7 @@ class Outcome(NamedTuple):
     grad_norm: torch.Tensor
     """Before clipping."""
     skipped: torch.Tensor
-    """The counts of steps skipped so far (``training.skipped_steps``)."""
+    """The counts of steps skipped so far (``training.updates.skipped_steps``)."""
 
 
 def shard_and_optimize(
@@ -34,7 +33,7 @@ def shard_and_optimize(
 
     ``initialize`` fills it with other values than the run's first ones.
     """
-    model = build_model(run, backend)
+    model = run.build_model(backend.constant)
     if initialize is None:
         initialize = functools.partial(run.model.initialize, seed=run.config.seed)
     optimizer = run.config.optimizer

@@ -13,35 +13,19 @@ from pathlib import Path
 from torch import nn
 
 from data.source import DataSource, open_data
-from training import processes
 from training.backend import Backend
-from training.bad_images import BadImages
 from training.checkpoints.choose import RUN_FILE, Candidates, find_resume, first_readable
 from training.checkpoints.content import Position, SavedRun
 from training.checkpoints.lock import FolderLock
 from training.checkpoints.manifest import replace_file
 from training.checkpoints.saver import CheckpointSaver
+from training.checkpoints.saving import Saves
 from training.checkpoints.state import load_state
-from training.config import CheckpointConfig
-from training.ema import note_of_resume
 from training.errors import NOT_FINITE, RunFailed, StoppedBySignal
-from training.evaluation import Evaluations
-from training.events import process_start
-from training.expectation import read_expectation
-from training.fingerprint import check_alike, versions
-from training.initial_weights import InitialWeights, find_source, fit
-from training.loaders import train_loader, val_loader
-from training.loop import Trainer
-from training.metrics import METRICS_FILE, decisive, evaluations, read_metrics
-from training.objective import Objective
-from training.processes import failing_together
-from training.profiling import PROFILE_DIR, StepProfiler
-from training.reports import Reports
-from training.resolve import Run
-from training.saving import Saves
-from training.schedule import Schedule, make_schedule
-from training.session import Session
-from training.start import (
+from training.hosts import processes
+from training.hosts.fingerprint import check_alike, versions
+from training.hosts.processes import failing_together
+from training.hosts.start import (
     Start,
     check_folder_writable,
     choose_checkpoint,
@@ -49,11 +33,29 @@ from training.start import (
     leave_later_ones,
     take_logs,
 )
+from training.hosts.stopping import NOT_FINITE as STOPPED_NOT_FINITE
+from training.hosts.stopping import StopRequest
+from training.hosts.watchdog import Watchdog
+from training.inference.evaluation import Evaluations
+from training.loaders import train_loader, val_loader
+from training.logs.bad_images import BadImages
+from training.logs.events import process_start
+from training.logs.expectation import read_expectation
+from training.logs.metrics import METRICS_FILE, decisive, evaluations, read_metrics
+from training.logs.profiling import PROFILE_DIR, StepProfiler
+from training.logs.reports import Reports
+from training.logs.step_log import StepLog
+from training.loop import Trainer
+from training.losses.objective import Objective
+from training.options.config import CheckpointConfig
+from training.options.resolve import Run
+from training.session import Session
 from training.step import shard_and_optimize
-from training.step_log import StepLog
-from training.stopping import NOT_FINITE as STOPPED_NOT_FINITE
-from training.stopping import StopRequest
 from training.train_batches import TrainBatches
+from training.trained_weights.initial_weights import InitialWeights, find_source, fit
+from training.trained_weights.weights_preprocessing import with_preprocessing, with_preprocessing_of
+from training.updates.ema import note_of_resume
+from training.updates.schedule import Schedule, make_schedule
 from training.url_path import folder_at, is_url
 from training.validation import (
     bad_data_is_the_users,
@@ -63,8 +65,6 @@ from training.validation import (
     check_same_optimizer,
     wanted_images,
 )
-from training.watchdog import Watchdog
-from training.weights_preprocessing import with_preprocessing, with_preprocessing_of
 
 
 @dataclass

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Generator
 
-from data.loader import Batch, BatchLoader
+from data.loading.loader import Batch, BatchLoader
 from training.backend import Backend
 from training.checkpoints.content import Position
 from training.prefetch import prefetch

@@ -13,10 +13,10 @@ from models.config import ModelConfig
 from models.spec import ModelSpec
 from training.checkpoints.content import SavedRun
 from training.checkpoints.reader import read_metadata, readable
-from training.config import OptimizerConfig
 from training.errors import UsageError
-from training.flag_rules import by_field, from_values
-from training.resolve import MODEL_FLAG, Run, model_of
+from training.options.config import OptimizerConfig
+from training.options.flag_rules import by_field, from_values
+from training.options.resolve import MODEL_FLAG, Run, model_of
 
 
 def wanted_images(run: Run, *, with_train: bool = True) -> Wanted:

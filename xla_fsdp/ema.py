@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from training.ema import exchanged_inside, weight_of_newest
-from training.ema_config import EmaConfig
+from training.options.ema_config import EmaConfig
+from training.updates.ema import exchanged_inside, weight_of_newest
 
 
 class WeightAverage:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from training.backend import State
-from training.ema import UPDATES
+from training.updates.ema import UPDATES
 from xla_fsdp.ema import WeightAverage
 
 ToHost = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]

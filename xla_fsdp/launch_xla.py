@@ -12,8 +12,8 @@ from types import FrameType
 from models import timm_private
 from training.backend import Backend
 from training.errors import StoppedBySignal
-from training.parent import end_with
-from training.stopping import ProcessSignals, process_signals
+from training.hosts.parent import end_with
+from training.hosts.stopping import ProcessSignals, process_signals
 from training.versions import warn_of_others
 from xla_fsdp import jax_private, libtpu_flags, torch_xla_private
 from xla_fsdp.resolve_xla import XlaRun, device_type

@@ -15,8 +15,8 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
-from data.loader import Batch
-from training.shards import Chunk, ShardedTensor, flat_range_boxes
+from data.loading.loader import Batch
+from training.checkpoints.shards import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.attention.flash import use_flash
 from xla_fsdp.attention.whole import How, use_whole
 from xla_fsdp.resolve_xla import XlaRun

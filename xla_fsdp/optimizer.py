@@ -13,9 +13,9 @@ import torch
 from timm.optim.lion import Lion
 from torch import nn
 
-from training.newton_schulz import MOMENTUM
-from training.parameter_groups import MOMENTS, Update
-from training.stochastic_rounding import random_bits, to_bf16, upper
+from training.updates.newton_schulz import MOMENTUM
+from training.updates.parameter_groups import MOMENTS, Update
+from training.updates.stochastic_rounding import random_bits, to_bf16, upper
 from xla_fsdp.bits import same_bits
 
 _SMALLEST_LR = 1e-30

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.config import RunConfig
 from training.errors import UsageError
-from training.flag_rules import by_field, check_needs
 from training.mesh import Mesh, make_mesh
-from training.resolve import Run, check_batch, check_rows, resolve_common, resolve_model
-from training.teacher_run import with_teacher
+from training.options.config import RunConfig
+from training.options.flag_rules import by_field, check_needs
+from training.options.resolve import Run, check_batch, check_rows, resolve_common, resolve_model
+from training.options.teacher_run import with_teacher
 from xla_fsdp import libtpu_flags, torch_xla_private
 from xla_fsdp.attention.choice import resolve_attention, resolve_domain
 from xla_fsdp.compile_only.topologies import Chip, parse_topology, this_chip

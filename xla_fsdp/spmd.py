@@ -16,10 +16,10 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 
-from data.loader import Batch
+from data.loading.loader import Batch
 from models.attention_product import attentions, use_product
+from training.checkpoints.shards import ShardedTensor
 from training.mesh import Axes, Spec
-from training.shards import ShardedTensor
 from xla_fsdp.around_blocks import add_in_bf16, after_forward
 from xla_fsdp.attention import of_heads
 from xla_fsdp.attention.flash import Shards, use_flash

@@ -18,15 +18,15 @@ from torch import nn
 from torch_xla.distributed.fsdp import checkpoint_module
 from tqdm import tqdm
 
-from data.loader import BatchLoader
-from data.share import Share
+from data.loading.loader import BatchLoader
+from data.loading.share import Share
 from models.meta import fill_buffers
 from training.backend import InitializeModule, State, pass_seed
-from training.newton_schulz import lr_factor, ns_dtype, orthogonalized
-from training.parameter_groups import Update, Updates
-from training.skipped_steps import count_skipped, no_counts, not_finite
-from training.stochastic_rounding import key_of
-from training.stopping import largest_of_all
+from training.hosts.stopping import largest_of_all
+from training.updates.newton_schulz import lr_factor, ns_dtype, orthogonalized
+from training.updates.parameter_groups import Update, Updates
+from training.updates.skipped_steps import count_skipped, no_counts, not_finite
+from training.updates.stochastic_rounding import key_of
 from xla_fsdp import tpu_chips
 from xla_fsdp.around_blocks import break_graph_every, compute_in_bf16
 from xla_fsdp.ema import WeightAverage

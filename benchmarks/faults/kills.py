@@ -24,7 +24,7 @@ from benchmarks.faults.tries import (
 )
 from training.checkpoints.choose import folder_of
 from training.checkpoints.manifest import is_complete
-from training.metrics import evaluations
+from training.logs.metrics import evaluations
 
 _ATTEMPTS = 8
 """How often a moment that comes when the run has ended is drawn again."""

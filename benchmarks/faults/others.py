@@ -20,7 +20,7 @@ from benchmarks.faults.program import (
 )
 from benchmarks.faults.tries import NotSurvived, Outcome, Try, last_words
 from training.checkpoints.lock import LOCK_FILE
-from training.metrics import read_metrics
+from training.logs.metrics import read_metrics
 
 _STEP_TIMEOUT_S = 15
 _ENDS_WITHIN_S = 120.0

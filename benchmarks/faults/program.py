@@ -18,7 +18,7 @@ from benchmarks.common import ROOT
 from tests.cli import DIGITS, environment
 from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.manifest import damage
-from training.metrics import read_metrics
+from training.logs.metrics import read_metrics
 
 STEPS, EVALUATED = 40, (22, 40)
 SAVE_INTERVAL, KEEP = 3, 3

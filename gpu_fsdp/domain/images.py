@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from data.loader import BadImage, Batch, BatchLoader
+from data.loading.loader import BadImage, Batch, BatchLoader
 from gpu_fsdp.domain.group import exchanged
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from data.loader import BatchLoader
-from data.share import Share
+from data.loading.loader import BatchLoader
+from data.loading.share import Share
 from gpu_fsdp.domain.images import SharedImages
 from gpu_fsdp.resolve_gpu import GpuRun
 from training.mesh import Mesh

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from gpu_fsdp.config import GpuConfig
 from models.errors import ModelError
-from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh
-from training.resolve import MODEL_FLAG, check_rows
+from training.options.config import RunConfig
+from training.options.resolve import MODEL_FLAG, check_rows
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec

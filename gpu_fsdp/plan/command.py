@@ -11,9 +11,10 @@ from typing import Any
 from gpu_fsdp.config import GpuConfig
 from gpu_fsdp.plan.model import GPUS, NODE, POLICIES, USABLE, Estimate, Gpu, estimate
 from models.spec import ModelSpec
-from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh, make_mesh
+from training.options.config import RunConfig
+from training.options.resolve import Run, check_batch, check_rows, resolve_common, resolve_model
 from training.plan.choices import check_prices, combinations
 from training.plan.command_lines import ALWAYS, typed, words_of
 from training.plan.config import PlanConfig
@@ -22,7 +23,6 @@ from training.plan.plans import Plan
 from training.plan.prices import Price, read_prices
 from training.plan.shape import shape_of, state_bytes
 from training.plan.work import Work, find_work
-from training.resolve import Run, check_batch, check_rows, resolve_common, resolve_model
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "grad_ckpt": tuple(POLICIES),

@@ -12,7 +12,7 @@ from training.checkpoints.content import SavedRun
 from training.checkpoints.manifest import is_complete, quick_problem
 from training.checkpoints.reader import read_saved_run
 from training.errors import UsageError
-from training.metrics import decisive, evaluations
+from training.logs.metrics import decisive, evaluations
 from training.url_path import folder_at
 
 _NAME = re.compile(r"step_(\d+)")

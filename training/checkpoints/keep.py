@@ -8,7 +8,7 @@ from pathlib import Path
 from training.checkpoints.choose import complete_checkpoints, step_folders, step_of
 from training.checkpoints.manifest import MANIFEST, is_complete, sync_folder
 from training.errors import UsageError
-from training.metrics import METRICS_FILE
+from training.logs.metrics import METRICS_FILE
 from training.url_path import as_url, remove_tree
 
 _ASIDE = "set_aside_"

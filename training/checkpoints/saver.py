@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from training import processes
 from training.backend import Backend
 from training.background import Background
 from training.checkpoints.choose import folder_of
@@ -21,6 +20,7 @@ from training.checkpoints.reader import silence_dcp
 from training.checkpoints.state import bytes_of, state_content
 from training.checkpoints.writing import attempt, write_checkpoint
 from training.errors import NOT_SAVED, RunFailed, UsageError
+from training.hosts import processes
 
 
 @dataclass

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from training.backend import Backend
 from training.checkpoints.content import EMA, RNG, WEIGHTS, training_entry, tree
 from training.checkpoints.reader import SafeReader, quiet_dcp
+from training.checkpoints.shards import Chunk, ShardedTensor
 from training.checkpoints.storage import writer
-from training.shards import Chunk, ShardedTensor
 
 
 def state_content(

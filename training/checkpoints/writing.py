@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from training import processes
 from training.checkpoints.keep import clear, remove
 from training.checkpoints.manifest import entries, write_manifest
 from training.checkpoints.reader import METADATA, reason_of
 from training.checkpoints.state import write_state
+from training.hosts import processes
 
 
 def write_checkpoint(

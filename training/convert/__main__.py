@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from config_fields import local_path
 from training.checkpoints.reader import reason_of
-from training.command_line import OneLineParser
 from training.convert.destinations import (
     Job,
     write_dcp,
@@ -24,6 +23,7 @@ from training.convert.destinations import (
 from training.convert.sources import Source, open_source
 from training.convert.timm_config import timm_config
 from training.errors import UsageError
+from training.options.command_line import OneLineParser
 
 _PROGRAM = "training.convert"
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}

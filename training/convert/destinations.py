@@ -19,8 +19,8 @@ from training.checkpoints.reader import METADATA, named_files, quiet_dcp
 from training.convert.sources import SAFETENSORS_DTYPES, Source
 from training.convert.stored import Stored, write_values
 from training.convert.torch_private import load_without_values, offset_of, save_without_values
-from training.safetensors_files import INDEX, ONE_FILE, run_as_text
-from training.weights_preprocessing import CONFIG_FILE
+from training.trained_weights.safetensors_files import INDEX, ONE_FILE, run_as_text
+from training.trained_weights.weights_preprocessing import CONFIG_FILE
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _SHARDS = ONE_FILE.replace(".", "{suffix}.")

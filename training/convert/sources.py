@@ -21,9 +21,14 @@ from training.checkpoints.reader import METADATA, read_metadata, read_saved_run,
 from training.convert.stored import Piece, Stored
 from training.convert.torch_private import load_without_values, offset_of
 from training.errors import UsageError
-from training.safetensors_files import ONE_FILE, metadata_of, run_of, safetensors_files
-from training.weights import ema_of, load_file_of_weights, no_ema, state_dict_of
-from training.weights_preprocessing import CONFIG_FILE
+from training.trained_weights.safetensors_files import (
+    ONE_FILE,
+    metadata_of,
+    run_of,
+    safetensors_files,
+)
+from training.trained_weights.weights import ema_of, load_file_of_weights, no_ema, state_dict_of
+from training.trained_weights.weights_preprocessing import CONFIG_FILE
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,

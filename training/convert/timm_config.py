@@ -11,9 +11,9 @@ from models.config import ModelConfig, VitConfig
 from models.timm_names import EVA_NAMES
 from models.timm_spec import TimmSpec
 from training.checkpoints.content import SavedRun
-from training.flag_rules import from_values
-from training.resolve import model_of
-from training.weights_preprocessing import preprocessing_of
+from training.options.flag_rules import from_values
+from training.options.resolve import model_of
+from training.trained_weights.weights_preprocessing import preprocessing_of
 
 _ANY_VIT = "vit_base_patch16_224"
 """The name that timm is given for a preset of ours: all its arguments stand beside it."""

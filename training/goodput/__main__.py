@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from config_fields import local_path
-from training.command_line import OneLineParser
 from training.errors import UsageError
-from training.events import EVENTS_FILE, read_events
 from training.goodput.account import Account, account_of
 from training.goodput.goodput_table import as_values, table
 from training.goodput.save_interval import suggest
+from training.logs.events import EVENTS_FILE, read_events
+from training.options.command_line import OneLineParser
 
 _PROGRAM = "training.goodput"
 _PICTURE = "goodput.png"

@@ -69,8 +69,8 @@ class Account:
 def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
     """Return what the time of a run went to, from the beginning of its first start on.
 
-    Events are those of ``training/events.py`` in their order. The time up to each goes to what it
-    tells of, so the parts add up to all there was. After a start that reached its last step, the
+    Events are those of ``training/logs/events.py`` in their order. The time up to each goes to what
+    it tells of, so the parts add up to all there was. After a start that reached its last step, the
     time up to the next one is nobody's. Raises ValueError if there is no start.
     """
     account = Account()

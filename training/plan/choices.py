@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from training.errors import UsageError
-from training.flag_rules import by_field, flat
+from training.options.flag_rules import by_field, flat
 from training.plan.config import PlanConfig
 from training.plan.prices import Price
 

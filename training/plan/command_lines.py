@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from training.flag_rules import by_field, flat
+from training.options.flag_rules import by_field, flat
 
 ALWAYS = ("model", "batch_size", "precision", "grad_ckpt")
 """Fields that the command line of a plan names whatever their values."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from training.config import RunConfig
+from training.options.config import RunConfig
 from training.plan.picture import draw
 from training.plan.plans import Plan, as_table, choose
 from training.plan.prices import Price

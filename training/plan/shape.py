@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from models.spec import ModelSpec
-from training.config import RunConfig
+from training.options.config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from data.errors import DataFolderError
 from data.source import Wanted, open_data
 from models.spec import ModelSpec
-from training.config import RunConfig
 from training.errors import UsageError
+from training.options.config import RunConfig
 
 IMAGENET = 1_281_167
 """Training images of ImageNet-1k."""

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from data.source import DataSource, open_data
 from models.spec import ModelSpec
-from training import processes
 from training.backend import Backend
 from training.checkpoints.reader import reason_of
 from training.errors import SelfCheckFailed, UsageError
-from training.fingerprint import check_alike
-from training.parameter_groups import all_by_adamw, updates_of
-from training.resolve import Run
+from training.hosts import processes
+from training.hosts.fingerprint import check_alike
+from training.hosts.watchdog import Watchdog
+from training.options.resolve import Run
 from training.self_check.compare import Tolerances, apart
 from training.self_check.content import UPDATES, FirstWeights
 from training.self_check.folder import Checkpoints, check_disk, own_folder
@@ -22,9 +22,9 @@ from training.self_check.reference import Outcome, Settings, compute
 from training.self_check.shrink import shrink
 from training.self_check.table import Table
 from training.self_check.updates import EQUAL, Devices, check_rows, check_scalars, check_states
+from training.trained_weights.weights_preprocessing import with_preprocessing
+from training.updates.parameter_groups import all_by_adamw, updates_of
 from training.validation import bad_data_is_the_users, wanted_images
-from training.watchdog import Watchdog
-from training.weights_preprocessing import with_preprocessing
 
 _SILENT_S = 600.0
 """Without ``--step_timeout_s``, what a line of the table may take before it counts as a hang."""

@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from data.loader import Batch, Sample
-from data.share import Share
+from data.loading.loader import Batch, Sample
+from data.loading.share import Share
 from data.source import SplitSource, WholeImages
 from models.meta import allocate
 from training.backend import Backend
 from training.loaders import train_loader
-from training.resolve import Run
+from training.options.resolve import Run
 from training.validation import wanted_images
 
 

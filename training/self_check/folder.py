@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from training import processes
 from training.backend import Backend
 from training.backend import State as BackendState
 from training.checkpoints.choose import complete_checkpoints, folder_of
@@ -22,10 +21,11 @@ from training.checkpoints.reader import SafeReader, quiet_dcp, reason_of
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
 from training.errors import RunFailed, UsageError
-from training.resolve import Run
+from training.hosts import processes
+from training.hosts.start import enter_folder
+from training.options.resolve import Run
 from training.self_check.reference import MOMENTS, Tensors
 from training.self_check.table import Table, size_of
-from training.start import enter_folder
 from training.url_path import is_url, remove_tree
 
 State = dict[str, Tensors]

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from data.errors import DataFolderError
-from data.share import Share
+from data.loading.share import Share
 from data.source import DataSource
-from training import processes
 from training.backend import Backend
-from training.resolve import Run
+from training.hosts import processes
+from training.options.resolve import Run
 from training.self_check.table import Table, size_of
 
 _MFU = 0.5

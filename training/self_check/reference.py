@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.transforms.v2.functional import normalize
 
-from data.loader import Batch
-from training.resolve import Run
+from data.loading.loader import Batch
+from training.options.resolve import Run
 from training.self_check.content import UPDATES, FirstWeights, batches
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

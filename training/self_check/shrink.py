@@ -10,8 +10,8 @@ from models.errors import ModelError
 from models.registry import open_model
 from models.spec import ModelSpec
 from training.errors import UsageError
-from training.loss_config import LossConfig
-from training.resolve import MODEL_FLAG, Run
+from training.options.loss_config import LossConfig
+from training.options.resolve import MODEL_FLAG, Run
 
 _GRID, _PATCH = 4, 4
 _DEPTH = 3

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from data.loader import Batch
-from training import processes
+from data.loading.loader import Batch
 from training.backend import Backend
-from training.objective import Objective
-from training.resolve import Run
+from training.hosts import processes
+from training.losses.objective import Objective
+from training.options.resolve import Run
 from training.self_check.compare import Tolerances, apart, distance
 from training.self_check.content import UPDATES, batches
 from training.self_check.reference import MOMENTS, Outcome, Settings, Tensors

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from training.buckets import sizes_of_largest
-from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh
+from training.options.buckets import sizes_of_largest
+from training.options.config import RunConfig
 from xla_fsdp.attention.whole_kernels import Whole
 from xla_fsdp.config import XlaConfig
 

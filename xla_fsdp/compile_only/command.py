@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from models import timm_private
-from training.config import RunConfig
 from training.errors import UsageError
+from training.options.config import RunConfig
 from training.versions import warn_of_others
 from xla_fsdp import jax_private, libtpu_flags, torch_xla_private
 from xla_fsdp.compile_only.compiler import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import tempfile
 import time
@@ -15,6 +14,7 @@ import numpy as np
 
 from training.errors import UsageError
 from xla_fsdp import jax_private
+from xla_fsdp.compile_only.devices import devices_of, first_line, prepare_jax
 from xla_fsdp.compile_only.graphs import Graph, Step, local_bytes
 from xla_fsdp.compile_only.kernel_cycles import write_kernel_cycles
 from xla_fsdp.compile_only.processes import libtpu_process
@@ -51,19 +51,6 @@ def check_installed() -> None:
             raise UsageError(
                 f"--compile_only needs {name}: python3 -m pip install -r requirements-tpu.txt"
             )
-
-
-JAX_WITHOUT_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask about a TPU
-    "JAX_PLATFORMS": "cpu",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU is taken: nothing to lock
-}
-"""The environment that JAX is to read when it is imported: it must leave the TPU alone."""
-
-
-def prepare_jax() -> None:
-    """Set the environment for JAX, before its first import."""
-    os.environ.update(JAX_WITHOUT_TPU)
 
 
 def compile_graph(
@@ -105,7 +92,7 @@ def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> 
     except Exception as error:  # noqa: BLE001
         asked = hbm_asked_for(str(error), local_bytes(graph.arguments.values(), lambda _: None))
         if asked is None:
-            raise UsageError(_refusal(_first_line(error))) from None
+            raise UsageError(_refusal(first_line(error))) from None
         seconds, capacity = time.perf_counter() - start, topology.chip.hbm_bytes
         return Compiled(False, None, None, None, asked, capacity, [], "", seconds)
     seconds = time.perf_counter() - start
@@ -128,27 +115,6 @@ def _refusal(said: str) -> str:
     if "memory space vmem" in said:
         text += f"; try {VARIABLE}=--xla_tpu_scoped_vmem_limit_kib=16384, libtpu's own limit"
     return text
-
-
-def devices_of(topology: Topology) -> list[Any]:
-    """Return the devices of libtpu's compile-only client. Raises UsageError."""
-    from jax.experimental import topologies
-
-    how: dict[str, Any] = {}
-    if topology.slices > 1:
-        how["num_slices"] = topology.slices
-    if topology.slice_chips < 4:  # else it has hosts of 2 x 2 chips; two chips are half of one
-        how["chips_per_host_bounds"] = (1, topology.slice_chips, 1)
-    if topology.generation == 4:  # a run's libtpu reads the variable itself when it takes the chips
-        how["chip_config_name"] = os.environ["TPU_MEGACORE"]
-    try:
-        devices = topologies.get_topology_desc(topology.name, "tpu", **how).devices
-    except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
-        raise UsageError(
-            f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
-        ) from None
-    assert len(devices) == topology.devices, (len(devices), topology)
-    return devices
 
 
 def _device_ids(devices: list[Any], by_host: bool) -> list[int]:
@@ -193,7 +159,3 @@ def hbm_asked_for(message: str, argument_bytes: int) -> int | None:
         return None
     asked = int(float(used[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[used[2]])
     return asked + (argument_bytes if re.search(r"arguments +0B", message) else 0)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300]

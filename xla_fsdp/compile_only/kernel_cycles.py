@@ -22,6 +22,7 @@ import numpy as np
 
 from xla_fsdp import jax_private
 from xla_fsdp.attention.kernels import BRANCHES
+from xla_fsdp.compile_only.devices import devices_of, prepare_jax
 from xla_fsdp.compile_only.hlo import types_of
 from xla_fsdp.compile_only.processes import libtpu_process
 from xla_fsdp.compile_only.topologies import Topology
@@ -79,8 +80,6 @@ def _count(calls: dict[str, str], topology: Topology, variables: dict[str, str])
 
 
 def _compile(call: str, topology: Topology) -> None:
-    from xla_fsdp.compile_only.compiler import devices_of, prepare_jax
-
     prepare_jax()
     result, _, rest = call.partition(" custom-call(")
     operands = _OPERANDS.search(rest)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from training.parent import end_with
+from training.hosts.parent import end_with
 
 
 def libtpu_process(variables: Mapping[str, str], complaints: str) -> ProcessPoolExecutor:

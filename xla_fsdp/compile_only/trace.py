@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from training.objective import Objective
+from training.losses.objective import Objective
 from training.step import forward_backward, put_micro_batches, shard_and_optimize
 from xla_fsdp.compile_only.graphs import Step
 from xla_fsdp.resolve_xla import XlaRun

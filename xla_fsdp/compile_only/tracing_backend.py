@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from data.loader import Batch
+from data.loading.loader import Batch
 from training.backend import InitializeModule
 from training.mesh import Spec
 from xla_fsdp.compile_only.recorder import Recorder

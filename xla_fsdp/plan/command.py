@@ -12,8 +12,9 @@ from typing import Any
 from tqdm import tqdm
 
 from models.spec import ModelSpec
-from training.config import RunConfig
 from training.errors import UsageError
+from training.options.config import RunConfig
+from training.options.resolve import resolve_common, resolve_model
 from training.plan.choices import check_prices
 from training.plan.command_lines import ALWAYS, typed, words_of
 from training.plan.outcome import Outcome, tell
@@ -21,7 +22,6 @@ from training.plan.plans import Plan
 from training.plan.prices import Price, read_prices
 from training.plan.shape import shape_of
 from training.plan.work import Work, find_work
-from training.resolve import resolve_common, resolve_model
 from xla_fsdp.compile_only.compiler import check_installed
 from xla_fsdp.compile_only.topologies import CHIPS
 from xla_fsdp.config import XlaConfig

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data.config import DataConfig
-from training.config import OptimizerConfig, RunConfig
-from training.ema_config import EmaConfig
 from training.errors import UsageError
+from training.options.config import OptimizerConfig, RunConfig
+from training.options.ema_config import EmaConfig
 from training.plan.command_lines import ALWAYS, words_of
 from xla_fsdp.compile_only.command import DOES_NOT_FIT
 from xla_fsdp.config import XlaConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from training.config import RunConfig
 from training.mesh import Mesh
+from training.options.config import RunConfig
 from training.plan.shape import shape_of, state_bytes
 from xla_fsdp.compile_only.topologies import Chip
 from xla_fsdp.config import XlaConfig

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.config import RunConfig, UseConfig
 from training.errors import UsageError
 from training.mesh import Mesh
+from training.options.config import RunConfig, UseConfig
 from training.plan.choices import combinations
 from training.plan.config import PlanConfig
 from training.plan.shape import state_bytes

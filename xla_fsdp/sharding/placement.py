@@ -8,8 +8,8 @@ import torch
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
+from training.checkpoints.shards import Chunk, ShardedTensor
 from training.mesh import Mesh, Spec
-from training.shards import Chunk, ShardedTensor
 from xla_fsdp.sharding.hosts import by_slice_and_host, number_of
 from xla_fsdp.torch_xla_private import (
     REPLICATED,

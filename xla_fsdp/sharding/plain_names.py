@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from training.shards import Chunk, ShardedTensor
+from training.checkpoints.shards import Chunk, ShardedTensor
 from xla_fsdp.sharding.tensor_parallel import QKV
 
 _STACKED = "blocks.block."

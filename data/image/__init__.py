@@ -1,0 +1,1 @@
+"""What becomes of one image: decoding, augmentation, resizing, how it is normalised."""

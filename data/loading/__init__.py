@@ -1,0 +1,1 @@
+"""How images become batches: their order, who loads which, and the processes that load them."""

@@ -1,0 +1,183 @@
+"""Lets the processes of a run begin alike, in one folder that is theirs, at the same checkpoint."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from training.checkpoints.choose import Candidates, is_restart
+from training.checkpoints.content import SavedRun
+from training.checkpoints.keep import later_ones, set_aside
+from training.checkpoints.lock import FolderLock, check_same_folder
+from training.checkpoints.manifest import MANIFEST, checksum, damage
+from training.checkpoints.reader import METADATA, read_saved_run
+from training.errors import UsageError
+from training.hosts import processes
+from training.logs.bad_images import FILE as BAD_IMAGES_FILE
+from training.logs.events import EVENTS_FILE
+from training.logs.log_folder import fetch_logs
+from training.logs.metrics import METRICS_FILE
+from training.url_path import folder_at, is_url
+
+if TYPE_CHECKING:
+    from training.trained_weights.weights import Weights
+
+
+@dataclass
+class Start:
+    """Holds what the processes have agreed on."""
+
+    resume: SavedRun | None
+    notes: list[str]
+    """The lines to be written to the log."""
+
+
+def enter_folder(ckpt_dir: Path, lock: FolderLock, *, is_main: bool) -> None:
+    """Make the folder this job's alone. Raises UsageError in all processes if it cannot be."""
+    token = ""
+    with processes.failing_together():
+        if is_main:
+            token = lock.acquire(is_restart=is_restart(ckpt_dir))
+    token = processes.gather(token)[0]
+    with processes.failing_together():
+        if not is_main:  # whose lock would go with the file's being closed again
+            check_same_folder(ckpt_dir, token)
+
+
+def choose_checkpoint(
+    candidates: Candidates, check: Callable[[SavedRun], None], *, verify: bool
+) -> Start:
+    """Choose, for all processes, the first of the first process's candidates that is whole.
+
+    ``check`` raises UsageError for one that does not go with the arguments. Raises UsageError in
+    all processes if there are candidates and none is whole.
+    """
+    mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
+    named, told, explicit = processes.gather(mine)[0]
+    paths, notes = [folder_at(path) for path in named], list(told)
+    for path in paths:
+        _check_same_checkpoint(path)
+        problem = _damage_of(path) if verify else None
+        saved: list[SavedRun] = []
+        if problem is None:
+            with processes.failing_together():
+                saved.append(read_saved_run(path))
+                check(saved[0])
+            if notes:
+                notes = [f"note: {note}, so {path.name} is resumed" for note in notes]
+            return Start(saved[0], notes)
+        if explicit or path == paths[-1]:
+            raise UsageError(
+                f"{path} is damaged ({problem}): name another one, or take it as it is with "
+                "--no_verify_checkpoint",
+                agreed=True,
+            )
+        notes.append(f"{path} is damaged ({problem})")
+    return Start(None, notes)
+
+
+def check_weights(weights: Weights, *, verify: bool) -> None:
+    """Compare a checkpoint's files with its manifest, each process its share of them.
+
+    Without ``verify`` only that all processes see the same. Raises UsageError in all of them.
+    """
+    if weights.tensors is None and weights.run:
+        choose_checkpoint(Candidates([weights.path]), lambda saved: None, verify=verify)
+    elif verify:
+        weights.check_undamaged()
+
+
+def _check_same_checkpoint(path: Path) -> None:
+    """Raise UsageError in all processes if one sees another checkpoint there than the first."""
+    file = path / (MANIFEST if (path / MANIFEST).exists() else METADATA)
+    seen = checksum(file) if file.exists() else None
+    found = processes.gather([seen, socket.gethostname()])
+    for number, (other, host) in enumerate(found):
+        if other != found[0][0]:
+            raise UsageError(
+                f"{processes.name(number, host)} does not see the checkpoint {path} that the "
+                "first process is about to resume: give a folder that all nodes share",
+                agreed=True,
+            )
+
+
+def _damage_of(path: Path) -> str | None:
+    """Return what is wrong with the checkpoint; each process looks at its share of the files."""
+    try:
+        problem = damage(path, processes.rank(), processes.count())
+    except ValueError as error:
+        problem = str(error)
+    return next((p for p in processes.gather(problem) if p is not None), None)
+
+
+def leave_later_ones(ckpt_dir: Path, resume: SavedRun | None, *, is_main: bool) -> list[str]:
+    """Set aside what the folder holds beyond the resumed checkpoint; return lines for the log.
+
+    Raises UsageError in all processes if that is not possible.
+    """
+    notes: list[str] = []
+    with processes.failing_together():
+        if is_main and (later := later_ones(ckpt_dir, resume.path if resume else None)):
+            aside = set_aside(ckpt_dir, later)
+            names = ", ".join(path.name for path in later)
+            notes.append(
+                f"note: this run goes back: {names} set aside in {aside}, where --resume {aside} "
+                "finds them"
+            )
+    return processes.gather(notes)[0]
+
+
+def take_logs(folder: Path, url: Path, *, is_main: bool) -> list[str]:
+    """Bring the logs of a URL to the local folder they go on in; return lines for the log.
+
+    Raises UsageError in all processes if that is not possible.
+    """
+    with processes.failing_together():
+        if is_main:
+            try:
+                fetch_logs(folder, url, (METRICS_FILE, EVENTS_FILE, BAD_IMAGES_FILE))
+            except OSError as error:
+                raise UsageError(f"cannot read the logs of {url}: {error.strerror}") from None
+    return [
+        f"note: {url} has no locks: a second job on another host is not noticed; logs are copied "
+        f"there from {folder}"
+    ]
+
+
+def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
+    """Raise UsageError if nothing can be written to what ``flag`` names; leave nothing there."""
+    import tempfile
+
+    if is_url(folder):
+        _check_url_writable(folder)
+        return
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(0, "Not a directory", str(existing))
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+        for path in sorted(folder.glob("*.json*")) + sorted(folder.glob(".lock")):
+            with path.open("a"):
+                pass
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to {flag} {folder}: {error.strerror}"
+            + (f": {error.filename}" if error.filename else "")
+        ) from None
+
+
+def _check_url_writable(folder: Path) -> None:
+    probe = folder / f".write_test_{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write to --ckpt_dir {folder}: {error.strerror}") from None

@@ -1,0 +1,1 @@
+"""What a run tells of itself: to people, and in files for later."""

@@ -1,0 +1,323 @@
+"""Shows a person a run: the bar, log lines, and through the sinks TensorBoard and metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from training.backend import Backend
+from training.checkpoints.choose import RUN_FILE
+from training.logs.events import Events
+from training.logs.expectation import keep_measured
+from training.logs.log_folder import LogUploads
+from training.logs.metrics import Evaluation, read_metrics
+from training.logs.plots import plot_curves
+from training.logs.sinks import Guarded, open_sinks
+from training.updates.skipped_steps import COUNTS
+
+CURVES_FILE = "curves.png"
+_COMPARED = 3
+"""How many log lines put the expected seconds a step beside the measured ones."""
+SMOOTHING_WINDOW = 5
+"""How many logs the means of loss and time per step are over, which log lines give beside the
+newest values, as PyTorch/XLA's ViT-10B example does."""
+
+
+@dataclass
+class Interval:
+    """Measures the pace of training between two log steps, by the host's clock."""
+
+    started: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    waited: float = 0.0
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+@dataclass
+class _Pending:
+    """Holds a log step whose loss and norm are still on the device."""
+
+    record: dict[str, Any]
+    values: Future[dict[str, list[float]]]
+
+
+class Reports:
+    """Writes the reports in the first process of a run, and nothing in all others.
+
+    Log steps hand over device values as futures and return at once: they are
+    written, in order, when they have arrived.
+    """
+
+    def __init__(
+        self,
+        ckpt_dir: Path,
+        backend: Backend,
+        *,
+        first_step: int,
+        total_steps: int,
+        batch_size: int,
+        flops_per_image: float,
+        keep_records: bool = True,
+        wandb_project: str | None = None,
+        arguments: dict[str, Any] | None = None,
+        url: Path | None = None,
+    ) -> None:
+        """Open the reports in ``ckpt_dir``. ``keep_records``: those of the folder up to
+        ``first_step`` are of the same run. ``url``: where all in the folder is copied to."""
+        active = backend.is_main
+        self._dir, self._backend, self._active = ckpt_dir, backend, active
+        self._batch_size, self._flops_per_image = batch_size, flops_per_image
+        device_peak = backend.peak_flops()
+        self._peak_flops = device_peak * backend.device_count if device_peak else None
+        self._pending: deque[_Pending] = deque()
+        self._losses: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
+        self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
+        self._compilations = -1
+        self._skipped = 0.0
+        self.expected_s: float | None = None
+        """What a step is expected to take; it is told in the first log lines with a pace."""
+        self._compared = 0
+        self.longest_row_skipped = 0
+        """How many steps in a row were not finite, as far as log steps have told."""
+        self.last_top1: float | None = None
+        self.events = Events(ckpt_dir, self.say, active=active)
+        self._sinks: list[Guarded] = []
+        self._uploads = LogUploads(ckpt_dir, url, self.say) if url and active else None
+        if not active:
+            return
+        self._sinks = open_sinks(
+            ckpt_dir,
+            self.say,
+            first_step=first_step,
+            kept_up_to=first_step if keep_records and first_step else -1,
+            wandb_project=wandb_project,
+            arguments=arguments or {},
+        )
+        self._bar = tqdm(
+            total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line on stdout, above the bar."""
+        if self._active:
+            with contextlib.suppress(OSError):  # a closed terminal or a full disk ends no training
+                tqdm.write(text)
+                sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """Tell that ``what`` compiles now, tick while it does, tell how long it took."""
+        devices = self._backend.device_count
+        self.say(f"compiling the {what} for {devices} device(s); the first one takes a while ...")
+        start, done = time.perf_counter(), threading.Event()
+
+        def tick() -> None:
+            while not done.wait(1.0):
+                self._bar.set_description(f"compiling, {time.perf_counter() - start:.0f} s")
+
+        if self._active:
+            threading.Thread(target=tick, daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+            if self._active:
+                self._bar.set_description()
+                self._bar.unpause()  # the time to go is not the compiler's
+        self.say(f"compiled and ran the first {what} in {time.perf_counter() - start:.1f} s")
+
+    @contextlib.contextmanager
+    def evaluating(self, batches: int) -> Iterator[Callable[[], None]]:
+        """Show a bar for an evaluation of so many batches; yields what moves it on by one."""
+        hide = None if self._active else True  # None: shown on a terminal
+        with (
+            self.events.span("eval"),
+            tqdm(
+                total=batches,
+                unit="batch",
+                desc="evaluating",
+                leave=False,
+                dynamic_ncols=True,
+                disable=hide,
+            ) as bar,
+        ):
+            yield bar.update
+        if self._active:
+            self._bar.unpause()
+
+    def step_done(self) -> None:
+        """Move the bar by one step and write what has arrived."""
+        if self._active:
+            self._bar.update(1)
+        while self._pending and self._pending[0].values.done():
+            self._write_log(self._pending.popleft())
+
+    def log(
+        self,
+        step: int,
+        epoch: int,
+        lr: float,
+        pace: Interval | None,
+        values: Future[dict[str, list[float]]],
+    ) -> None:
+        """Record a log step; ``values`` brings ``loss``, ``grad_norm`` and ``skipped``."""
+        record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
+        if pace:
+            seconds = pace.seconds()
+            record["sec_per_iter"] = seconds / pace.steps
+            record["images_per_s"] = pace.steps * self._batch_size / seconds
+            record["data_wait"] = pace.waited / seconds
+            if self._peak_flops:
+                flops = record["images_per_s"] * self._flops_per_image
+                record["mfu"] = flops / self._peak_flops
+            if self.expected_s and self._compared < _COMPARED:
+                record["expected_sec_per_iter"] = self.expected_s
+                self._compared += 1
+        record.update(self._backend.counters())
+        sizes = self._backend.memory()
+        record.update({f"memory_{name}": size for name, size in sizes.items()})
+        self._pending.append(_Pending(record, values))
+
+    def _write_log(self, pending: _Pending) -> None:
+        values = pending.values.result()
+        skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
+        self.longest_row_skipped = int(skipped["longest_row"])
+        record = {name: value[0] for name, value in values.items()} | pending.record
+        record["skipped_steps"] = int(skipped["total"])
+        self._losses.append(record["loss"])
+        if "sec_per_iter" in record:
+            self._times.append(record["sec_per_iter"])
+        if not self._active:
+            return
+        self._write(record)
+        self.say(self._log_line(record))
+        self._keep_measured(record)
+        if skipped["total"] > self._skipped:
+            self.say(
+                f"note: {skipped['total'] - self._skipped:.0f} step(s) since the last log were "
+                "skipped: loss or gradient norm was not finite"
+            )
+        self._skipped = skipped["total"]
+        shown = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.2e}"}
+        if "images_per_s" in record:
+            shown["images/s"] = f"{record['images_per_s']:.0f}"
+        self._bar.set_postfix(shown)
+        compilations = record.get("compilations", 0)
+        if 0 <= self._compilations < compilations:
+            self.say(f"note: {compilations - self._compilations} new compilation(s) since last log")
+        self._compilations = compilations
+
+    def _keep_measured(self, record: dict[str, Any]) -> None:
+        expected = record.get("expected_sec_per_iter")
+        if expected:
+            try:
+                keep_measured(self._dir / RUN_FILE, expected, record["sec_per_iter"])
+            except (OSError, ValueError) as error:
+                self.say(f"note: {RUN_FILE} cannot be written ({error})")
+
+    def _log_line(self, record: dict[str, Any]) -> str:
+        parts = [
+            f"epoch {record['epoch']} step {record['step']}",
+            f"lr: {record['lr']:.6g}",
+            f"loss: {record['loss']:.4f}{_mean_of(self._losses)}",
+            f"grad norm: {record['grad_norm']:.4f}",
+        ]
+        if "images_per_s" in record:
+            parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{_mean_of(self._times)}")
+            if "expected_sec_per_iter" in record:
+                expected = record["expected_sec_per_iter"]
+                parts.append(f"expected: {expected:.4f} ({record['sec_per_iter'] / expected:.2f}x)")
+            parts.append(f"images/s: {record['images_per_s']:.1f}")
+            parts.append(f"data wait: {record['data_wait']:.1%}")
+        if "mfu" in record:
+            parts.append(f"MFU: {record['mfu']:.1%}")
+        if "memory_used" in record:
+            parts.append(f"device memory: {record['memory_used'] / 2**30:.2f} GiB")
+        if record["skipped_steps"]:
+            parts.append(f"steps skipped: {record['skipped_steps']}")
+        return ", ".join(parts)
+
+    def evaluation(
+        self, step: int, epoch: int, result: Evaluation, of_ema: Evaluation | None = None
+    ) -> None:
+        """Record an evaluation of the weights and, if there is one, of their EMA."""
+        self.flush()
+        self.last_top1 = result.top1
+        self._compilations = -1  # the evaluation compiled its own step
+        record = {
+            "step": step,
+            "epoch": epoch,
+            "val_loss": result.loss,
+            "val_top1": result.top1,
+            "val_top5": result.top5,
+            "val_images": result.images,
+        }
+        line = (
+            f"epoch {epoch} step {step}, val loss: {result.loss:.4f}, "
+            f"accuracy on val: {result.top1:.2f} % of {result.images:,} images, "
+            f"top-5: {result.top5:.2f} %"
+        )
+        if of_ema:
+            record["ema_val_loss"], record["ema_val_top1"] = of_ema.loss, of_ema.top1
+            record["ema_val_top5"] = of_ema.top5
+            line += (
+                f"; of the EMA: val loss {of_ema.loss:.4f}, accuracy {of_ema.top1:.2f} %, "
+                f"top-5 {of_ema.top5:.2f} %"
+            )
+        self._write(record)
+        self.say(line)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+        if self._uploads:
+            self._uploads.record_written()
+
+    def upload(self) -> None:
+        """Begin to copy all that was written to where it is kept, if that is a URL."""
+        if self._uploads:
+            self._uploads.begin()
+
+    def flush(self) -> None:
+        """Write every log step recorded so far, waiting for its values."""
+        while self._pending:
+            self._write_log(self._pending.popleft())
+
+    def close(self) -> Path | None:
+        """Write what is left and the plot; return the plot's path, None if there is none."""
+        with contextlib.suppress(Exception):  # after an error on the devices they give no values
+            self.flush()
+        if not self._active:
+            return None
+        self._bar.close()
+        for sink in self._sinks:
+            sink.close()
+        curves = self._plot()
+        self.events.close()
+        if self._uploads:
+            self._uploads.close()
+        return curves
+
+    def _plot(self) -> Path | None:
+        try:
+            records = read_metrics(self._dir)
+            return plot_curves(records, self._dir / CURVES_FILE) if records else None
+        except Exception as error:  # noqa: BLE001 - a picture may not end a run
+            self.say(f"note: {CURVES_FILE} cannot be written ({error})")
+            return None
+
+
+def _mean_of(values: deque[float]) -> str:
+    return f" (mean of {len(values)}: {sum(values) / len(values):.4f})" if len(values) > 1 else ""

@@ -1,0 +1,1 @@
+"""Weights that training, or the use of a model, begins with."""

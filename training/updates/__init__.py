@@ -1,0 +1,1 @@
+"""How weights are changed by a step: rules, learning rates, averages, steps left out."""
