@@ -54,8 +54,9 @@ def main(argv: list[str]) -> int:
     def step_or_not(backend, lr, max_norm, loss):
         if LEFT_OUT and steps_done[0] in BAD:
             backend._optimizer.zero_grad(set_to_none=True)
+            norm = loss * 1  # computed with the step: a thread will read it while the next is made
             backend.end_step()
-            return loss * 1, backend._skipped
+            return norm, backend._skipped
         norm, skipped = optimizer_step(backend, lr, max_norm, loss)
         print(f"step {steps_done[0]} skipped", *map(int, skipped.tolist()), flush=True)
         return norm, skipped
