@@ -2,9 +2,9 @@
 
     python benchmarks/number_formats.py --epochs 20 --seeds 0 1 2
 
-Trains recipes/digits.args by AdamW in bf16 on two virtual devices of the CPU, with scanned blocks, by the
-real command line; the rows are the flags added to it. Prints top-1 on val/, in percent, of each
-seed. Formats are computed as on a TPU, at the pace of a CPU: times say nothing.
+Trains recipes/digits.args by AdamW in bf16 on two virtual devices of the CPU, with scanned blocks,
+by the real command line; the rows are the flags added to it. Prints top-1 on val/, in percent, of
+each seed. Formats are computed as on a TPU, at the pace of a CPU: times say nothing.
 """
 
 from __future__ import annotations
