@@ -52,7 +52,12 @@ def assert_same_bits(folder, other):
             {},
             marks=pytest.mark.long,
         ),
-        (train_tiny_gpu, "--fsdp megatron --grad_ckpt none", {"processes": 2}),
+        pytest.param(
+            train_tiny_gpu,
+            "--fsdp megatron --grad_ckpt none",
+            {"processes": 2},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["spmd", "nested", "fsdp2", "without fsdp", "megatron"],
 )

@@ -75,7 +75,9 @@ def v5p():
     return compile_for("v5p:2x2x1")
 
 
-@pytest.mark.parametrize(("name", "chips"), [("v5e", 4), ("v5p", 4)])
+@pytest.mark.parametrize(
+    ("name", "chips"), [("v5e", 4), pytest.param("v5p", 4, marks=pytest.mark.long)]
+)
 def test_figures(name, chips, request):
     found = request.getfixturevalue(name)
     parameters = sum(parameter_sizes())
@@ -255,6 +257,7 @@ def test_one_chip_and_the_users_limit(monkeypatch):
     assert "replicated" not in found["sharding"]  # there is nothing to shard for
 
 
+@pytest.mark.long
 def test_a_chip_of_v4_is_one_device():
     """Its two cores are joined, as in a run (TPU_MEGACORE); half of the HBM was told before."""
     found = compile_for("v4:2x2x1", "--precision", "bf16", "--num_blocks", "1")

@@ -106,6 +106,7 @@ def test_bf16_is_near_fp32(model, form, tmp_path):
     assert result.column("grad_norm") == pytest.approx(whole(flags).norms, rel=0.1)
 
 
+@pytest.mark.long
 def test_resumed_on_other_meshes(tmp_path):
     """By 4, 1 and 2 that share an image, each going on in the middle of an epoch of two steps."""
     flags = f"{TOKENS} avg --pool_include_prefix {EPOCHS_OF_2}"

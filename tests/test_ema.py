@@ -88,25 +88,29 @@ XLA = [
         BAD,
     ),
     ("--flatten_parameters --model_ema_warmup", 1, {"decay": 0.5, "use_warmup": True}, ()),
-    ("--no-scan_blocks --mesh_tensor 2", 4, {"decay": 0.99999}, ()),
 ]
-GPU = [
+XLA_LONG = [("--no-scan_blocks --mesh_tensor 2", 4, {"decay": 0.99999}, ())]
+GPU = [("--precision bf16", 1, {"decay": 0.0}, ()), ("--fsdp megatron", 2, {"decay": 0.9}, BAD)]
+GPU_LONG = [
     (
         "--dp_outer 2 --grad_accum_steps 2 --optimizer_dtype bf16 --model_ema_warmup",
         4,
         {"decay": 0.99999, "use_warmup": True},
         BAD,
     ),
-    ("--precision bf16", 1, {"decay": 0.0}, ()),
     ("--zero_dp_strategy 2", 2, {"decay": 0.9}, ()),
-    ("--fsdp megatron", 2, {"decay": 0.9}, BAD),
     ("--fsdp megatron --zero_dp_strategy 2 --precision bf16", 2, {"decay": 0.9}, ()),
 ]
 
 
 @pytest.mark.parametrize(
     ("train", "flags", "devices", "how", "bad"),
-    [*((train_tiny, *case) for case in XLA), *((train_tiny_gpu, *case) for case in GPU)],
+    [
+        *((train_tiny, *case) for case in XLA),
+        *((train_tiny_gpu, *case) for case in GPU),
+        *(pytest.param(train_tiny, *case, marks=pytest.mark.long) for case in XLA_LONG),
+        *(pytest.param(train_tiny_gpu, *case, marks=pytest.mark.long) for case in GPU_LONG),
+    ],
 )
 def test_as_timm(train, flags, devices, how, bad, tmp_path, monkeypatch):
     on_gpu, spoils = train is train_tiny_gpu, bad or "megatron" in flags

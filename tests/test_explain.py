@@ -179,7 +179,7 @@ def test_the_step_is_the_same_without_names(explained):
     ("flags", "distinct"),
     [
         ("--xla_fsdp nested", 1),
-        ("--mesh_tensor 2", 1),
+        pytest.param("--mesh_tensor 2", 1, marks=pytest.mark.long),
         pytest.param(
             "--grad_accum_steps 4", 3, marks=pytest.mark.long
         ),  # a first micro-batch, two in between, a last

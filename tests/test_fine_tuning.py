@@ -157,7 +157,10 @@ def read(ckpt_dir, step):
 FIRST_STEP = "--batch_size 16 --max_steps 1 --eval_batches 1 --warmup_steps 4 --num_workers 0"
 FORMS = [
     (train_tiny, "--cpu_devices 2 --precision bf16 --grad_accum_steps 2", {}),
-    (train_tiny, "--cpu_devices 4 --mesh_tensor 2 --no-scan_blocks", {}),
+    pytest.param(
+        *(train_tiny, "--cpu_devices 4 --mesh_tensor 2 --no-scan_blocks", {}),
+        marks=pytest.mark.long,
+    ),
     (train_tiny, "--xla_fsdp nested --flatten_parameters", {}),
     (train_tiny_gpu, "--mesh_domain 2 --dp_outer 2", {"processes": 4}),
     (

@@ -20,10 +20,10 @@ def plain(tmp_path_factory):
     [
         ("whole", "--grad_ckpt selective"),
         ("flash", ""),
-        ("whole", "--mesh_dcn 2 --mesh_fsdp 1"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
+                ("whole", "--mesh_dcn 2 --mesh_fsdp 1"),
                 ("whole", ""),
                 ("whole", "--no-scan_blocks"),
                 ("flash", "--grad_ckpt selective"),
@@ -44,7 +44,7 @@ def test_same_training(form, flags, plain, tmp_path):
     assert "Involuntary full rematerialization" not in result.stderr
 
 
-@pytest.mark.parametrize("form", ["whole", "flash"])
+@pytest.mark.parametrize("form", [pytest.param("whole", marks=pytest.mark.long), "flash"])
 def test_narrow_heads_with_norms(form, tmp_path):
     """Queries and keys that are normalised come one by one; heads of 16 share a register."""
     flags = "--qk_norm --scale_attn_norm --num_heads 4 --embed_dim 64".split()

@@ -189,6 +189,7 @@ def test_a_node_comes_back_to_torchrun():
 # -- a process that never comes -------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_process_that_never_comes(tmp_path):
     """The first of two, and the second of two others: each tells, and ends by the limit."""
     waited_for = {}

@@ -37,8 +37,17 @@ def fsdp2(tmp_path_factory):
         # Accumulating over micro-batches equals the large batch, too.
         (2, "--zero_dp_strategy 1 --no-overlap_grad_reduce --grad_accum_steps 2", "ZeRO-1"),
         (2, "--grad_accum_steps 2", "ZeRO-3"),
-        (2, "--dp_outer 2 --zero_dp_strategy 2 --grad_accum_steps 2", "dcn 2"),
-        (4, "--dp_outer 2 --outer_dp_sharding_strategy 1 --grad_accum_steps 2", "over dcn too"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (2, "--dp_outer 2 --zero_dp_strategy 2 --grad_accum_steps 2", "dcn 2"),
+                (
+                    4,
+                    "--dp_outer 2 --outer_dp_sharding_strategy 1 --grad_accum_steps 2",
+                    "over dcn too",
+                ),
+            )
+        ),
     ],
 )
 def test_form(processes, flags, told, fsdp2, tmp_path):

@@ -40,6 +40,7 @@ def test_same_training(devices, flags, mesh, one_device, tmp_path):
     assert "Involuntary full rematerialization" not in result.stderr
 
 
+@pytest.mark.long
 def test_dropout_bf16_and_accumulation(tmp_path):
     """Masks are those of one device, too."""
     flags = [*DROPOUT, "--grad_accum_steps", "2", "--max_steps", "2"]

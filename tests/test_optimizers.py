@@ -112,8 +112,6 @@ QUICK = [
     ("muon", "fsdp2"),
     ("lion", "scanned"),
     ("adamw", "nested"),
-    ("adamw", "megatron"),
-    ("probe", "tensor"),
     ("probe", "fsdp2"),
 ]
 

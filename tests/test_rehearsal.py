@@ -73,6 +73,7 @@ def assert_parts_of_all_hosts(checkpoint, hosts):
     assert min(sizes) > 0.3 * sum(sizes)
 
 
+@pytest.mark.rehearse
 def test_sigterm_to_one_host(slice_of, tmp_path, eight_devices):
     """All stop after the same step with a checkpoint, and go on from there."""
     hosts, run = slice_of(TWO_HOSTS), tmp_path / "run"

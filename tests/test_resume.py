@@ -53,6 +53,7 @@ def test_mid_epoch_resume_is_exact(uninterrupted, copy_of_stopped):
     ]
 
 
+@pytest.mark.long
 def test_gradient_checkpointing_repeats_the_dropout(tmp_path):
     flags = [*DROPOUT, "--batch_size", "64", "--max_steps", "3"]
     again = train_tiny(tmp_path / "again", *flags, "--no-scan_blocks", devices=2)

@@ -42,8 +42,8 @@ def test_spmd_on_several_devices(devices, one_device, tmp_path):
         "--no-scan_blocks",
         "--no-scan_blocks --no_grad_ckpt",
         "--mark_step_after_forward",
-        "--mark_step_every_n_blocks 1",
         "--mark_step_every_n_blocks 1 --mark_step_after_forward --xla_fsdp nested",
+        pytest.param("--mark_step_every_n_blocks 1", marks=pytest.mark.long),
     ],
 )
 def test_form_on_one_device(flags, one_device, tmp_path):

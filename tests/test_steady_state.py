@@ -32,7 +32,8 @@ def deltas(result, name):
         pytest.param("--linear_probe", 2, 1, marks=pytest.mark.long),
         ("--mark_step_after_forward", 2, 2),
         ("--grad_accum_steps 4", 2, 4),
-        ("--mark_step_every_n_blocks 1 --num_blocks 3", 2, 5),  # 3 forward, 2 back and update
+        # 3 forward, 2 back and update
+        pytest.param("--mark_step_every_n_blocks 1 --num_blocks 3", 2, 5, marks=pytest.mark.long),
     ],
 )
 def test_counters(flags, devices, graphs, tmp_path):

@@ -100,7 +100,7 @@ def test_nested_stops(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_6"]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.long)])
 def test_torchrun_told_to_end(name, tmp_path):
     """It tells all processes of all process groups, loaders too, and waits."""
     source = ["--data_dir", DIGITS, "--ckpt_dir", tmp_path, *TINY_MODEL, *TINY_RUN]

@@ -80,7 +80,9 @@ def test_checkpoint_moves_between_blocks(tmp_path):
     assert_same_curves(moved, reference, rel=2e-3)
 
 
-@pytest.mark.parametrize("flags", ["--meta_init", "--zero_dp_strategy 1"])
+@pytest.mark.parametrize(
+    "flags", ["--meta_init", pytest.param("--zero_dp_strategy 1", marks=pytest.mark.long)]
+)
 def test_with_megatron(flags, tmp_path):
     te = {"processes": 2, "program": "tests.te_stand_in"}
     fsdp2 = train_tiny_gpu(tmp_path / "fsdp2", "--block", "te", **te)
