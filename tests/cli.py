@@ -56,9 +56,11 @@ class Result:
 
 WARM_PYTHON = "tests/warm_python.py"
 WARM_MODULES = (
-    "torchvision.transforms.v2 timm.models.vision_transformer tensorboardX matplotlib.pyplot "
-    "torch.distributed.run torch.distributed.fsdp torch.distributed.checkpoint"
+    "torchvision.transforms.v2 timm.models.vision_transformer timm.loss timm.optim tensorboardX "
+    "torch.distributed.run torch.distributed.fsdp torch.distributed.checkpoint "
+    "matplotlib.pyplot fsspec safetensors.torch simplejpeg PIL.PngImagePlugin"
 ).split()
+WARM_XLA = "torch_xla torch_xla.distributed.fsdp torch_xla.utils.checkpoint".split()
 
 HIDE_GPUS = True
 """Tests run on the CPU, in as many processes as they like; those in tests/gpu set this."""
@@ -81,7 +83,7 @@ def environment() -> dict[str, str]:
 def warm_python(xla: bool) -> str:
     """The socket of tests/warm_python.py, which ends when this process has ended."""
     path = f"{tempfile.mkdtemp()}/socket"
-    modules = [*WARM_MODULES, *(["torch_xla"] if xla else [])]
+    modules = [*WARM_MODULES, *(WARM_XLA if xla else [])]
     command = [sys.executable, WARM_PYTHON, "--serve", path, str(os.getpid()), *modules]
     subprocess.Popen(command, cwd=ROOT, env=environment())
     while not os.path.exists(path):

@@ -24,7 +24,8 @@ _PANELS = (
 
 def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
     """Draw loss, learning rate, accuracy and throughput of a run's records over steps."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True)
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.28)
     for axis, (title, series, unit) in zip(axes.flat, _PANELS, strict=True):
         for key, label in series:
             points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
