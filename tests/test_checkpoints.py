@@ -23,7 +23,7 @@ from training.checkpoints.manifest import (
     write_manifest,
 )
 from training.checkpoints.reader import SafeReader, quiet_dcp, read_metadata, read_saved_run
-from training.checkpoints.state import load_state, save_state
+from training.checkpoints.state import load_state, save_state, write_state
 from training.errors import UsageError
 
 
@@ -344,3 +344,11 @@ def test_a_restart_of_the_same_job_goes_on(tmp_path, monkeypatch):
                 find_resume(tmp_path, resume, epoch)
         else:
             assert find_resume(tmp_path, resume, epoch).paths[0].name != "step_10"
+
+
+def test_sums_made_while_writing_are_those_of_the_files(tmp_path):
+    content = {"model": {"a": torch.arange(1e6), "b": torch.ones(3)}, "step": torch.tensor(3)}
+    sums = write_state(content, tmp_path)
+    files = [path.name for path in tmp_path.glob("__*")]
+    assert files
+    assert sums == entries(tmp_path, files)

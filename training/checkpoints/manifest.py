@@ -16,13 +16,11 @@ import xxhash
 
 from training.checkpoints.content import FORMAT, training_entry
 from training.checkpoints.reader import METADATA, named_files, read_metadata
+from training.checkpoints.storage import Entry
 from training.url_path import is_url
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 24
-
-Entry = tuple[int, str]
-"""A file's size in bytes and its checksum."""
 
 
 def checksum(path: Path) -> str:

@@ -37,19 +37,14 @@ def write_checkpoint(
             clear(folder)
 
     def write() -> None:
-        write_state(content, folder, group)
-
-    def sum_up() -> None:
-        mine = f"__{processes.rank()}_"
-        names = [path.name for path in folder.iterdir() if path.name.startswith(mine)]
-        parts.update(entries(folder, names))
+        parts.update(write_state(content, folder, group))
 
     def complete() -> None:
         if is_main:
             files = {n: (size, sum_) for part in shared for n, (size, sum_) in part.items()}
             write_manifest(folder, files | entries(folder, [METADATA]))
 
-    for stage in (begin, write, sum_up):
+    for stage in (begin, write):
         problems = attempt(stage, group)
         if any(problems):
             break
