@@ -2,16 +2,17 @@
 
     python benchmarks/checkpoint.py --json checkpoint.json --plot checkpoint.png
 
-In one process, three forms take turns --repeats times: steps without a save, steps after a save
-that training waits for, steps beside one that is being written. There are so many steps that the
-checkpoint is complete before the last. Medians:
+In one process, --repeats times: a save that training waits for, then one beside training, with
+steps until it is written, and as many when it is. Medians:
 
-- s/step: of the steps without a save
+- s/step: of the steps while nothing is written
+- steps: how many there are while a checkpoint is written
 - waiting: seconds that training stands still for a checkpoint that it waits for
 - copy: seconds that it stands still for one beside training, while the state is copied
 - write: seconds from then until that checkpoint is complete
-- slower: seconds that the steps beside the write took more than those without it
-- share: slower / write. 0: the write costs training nothing; 1: all of its time
+- slower: seconds that the steps beside the write took more than as many right after it
+- share: slower / write, and the least and the most of the repeats. 0: the write costs training
+  nothing; 1: all of its time
 
 --rates: the storage, in MB/s; 0 is the disk itself; others are the disk behind an fsspec file
 system that sleeps as it is written to, as a network storage does, which takes no CPU. On a CPU
@@ -56,25 +57,20 @@ def rows_of(form: str, told: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each storage that the measuring process tells of; seconds and bytes."""
     rows = []
     for result in told["results"]:
-        medians = {
-            kind: {name: statistics.median(each[name] for each in of) for name in of[0]}
-            for kind, of in result["rows"].items()
-        }
-        none, beside = medians["none"], medians["beside"]
-        slower = beside["whole"] - beside["stood"] - none["whole"]
+        each = result["rows"]
+        for row in each:
+            row["slower"] = row["during"] - row["steps"] * row["idle"]
+        shares = sorted(row["slower"] / row["write"] for row in each)
+        medians = {name: statistics.median(row[name] for row in each) for name in each[0]}
         rows.append(
             {
                 "backend": form,
                 "rate": result["rate"],
                 "bytes": result["bytes"],
-                "steps": result["steps"],
-                "s_per_step": none["whole"] / result["steps"],
-                "waiting": medians["waiting"]["stood"],
-                "copy": beside["stood"],
-                "write": beside["written"],
-                "slower": slower,
-                "share": slower / beside["written"],
-                "in_time": all(each["ended"] for each in result["rows"]["beside"]),
+                **medians,
+                "share": statistics.median(shares),
+                "least": shares[0],
+                "most": shares[-1],
             }
         )
     return rows
@@ -91,10 +87,10 @@ def line(row: dict[str, Any]) -> str:
         row["backend"],
         storage(row),
         f"{row['bytes'] / 1e6:,.0f} MB",
-        f"{row['s_per_step']:.3f}",
-        str(row["steps"]),
+        f"{row['idle']:.3f}",
+        f"{row['steps']:.0f}",
         *(f"{row[name]:.2f}" for name in ("waiting", "copy", "write", "slower")),
-        f"{row['share']:.1%}" + ("" if row["in_time"] else " (not written in time)"),
+        f"{row['share']:.1%} ({row['least']:.1%} to {row['most']:.1%})",
     )
     return f"| {' | '.join(cells)} |"
 
@@ -129,7 +125,7 @@ def read_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str
     )
     parser.add_argument("--backends", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--rates", nargs="+", type=float, default=[0.0, 50.0], metavar="MB/S")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw them into this PNG")

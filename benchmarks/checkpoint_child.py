@@ -1,4 +1,4 @@
-"""The measuring process of checkpoint.py: steps without, with waiting and with background saves.
+"""The measuring process of checkpoint.py: saves that training waits for, and saves beside it.
 
     python -m benchmarks.checkpoint_child FOLDER REPEATS RATE... -- FLAGS
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -84,67 +85,76 @@ class Measured:
 
         saver_module.write_checkpoint = timed
 
-    def steps(self, count: int, saver: CheckpointSaver | None = None) -> dict[str, float]:
-        """Save if asked to, then take so many steps: seconds of all, standing still, and writing.
+    def step(self) -> float:
+        """Take a step; returns its seconds."""
+        optimizer, begun = self._run.config.optimizer, time.perf_counter()
+        train_step(
+            self._model,
+            self._objective,
+            self._backend,
+            self._number,
+            self._batches,
+            lr=optimizer.lr,
+            max_norm=optimizer.clip_grad_norm,
+        )
+        self._number += 1
+        self._backend.wait()
+        return time.perf_counter() - begun
 
-        ``steps_written``: how many steps were done when the checkpoint was.
-        """
-        optimizer, self._written = self._run.config.optimizer, []
+    def save(self, saver: CheckpointSaver) -> float:
+        """Save, and return how many seconds training stood still for it."""
+        self._written = []
         self._backend.wait()
         begun = time.perf_counter()
-        if saver:
-            saver.save(Position(self._number))
-        stood = time.perf_counter() - begun
-        for _ in range(count):
-            train_step(
-                self._model,
-                self._objective,
-                self._backend,
-                self._number,
-                self._batches,
-                lr=optimizer.lr,
-                max_norm=optimizer.clip_grad_norm,
-            )
-            self._number += 1
-            self._backend.wait()
-            if saver:
-                saver.failed_too_often()
-        whole = time.perf_counter() - begun
-        ended = not saver or bool(self._written)
-        if saver:
-            saver.finish()
-        written = self._written[0] if self._written else 0.0
-        return {"whole": whole, "stood": stood, "written": written, "ended": float(ended)}
+        saver.save(Position(self._number))
+        return time.perf_counter() - begun
+
+    def save_beside(self, saver: CheckpointSaver) -> dict[str, float]:
+        """Save, take steps until it is written and as many when it is: seconds, and their number.
+
+        ``during``: of the steps while it was written; ``idle``: the median of those afterwards.
+        """
+        copy, during = self.save(saver), []
+        while not self._written:
+            during.append(self.step())
+            saver.failed_too_often()
+        saver.finish()
+        idle = [self.step() for _ in range(max(FEWEST_STEPS, len(during)))]
+        return {
+            "copy": copy,
+            "write": self._written[0],
+            "steps": len(during),
+            "during": sum(during),
+            "idle": statistics.median(idle),
+        }
 
 
 def measure(run: Run, backend: Backend, *, folder: Path, repeats: int, rates: list[float]) -> None:
-    """Measure all storages; the forms of a storage take turns. Prints the results."""
+    """Measure all storages, in one process; the forms of a storage take turns. Prints the results.
+
+    Steps are compared with those right after them: over minutes they change by more than a
+    checkpoint costs.
+    """
     measured, results = Measured(run, backend), []
-    measured.steps(WARMUP)
+    for _ in range(WARMUP):
+        measured.step()
     for rate in rates:
         where = folder_at(f"slow://{rate:g}{folder}") if rate else folder
-        rows: dict[str, list[dict[str, float]]] = {"none": [], "waiting": [], "beside": []}
+        rows = []
         with (
             _saver(where / "waiting", run, backend, beside=False) as waiting,
             _saver(where / "beside", run, backend, beside=True) as beside,
         ):
-            count = _enough(measured, waiting)
             for _ in range(repeats):
-                rows["none"].append(measured.steps(count))
-                rows["waiting"].append(measured.steps(count, waiting))
-                rows["beside"].append(measured.steps(count, beside))
+                waited = measured.save(waiting)
+                measured.step()
+                rows.append(measured.save_beside(beside) | {"waiting": waited})
         size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
         shutil.rmtree(folder)
         # One kept by each of the two savers.
-        results.append({"rate": rate, "steps": count, "bytes": size // 2, "rows": rows})
+        results.append({"rate": rate, "bytes": size // 2, "rows": rows})
     if backend.is_main:
         print(json.dumps({"backend": backend.describe(), "results": results}), flush=True)
-
-
-def _enough(measured: Measured, saver: CheckpointSaver) -> int:
-    """Return after how many steps a checkpoint beside them is sure to be written."""
-    step = measured.steps(2)["whole"] / 2
-    return max(FEWEST_STEPS, int(2.5 * measured.steps(1, saver)["stood"] / step) + 1)
 
 
 def _saver(folder: Path, run: Run, backend: Backend, *, beside: bool) -> CheckpointSaver:
