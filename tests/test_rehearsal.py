@@ -115,9 +115,10 @@ def test_flags_on_hosts(what, flags, slice_of, tmp_path):
     run.train(tmp_path / "hosts", *words, "--max_steps", "4")
     result = run.train(tmp_path / "hosts", *words)
     reference = train_tiny(tmp_path / "process", *words, devices=what.devices)
-    assert_same_curves(result, reference, rel=1e-6)
+    rel = 1e-5 if "bf16" in flags else 1e-6  # which sum comes first may decide a rounding
+    assert_same_curves(result, reference, rel=rel)
     (*_, found), (expected,) = result.evaluations, reference.evaluations
-    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=rel)
     assert found["val_images"] == expected["val_images"]
 
 
