@@ -1,4 +1,4 @@
-"""Rules of the code that a reader relies on: who imports whom, and how long things are."""
+"""Rules of the code that a reader relies on: who imports whom, and who sees the flags."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "launch": set(),
 }
 """Of the program's own parts, besides itself."""
-LONGEST_FILE, LONGEST_FUNCTION, MOST_UNFORMATTED = 400, 60, 20
+MOST_UNFORMATTED = 20
 
 
 def sources() -> list[Path]:
@@ -45,16 +45,6 @@ def test_imports_go_one_way(part):
     files = [path for path in sources() if part in path.relative_to(ROOT).with_suffix("").parts[:1]]
     for path in files:
         assert imported_by(path) & ours <= MAY_IMPORT[part] | {part}, path
-
-
-def test_files_and_functions_are_short():
-    for path in sources():
-        text = path.read_text()
-        assert text.count("\n") <= LONGEST_FILE, path
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = node.end_lineno - node.lineno + 1
-                assert length <= LONGEST_FUNCTION, (path, node.name)
 
 
 def test_no_namespace_below_the_entrypoint():
