@@ -5,7 +5,8 @@
 #       [other flags of launch.xla_dist] -- COMMAND ...
 # The queued resource and its slice are both called NAME. One that is there already is used: run
 # the same command again after a stop. --delete gives the slice back at the end, however it came,
-# with all that is on its disks. POLL_SECONDS (default: 30): how often to ask whether it is up.
+# with all that is on its disks, also after a call of gcloud that failed, or Ctrl-C. POLL_SECONDS
+# (default: 30): how often to ask whether it is up.
 # Exit code: the command's; 1 if there is no slice to be had; 2 for a mistake.
 set -euo pipefail
 
@@ -55,18 +56,31 @@ state() {
     queued describe --format='value(state.state)'
 }
 
-if ! now=$(state 2> /dev/null); then
+give_back() {
+    trap '' INT TERM HUP # Ctrl-C once more is not to leave a slice that costs
+    echo "queued_resource.sh: deleting $tpu"
+    queued delete --force --async ||
+        echo "queued_resource.sh: error: $tpu may still be there, and cost: see to it" >&2
+}
+give_back_at_the_end() {
+    [[ -z $delete ]] || trap give_back EXIT
+}
+
+if now=$(state 2> /dev/null); then
+    give_back_at_the_end
+else
+    said=$(state 2>&1) || true # once more, for the reason: one that is there is not asked for again
+    [[ $said == *NOT_FOUND* ]] || {
+        echo "queued_resource.sh: gcloud cannot tell whether $tpu is there: $said" >&2
+        exit 1
+    }
     [[ -n $type && -n $version ]] ||
         fail "no queued resource $tpu yet: to ask for one give --type and --version"
+    give_back_at_the_end # before it is asked for: a call that fails may have been heard
     queued create --node-id="$tpu" --accelerator-type="$type" --runtime-version="$version" \
         ${request[@]+"${request[@]}"}
-    now=$(state)
+    now=$(state) || now=REQUESTED
 fi
-give_back() {
-    echo "queued_resource.sh: deleting $tpu"
-    queued delete --force --async
-}
-[[ -z $delete ]] || trap give_back EXIT
 
 told=''
 while [[ $now != ACTIVE ]]; do

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 FOLDER = Path(os.environ["STAND_IN"])
@@ -31,19 +32,31 @@ def main(argv: list[str]) -> int:
 
 
 def queued_resource(verb: str) -> int:
-    """``states``: what describe says from the first time on, a line each, the last one for ever."""
+    """``states``: what describe says from the first time on, a line each, the last one for ever.
+
+    Where that is ERROR, the call fails. ``creation``: what becomes of create after it was heard: it
+    "fails", or it "hangs" until it is killed.
+    """
     states = FOLDER / "states"
     if verb == "create":
         states.write_text((FOLDER / "states_to_come").read_text())
-    elif verb == "delete":
+        creation = (FOLDER / "creation").read_text() if (FOLDER / "creation").exists() else ""
+        if creation == "hangs":
+            print("hanging", flush=True)
+            time.sleep(600)
+        return int(creation == "fails")
+    if verb == "delete":
         states.unlink()
     elif not states.exists():
         print("ERROR: (gcloud.compute.tpus.queued-resources.describe) NOT_FOUND", file=sys.stderr)
         return 1
     else:
         now, *later = states.read_text().splitlines()
-        print(now)
         states.write_text("\n".join(later or [now]))
+        if now == "ERROR":
+            print("ERROR: (gcloud) the server is unavailable", file=sys.stderr)
+            return 1
+        print(now)
     return 0
 
 

@@ -42,7 +42,9 @@ def run_script(pod: StandIn, path: Path, *words: object) -> tuple[int, str, str]
     return finish(start_script(pod, path, *words))
 
 
-def start_script(pod: StandIn, path: Path, *words: object) -> subprocess.Popen[str]:
+def start_script(
+    pod: StandIn, path: Path, *words: object, start_new_session: bool = False
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["bash", str(path), *map(str, words)],
         cwd=pod.cwd,
@@ -50,6 +52,7 @@ def start_script(pod: StandIn, path: Path, *words: object) -> subprocess.Popen[s
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=start_new_session,
     )
 
 
@@ -94,6 +97,37 @@ def test_queued_resource_from_request_to_deletion(fresh_pod):
         ],
         ["delete", *where, "--force", "--async"],
     ]
+
+
+@pytest.mark.parametrize("creation", ["fails", "hangs"])
+def test_a_slice_is_given_back_whatever_comes_after_it_was_asked_for(fresh_pod, creation):
+    """A call that failed, or that Ctrl-C ended, may have made the slice, which then costs."""
+    (fresh_pod.folder / "creation").write_text(creation)
+    words = [*SLICE, "--delete", "--log_dir", fresh_pod.logs, "--", "true"]
+    run = start_script(fresh_pod, QUEUED, *words, start_new_session=True)
+    if creation == "hangs":
+        read_until(run, "hanging", 1)
+        os.killpg(run.pid, signal.SIGINT)
+    code, stdout, _ = finish(run)
+    assert code != 0
+    assert "deleting pod" in stdout
+    assert not (fresh_pod.folder / "states").exists()
+
+
+def test_a_call_that_fails_once_ends_no_waiting(fresh_pod):
+    (fresh_pod.folder / "states_to_come").write_text("ERROR\nACCEPTED\nERROR\nACTIVE")
+    words = [*SLICE, "--delete", "--log_dir", fresh_pod.logs, "--", "true"]
+    code, _, stderr = run_script(fresh_pod, QUEUED, *words)
+    assert code == 0, stderr
+    assert not (fresh_pod.folder / "states").exists()
+
+
+def test_a_slice_that_may_be_there_is_neither_asked_for_nor_deleted(fresh_pod):
+    (fresh_pod.folder / "states").write_text("ERROR")
+    code, stdout, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--delete", "--", "true")
+    assert (code, stdout) == (1, "")
+    assert stderr.startswith("queued_resource.sh: gcloud cannot tell whether pod is there: ERROR")
+    assert (fresh_pod.folder / "states").exists()
 
 
 def test_queued_resource_passes_signals_on_and_is_used_again(fresh_pod):
