@@ -82,10 +82,12 @@ def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> No
     """Resolve the run on the backend, prepare it, and run its body in every process."""
     if backend == "xla":
         from xla_fsdp import resolve_xla
-
-        run, body = prepare(resolve_xla.resolve(config, flags.xla))
-        resolve_xla.check_libtpu()
+        from xla_fsdp.launch_xla import NoBackwardYet
         from xla_fsdp.launch_xla import launch as launch_on_xla
+
+        with NoBackwardYet():
+            run, body = prepare(resolve_xla.resolve(config, flags.xla))
+        resolve_xla.check_libtpu()
 
         launch_on_xla(_naming_itself(body), run)
     else:

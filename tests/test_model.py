@@ -3,10 +3,12 @@
 import pytest
 import timm
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import PRESETS
 from models.registry import open_model
 from tests.filled import filled
+from xla_fsdp.launch_xla import NoBackwardYet
 
 TIMM_NAMES = [name for name in PRESETS if name.endswith("_224")]
 SMALL = {"img_size": 28, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 7}
@@ -123,6 +125,35 @@ def test_weights_depend_on_seed_and_name_alone():
 def test_flops_are_those_of_the_formula(name, options):
     spec = open_model(name, options)
     assert spec.train_flops_per_image == pytest.approx(flops_by_hand(spec), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "hybrid_vit",
+        "timm/vit_base_patch16_siglip_224",
+        "timm/eva02_base_patch14_224",
+        "timm/vit_small_patch16_dinov3",
+    ],
+)
+def test_flops_are_those_of_a_backward_pass_that_ran(name):
+    """The program counts without one: what it does before XLA starts must leave autograd alone."""
+    spec = open_model(name, {})
+    model = spec.build().train()
+    with FlopCounterMode(display=False) as counter:
+        model(torch.empty(1, *spec.sizes.input_shape, device="meta")).sum().backward()
+    with NoBackwardYet():
+        assert spec.train_flops_per_image == counter.get_total_flops()
+
+
+def test_a_backward_pass_before_xla_starts_is_refused():
+    loss = torch.ones(2, requires_grad=True).sum()
+    with NoBackwardYet(), pytest.raises(RuntimeError, match="before XLA has started"):
+        loss.backward()
+    with NoBackwardYet(), pytest.raises(RuntimeError, match="before XLA has started"):
+        torch.autograd.grad(loss, loss)
+    loss.backward()
 
 
 def flops_by_hand(spec):

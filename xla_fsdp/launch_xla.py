@@ -8,6 +8,10 @@ import signal
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from models import timm_private
 from training.backend import Backend
@@ -20,6 +24,25 @@ from xla_fsdp.resolve_xla import XlaRun, device_type
 from xla_fsdp.starting import StartWatch, watch
 
 Body = Callable[[XlaRun, Backend], None]
+
+
+class NoBackwardYet(TorchFunctionMode):
+    """Refuses backward passes: a context for what a process does before it starts XLA.
+
+    Autograd's engine makes its queues when it first runs, one for each device that is there. XLA's
+    devices are there once the runtime has started. After an earlier backward pass, even on meta,
+    the first one on XLA ends the process ("device_ready_queues_", torch 2.9.0).
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
+            raise RuntimeError(
+                "a backward pass before XLA has started: autograd would not know XLA's devices. "
+                "Do it in another process, or without autograd (as models/flops.py counts)"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def launch(body: Body, run: XlaRun) -> None:

@@ -35,6 +35,7 @@ from xla_fsdp.compile_only.report import CompiledGraph, Report, as_json, as_tabl
 from xla_fsdp.compile_only.topologies import KNOWN, parse_topology
 from xla_fsdp.compile_only.trace import start_xla, trace_step
 from xla_fsdp.config import XlaConfig
+from xla_fsdp.launch_xla import NoBackwardYet
 from xla_fsdp.resolve_xla import XlaRun, resolve_for_slice
 
 DOES_NOT_FIT = 3
@@ -57,7 +58,8 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     used = (torch_xla_private, jax_private, timm_private)
     warn_of_others(*(each.WRITTEN_FOR for each in used))
     topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
-    run = resolve_for_slice(config, own, topology.devices)
+    with NoBackwardYet():
+        run = resolve_for_slice(config, own, topology.devices)
     _check_breaks(run)
     hlo_dir = _make_folder(own.hlo_dir)
     links = Links(topology, run.mesh.counts_by_host)
