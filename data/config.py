@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from config_fields import bounded, count, flag, fraction, height_by_width, number, positive
@@ -188,10 +188,16 @@ class DataConfig:
     )
     crop_pct: float | None = flag(
         None,
-        "in validation, side of the centre crop as a share of the resized image's shorter side "
-        f"(default: that of the weights; new ones: {_NEW.crop_pct})",
+        "in validation, side of the centre crop as a share of what --crop_mode resizes (default: "
+        f"that of the weights; new ones: {_NEW.crop_pct})",
         kind=bounded(float, 0.1, 1),
         metavar="SHARE",
+    )
+    crop_mode: Literal["center", "squash", "border"] | None = flag(
+        None,
+        "what is resized in validation before the centre is cropped: the shorter side (center), "
+        "each side, without regard to proportions (squash), or the longer side, with a border of "
+        f"the mean colour (border) (default: that of the weights; new ones: {_NEW.crop_mode})",
     )
     interpolation: Interpolation | None = flag(
         None,
@@ -230,7 +236,7 @@ class DataConfig:
         """Return how images are resized and normalised; what is not given is as for new weights."""
         given = {
             name: getattr(self, name)
-            for name in ("mean", "std", "crop_pct", "interpolation", "test_interpolation")
+            for name in (each.name for each in fields(Preprocessing))
             if getattr(self, name) is not None
         }
         return Preprocessing(**given)

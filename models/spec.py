@@ -124,7 +124,7 @@ class ModelSpec(abc.ABC):
 
     @property
     def preprocessing(self) -> dict[str, Any] | None:
-        """The mean, std, crop_pct and interpolation that trained weights want, if any."""
+        """The mean, std, crop and interpolation that trained weights want, if any."""
         return None
 
     def why_one_grid(self) -> str | None:

@@ -34,7 +34,7 @@ _FIXED = {"dynamic_img_size": False, "dynamic_img_pad": False}
 """All images of a run have one size: for another one, XLA would compile another program."""
 _CLASSES = 1000
 """Of a model that timm has as an encoder, without a head: those of ImageNet, as the presets'."""
-_PREPROCESSING = ("mean", "std", "crop_pct", "interpolation")
+_PREPROCESSING = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
 
 
 def names() -> list[str]:

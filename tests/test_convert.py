@@ -167,11 +167,15 @@ def test_boxes_of_a_tensor(block, tmp_path, monkeypatch):
 def test_timms_own_models(name, channels, tmp_path):
     """A model by timm's name keeps it: the folder is made again with its own arguments."""
     words = f"--model timm/{name} --num_blocks 1 --image_size 28 --patch_size 14 --num_classes 3"
+    words += " --crop_mode squash --crop_pct 0.8 --test_interpolation box"
     flags = [*words.split(), "--in_chans", str(channels), "--fake_data", "--max_steps", "1"]
     train_tiny_gpu(tmp_path / "run", "--log_step_interval", "1", *own_model(flags))
     folder = converted(tmp_path / "run", tmp_path / "folder", "--to", "safetensors")
     made = timm.create_model(f"local-dir:{folder}", pretrained=True)
     assert made.default_cfg["architecture"] == name
+    images = timm.data.resolve_data_config(model=made)
+    found = [images[key] for key in ("crop_mode", "crop_pct", "interpolation")]
+    assert found == ["squash", 0.8, "box"]
     assert_same(made.state_dict(), load_file(folder / "model.safetensors"))
 
 

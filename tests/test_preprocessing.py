@@ -1,7 +1,9 @@
 """Mean, deviation, crop and interpolation: those of the weights, against timm's own transforms."""
 
+import functools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from sklearn.datasets import load_sample_images
 from timm.data import create_transform, resolve_data_config
 from torchvision.transforms import v2
 
@@ -20,7 +23,10 @@ from tests.cli import TINY_MODEL, train_tiny
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
 from training.checkpoints.reader import read_saved_run
-from training.trained_weights.weights_preprocessing import with_preprocessing
+from training.trained_weights.weights_preprocessing import (
+    with_preprocessing,
+    with_preprocessing_of_file,
+)
 
 NAME = "vit_tiny_patch16_224"
 
@@ -89,6 +95,53 @@ def test_validation_images_are_timms(size, crop_pct, interpolation, picture):
     )
 
 
+@functools.cache
+def photographs():
+    """scikit-learn's two, whole and cut into shapes with odd sides, two of them long and thin."""
+    china, flower = load_sample_images().images
+    found = [china, flower, china[:301, :173], flower[:97, :401], flower[11:400, 200:431]]
+    return [*found, china[:2, :600], flower[:427, 5:6], china[:31, :27]]
+
+
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("crop_pct", [0.73, 0.95, 1.0])
+@pytest.mark.parametrize("size", [(64, 64), (33, 65)])
+def test_crop_modes_are_timms(size, crop_pct, crop_mode):
+    """Bit by bit, on photographs."""
+    for interpolation in ("bilinear", "bicubic"):
+        how = Preprocessing(
+            (0.5, 0.123, 0.3), crop_pct=crop_pct, interpolation=interpolation, crop_mode=crop_mode
+        )
+        changes = {"crop_mode": crop_mode, "interpolation": interpolation, "normalize": False}
+        theirs = create_transform((3, *size), mean=how.mean, crop_pct=crop_pct, **changes)
+        ours = val_transform(how, size, 3)
+        for image in photographs():
+            if crop_mode == "border" and min(image.shape[:2]) < 3:
+                continue  # see below
+            assert torch.equal(ours(Pixels(image)), theirs(Image.fromarray(image)))
+
+
+def test_border_around_a_long_thin_image():
+    """timm fails where the longer side leaves no pixel of the shorter one; here one is left."""
+    how = Preprocessing((1.0, 0.0, 0.0), crop_pct=1.0, crop_mode="border")
+    image = np.zeros((2, 1000, 3), np.uint8)
+    with pytest.raises(ValueError, match="height and width must be > 0"):
+        create_transform((3, 8, 8), crop_pct=1.0, crop_mode="border")(Image.fromarray(image))
+    ours = val_transform(how, (8, 8), 3)(Pixels(image))
+    assert ours.shape == (3, 8, 8)
+    assert ours[0].unique(return_counts=True)[1].tolist() == [8, 56]
+
+
+@pytest.mark.parametrize("name", ["vit_large_patch14_clip_336", "eva02_large_patch14_448"])
+def test_models_whose_images_are_squashed(name):
+    """timm has them so, and so has a run with a file of their weights."""
+    expected = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    assert expected["crop_mode"] == "squash"
+    run, _ = with_preprocessing_of_file(on_xla(["--model", f"timm/{name}"]), Path("none.pt"))
+    assert run.config.data.preprocessing.crop_mode == "squash"
+    assert run.config.data.crop_pct == expected["crop_pct"]
+
+
 def test_weights_of_timm(timms, picture, capsys):
     model, path = timms
     found, said = predicted(capsys, picture, path)
@@ -117,8 +170,15 @@ def test_what_the_file_says_itself(place, timms, picture, capsys, tmp_path):
     if place == "config.json":
         (tmp_path / place).write_text(json.dumps({"architecture": NAME, "pretrained_cfg": told}))
     found, said = predicted(capsys, picture, tmp_path / "model.safetensors")
+    expected = timms_top5(model, picture, **changes, crop_mode="squash")
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert found != pytest.approx(timms_top5(model, picture, **changes), rel=1e-4)
+    assert "crop 1 squash, bicubic (as " in said
+    found, _ = predicted(
+        capsys, picture, tmp_path / "model.safetensors", "--crop_mode", "border", "--crop_pct", 0.9
+    )
+    changes |= {"crop_pct": 0.9, "crop_mode": "border"}
     assert found == pytest.approx(timms_top5(model, picture, **changes), rel=1e-4)
-    assert "its crop_mode squash is not known here: center" in said
 
 
 def test_another_architecture_than_the_presets_has_new_weights_preprocessing():
@@ -131,12 +191,16 @@ def test_another_architecture_than_the_presets_has_new_weights_preprocessing():
 def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
     """In the checkpoint: training on it, --predict and --eval_only from it use the same."""
     flags = "--mean 0.1 0.2 0.3 --crop_pct 0.7 --interpolation nearest".split()
-    flags += ["--test_interpolation", "box"]
+    flags += ["--test_interpolation", "box", "--crop_mode", "border"]
     run = train_tiny(tmp_path, "--max_steps", "1", *flags)
     saved = read_saved_run(tmp_path / "step_1")
     run_now = with_preprocessing(on_xla(TINY_MODEL), saved)
     expected = Preprocessing(
-        (0.1, 0.2, 0.3), crop_pct=0.7, interpolation="nearest", test_interpolation="box"
+        (0.1, 0.2, 0.3),
+        crop_pct=0.7,
+        interpolation="nearest",
+        test_interpolation="box",
+        crop_mode="border",
     )
     assert run_now.config.data.preprocessing == expected
     evaluated = ["--eval_only", "--json", "--ckpt_dir", tmp_path, "--batch_size", 359]
@@ -150,8 +214,12 @@ def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
     given = [*images, "--mean", 0.1, 0.2, 0.3, "--crop_pct", 0.7, "--interpolation", "nearest"]
     assert run_vit_training.main(list(map(str, given))) == 0
     assert capsys.readouterr().out == likely
-    assert run_vit_training.main(list(map(str, [*images, "--mean", 0.9, 0.9, 0.9]))) == 0
-    assert capsys.readouterr().out != likely
+    for other in ("--mean", 0.9, 0.9, 0.9), ("--crop_mode", "center"):
+        assert run_vit_training.main(list(map(str, [*images, *other]))) == 0
+        assert capsys.readouterr().out != likely
+    del saved.arguments["crop_mode"]  # as before there was the flag
+    older = with_preprocessing(on_xla(TINY_MODEL), saved).config.data.preprocessing
+    assert older == replace(expected, crop_mode="center")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +227,7 @@ def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
     [
         ({"mean": [120, 110, 100]}, "has mean [120, 110, 100], which is not known here: give --m"),
         ({"interpolation": "random"}, "has interpolation 'random', which is not known here: give"),
+        ({"crop_mode": "fill"}, "has crop_mode 'fill', which is not known here: give --crop_mode"),
         ({"crop_pct": 0}, "has crop_pct 0, which is not known here: give --crop_pct"),
     ],
 )

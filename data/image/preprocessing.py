@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+CROP_MODES = ("center", "squash", "border")
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,13 @@ class Preprocessing:
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     crop_pct: float = 0.875
-    """The side of the centre crop as a share of the resized image's shorter side."""
+    """The side of the centre crop as a share of what ``crop_mode`` resizes the image to."""
     interpolation: str = "bicubic"
     test_interpolation: str | None = None
     """Of validation and use; None: as in training."""
+    crop_mode: str = "center"
+    """What is resized in validation and use: the shorter side (center), each side by itself
+    (squash), or the longer side, with a border of the mean colour (border)."""
 
     @property
     def interpolation_of_val(self) -> str:
@@ -43,4 +47,7 @@ class Preprocessing:
 
     def __str__(self) -> str:
         mean, std = (" ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
-        return f"mean {mean}, std {std}, crop {self.crop_pct:g}, {self.interpolation_of_val}"
+        crop = f"crop {self.crop_pct:g}"
+        if self.crop_mode != "center":
+            crop += f" {self.crop_mode}"
+        return f"mean {mean}, std {std}, {crop}, {self.interpolation_of_val}"

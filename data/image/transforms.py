@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import xxhash
 from PIL import Image
+from timm.data.transforms import CenterCropOrPad
 from torchvision.transforms import v2
 
 from data.config import DataConfig
@@ -127,9 +128,11 @@ def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float
 
 
 def val_transform(how: Preprocessing, size: Size, channels: int) -> Transform:
-    """Return the resizing to what covers size / crop_pct, and the centre crop: Pillow's, as timm's.
+    """Return how timm makes a whole image ``size`` large for evaluation, by Pillow.
 
-    Raises DataFolderError where the model takes no images, but volumes.
+    ``how.crop_mode`` says what of the image is resized to size / crop_pct, of which the centre is
+    then cut out: "center" its shorter side, "squash" each side by itself, "border" its longer
+    side, with the mean colour around it. Raises DataFolderError where the model takes volumes.
     """
     if len(size) != 2:
         raise DataFolderError(
@@ -137,13 +140,19 @@ def val_transform(how: Preprocessing, size: Size, channels: int) -> Transform:
             "can be made: use --data_source volumes, mosaics or fake"
         )
     mode = v2.InterpolationMode(how.interpolation_of_val)
-    height, width = (math.floor(side / how.crop_pct) for side in size)
-    if height == width:  # the shorter side is the one that fits
-        resize: Callable = v2.Resize(height, interpolation=mode)
+    scaled = tuple(math.floor(side / how.crop_pct) for side in size)
+    crop: Callable = v2.CenterCrop(size)
+    if how.crop_mode == "squash":
+        resize: Callable = v2.Resize(scaled, interpolation=mode)
+    elif how.crop_mode == "border":
+        resize = functools.partial(_resize_in_proportion, scaled, max, mode)
+        crop = CenterCropOrPad(size, fill=[round(255 * colour) for colour in how.mean])
+    elif scaled[0] == scaled[1]:  # the shorter side is the one that fits
+        resize = v2.Resize(scaled[0], interpolation=mode)
     else:
-        resize = functools.partial(_resize_to_cover, height, width, mode)
+        resize = functools.partial(_resize_in_proportion, scaled, min, mode)
     colours = v2.Grayscale() if channels == 1 else v2.Identity()
-    made = v2.Compose([resize, v2.CenterCrop(size), colours, v2.PILToTensor()])
+    made = v2.Compose([resize, crop, colours, v2.PILToTensor()])
     return functools.partial(_of_whole, made)
 
 
@@ -151,13 +160,15 @@ def _of_whole(transform: Callable, image: OpenImage) -> torch.Tensor:
     return transform(Image.fromarray(image.pixels()))
 
 
-def _resize_to_cover(
-    height: int, width: int, mode: v2.InterpolationMode, image: Image.Image
+def _resize_in_proportion(
+    size: Size, choose: Callable, mode: v2.InterpolationMode, image: Image.Image
 ) -> Image.Image:
-    """Return the image as small as covers height x width, its proportions kept, as timm does."""
-    by = min(image.height / height, image.width / width)
-    covering = [round(image.height / by), round(image.width / by)]
-    return v2.functional.resize(image, covering, interpolation=mode)
+    """Return the image with its proportions: with ``min`` it covers ``size``, with ``max`` it fits
+    into it, as timm's ``ResizeKeepRatio`` does."""
+    by = choose(image.height / size[0], image.width / size[1])
+    # timm fails where a long, thin image would have no pixel across.
+    sides = [max(1, round(side / by)) for side in (image.height, image.width)]
+    return v2.functional.resize(image, sides, interpolation=mode)
 
 
 def seeded(

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from data.image.preprocessing import INTERPOLATIONS, Preprocessing
+from data.image.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
 from training.checkpoints.content import SavedRun
 from training.errors import UsageError
 from training.options.resolve import Run
@@ -55,10 +55,7 @@ def with_preprocessing_of_file(run: Run, path: Path) -> tuple[Run, str]:
     run = _settled(run, base)
     if found is None:
         return run, ""
-    line = f"preprocessing: {run.config.data.preprocessing} (as {source} has it)"
-    if found.get("crop_mode") not in (None, "", "center"):
-        line += f"; its crop_mode {found['crop_mode']} is not known here: center"
-    return run, line
+    return run, f"preprocessing: {run.config.data.preprocessing} (as {source} has it)"
 
 
 def preprocessing_of(saved: SavedRun) -> Preprocessing:
@@ -74,7 +71,7 @@ def _settled(run: Run, base: Preprocessing) -> Run:
 
 def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
     """Return the defaults with those of ``values`` over them."""
-    given: dict[str, Any] = {n: values[n] for n in _NAMES if values.get(n) is not None}
+    given: dict[str, Any] = {n: values[n] for n in _NAMES if values.get(n) not in (None, "")}
     most = _MOST_OF_VOLUMES if values.get("data_source") == "volumes" else 1.0
     for name, value in given.items():
         if not _can_be(name, value, most):
@@ -86,6 +83,8 @@ def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
 def _can_be(name: str, value: Any, most: float) -> bool:
     if name in ("interpolation", "test_interpolation"):
         return value in INTERPOLATIONS
+    if name == "crop_mode":
+        return value in CROP_MODES
     if name == "crop_pct":
         return isinstance(value, (int, float)) and 0 < value <= 1
     low = 1e-6 if name == "std" else 0.0 if most == 1 else -most
