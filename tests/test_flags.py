@@ -132,6 +132,13 @@ def plain_environment(monkeypatch):
     monkeypatch.delenv("STEP_TIMEOUT_S", raising=False)
 
 
+def refusal(capsys, *words):
+    """What the program says of a command line that it does not read."""
+    with pytest.raises(SystemExit, match="2"):
+        read_flags(words)
+    return capsys.readouterr().err
+
+
 def values(*words):
     asked = read_flags(words)
     return flat(asked.run, *asked.own.values())
@@ -175,10 +182,15 @@ def test_a_file_of_flags(tmp_path):
     [
         (None, "No such file or directory"),
         ("--ckpt_dir 'open", "No closing quotation"),
-        ("@{path}", "a file of flags cannot be read (RecursionError)"),
-        (b"\xff\xfe", "a file of flags cannot be read (UnicodeDecodeError)"),
-        ("--lr x", "'x' is not a number"),
-        ("lr 3", "unrecognized argument: lr"),
+        ("--seed 1\n@{path}", "includes itself"),
+        (b"--seed 1\n\xff\xfe", "line 2: not UTF-8 text"),
+        ("--seed 1\n--lr x", "line 2: argument --lr: 'x' is not a number"),
+        ("--seed 1 \\\n --lr=x \\\n", "line 2: argument --lr: 'x' is not a number"),
+        ("--seed 1 --lr", "line 1: argument --lr: expected one argument"),
+        ("\nlr 3", "line 2: unrecognized argument: lr"),
+        ("\n--batch_sze 3", "line 2: unknown flag --batch_sze: did you mean --batch_size?"),
+        ("--grad_ckpt full\n--no_grad_ckpt", "line 2: --grad_ckpt full contradicts --no_grad_ckpt"),
+        ("# " + 2**20 * "x", "has more than 1,048,576 bytes"),
     ],
 )
 def test_a_bad_file_of_flags(content, words, tmp_path, capsys):
@@ -187,11 +199,99 @@ def test_a_bad_file_of_flags(content, words, tmp_path, capsys):
         path.write_bytes(content)
     elif content:
         path.write_text(content.format(path=path))
-    with pytest.raises(SystemExit, match="2"):
-        read_flags([f"@{path}"])
-    said = capsys.readouterr().err
-    assert words in said
-    assert len(said.splitlines()) == 1
+    (line,) = refusal(capsys, "--lr", "1", f"@{path}").splitlines()
+    assert words in line
+    assert f"@{path}" in line
+
+
+def test_a_file_of_flags_that_is_no_file(tmp_path, capsys):
+    """A pipe that nobody writes to must not hang the program."""
+    os.mkfifo(tmp_path / "pipe")
+    assert "is a pipe that holds nothing" in refusal(capsys, f"@{tmp_path}/pipe")
+    assert f"@{tmp_path}: Is a directory" in refusal(capsys, f"@{tmp_path}")
+    assert "@: No such file or directory" in refusal(capsys, "@")
+    (tmp_path / "empty.args").touch()
+    assert values(f"@{tmp_path}/empty.args") == values()
+
+
+def test_a_file_included_by_another_is_named(tmp_path, capsys):
+    (tmp_path / "a.args").write_text("--lr x")
+    (tmp_path / "b.args").write_text(f"\n@{tmp_path}/a.args")
+    assert f"@{tmp_path}/a.args, line 1: argument --lr" in refusal(capsys, f"@{tmp_path}/b.args")
+    (tmp_path / "a.args").write_text(f"@{tmp_path}/b.args")
+    assert "a.args includes itself" in refusal(capsys, f"@{tmp_path}/a.args")
+
+
+@pytest.mark.parametrize("end", ["\n", " \\\n", "\\ \t\n", " \\\r\n", " # a comment \\\n"])
+def test_a_pasted_command_in_a_file_of_flags(end, tmp_path):
+    path = tmp_path / "pasted.args"
+    path.write_bytes(f"--lr 0.5{end}  --scale 0.1 0.9{end}  --seed 3{end}".encode())
+    found = values(f"@{path}")
+    assert (found["lr"], found["scale"], found["seed"]) == (0.5, (0.1, 0.9), 3)
+
+
+def test_values_in_a_file(tmp_path):
+    """A file may hold the values of the flag before it, such as a list of images."""
+    (tmp_path / "list").write_text("a.jpg\n'b c.jpg'\n")
+    assert values("--predict", f"@{tmp_path}/list")["predict"] == ["a.jpg", "b c.jpg"]
+
+
+# -- what was given ---------------------------------------------------------------------
+
+
+def given(*words):
+    return read_flags(words).run.given
+
+
+def test_which_flags_were_given(tmp_path, monkeypatch):
+    """Whatever their values; by any of their names, or in a file; not by the environment."""
+    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+    assert given() == set()
+    (tmp_path / "a.args").write_text("--grad_ckpt full --no_reshard_after_forward")
+    words = ["--warmup_steps=10000", "--dp_outer", "1", "--fake_data", f"@{tmp_path}/a.args"]
+    fields = {"warmup_steps", "mesh_dcn", "data_source", "grad_ckpt", "reshard_after_forward"}
+    assert given(*words) == fields
+
+
+def test_every_flag_at_its_default():
+    """It changes nothing that they are typed, those whose default can be."""
+    typed = {
+        name: option.words(option.field.default)
+        for name, option in by_field(RunConfig, *OWN.values()).items()
+        if option.field.default is not None and (option.has_negation or not option.is_switch)
+    }
+    words = [word for each in typed.values() for word in each]
+    assert values(*words) == values()
+    assert given(*words) == typed.keys()
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (
+            "--no_grad_ckpt --grad_ckpt full",
+            "--no_grad_ckpt contradicts --grad_ckpt full: drop one",
+        ),
+        ("--grad_ckpt=offload --no_grad_ckpt", "--grad_ckpt offload contradicts --no_grad_ckpt"),
+        ("--no_grad_ckpt --grad_ckpt none --grad_ckpt full", "contradicts --grad_ckpt full"),
+        ("--fake_data --data_source digits", "--fake_data contradicts --data_source digits"),
+        ("--mesh_dcn 2 --dp_outer 4", "--mesh_dcn 2 contradicts --dp_outer 4"),
+        ("--image_size 32 --img_size 32 64", "--image_size 32 contradicts --img_size 32 64"),
+        ("--scan_blocks --no-scan_blocks", "--scan_blocks contradicts --no-scan_blocks"),
+        ("--grad_reduce_in_fp32 --reduce_dtype bf16", "contradicts --reduce_dtype bf16"),
+    ],
+)
+def test_two_flags_of_one_setting_contradict_each_other(typed, words, capsys):
+    assert words in refusal(capsys, *typed.split())
+
+
+def test_two_flags_of_one_setting_agree(tmp_path):
+    """They say the same, or one comes after the file that holds the other: the last one counts."""
+    assert values("--no_grad_ckpt", "--grad_ckpt", "none")["grad_ckpt"] == "none"
+    assert values("--grad_ckpt", "none", "--grad_ckpt", "full")["grad_ckpt"] == "full"
+    (tmp_path / "a.args").write_text("--no_grad_ckpt --mesh_dcn 2")
+    assert values(f"@{tmp_path}/a.args", "--grad_ckpt", "full")["grad_ckpt"] == "full"
+    assert values("--dp_outer", "4", f"@{tmp_path}/a.args")["mesh_dcn"] == 2
 
 
 @pytest.mark.parametrize(
@@ -200,7 +300,10 @@ def test_a_bad_file_of_flags(content, words, tmp_path, capsys):
         ("--batch_sze 3", "unknown flag --batch_sze: did you mean --batch_size?"),
         ("--no-scan_block", "did you mean --no-scan_blocks?"),
         ("--xyzzy", "unknown flag --xyzzy (see"),
-        ("--help nothing", "--help nothing: there is no such group; there are all, run, data"),
+        (
+            "--help xyzzy",
+            "--help xyzzy: no flag has this word; there are the groups all, run, data",
+        ),
         ("--precision fp8", "invalid choice: 'fp8'"),
     ],
 )
@@ -241,6 +344,20 @@ def test_help_in_three_sizes(capsys, monkeypatch):
     for option in known.values():
         for name in (*option.names, *option.flag.shorthands):
             assert re.search(rf"(?m)^  (.*, )?{name}\b", everything), name
+
+
+def test_help_finds_flags_by_a_word(capsys):
+    """In a name, or at the beginning of a word of a help text or of a value."""
+
+    def found(word):
+        return set(re.findall(r"(?m)^  (--\w+)", shown(capsys, word)))
+
+    assert found("ema") == {"--use_ema", "--model_ema", "--model_ema_decay", "--model_ema_warmup"}
+    assert found("EMA") == found("ema")
+    assert found("wandb") == {"--wandb"}
+    assert found("mxfp8") == {"--fp8"}  # one of its values
+    assert {"--model", "--qk_norm"} <= found("model")  # a group, as before
+    assert "--teacher" not in found("model")
 
 
 def test_every_flag_has_help_with_its_default(monkeypatch):

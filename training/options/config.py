@@ -385,3 +385,6 @@ class RunConfig:
     use: UseConfig = field(default_factory=UseConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     planning: PlanConfig = field(default_factory=PlanConfig)
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    """The fields, of this and of all backends' configurations, whose flags are on the command line,
+    whatever their values; not what the environment gives."""

@@ -41,6 +41,31 @@ class Option:
         turned_off = self.names[0].startswith("--no_") and self.field.default is True
         return self.is_switch and self.field.default is not False and not turned_off
 
+    @property
+    def switch_names(self) -> dict[str, bool]:
+        """Return a switch's names, with what each sets."""
+        names = dict.fromkeys(self.names, self.field.default is not True or self.has_negation)
+        if self.has_negation:
+            names |= {f"--no-{name.removeprefix('--')}": False for name in self.names}
+        return names
+
+    @property
+    def bare_names(self) -> dict[str, Any]:
+        """Return the names that take no value, with what each sets."""
+        return {**(self.switch_names if self.is_switch else {}), **self.flag.shorthands}
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return (*dict.fromkeys([*self.names, *self.bare_names]),)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Return the words that can be given; none where it is not one of a few."""
+        of_type = (
+            typing.get_args(self.type) if typing.get_origin(self.type) is typing.Literal else ()
+        )
+        return self.flag.choices or of_type
+
     def typed(self, value: Any) -> str:
         """Return how a person gives the field this value, for messages."""
         return " ".join(self.words(value))
@@ -92,7 +117,10 @@ def flat(*configs: Any) -> dict[str, Any]:
     for config in configs:
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)
-            values |= flat(value) if dataclasses.is_dataclass(value) else {field.name: value}
+            if dataclasses.is_dataclass(value):
+                values |= flat(value)
+            elif flag_of(field):
+                values[field.name] = value
     return values
 
 
@@ -106,10 +134,9 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(hints[field.name]):
             chosen[field.name] = from_values(hints[field.name], values)
-        elif field.name in values and field.name in known:
-            value = values[field.name]
-            option = known[field.name]
-            is_tuple = typing.get_origin(option.type) is tuple or option.flag.several
+        elif field.name in values:
+            value, option = values[field.name], known.get(field.name)
+            is_tuple = option and (typing.get_origin(option.type) is tuple or option.flag.several)
             chosen[field.name] = tuple(value) if is_tuple and isinstance(value, list) else value
     return config(**chosen)
 

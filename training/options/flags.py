@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import shlex
+import stat
 import sys
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from training.options.flag_rules import Option, from_values, options
 
@@ -20,49 +23,144 @@ _DESCRIPTION = (
 )
 
 
+class _Mistake(Exception):
+    """Raised for a command line that cannot be read; the message is one line."""
+
+
+# -- files of flags ---------------------------------------------------------------------
+
+_LARGEST_FILE = 2**20  # bytes
+
+
+class _Word(NamedTuple):
+    """A word of the command line; of one from a file, the file and its line."""
+
+    text: str
+    file: str = ""
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        return f"@{self.file}, line {self.line}: " if self.file else ""
+
+
+def _words(argv: Sequence[str]) -> Iterator[_Word]:
+    """Yield the words of a command line, in the place of each ``@FILE`` those in the file."""
+    for word in argv:
+        if word.startswith("@"):
+            yield from _words_of_file(word[1:], ())
+        else:
+            yield _Word(word)
+
+
+def _words_of_file(name: str, inside: tuple[Path, ...]) -> Iterator[_Word]:
+    """Yield the words in a file of flags, which the files ``inside`` include.
+
+    Words are quoted as in a shell, # begins a comment, and a backslash at the end of a line
+    continues it.
+    """
+    path = Path(os.path.realpath(name))
+    if path in inside:
+        raise _Mistake(f"@{name} includes itself: remove the @ line that closes the circle")
+    continued = ""
+    for number, text in enumerate([*_text(name).splitlines(), ""], 1):
+        # Blanks after a backslash do not count; after a blank it only says that more words follow.
+        line = continued + re.sub(r"\s\\$", "", text.rstrip())
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            if str(error) == "No escaped character":
+                continued = line[:-1]
+                continue
+            raise _Mistake(f"@{name}, line {number}: {error}: {line}") from None
+        continued = ""
+        for word in words:
+            if word.startswith("@"):
+                yield from _words_of_file(word[1:], (*inside, path))
+            else:
+                yield _Word(word, name, number)
+
+
+def _text(name: str) -> str:
+    """Return the text of a file of flags, which may be a pipe (of a shell's ``@<(...)``)."""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to has an end
+        with open(file, "rb") as opened:
+            os.set_blocking(file, True)
+            content = opened.read(_LARGEST_FILE + 1)
+            is_pipe = stat.S_ISFIFO(os.fstat(file).st_mode)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _Mistake(f"@{name}: {reason} (@FILE stands for the flags in FILE)") from None
+    if is_pipe and not content:
+        raise _Mistake(f"@{name} is a pipe that holds nothing: give a file of flags")
+    if len(content) > _LARGEST_FILE:
+        raise _Mistake(f"@{name} has more than {_LARGEST_FILE:,} bytes: it is no file of flags")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _Mistake(f"@{name}, line {line}: not UTF-8 text: save the file as UTF-8") from None
+
+
 # -- the parser -----------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    """Ends on a wrong argument with one line; ``@file`` stands for the flags in a file.
+class _Setting(NamedTuple):
+    """What a flag on the command line sets."""
 
-    In such a file a line holds any number of words, quoted as in a shell, and # begins a comment.
-    """
+    field: str
+    name: str
+    """The one of the flag's names that was typed."""
+    value: Any
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads words; on a wrong one raises ``_Mistake``."""
 
     def __init__(self) -> None:
-        super().__init__(
-            prog=PROGRAM,
-            description=_DESCRIPTION,
-            allow_abbrev=False,
-            add_help=False,
-            fromfile_prefix_chars="@",
-        )
+        super().__init__(prog=PROGRAM, description=_DESCRIPTION, allow_abbrev=False, add_help=False)
+        self.settings: list[_Setting] = []
+        """One for each flag that was read, in their order."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
-
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        try:
-            return shlex.split(arg_line, comments=True)
-        except ValueError as error:
-            self.error(f"a file of flags has a line that cannot be read ({error}): {arg_line}")
+        raise _Mistake(message)
 
 
-def build_parser(shown: Sequence[Option], groups: str = "") -> Parser:
-    """Return the parser of these flags; ``groups`` names those of ``--help GROUP``.
+class _Set(argparse.Action):
+    """Sets a field: to what is read, or to what a name without a value stands for."""
 
-    What is not given is not in its Namespace.
-    """
+    def __init__(
+        self, *args: Any, stands_for: Mapping[str, Any] | None = None, several: bool = False, **how
+    ) -> None:
+        super().__init__(*args, **how)
+        self.stands_for, self.several = stands_for, several
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if self.stands_for is not None:
+            values = self.stands_for[option_string]
+        elif self.several:
+            values = values[0] if len(values) == 1 else tuple(values)
+        setattr(namespace, self.dest, values)
+        parser.settings.append(_Setting(self.dest, option_string, values))
+
+
+_HELP = ("-h", "--help")
+
+
+def build_parser(shown: Sequence[Option]) -> Parser:
+    """Return the parser of these flags; what is not given is not in its Namespace."""
     parser = Parser()
     general = parser.add_argument_group("help")
     general.add_argument(
-        "-h",
-        "--help",
+        *_HELP,
+        action=_Set,
         nargs="?",
         const="",
-        metavar="all|GROUP",
+        metavar="all|GROUP|WORD",
         default=argparse.SUPPRESS,
-        help=f"the flags that most runs need; all: every flag; or one group of {groups}",
+        help="the flags that most runs need; all: every flag; GROUP: those of a group; WORD: those "
+        "whose names or texts have it",
     )
     titles: dict[str, Any] = {}
     for option in shown:
@@ -73,23 +171,17 @@ def build_parser(shown: Sequence[Option], groups: str = "") -> Parser:
 
 
 def _add(group: Any, option: Option) -> None:
-    flag, rest = option.flag, {"dest": option.field.name, "default": argparse.SUPPRESS}
+    flag = option.flag
+    how = {"action": _Set, "dest": option.field.name, "default": argparse.SUPPRESS}
     text = f"{flag.help}{_default_text(option)}".replace("%", "%%")
-    if option.has_negation:
-        group.add_argument(*option.names, action=argparse.BooleanOptionalAction, help=text, **rest)
-    elif option.is_switch:
-        on = "store_false" if option.field.default is True else "store_true"
-        group.add_argument(*option.names, action=on, help=text, **rest)
+    if option.is_switch:
+        names = option.switch_names
+        group.add_argument(*names, nargs=0, stands_for=names, help=text, **how)
     else:
-        group.add_argument(*option.names, help=text, **_reading(option), **rest)
+        group.add_argument(*option.names, help=text, **_reading(option), **how)
     for name, value in flag.shorthands.items():
         text = f"the same as {option.typed(value)} (default: off)"
-        group.add_argument(name, action="store_const", const=value, help=text, **rest)
-
-
-class _OneOrSeveral(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, values[0] if len(values) == 1 else tuple(values))
+        group.add_argument(name, nargs=0, stands_for={name: value}, help=text, **how)
 
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X"}
@@ -103,10 +195,10 @@ def _reading(option: Option) -> dict[str, Any]:
         how["metavar"] = metavar or _METAVARS[option.type]
     if origin is list:
         how["nargs"] = "+"
-    if origin is typing.Literal or option.flag.choices:
-        how["choices"] = option.flag.choices or typing.get_args(option.type)
+    if option.choices:
+        how["choices"] = option.choices
     elif option.flag.several:
-        how |= {"nargs": "+", "action": _OneOrSeveral}
+        how |= {"nargs": "+", "several": True}
     elif isinstance(metavar, tuple):
         how["nargs"] = len(metavar)
     elif option.flag.bare is not None:
@@ -131,27 +223,67 @@ def _default_text(option: Option) -> str:
 def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, Any]:
     """Read the command line into one instance of each of the configurations.
 
-    Ends the program with exit code 2 on a wrong argument, and with 0 after ``--help``.
+    One with a field ``given`` has the names there of all fields that the command line sets. Ends
+    the program with exit code 2 on a wrong argument, and with 0 after ``--help``.
     """
     known = [option for config in configs.values() for option in options(config)]
     groups = {_key(option.group): option.group for option in known}
-    parser = build_parser(known, ", ".join(groups))
+    parser = build_parser(known)
     try:
-        namespace, unknown = parser.parse_known_args(argv)
-    except (RecursionError, UnicodeDecodeError) as error:
-        parser.error(f"a file of flags cannot be read ({type(error).__name__})")
-    given = vars(namespace)
-    if "help" in given:
-        _print_help(parser, given["help"], known, groups)
-    if unknown:
-        parser.error(_unknown(unknown, known))
-    try:
+        values = _read(parser, list(_words(sys.argv[1:] if argv is None else argv)), known, groups)
+        values["given"] = frozenset(values)
         for option in known:
             if option.flag.env and os.environ.get(option.flag.env):
-                given.setdefault(option.field.name, _from_environment(option))
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
-    return {name: from_values(config, given) for name, config in configs.items()}
+                values.setdefault(option.field.name, _from_environment(option))
+    except (_Mistake, argparse.ArgumentTypeError) as mistake:
+        parser.exit(2, f"{PROGRAM}: error: {mistake} (see --help)\n")
+    return {name: from_values(config, values) for name, config in configs.items()}
+
+
+def _read(
+    parser: Parser, words: Sequence[_Word], known: Sequence[Option], groups: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the values that words give, by fields' names. Raises ``_Mistake``."""
+    names = {name for option in known for name in option.all_names} | {*_HELP}
+    flags = [word for word in words if word.text.partition("=")[0] in names]
+    try:
+        namespace, unknown = parser.parse_known_args([word.text for word in words])
+    except _Mistake as mistake:  # of the first flag that set nothing
+        place = next((word.place for word in flags[len(parser.settings) :]), "")
+        raise _Mistake(f"{place}{mistake}") from None
+    values = vars(namespace)
+    if "help" in values:
+        _print_help(values["help"], known, groups)
+    if unknown:
+        wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
+        place = next(word.place for word in words if word.text == wrong)
+        raise _Mistake(f"{place}{_unknown(wrong, names)}")
+    _check_agree(parser.settings, flags, known)
+    return values
+
+
+def _check_agree(
+    settings: Sequence[_Setting], flags: Sequence[_Word], known: Sequence[Option]
+) -> None:
+    """Raise ``_Mistake`` where two different flags set one field to different values.
+
+    The same flag once more, and one after the file that has the other, takes its place.
+    """
+    by_field = {option.field.name: option for option in known}
+    last: dict[tuple[str, str], dict[str, tuple[_Setting, _Word]]] = {}
+    for setting, word in zip(settings, flags, strict=True):
+        last.setdefault((setting.field, word.file), {})[setting.name] = setting, word
+    for (field, _), by_name in last.items():
+        (first, _), *others = by_name.values()
+        for other, word in others:
+            if other.value != first.value:
+                one, two = (_typed(by_field[field], each) for each in (first, other))
+                raise _Mistake(f"{word.place}{one} contradicts {two}: drop one of the two")
+
+
+def _typed(option: Option, setting: _Setting) -> str:
+    words = [] if setting.name in option.bare_names else option.words(setting.value)[1:]
+    return " ".join([setting.name, *words])
 
 
 def _key(title: str) -> str:
@@ -159,18 +291,21 @@ def _key(title: str) -> str:
     return title.split()[0].rstrip(":,").lower()
 
 
-def _print_help(
-    parser: Parser, which: str, known: Sequence[Option], groups: Mapping[str, str]
-) -> NoReturn:
-    if which not in ("", "all", *groups):
-        parser.error(f"--help {which}: there is no such group; there are all, {', '.join(groups)}")
-    if which == "all":
+def _print_help(which: str, known: Sequence[Option], groups: Mapping[str, str]) -> NoReturn:
+    word = which.lower()
+    if word == "all":
         shown = list(known)
-    elif which:
-        shown = [option for option in known if option.group == groups[which]]
+    elif word in groups:
+        shown = [option for option in known if option.group == groups[word]]
+    elif word:
+        shown = [option for option in known if _mentions(option, word.lstrip("-"))]
     else:
         shown = [option for option in known if option.flag.common]
-    text = build_parser(shown, ", ".join(groups)).format_help()
+    if not shown:
+        raise _Mistake(
+            f"--help {which}: no flag has this word; there are the groups all, {', '.join(groups)}"
+        )
+    text = build_parser(shown).format_help()
     rest = text.partition("\n\n")[2]  # the usage would be all flags once more
     print(f"usage: {PROGRAM} [flags]   {PROGRAM} @FILE [flags]: FILE holds flags\n\n{rest}")
     if not which:
@@ -178,13 +313,18 @@ def _print_help(
     sys.exit(0)
 
 
-def _unknown(words: Sequence[str], known: Sequence[Option]) -> str:
-    """Return what to say of words that no flag takes: the nearest flag, if one is near."""
-    word = next((word for word in words if word.startswith("-")), words[0])
+def _mentions(option: Option, word: str) -> bool:
+    """Tell whether a word is in a flag's names, or in its help or values at a word's beginning."""
+    if any(word in name.lower() for name in option.all_names):
+        return True
+    text = " ".join([option.flag.help, *map(str, option.choices)]).lower()
+    return re.search(rf"(?<![a-z0-9]){re.escape(word)}", text) is not None
+
+
+def _unknown(word: str, names: Collection[str]) -> str:
+    """Return what to say of a word that no flag takes: the nearest flag, if one is near."""
     if not word.startswith("-"):
         return f"unrecognized argument: {word}"
-    names = {name for option in known for name in (*option.names, *option.flag.shorthands)}
-    names |= {f"--no-{name[2:]}" for o in known if o.has_negation for name in o.names}
     nearest = difflib.get_close_matches(word.partition("=")[0], sorted(names), n=1, cutoff=0.6)
     return f"unknown flag {word}" + (f": did you mean {nearest[0]}?" if nearest else "")
 
