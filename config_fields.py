@@ -59,7 +59,8 @@ def flag(
 
     The field's type says what is read: ``bool`` a switch (with ``--no-`` if it is on, or None, by
     default), ``Literal`` one of its values, ``tuple[float, float]`` two numbers, ``list[str]`` one
-    word or more; ``kind`` converts a word, and is needed for numbers.
+    word or more; ``kind`` converts a word, and is needed for numbers. Where an empty word has a
+    meaning, "" is one of the values of a ``Literal``.
 
     ``names``: the flag's names if not the field's, messages use the first one; a switch that is
     on by default and named ``--no_...`` is turned off by it. ``shorthands``: flags without a value
@@ -93,6 +94,16 @@ def flag_of(field: dataclasses.Field) -> Flag | None:
 
 
 # -- kinds of values -------------------------------------------------------------------
+
+
+def not_empty(word: str) -> str:
+    """Read a word, as an argparse type: the one of all flags without a ``kind``.
+
+    An empty one is refused: as a rule it is a variable of the shell that is not set.
+    """
+    if not word.strip():
+        raise argparse.ArgumentTypeError("it must not be empty: is a variable of the shell unset?")
+    return word
 
 
 def bounded(kind: type, low: float, high: float, *, open_high: bool = False) -> Callable:
@@ -160,10 +171,10 @@ def step_range(text: str) -> tuple[int, int]:
     return steps
 
 
-def local_path(text: str) -> Path:
+def local_path(word: str) -> Path:
     """Read a file or folder of this machine, as an argparse type; a URL is none."""
-    if "://" in text:
+    if "://" in not_empty(word):
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)} is a URL: give a place on this machine, and copy from or to there"
+            f"{_shown(word)} is a URL: give a place on this machine, and copy from or to there"
         )
-    return Path(text)
+    return Path(word)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from config_fields import local_path
+from config_fields import local_path, not_empty
 from data.errors import DataFolderError, printable, reason_of
 from data.index.folder_index import SPLITS, FolderIndex, check_folder, index_split
 from data.storage import is_url
@@ -123,7 +123,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="data.pack", description="Write an image folder as the tar shards of WebDataset."
     )
-    parser.add_argument("source", help="folder with train/<class>/* and val/<class>/*")
+    parser.add_argument(
+        "source", type=not_empty, help="folder with train/<class>/* and val/<class>/*"
+    )
     parser.add_argument("target", type=local_path, help="folder to make")
     parser.add_argument(
         "--shard_size", type=_size, default="256MB", help="of a shard at most (default: 256MB)"

@@ -26,6 +26,11 @@ _CLIENT_SECONDS = 15.0
 up."""
 
 
+def _no_link(path: str, flags: int) -> int:
+    """Open a file, but no link, which may lead anywhere; an ``opener`` for ``open``."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def lines(source: IO[bytes]) -> Iterator[bytes]:
     """Yield complete lines as they come, without ends; few of those that overwrite another."""
     rest, shown = b"", float("-inf")
@@ -122,7 +127,8 @@ class Pod:
         """Open a worker's log or, where that cannot be written any more, none: training goes on."""
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
-            return (self.log_dir / f"worker_{index}.log").open("ab", buffering=0)
+            path = self.log_dir / f"worker_{index}.log"
+            return open(path, "ab", buffering=0, opener=_no_link)
         except OSError as error:
             if not self._lacks_logs:
                 self.say(f"going on without logs: {self.log_dir}: {error.strerror}")

@@ -154,7 +154,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--in_chans 2", "--in_chans 2 is neither 3 (RGB) nor 1 (grey)"),
         ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 leaves no MLP"),
         ("--fake_data --batch_size 1281168", "1281167 training images, fewer than one batch"),
-        ("--data_dir=", "--data_dir is empty"),
+        ("--data_dir=", "argument --data_dir: it must not be empty: is a variable of the shell"),
         ("--batch 16", "unknown flag --batch: did you mean --batch_size?"),
     ],
 )

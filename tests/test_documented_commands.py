@@ -110,9 +110,9 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             r"^data: fake data \(zeros\)",
             r"^epoch 1 step 10, lr: ",
             r"^epoch 1 step 10, val loss: [\d.]+, accuracy on val: .* of 80 images, top-5: .*$",
-            r"^training completed: step 10, .*, checkpoint /tmp/vit_fsdp/step_10, log ",
+            r"^training completed: step 10, .*, checkpoint runs/vit_fsdp/step_10, log ",
         ),
-        private=True,
+        leaves=("runs/vit_fsdp/step_10", "runs/vit_fsdp/metrics.jsonl"),
     ),
     "python3 run_vit_training.py --data_dir /datasets/imagenet-1k --model vit_large": Elsewhere(
         "300 epochs of ImageNet", trains

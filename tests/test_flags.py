@@ -124,6 +124,8 @@ FLAGS_OF_40B0636 = [
 ]
 OTHER_NAMES = {"dp_outer": "mesh_dcn", "dp_shard": "mesh_fsdp", "fake_data": "data_source"}
 OTHER_VALUES = {("model", None): "vit_10b", ("data_source", "folder"): False}
+# The temporary folder is everybody's: who makes one of this name there first would own the run.
+OTHER_VALUES["ckpt_dir", "runs/vit_fsdp"] = "/tmp/vit_fsdp"
 
 
 @pytest.fixture(autouse=True)
@@ -311,6 +313,46 @@ def test_mistyped(typed, words, capsys):
     with pytest.raises(SystemExit, match="2"):
         read_flags(typed.split())
     assert words in capsys.readouterr().err
+
+
+EMPTY_IS_A_VALUE = {"weight_init"}  # timm's own name of its first scheme
+
+
+def test_an_empty_word_is_no_value_of_any_flag(capsys):
+    """As a shell gives one for a variable that is not set: Path("") would be the current folder."""
+    for option in by_field(RunConfig, *OWN.values()).values():
+        if option.is_switch or option.field.name in EMPTY_IS_A_VALUE:
+            continue
+        several = len(option.flag.metavar) if isinstance(option.flag.metavar, tuple) else 1
+        for word in ("", " "):
+            with pytest.raises(SystemExit, match="2"):
+                read_flags([option.names[0], *[word] * several])
+            (line,) = capsys.readouterr().err.splitlines()
+            assert option.names[0] in line
+    assert values("--weight_init", "")["weight_init"] == ""
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("training.convert", ["", "out.pt"]),
+        ("training.convert", ["in.pt", ""]),
+        ("training.goodput", [""]),
+        ("data.pack", ["", "out"]),
+        ("data.pack", ["in", ""]),
+    ],
+)
+def test_an_empty_word_names_no_place_for_other_programs(program, words):
+    done = subprocess.run(
+        [sys.executable, "-m", program, *words],
+        cwd=ROOT,
+        env=os.environ,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "must not be empty" in done.stderr.splitlines()[-1]
 
 
 def test_the_environment_gives_defaults(monkeypatch, capsys):

@@ -224,7 +224,7 @@ VIT_10B_EXAMPLE = {
     "data_dir": "/datasets/imagenet-1k",
     "data_source": "folder",
     "num_workers": None,  # theirs: 4; here as many as the host has cores for
-    "ckpt_dir": "/tmp/vit_fsdp",
+    "ckpt_dir": "runs/vit_fsdp",  # theirs: /tmp/vit_fsdp, which another user could make first
     "resume_epoch": 0,
     "ckpt_epoch_interval": 10,
     "test_epoch_interval": 10,

@@ -27,7 +27,7 @@ from training.hosts.fingerprint import check_alike, versions
 from training.hosts.processes import failing_together
 from training.hosts.start import (
     Start,
-    check_folder_writable,
+    check_run_folder,
     choose_checkpoint,
     enter_folder,
     leave_later_ones,
@@ -87,7 +87,7 @@ def prepare(run: Run) -> tuple[Run, Plan]:
 
     Raises UsageError.
     """
-    check_folder_writable(run.ckpt_dir)
+    check_run_folder(run.config.checkpoints)
     expected_s = read_expectation(run)
     resume, candidates = _candidates(run.config.checkpoints)
     source = find_source(run.config)
@@ -119,7 +119,8 @@ def _check_resume(resume: SavedRun, run: Run, data: DataSource) -> None:
 
 def train(plan: Plan, run: Run, backend: Backend) -> None:
     """Train, or resume and train, on ``backend``; the body of every process."""
-    lock = FolderLock(run.ckpt_dir, inside=run.log_dir)
+    shared = run.config.checkpoints.shared_ckpt_dir
+    lock = FolderLock(run.ckpt_dir, inside=run.log_dir, shared=shared)
     try:
         _train(plan, run, backend, lock)
     finally:

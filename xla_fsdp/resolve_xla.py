@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from training.checkpoints.lock import check_own
 from training.errors import UsageError
 from training.mesh import Mesh, make_mesh
 from training.options.config import RunConfig
@@ -201,8 +202,13 @@ def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
         raise UsageError(
             "--optimizer muon does not go with --flatten_parameters: drop one of the two"
         )
-    if own.compile_cache_dir and Path(own.compile_cache_dir).is_file():
-        raise UsageError(f"--compile_cache_dir {own.compile_cache_dir} is a file, not a folder")
+    if own.compile_cache_dir and (cache := Path(own.compile_cache_dir)).exists():
+        if not cache.is_dir():
+            raise UsageError(f"--compile_cache_dir {cache} is a file, not a folder")
+        try:
+            check_own(cache, "--compile_cache_dir")  # what is in it is run
+        except OSError as error:
+            raise UsageError(f"--compile_cache_dir {cache}: {error.strerror}") from None
 
 
 # -- devices --------------------------------------------------------------------------

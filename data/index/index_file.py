@@ -27,6 +27,7 @@ from safetensors.numpy import save
 from data.cache_folder import cache_folder
 from data.config import DataConfig
 from data.errors import DataFolderError, printable, reason_of
+from data.own_files import make_folder, replace_file
 from data.storage import is_url
 
 VERSION = 1
@@ -105,16 +106,15 @@ class Kept:
         info["checksum"] = _checksum(table.arrays, info)
         content = save(table.arrays, {"info": json.dumps(info)})
         for path in self.paths:
-            unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+            unfinished = f"{socket.gethostname()}.{os.getpid()}"
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished.write_bytes(content)
-                unfinished.replace(path)
+                make_folder(path.parent)
+                replace_file(path, content, unfinished=unfinished)
                 kept = _read(path)
             except OSError as error:
                 why = reason_of(error)
                 with contextlib.suppress(OSError):
-                    unfinished.unlink()
+                    path.with_name(f"{path.name}.{unfinished}").unlink()
                 continue
             _say(f"the index of {self.of} took {took:.1f} s, and is kept as {path}")
             return kept

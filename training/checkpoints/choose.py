@@ -10,9 +10,9 @@ from pathlib import Path
 
 from training.checkpoints.content import SavedRun
 from training.checkpoints.manifest import is_complete, quick_problem
-from training.checkpoints.reader import read_saved_run
+from training.checkpoints.reader import METADATA, read_saved_run
 from training.errors import UsageError
-from training.logs.metrics import decisive, evaluations
+from training.logs.metrics import METRICS_FILE, decisive, evaluations
 from training.url_path import folder_at
 
 _NAME = re.compile(r"step_(\d+)")
@@ -52,6 +52,21 @@ def step_folders(ckpt_dir: Path) -> list[Path]:
 def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
     """Return the checkpoints in a folder that were written to their end, oldest first."""
     return [path for path in step_folders(ckpt_dir) if is_complete(path)]
+
+
+def checkpoint_around(folder: Path) -> Path | None:
+    """Return the checkpoint that a folder is, or is in at any depth; None if it is in none.
+
+    One is known by DCP's metadata, or by its name in the folder of a run: it may not be complete.
+    """
+    each = folder.resolve()
+    while each.name:
+        if (each / METADATA).is_file():
+            return each
+        if _NAME.fullmatch(each.name) and (each.parent / METRICS_FILE).is_file():
+            return each
+        each = each.parent
+    return None
 
 
 def is_restart(ckpt_dir: Path) -> bool:

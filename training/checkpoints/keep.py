@@ -9,7 +9,7 @@ from training.checkpoints.choose import complete_checkpoints, step_folders, step
 from training.checkpoints.manifest import MANIFEST, is_complete, sync_folder
 from training.errors import UsageError
 from training.logs.metrics import METRICS_FILE
-from training.url_path import as_url, remove_tree
+from training.url_path import as_url, is_url, remove_tree
 
 _ASIDE = "set_aside_"
 
@@ -22,7 +22,13 @@ def clear(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, or what there is of one; from the first moment on it counts as none."""
+    """Remove a checkpoint, or what there is of one; from the first moment on it counts as none.
+
+    Of a link to one only the link: what it leads to may be another run's.
+    """
+    if not is_url(folder) and folder.is_symlink():
+        folder.unlink(missing_ok=True)
+        return
     (folder / MANIFEST).unlink(missing_ok=True)
     remove_tree(folder, ignore_errors=True)
 

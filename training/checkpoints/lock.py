@@ -11,6 +11,7 @@ import socket
 import time
 from pathlib import Path
 
+from data.own_files import no_link, what_others_own
 from training.errors import UsageError
 
 LOCK_FILE = ".lock"
@@ -30,18 +31,22 @@ class FolderLock:
     it. The file itself stays; it says who had the lock last.
     """
 
-    def __init__(self, ckpt_dir: Path, *, inside: Path | None = None) -> None:
+    def __init__(self, ckpt_dir: Path, *, inside: Path | None = None, shared: bool = False) -> None:
         """Name the folder. ``inside``: the local folder that is locked in the place of a URL, on
-        which there are no locks; the file is copied there."""
-        self._folder, self._place = ckpt_dir, inside or ckpt_dir
+        which there are no locks; the file is copied there. ``shared``: it may be another user's."""
+        self._folder, self._place, self._shared = ckpt_dir, inside or ckpt_dir, shared
         self._file: int | None = None
 
     def acquire(self, *, is_restart: bool) -> str:
-        """Take the lock; return a token that is in the file. Raises UsageError if it is held."""
+        """Take the lock; return a token that is in the file.
+
+        Raises UsageError if it is held, or if the folder is another user's.
+        """
         path = self._place / LOCK_FILE
         try:
             self._place.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            check_own(self._place, shared=self._shared)
+            self._file = no_link(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise UsageError(
                 f"cannot write to --ckpt_dir {self._place}: {error.strerror}"
@@ -92,6 +97,19 @@ def _describe(holder: bytes) -> str:
         return f"process {content['pid']} on {content['host']}, since {content['since']}"
     except (ValueError, KeyError, TypeError):
         return "another job"
+
+
+def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -> None:
+    """Raise UsageError if a folder, or what is in it, is another user's, and not ``shared``.
+
+    A checkpoint in it would be resumed, whoever has made it up. Raises OSError.
+    """
+    if not shared and (theirs := what_others_own(folder)):
+        remedy = ", or take what is there as it is with --shared_ckpt_dir"
+        raise UsageError(
+            f"{flag} {folder}: {theirs}: give a folder of your own"
+            + (remedy if flag == "--ckpt_dir" else "")
+        )
 
 
 def check_same_folder(ckpt_dir: Path, token: str) -> None:

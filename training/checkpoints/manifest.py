@@ -14,6 +14,7 @@ from pathlib import Path
 
 import xxhash
 
+from data import own_files
 from training.checkpoints.content import FORMAT, training_entry
 from training.checkpoints.reader import METADATA, named_files, read_metadata
 from training.checkpoints.storage import Entry
@@ -59,12 +60,7 @@ def replace_file(path: Path, text: str) -> None:
     if is_url(path):  # where a file appears when it is closed
         path.write_text(text)
         return
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    own_files.replace_file(path, text.encode())
     sync_folder(path.parent)
 
 

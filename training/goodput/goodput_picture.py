@@ -23,6 +23,7 @@ from training.goodput.account import (
     Account,
 )
 from training.goodput.goodput_table import told
+from training.logs.plots import save_figure
 
 _COLOURS = {
     USEFUL: "#2e8b57",
@@ -61,5 +62,4 @@ def draw(accounts: Mapping[str, Account], path: Path) -> None:
     axis.set_xlabel("% of wall time")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)

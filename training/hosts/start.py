@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.checkpoints.choose import Candidates, is_restart
+from data.own_files import no_link
+from training.checkpoints.choose import Candidates, checkpoint_around, is_restart
 from training.checkpoints.content import SavedRun
 from training.checkpoints.keep import later_ones, set_aside
-from training.checkpoints.lock import FolderLock, check_same_folder
+from training.checkpoints.lock import LOCK_FILE, FolderLock, check_own, check_same_folder
 from training.checkpoints.manifest import MANIFEST, checksum, damage
 from training.checkpoints.reader import METADATA, read_saved_run
 from training.errors import UsageError
@@ -21,6 +23,7 @@ from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.events import EVENTS_FILE
 from training.logs.log_folder import fetch_logs
 from training.logs.metrics import METRICS_FILE
+from training.options.config import CheckpointConfig
 from training.url_path import folder_at, is_url
 
 if TYPE_CHECKING:
@@ -148,6 +151,22 @@ def take_logs(folder: Path, url: Path, *, is_main: bool) -> list[str]:
     ]
 
 
+def check_run_folder(config: CheckpointConfig) -> None:
+    """Raise UsageError if no run can be kept in ``--ckpt_dir``; leave nothing there."""
+    folder = folder_at(config.ckpt_dir)
+    try:
+        if outer := checkpoint_around(folder):
+            raise UsageError(
+                f"--ckpt_dir {folder} is inside of the checkpoint {outer.name}: give the run's "
+                f"folder, {outer.parent}, or another one"
+            )
+        check_folder_writable(folder)
+        if not is_url(folder) and folder.exists():
+            check_own(folder, shared=config.shared_ckpt_dir)
+    except OSError as error:
+        raise UsageError(f"cannot read --ckpt_dir {folder}: {error.strerror}") from None
+
+
 def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
     """Raise UsageError if nothing can be written to what ``flag`` names; leave nothing there."""
     import tempfile
@@ -163,9 +182,9 @@ def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
             raise NotADirectoryError(0, "Not a directory", str(existing))
         with tempfile.TemporaryFile(dir=existing):
             pass
-        for path in sorted(folder.glob("*.json*")) + sorted(folder.glob(".lock")):
-            with path.open("a"):
-                pass
+        for path in [*sorted(folder.glob("*.json*")), folder / LOCK_FILE]:
+            if os.path.lexists(path):
+                os.close(no_link(path, os.O_WRONLY))
     except OSError as error:
         raise UsageError(
             f"cannot write to {flag} {folder}: {error.strerror}"

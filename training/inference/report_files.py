@@ -6,6 +6,7 @@ The picture is a matrix of which classes are taken for which, or of many classes
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 
 import matplotlib
@@ -16,7 +17,9 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 
 from data.errors import printable
+from data.own_files import replace_file
 from training.inference.eval_report import EvalReport
+from training.logs.plots import save_figure
 
 PER_CLASS, CONFUSION, PICTURE = "per_class.csv", "confusion.csv", "confusion.png"
 _IN_MATRIX = 50
@@ -37,14 +40,14 @@ def write_report(report: EvalReport, folder: Path) -> None:
     _write_table(folder / CONFUSION, report.confusion())
     draw = _matrix if len(report.names) <= _IN_MATRIX else _worst
     figure = draw(report)
-    figure.savefig(folder / PICTURE, dpi=110)
-    plt.close(figure)
+    save_figure(figure, folder / PICTURE)
 
 
 def _write_table(path: Path, rows: list[list]) -> None:
+    content = io.StringIO(newline="")
+    csv.writer(content).writerows(rows)
     # Names of folders may hold bytes that are no text.
-    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        csv.writer(file).writerows(rows)
+    replace_file(path, content.getvalue().encode(errors="surrogateescape"))
 
 
 def _matrix(report: EvalReport) -> plt.Figure:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from data.loading.loader import BatchLoader
+from data.own_files import no_link
 from training.errors import UsageError
 from training.hosts import processes
 
@@ -55,7 +56,7 @@ class BadImages:
 
     def _write(self, new: dict[str, str]) -> None:
         try:
-            with self._path.open("a", errors="surrogateescape") as file:
+            with open(self._path, "a", errors="surrogateescape", opener=no_link) as file:
                 file.writelines(f"{path}{_SEPARATOR}{why}\n" for path, why in new.items())
         except OSError as error:
             self._say(f"note: {FILE} cannot be written ({error.strerror})")

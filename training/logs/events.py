@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from data.own_files import no_link
 from training.logs.metrics import as_json
 from training.logs.sinks import Guarded
 
@@ -43,7 +44,8 @@ class EventsFile:
 
     def __init__(self, ckpt_dir: Path) -> None:
         """Raises OSError."""
-        self._file = (ckpt_dir / EVENTS_FILE).open("ab+", buffering=0)
+        opened = no_link(ckpt_dir / EVENTS_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._file = os.fdopen(opened, "ab+", buffering=0)
         size = self._file.tell()
         self._broken = size > 0 and os.pread(self._file.fileno(), 1, size - 1) != b"\n"
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data.cache_folder import cache_folder
+from data.own_files import replace_file
 from training.background import Background
 from training.url_path import is_url
 
@@ -38,7 +39,7 @@ def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
         path.unlink()
     for name in names:
         if (url / name).exists():
-            (folder / name).write_bytes((url / name).read_bytes())
+            replace_file(folder / name, (url / name).read_bytes())
 
 
 def _files(folder: Path) -> Iterator[Path]:

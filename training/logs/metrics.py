@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.own_files import no_link, replace_file
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -77,10 +79,8 @@ class MetricsFile:
         found = read_metrics(ckpt_dir)
         kept = "".join(as_json(r) + "\n" for r in found if r["step"] <= up_to_step)
         if not path.exists() or path.read_text(errors="replace") != kept:
-            temporary = path.with_name(path.name + ".tmp")
-            temporary.write_text(kept)  # a full disk leaves the old file as it is
-            temporary.replace(path)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            replace_file(path, kept.encode())  # a full disk leaves the old file as it is
+        self._file = no_link(path, os.O_WRONLY | os.O_APPEND)
         self._size = len(kept.encode())
 
     def write(self, record: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from data.own_files import replace_file
 
 _PANELS = (
     ("Loss", (("loss", "train"), ("val_loss", "val"), ("ema_val_loss", "EMA")), "cross-entropy"),
@@ -50,6 +53,13 @@ def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
             axis.legend()
         if unit in ("cross-entropy", "images/s") and axis.lines:
             axis.set_ylim(bottom=0)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
     return path
+
+
+def save_figure(figure: plt.Figure, path: Path) -> None:
+    """Write a figure as a picture of its suffix's format, and close it. Raises OSError."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:] or "png", dpi=110)
+    plt.close(figure)
+    replace_file(path, content.getvalue())

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch.profiler import profile
 
+from data.own_files import make_folder
+
 PROFILE_DIR = "profile"
 _MEMORY_EVENTS = 100_000
 
@@ -47,7 +49,7 @@ class StepProfiler:
         if self._profile is None:
             return
         self._profile.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         self._profile.export_chrome_trace(str(self._folder / f"trace_{self._rank}.json.gz"))
         by = "self_cpu_time_total"
         if torch.cuda.is_initialized():

@@ -14,6 +14,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
+from data.own_files import make_folder
 from training.logs.metrics import MetricsFile
 
 TENSORBOARD_DIR = "tensorboard"
@@ -37,7 +38,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._events = EventsWriter(str(folder / "events"))
         # From here on the steps of an earlier start are shown no more.
         self._write(Event(session_log=SessionLog(status=SessionLog.START)), first_step + 1)
@@ -62,6 +63,7 @@ class WeightsAndBiases:
         import wandb  # optional, and slow to import
 
         name = ckpt_dir.resolve()
+        make_folder(ckpt_dir / "wandb")
         self._run = wandb.init(
             project=project,
             name=name.name,

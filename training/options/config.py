@@ -102,7 +102,16 @@ class CheckpointConfig:
 
     group: ClassVar[str] = "checkpoints"
 
-    ckpt_dir: str = flag("/tmp/vit_fsdp", "folder for checkpoints, metrics and plots", common=True)
+    ckpt_dir: str = flag(
+        "runs/vit_fsdp",
+        "folder of checkpoints and logs, shared by all hosts",
+        common=True,
+    )
+    shared_ckpt_dir: bool = flag(
+        False,
+        "take a --ckpt_dir that is another user's, or has files of others in it, as where a group "
+        "shares it: they can change what is trained; without this it is refused",
+    )
     resume: str = flag(
         "auto",
         "auto: newest complete checkpoint of --ckpt_dir, if any; none: start anew; best or "

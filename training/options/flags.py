@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from config_fields import not_empty
 from training.options.flag_rules import Option, from_values, options
 
 PROGRAM = "run_vit_training.py"
@@ -190,13 +191,14 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X"}
 def _reading(option: Option) -> dict[str, Any]:
     """Return argparse's options for how a flag's value is read from its words."""
     origin, metavar = typing.get_origin(option.type), option.flag.metavar
-    how: dict[str, Any] = {"type": option.flag.kind or str}
+    how: dict[str, Any] = {"type": option.flag.kind or not_empty}
     if metavar or option.type in _METAVARS:
         how["metavar"] = metavar or _METAVARS[option.type]
     if origin is list:
         how["nargs"] = "+"
     if option.choices:
         how["choices"] = option.choices
+        how["type"] = option.flag.kind or str  # the list tells what there is
     elif option.flag.several:
         how |= {"nargs": "+", "several": True}
     elif isinstance(metavar, tuple):
@@ -333,6 +335,6 @@ def _from_environment(option: Option) -> Any:
     name = option.flag.env
     assert name is not None
     try:
-        return (option.flag.kind or str)(os.environ[name])
+        return (option.flag.kind or not_empty)(os.environ[name])
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{name} of the environment: {error}") from None

@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from training.logs.plots import save_figure
 from training.plan.plans import Plan
 
 _COLOURS = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
@@ -72,8 +73,7 @@ def draw(plans: Sequence[Plan], chosen: Mapping[str, Plan], title: str, path: Pa
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
     return path
 
 

@@ -38,7 +38,8 @@ def own_folder(run: Run, backend: Backend, table: Table) -> Iterator[Path | None
     None where no run could write there.
     """
     ckpt_dir = run.ckpt_dir
-    lock = FolderLock(ckpt_dir, inside=run.log_dir)
+    shared = run.config.checkpoints.shared_ckpt_dir
+    lock = FolderLock(ckpt_dir, inside=run.log_dir, shared=shared)
     folder = ckpt_dir / processes.gather(f"self_check_{secrets.token_hex(4)}")[0]
     try:
         try:

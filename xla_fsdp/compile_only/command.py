@@ -12,6 +12,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from data.own_files import no_link
 from models import timm_private
 from training.errors import UsageError
 from training.options.config import RunConfig
@@ -183,7 +184,8 @@ def _keep_modules(graphs: list[CompiledGraph], folder: Path) -> None:
     for number, graph in enumerate(graphs, 1):
         if graph.compiled and graph.compiled.hlo:
             path = folder / f"graph_{number}.hlo"
-            path.write_text(graph.compiled.hlo)
+            with open(path, "w", opener=no_link) as file:
+                file.write(graph.compiled.hlo)
             _say(f"kept {path}")
 
 

@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from training.logs.plots import save_figure
 from xla_fsdp.compile_only.explain import KINDS, Cost, kind_of, module_of, shares
 from xla_fsdp.compile_only.report import Report
 
@@ -49,5 +50,4 @@ def draw(costs: list[Cost], report: Report, path: Path) -> None:
         f"{total * 1e3:.4g} ms a step"
     )
     axis.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data.config import DataConfig
+from data.own_files import make_folder, replace_file
 from training.errors import UsageError
 from training.options.config import OptimizerConfig, RunConfig
 from training.options.ema_config import EmaConfig
@@ -105,10 +106,9 @@ class Compilations:
 
     def _keep(self, words: list[str], answer: dict[str, Any]) -> None:
         path = self._path(words)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps({"flags": words, **_circumstances(), "answer": answer}))
-        unfinished.replace(path)
+        make_folder(path.parent)
+        content = json.dumps({"flags": words, **_circumstances(), "answer": answer})
+        replace_file(path, content.encode(), unfinished=str(os.getpid()))
 
     def _path(self, words: list[str]) -> Path:
         told = json.dumps([words, _circumstances()])
