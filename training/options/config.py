@@ -104,7 +104,7 @@ class CheckpointConfig:
 
     ckpt_dir: str = flag(
         "runs/vit_fsdp",
-        "folder of checkpoints and logs, shared by all hosts",
+        "folder of checkpoints and logs; hosts share it",
         common=True,
     )
     shared_ckpt_dir: bool = flag(
