@@ -37,6 +37,7 @@ class Flag:
     common: bool
     needs: tuple[str, ...]
     conflicts: tuple[str, ...]
+    instead_of: tuple[str, ...]
 
 
 def flag(
@@ -54,6 +55,7 @@ def flag(
     common: bool = False,
     needs: Sequence[str] = (),
     conflicts: Sequence[str] = (),
+    instead_of: Sequence[str] = (),
 ) -> Any:
     """Make a field of a frozen dataclass that is set by a flag of its name.
 
@@ -69,7 +71,9 @@ def flag(
     alone stands for itself, more are a tuple. ``choices``: the words that can be given, where they
     are not in the type. ``common``: shown by ``--help`` alone. ``needs``: conditions that must hold
     where the value is not the default, each "field" or "field=value", with "|" between
-    alternatives. ``conflicts``: fields that must then be at their defaults.
+    alternatives. ``conflicts``: fields that must then be at their defaults. ``instead_of``: fields
+    that say the same in another way, whose flags must then not be given, not even at their
+    defaults.
     """
     told = Flag(
         help,
@@ -84,6 +88,7 @@ def flag(
         common,
         tuple(needs),
         tuple(conflicts),
+        tuple(instead_of),
     )
     return dataclasses.field(default=default, metadata={_KEY: told})
 

@@ -118,7 +118,7 @@ def print_models(pattern: str) -> int:
 def _plan(flags: Flags) -> int:
     """Plan a training: on GPUs where they are asked for, else on TPUs; return the exit code."""
     backend = "cuda" if flags.run.backend == "cuda" else "xla"
-    check_foreign(flags.own, backend)
+    check_foreign(flags.own, backend, flags.run.given)
     if backend == "cuda":
         from gpu_fsdp.plan.command import plan_gpus
 
@@ -164,7 +164,7 @@ def _run(flags: Flags) -> int:
     if flags.xla.compile_only:
         from xla_fsdp.compile_only.command import compile_only
 
-        check_foreign(flags.own, "xla")
+        check_foreign(flags.own, "xla", config.given)
         return compile_only(config, flags.xla)
     if config.plan:
         return _plan(flags)
@@ -178,7 +178,7 @@ def _run(flags: Flags) -> int:
             return 0
         prepare = functools.partial(prepare_evaluation, weights)
     backend = choose_backend(config.backend)
-    check_foreign(flags.own, backend)
+    check_foreign(flags.own, backend, config.given)
     start(backend, flags, config, prepare)
     return 0
 

@@ -6,6 +6,7 @@ import torch
 import torch_xla
 
 from run_vit_training import read_flags
+from xla_fsdp.compile_only.topologies import parse_topology
 from xla_fsdp.nested import NestedBackend
 from xla_fsdp.resolve_xla import XlaRun, resolve_for_slice
 
@@ -30,5 +31,5 @@ def main(index: int, run: XlaRun) -> None:
 
 if __name__ == "__main__":
     asked = read_flags(FLAGS)
-    run = resolve_for_slice(asked.run, asked.xla, 1)
+    run = resolve_for_slice(asked.run, asked.xla, parse_topology("v5e:1x1"))
     torch_xla.launch(main, args=(run,), debug_single_process=True)

@@ -37,8 +37,22 @@ def complaint(capsys, ckpt_dir, *flags):
     [
         ("--compile_only", "--compile_only needs --tpu_topology. Known, for example: v4: 2x2x1"),
         ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4 is unknown. Known, for"),
-        ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 is unknown. Known, for example: v4"),
-        ("--compile_only --tpu_topology v5e:0x4", "v5e:0x4 is unknown. Known, for example: v4"),
+        (
+            "--compile_only --tpu_topology v5p:4x4",
+            "v5p:4x4 is not v5p:AxBxC, chips a side: v5p",
+        ),
+        ("--compile_only --tpu_topology v5e:0x4", "v5e:0x4 is not v5e:AxB, chips a side: v5e has"),
+        ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5: there is no such slice: v5e has, for"),
+        ("--compile_only --tpu_topology v5e:6x6", "v5e:6x6: there is no such slice: v5e has, for"),
+        ("--compile_only --tpu_topology v5p:2x2x3", "v5p:2x2x3: there is no such slice: v5p has"),
+        (
+            "--compile_only --tpu_topology v5e:1000x1000",
+            "v5e:1000x1000 is larger than the largest slice, v5e:16x16: give that or a smaller one",
+        ),
+        (
+            "--compile_only --tpu_topology v5p:24x24x4",
+            "is larger than the largest slice, v5p:16x16",
+        ),
         ("--compile_only --tpu_topology v5e:8x4", "(global) is no multiple of the 32"),
         ("--tpu_topology v5e:4x4", "--tpu_topology v5e:4x4 needs --compile_only"),
         ("--hlo_dir hlo", "--hlo_dir hlo needs --compile_only"),
@@ -83,11 +97,20 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--num_classes 9", "10 classes, --num_classes is 9"),
         ("--resume /does/not/exist", "there is no such checkpoint folder"),
         ("--resume_epoch 3", "no checkpoint of that epoch's end"),
-        ("--resume_epoch 3 --resume none", "give one"),
+        (
+            "--resume_epoch 3 --resume none",
+            "--resume_epoch 3 takes the place of --resume none: drop",
+        ),
+        (
+            "--resume_epoch 3 --resume auto",
+            "--resume_epoch 3 takes the place of --resume auto: drop",
+        ),
+        ("--eval_only --resume_epoch 3 --resume x", "takes the place of --resume x: drop"),
         ("--scale 0.9 0.1", "--scale 0.9 0.1"),
         ("--scale 0 0", "leaves no image"),
         ("--ratio 2 1", "--ratio 2.0 1.0"),
         ("--backend cuda --cpu_devices 2", "--cpu_devices needs --backend xla, this is cuda"),
+        ("--plan --tpu_topology v5e:32x32", "is larger than the largest slice, v5e:16x16"),
         (
             "--backend xla --dp_outer 2",
             "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1",
@@ -162,6 +185,16 @@ def test_flags(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "setup.cfg").touch()
     assert words in complaint(capsys, tmp_path / "ckpt", *flags.split())
+
+
+def test_a_flag_of_another_backend_beside_the_environment(capsys, tmp_path, monkeypatch):
+    """A variable may be made for several programs; a flag that does nothing is a mistake."""
+    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    flags = ["--backend", "cuda", "--cpu_devices", "4"]
+    words = complaint(capsys, tmp_path / "ckpt", *flags)
+    assert words.startswith("--cpu_devices needs --backend xla, this is cuda")
+    words = complaint(capsys, tmp_path / "ckpt", *flags[:2], "--lr", "1", "--min_lr", "2")
+    assert words.startswith("--min_lr 2 is above --lr 1")
 
 
 @pytest.mark.parametrize("package", ["libtpu", "jaxlib"])

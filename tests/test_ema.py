@@ -265,8 +265,9 @@ def test_what_is_planned():
     for ema in ("", "--model_ema"):
         flags = f"{model} {ema} --compile_only --tpu_topology v5e:2x4".split()
         asked = read_flags(flags)
-        run = resolve_for_slice(asked.run, asked.xla, over)
-        shape, topology = shape_of(run.model), parse_topology("v5e:2x4")
+        topology = parse_topology("v5e:2x4")
+        run = resolve_for_slice(asked.run, asked.xla, topology)
+        shape = shape_of(run.model)
         candidate = Candidate(topology, run.mesh, "full", 1, "sdpa")
         on_tpu = xla_model.estimate(shape, candidate.layout(run.config), topology.chip)
         how = (Mesh(fsdp=over), 64, 1, "full", "fp32", state_bytes(run.config))
@@ -277,7 +278,7 @@ def test_what_is_planned():
         assert ("--model_ema" in compile_words(run.config, run.own, candidate)) == bool(ema)
     for with_ema, without in zip(sizes["--model_ema"], sizes[""], strict=True):
         assert with_ema - without == pytest.approx(4 * shape.parameters / over)
-    traced = run_program("-c", TRACE, str(over), *flags, warm=False)
+    traced = run_program("-c", TRACE, *flags, warm=False)
     assert traced.returncode == 0, traced.stderr
     assert int(traced.stdout) == pytest.approx(16 * shape.parameters / over, rel=0.02)
 
@@ -285,10 +286,12 @@ def test_what_is_planned():
 TRACE = """
 import sys
 from run_vit_training import read_flags
+from xla_fsdp.compile_only.topologies import parse_topology
 from xla_fsdp.compile_only.trace import start_xla, trace_step
 from xla_fsdp.resolve_xla import resolve_for_slice
-devices, asked = int(sys.argv[1]), read_flags(sys.argv[2:])
-run = resolve_for_slice(asked.run, asked.xla, devices)
-start_xla(devices, run.own.xla_fsdp)
+asked = read_flags(sys.argv[1:])
+topology = parse_topology(asked.xla.tpu_topology)
+run = resolve_for_slice(asked.run, asked.xla, topology)
+start_xla(topology.devices, run.own.xla_fsdp)
 print(trace_step(run).state_bytes)
 """

@@ -72,7 +72,7 @@ def test_auto_takes_the_fastest_that_fits(flags, topology):
         [*flags.split(), "--grad_ckpt", "auto", "--compile_only", "--tpu_topology", topology]
     )
     slice_ = parse_topology(topology)
-    run = resolve_for_slice(asked.run, asked.xla, slice_.devices)
+    run = resolve_for_slice(asked.run, asked.xla, slice_)
     chosen = run.config.sharding.grad_ckpt
     found = {
         policy: estimate(

@@ -8,20 +8,25 @@ import shlex
 
 import pytest
 
+from gpu_fsdp.plan.command import _candidates as gpu_candidates
 from run_vit_training import read_flags
 from tests.cli import run_program
 from tests.usage_error import told_in_one_line
+from training.errors import UsageError
 from training.mesh import Mesh
 from training.options.flag_rules import flat
 from training.options.resolve import resolve_model
 from training.plan.command_lines import words_of
 from training.plan.prices import SHIPPED, read_prices
 from training.plan.shape import shape_of
+from training.plan.work import find_work
 from xla_fsdp.compile_only.topologies import parse_topology
 from xla_fsdp.plan.calibration import corrections
+from xla_fsdp.plan.command import Planner
 from xla_fsdp.plan.model import POLICIES, estimate
 from xla_fsdp.plan.search import Found, Option, Search
 from xla_fsdp.plan.space import CHOICES, USUAL, Candidate, candidates
+from xla_fsdp.resolve_xla import resolve_for_slice
 
 VIT_B, VIT_L, VIT_10B = "vit_base_patch16_224", "vit_large_patch16_224", "vit_10b"
 GIB = 2**30
@@ -176,6 +181,49 @@ def test_a_flag_that_is_given_stays(shapes):
     assert {each.mesh.devices for each in found} == {16}
 
 
+def test_a_flag_that_is_given_at_its_default_stays(tmp_path):
+    typed = "--tpu_topology v5e:4x4 --grad_ckpt full --mesh_tensor 1 --grad_accum_steps 1".split()
+    (tmp_path / "a.args").write_text("--mesh_domain 1")
+    config, own, _ = asked(*typed, f"@{tmp_path}/a.args", "--attention", "auto")
+    found = list(candidates(config, own))
+    assert {each.mesh for each in found} == {Mesh(fsdp=16)}
+    assert {each.grad_ckpt for each in found} == {"full"}
+    assert {each.grad_accum_steps for each in found} == {1}
+    assert {each.attention for each in found} == set(CHOICES["attention"])  # auto: all
+    config, own, _ = asked("--mesh_dcn", "1", "--chips_at_most", "512")
+    assert {each.mesh.dcn for each in candidates(config, own)} == {1}
+    config, own, _ = asked("--chips_at_most", "512")
+    assert {each.mesh.dcn for each in candidates(config, own)} == {1, 2}
+
+
+def test_a_flag_that_is_given_at_its_default_stays_on_gpus():
+    flags = read_flags("--plan --backend cuda --mesh_dcn 1 --grad_ckpt=full".split())
+    found = [chosen for _, _, chosen in gpu_candidates(flags.run, flags.cuda)]
+    assert {each["mesh_dcn"] for each in found} == {1}
+    assert {each["grad_ckpt"] for each in found} == {"full"}
+    assert len({each["grad_accum_steps"] for each in found}) > 1
+
+
+@pytest.mark.parametrize("kind", ["v4:2x2x1", "v5p:2x2x1"])
+def test_each_candidate_is_checked_on_its_own_kind_of_chip(kind):
+    """v4 has less vector memory than v5p: what a plan takes, --compile_only takes."""
+    model = "--embed_dim 5120 --num_heads 32 --num_blocks 2 --image_size 448 --patch_size 16"
+    config, own, _ = asked(*model.split(), "--tpu_topology", kind, "--attention", "whole")
+    _, spec = resolve_model(config)
+    planner = Planner(config, own, spec, find_work(config, spec), {})
+    words = shlex.split(f"{model} --compile_only --tpu_topology {kind} --attention whole")
+    flags = read_flags(words)
+    topology = parse_topology(kind)
+    candidate = Candidate(topology, Mesh(fsdp=4), "full", 1, "whole")
+    if kind.startswith("v4"):
+        with pytest.raises(UsageError, match="has no room in vector memory") as refused:
+            resolve_for_slice(flags.run, flags.xla, topology)
+        assert planner.refusal(candidate) == str(refused.value)
+    else:
+        resolve_for_slice(flags.run, flags.xla, topology)
+        assert planner.refusal(candidate) is None
+
+
 def test_usual_slices_are_known_and_of_many_sizes():
     config, own, _ = asked("--chips_at_most", "512")
     assert {parse_topology(name).chips for name in USUAL} == {1, *(2**n for n in range(2, 10))}
@@ -289,15 +337,13 @@ def plan(folder, *flags, code=0):
 
 def takes(command):
     """The flags of a printed command line, read and resolved as the program does."""
-    from xla_fsdp.resolve_xla import resolve_for_slice
-
     program, *words = shlex.split(command.partition("python3 ")[2])
     assert program == "run_vit_training.py"
     flags = read_flags(words)
     own = flags.xla
     assert own.compile_only
     topology = parse_topology(own.tpu_topology, flags.run.sharding.mesh_dcn)
-    return resolve_for_slice(flags.run, own, topology.devices)
+    return resolve_for_slice(flags.run, own, topology)
 
 
 def test_by_arithmetic_alone(tmp_path):

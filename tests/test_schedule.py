@@ -8,8 +8,8 @@ import torch
 from timm.scheduler import CosineLRScheduler, StepLRScheduler, WSDLRScheduler
 from torch.optim.lr_scheduler import LinearLR
 
-from tests.cli import DIGITS, TINY_MODEL
-from tests.short_runs import mistake, program
+from tests.cli import DIGITS, TINY_MODEL, run_program, tiny
+from tests.short_runs import QUICK, mistake
 from tests.usage_error import told_in_one_line
 from training.updates.schedule import WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
 
@@ -108,28 +108,35 @@ def test_linear_as_pytorch():
 
 def test_decay_of_a_stable_run(tmp_path):
     """Two decays from one stable run, the second stopped in the middle and resumed."""
-    warmup = "--lr 1e-2 --warmup_steps 10000 --warmup_epochs 0.2".split()  # 10000: the default
-    done = program(tmp_path / "stable", *warmup, "--lr_schedule", "constant")
+    warmup = "--lr 1e-2 --warmup_epochs 0.2".split()
+    done = of_epochs(tmp_path / "stable", *warmup, "--lr_schedule", "constant")
     assert done.returncode == 0, done.stderr
     assert rates(tmp_path / "stable") == [0.0, 5e-3, *[1e-2] * 4]  # 2.2 steps of warmup: 2
     decay = [*warmup, "--lr_schedule", "wsd", "--min_lr", "1e-4"]
     once = ["--resume", tmp_path / "stable", "--max_steps", "9", "--decay_steps", "3"]
     again = ["--resume", tmp_path / "stable", "--max_steps", "14", "--decay_steps", "8"]
     for name, flags in (("once", once), ("again", [*again, "--ckpt_step_interval", "10"])):
-        assert program(tmp_path / name, *decay, *flags).returncode == 0
+        assert of_epochs(tmp_path / name, *decay, *flags).returncode == 0
     expected = [1e-2, *(1e-4 + (1e-2 - 1e-4) * (1 - math.sqrt(i / 3)) for i in (1, 2))]
     assert rates(tmp_path / "once") == pytest.approx(expected)
     whole = rates(tmp_path / "again")
     assert whole == pytest.approx([1e-4 + (1e-2 - 1e-4) * (1 - math.sqrt(i / 8)) for i in range(8)])
     resumed = ["--resume", tmp_path / "again" / "step_10", *again[2:]]
-    assert program(tmp_path / "resumed", *decay, *resumed).returncode == 0
+    assert of_epochs(tmp_path / "resumed", *decay, *resumed).returncode == 0
     assert rates(tmp_path / "resumed") == whole[4:]
-    too_long = program(tmp_path / "new", *decay, *once[:-1], "8")
+    too_long = of_epochs(tmp_path / "new", *decay, *once[:-1], "8")
     assert mistake(too_long) == (
         "2 steps of warmup and --decay_steps 8 are more than the 9 steps of the run: give fewer, "
         "or more --num_epochs"
     )
     assert not (tmp_path / "new").exists()
+
+
+def of_epochs(ckpt_dir, *flags):
+    """The program on digits, with another warmup than the one in steps that runs here have."""
+    words = [*tiny(ckpt_dir), *QUICK, "--backend", "cuda", *map(str, flags)]
+    at = words.index("--warmup_steps")
+    return run_program("run_vit_training.py", *words[:at], *words[at + 2 :])
 
 
 def rates(folder):
@@ -144,7 +151,12 @@ def rates(folder):
         ("--lr 1e-3 --warmup_lr 2e-3", "--warmup_lr 0.002 is above --lr 0.001"),
         ("--warmup_lr 1e-4 --warmup_steps 0", "--warmup_lr needs a warmup: --warmup_steps or"),
         ("--warmup_lr 1e-4 --warmup_epochs 0", "--warmup_lr needs a warmup: --warmup_steps or"),
-        ("--warmup_steps 5 --warmup_epochs 1", "--warmup_epochs 1.0 does not go with --warmup_st"),
+        (
+            "--warmup_steps 5 --warmup_epochs 1",
+            "--warmup_epochs 1.0 takes the place of --warmup_steps 5: ",
+        ),
+        ("--warmup_steps 10000 --warmup_epochs 5", "takes the place of --warmup_steps 10000: drop"),
+        ("--warmup_epochs=0 --warmup_steps=10000", "takes the place of --warmup_steps 10000: drop"),
         ("--warmup_epochs -1", "must be at least 0"),
         ("--lr_schedule wsd", "--lr_schedule wsd needs --decay_steps"),
         ("--decay_steps 5", "--decay_steps 5 needs --lr_schedule wsd, this is cosine"),

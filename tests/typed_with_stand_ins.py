@@ -47,7 +47,7 @@ def plans(machine: Machine, command: Command, tmp_path: Path) -> None:
     """run_vit_training.py would plan with these flags."""
     words = machine.noted(command, "python3")
     asked = read_flags(words[1:])
-    check_foreign(asked.own, "xla")
+    check_foreign(asked.own, "xla", asked.run.given)
     config, _ = resolve_model(resolve_common(asked.run))
     assert config.plan
     assert next(candidates(config, asked.xla))
@@ -55,7 +55,7 @@ def plans(machine: Machine, command: Command, tmp_path: Path) -> None:
 
 def program_takes(flags: list[str], backend: str) -> None:
     asked = read_flags(flags)
-    check_foreign(asked.own, backend)
+    check_foreign(asked.own, backend, asked.run.given)
     config, model = resolve_model(asked.run)
     own = replace(asked.own[backend], **{"xla": {}, "cuda": {"fsdp": "fsdp2"}}[backend])
     check_needs(replace(resolve_common(config), backend=backend), own)

@@ -16,7 +16,7 @@ from training.options.resolve import Run, check_batch, check_rows, resolve_commo
 from training.options.teacher_run import with_teacher
 from xla_fsdp import libtpu_flags, torch_xla_private
 from xla_fsdp.attention.choice import resolve_attention, resolve_domain
-from xla_fsdp.compile_only.topologies import Chip, parse_topology, this_chip
+from xla_fsdp.compile_only.topologies import Topology, this_chip
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.plan.policy import resolve_policy
 
@@ -58,20 +58,20 @@ def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
 
 
 def resolve_for_slice(
-    config: RunConfig, own: XlaConfig, devices: int, model: ModelSpec | None = None
+    config: RunConfig, own: XlaConfig, topology: Topology, model: ModelSpec | None = None
 ) -> XlaRun:
-    """Return the run as it would be on so many TPU devices, none here. Raises UsageError.
+    """Return the run as it would be on slices that are not here. Raises UsageError.
 
     ``model``: the one that the configuration names, if it is open already.
     """
-    return _resolve(config, own, "TPU", devices, model)
+    return _resolve(config, own, "TPU", topology, model)
 
 
 def _resolve(
     config: RunConfig,
     own: XlaConfig,
     device: str,
-    devices: int | None,
+    topology: Topology | None,
     model: ModelSpec | None = None,
 ) -> XlaRun:
     config = resolve_common(replace(config, backend="xla"))
@@ -79,8 +79,8 @@ def _resolve(
     own, why_form = _resolve_form(config, own)
     check_needs(config, own)
     _check_form(config, own, device)
-    mesh = make_mesh(config.sharding, devices or device_count(own))
-    if device == "TPU" and devices is None:
+    mesh = make_mesh(config.sharding, topology.devices if topology else device_count(own))
+    if device == "TPU" and topology is None:
         _check_slices(mesh)
     if model is None:  # after what is known at once: timm takes a second
         config, model = resolve_model(config)
@@ -88,29 +88,18 @@ def _resolve(
     _check_gather(config, own)
     check_mesh(mesh, model)
     config = resolve_domain(config, mesh, model)
-    generation = _generation(own, devices) if device == "TPU" else None
+    generation = None
+    if device == "TPU":
+        generation = topology.generation if topology else torch_xla_private.tpu_generation()
     own, why_attention = resolve_attention(config, own, model, generation)
-    asks = device == "TPU" and config.sharding.grad_ckpt == "auto"
-    chip = _chip(own, devices) if asks else None
+    chip = None
+    if device == "TPU" and config.sharding.grad_ckpt == "auto":
+        chip = topology.chip if topology else this_chip()
     config, why_policy = resolve_policy(config, own, model, mesh, device, chip)
     why = {"xla_fsdp": why_form, "attention": why_attention, "grad_ckpt": why_policy}
     run = XlaRun(config, own, model, mesh, why)
     check_batch(run)
     return run
-
-
-def _generation(own: XlaConfig, devices: int | None) -> int:
-    """Return the TPU's generation: of the slice that is asked about, or of this host's chips."""
-    if devices is None:
-        return torch_xla_private.tpu_generation()
-    return int(own.tpu_topology[1]) if own.tpu_topology else 5
-
-
-def _chip(own: XlaConfig, devices: int | None) -> Chip | None:
-    """Return what is known of the chips: of the slice that is asked about, or of this host's."""
-    if devices is None:
-        return this_chip()
-    return parse_topology(own.tpu_topology).chip if own.tpu_topology else None
 
 
 # -- the form of FSDP -----------------------------------------------------------------

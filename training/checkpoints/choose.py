@@ -86,8 +86,6 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
 
     Looks at names and sizes; the content is for whoever reads it. Raises UsageError.
     """
-    if resume_epoch and resume != "auto":
-        raise UsageError("--resume_epoch and --resume name two checkpoints: give one")
     try:
         existing = complete_checkpoints(ckpt_dir)
     except OSError as error:

@@ -124,6 +124,7 @@ class CheckpointConfig:
         0,
         "resume from the checkpoint written after this epoch; 0: as --resume says",
         kind=count,
+        instead_of=("resume",),
     )
     init_from: str | None = flag(
         None,

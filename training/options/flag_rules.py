@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config_fields import Flag, flag_of
 from training.errors import UsageError
 from training.plan.config import PlanConfig
+
+if TYPE_CHECKING:
+    from training.options.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -144,29 +146,30 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
 # -- what goes with what ----------------------------------------------------------------
 
 
-def check_needs(*configs: Any) -> None:
+def check_needs(config: RunConfig, own: Any) -> None:
     """Raise UsageError for a flag that was given without what it needs, or with what it excludes.
 
     The configurations must be resolved: conditions are on final values.
     """
-    values, known = flat(*configs), by_field(*map(type, configs))
+    values, known = flat(config, own), by_field(type(config), type(own))
     for name, option in known.items():
         if values[name] != option.field.default:
-            _check_one(option, values, known)
+            _check_one(option, values, known, config.given)
 
 
 _PLANNING = tuple(field.name for field in dataclasses.fields(PlanConfig))
 
 
-def check_switches(*configs: Any) -> None:
+def check_switches(config: RunConfig, *own: Any) -> None:
     """Raise UsageError where flags that choose what the program does lack what they need or exclude
     each other; this comes before anything is resolved."""
-    values, known = flat(*configs), by_field(*map(type, configs))
+    values, known = flat(config, *own), by_field(type(config), *map(type, own))
     for name in (
         "predict",
         "json",
         "use_ema",
         "eval_report",
+        "resume_epoch",
         "init_from",
         "self_check",
         "plan",
@@ -177,10 +180,15 @@ def check_switches(*configs: Any) -> None:
         *_PLANNING,
     ):
         if values[name] != known[name].field.default:
-            _check_one(known[name], values, known)
+            _check_one(known[name], values, known, config.given)
 
 
-def _check_one(option: Option, values: Mapping[str, Any], known: Mapping[str, Option]) -> None:
+def _check_one(
+    option: Option,
+    values: Mapping[str, Any],
+    known: Mapping[str, Option],
+    given_fields: Collection[str],
+) -> None:
     given = option.typed(values[option.field.name])
     for condition in option.flag.needs:
         alternatives = condition.split("|")
@@ -190,6 +198,10 @@ def _check_one(option: Option, values: Mapping[str, Any], known: Mapping[str, Op
         if other in known and values[other] != known[other].field.default:
             excluded = known[other].typed(values[other])
             raise UsageError(f"{given} does not go with {excluded}: drop one of the two")
+    for other in option.flag.instead_of:
+        if other in given_fields:
+            excluded = known[other].typed(values[other])
+            raise UsageError(f"{given} takes the place of {excluded}: drop one of the two")
 
 
 def _holds(condition: str, values: Mapping[str, Any], known: Mapping[str, Option]) -> bool:
@@ -211,17 +223,16 @@ def _needed(alternatives: list[str], values: Mapping[str, Any], known: Mapping[s
     return texts[0] + (f", this is {values[name]}" if asks_value else "")
 
 
-def check_foreign(others: Mapping[str, Any], backend: str) -> None:
+def check_foreign(others: Mapping[str, Any], backend: str, given: Collection[str]) -> None:
     """Raise UsageError for a flag of another backend than ``backend``: it would do nothing.
 
-    ``others`` are the configurations of all backends by their names.
+    ``others`` are the configurations of all backends by their names, ``given`` the fields whose
+    flags were given: the environment may be made for several programs. The default does no harm.
     """
     for owner, config in others.items():
         if owner == backend:
             continue
         for option in options(type(config)):
-            default = option.field.default
-            if option.flag.env and os.environ.get(option.flag.env):
-                continue  # the environment may be made for several programs
-            if getattr(config, option.field.name) != default:
+            name = option.field.name
+            if name in given and getattr(config, name) != option.field.default:
                 raise UsageError(f"{option.names[0]} needs --backend {owner}, this is {backend}")

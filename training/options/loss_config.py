@@ -41,7 +41,7 @@ class LossConfig:
         "(default: none)",
         kind=fraction,
         metavar=("MIN", "MAX"),
-        conflicts=("cutmix",),
+        instead_of=("cutmix",),
     )
     mixup_prob: float = flag(
         1.0, "probability that a batch is mixed at all", kind=fraction, needs=(_MIXES,)

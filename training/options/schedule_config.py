@@ -19,7 +19,7 @@ class ScheduleConfig:
         "the length of the warmup in epochs, in place of --warmup_steps (default: none)",
         kind=non_negative,
         metavar="N",
-        conflicts=("warmup_steps",),
+        instead_of=("warmup_steps",),
     )
     warmup_lr: float = flag(0.0, "learning rate that the warmup begins at", kind=non_negative)
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = flag(

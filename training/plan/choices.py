@@ -7,26 +7,29 @@ from itertools import product
 from typing import Any
 
 from training.errors import UsageError
-from training.options.flag_rules import by_field, flat
+from training.options.config import RunConfig
+from training.options.flag_rules import flat
 from training.plan.config import PlanConfig
 from training.plan.prices import Price
 
 
-def combinations(choices: Mapping[str, tuple[Any, ...]], *configs: Any) -> Iterator[dict[str, Any]]:
+def combinations(
+    choices: Mapping[str, tuple[Any, ...]], config: RunConfig, own: Any
+) -> Iterator[dict[str, Any]]:
     """Yield every combination of the values of these fields.
 
-    A field that has not its default was given: it stays as it is, unless it is "auto". Raises
+    A field whose flag was given stays as it is, unless it is "auto". Raises
     UsageError for a ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
     """
-    given, known = flat(*configs), by_field(*map(type, configs))
+    asked = flat(config, own)
     values = {
-        name: tried if given[name] in (known[name].field.default, "auto") else (given[name],)
+        name: (asked[name],) if name in config.given and asked[name] != "auto" else tried
         for name, tried in choices.items()
     }
     policies = choices["grad_ckpt"]
     if values["grad_ckpt"][0] not in policies:
         raise UsageError(
-            f"--plan knows --grad_ckpt {', '.join(policies)}, not {given['grad_ckpt']}"
+            f"--plan knows --grad_ckpt {', '.join(policies)}, not {asked['grad_ckpt']}"
         )
     for combination in product(*values.values()):
         yield dict(zip(values, combination, strict=True))

@@ -60,7 +60,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     warn_of_others(*(each.WRITTEN_FOR for each in used))
     topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
     with NoBackwardYet():
-        run = resolve_for_slice(config, own, topology.devices)
+        run = resolve_for_slice(config, own, topology)
     _check_breaks(run)
     hlo_dir = _make_folder(own.hlo_dir)
     links = Links(topology, run.mesh.counts_by_host)

@@ -87,6 +87,15 @@ _EXAMPLES = {
 }
 KNOWN = "; ".join(f"{name}: {shapes}" for name, shapes in _EXAMPLES.items())
 
+_LARGEST = {"v4": (16, 16, 16), "v5e": (16, 16), "v5p": (16, 16, 24), "v6e": (16, 16)}
+"""The slices with the most chips that Google Cloud has; of v4 a pod."""
+_SMALL = {(2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)}
+_SMALL |= {(1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)}
+"""Sides, in order, of all slices in a plane, and of those with less than one cube of 4 x 4 x 4
+chips; larger ones are made of whole cubes."""
+_OF_A_HOST = {"1x1", "1x2", "1x1x1", "1x2x1"}
+"""Parts of a host's 2 x 2 chips that libtpu compiles for."""
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -118,9 +127,29 @@ class Topology:
 
 def parse_topology(name: str, slices: int = 1) -> Topology:
     """Parse a name such as "v5p:4x4x8". Raises UsageError, with the known ones, for any other."""
-    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
-    chip = CHIPS.get(match[1]) if match else None
-    sides = tuple(int(side) for side in match[2].split("x")) if match else ()
-    if chip is None or len(sides) != chip.dimensions or not all(sides):
+    kind, _, shape = name.partition(":")
+    if kind not in CHIPS:
         raise UsageError(f"--tpu_topology {name} is unknown. Known, for example: {KNOWN}")
+    chip, is_shape = CHIPS[kind], re.fullmatch(r"[1-9][0-9]{0,99}(x[1-9][0-9]{0,99})*", shape)
+    sides = tuple(map(int, shape.split("x"))) if is_shape else ()
+    there_are = f"{kind} has, for example, {_EXAMPLES[kind]}"
+    if len(sides) != chip.dimensions:
+        axes = "AxBxC"[: 2 * chip.dimensions - 1]
+        raise UsageError(f"--tpu_topology {name} is not {kind}:{axes}, chips a side: {there_are}")
+    if any(side > most for side, most in zip(sorted(sides), _LARGEST[kind], strict=True)):
+        largest = "x".join(map(str, _LARGEST[kind]))
+        raise UsageError(
+            f"--tpu_topology {name} is larger than the largest slice, {kind}:{largest}: give "
+            "that or a smaller one; --mesh_dcn N stands for several slices"
+        )
+    if not _exists(shape, sides):
+        raise UsageError(f"--tpu_topology {name}: there is no such slice: {there_are}")
     return Topology(name, chip, sides, slices)
+
+
+def _exists(shape: str, sides: tuple[int, ...]) -> bool:
+    """Tell whether there are slices of this shape, whichever way round; a host has 2 x 2 chips."""
+    if sides[0] % 2 or sides[1] % 2:
+        return shape in _OF_A_HOST
+    whole_cubes = len(sides) == 3 and not any(side % 4 for side in sides)
+    return whole_cubes or tuple(sorted(sides)) in _SMALL

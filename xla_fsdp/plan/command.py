@@ -61,7 +61,7 @@ class Planner:
         """Return why the program does not take a candidate; None if it does."""
         config, own = candidate.flags(self.config, self.own)
         try:
-            resolve_for_slice(config, own, candidate.topology.devices, self.model)
+            resolve_for_slice(config, own, candidate.topology, self.model)
         except UsageError as error:
             return str(error)
         return None

@@ -23,8 +23,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "mesh_domain": (1, 2, 4, 8),
     "mesh_tensor": (1, 2, 4, 8),
 }
-"""The values of each flag that are tried, by its field. A flag that the user gives stays as given:
-what it has in the place of its default is then its only value."""
+"""The values of each flag that are tried, by its field; one that the user gives stays as given."""
 
 _IN_A_PLANE = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16".split()
 _IN_A_CUBE = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8".split()
@@ -110,17 +109,16 @@ def candidates(
 def slices(config: RunConfig, own: XlaConfig) -> list[Topology]:
     """Return the slices up to ``--chips_at_most`` chips. Raises UsageError.
 
-    Of those that the user names, as many as ``--mesh_dcn`` says; of the usual ones that is so, too,
-    but of the largest several: where one slice has as many chips, several smaller are no better.
+    Of each as many as ``--mesh_dcn`` says. Where neither that nor slices are given, of the largest
+    several: where one slice has as many chips, several smaller are no better.
     """
     most, dcn = config.planning.chips_at_most, config.sharding.mesh_dcn
     asked = own.tpu_topology.split(",") if own.tpu_topology else USUAL
+    several = not own.tpu_topology and "mesh_dcn" not in config.given
     found = [
         topology
         for name in asked
-        for number in (
-            [1, 2, 4, 8] if name in LARGEST and not own.tpu_topology and dcn == 1 else [dcn]
-        )
+        for number in ([1, 2, 4, 8] if name in LARGEST and several else [dcn])
         if (topology := parse_topology(name, number)).chips <= most
     ]
     if not found:
