@@ -93,7 +93,8 @@ class ModelConfig:
 
     model: str | None = flag(
         None,
-        "a preset, hybrid_vit, or timm/NAME, any Vision Transformer of timm (--list_models) "
+        "a preset, hybrid_vit, or timm/NAME, of timm's classes VisionTransformer and Eva "
+        "(--list_models) "
         f"(default: {DEFAULT_MODEL})",
         metavar="NAME",
         common=True,

@@ -57,16 +57,30 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
 
 
 def _unknown(name: str) -> str:
-    """Return a line that suggests the names that are most alike."""
-    known = list(_names())
-    alike = [each for each in known if each.endswith(f"/{name}")]  # but for its family's prefix
-    alike = alike or difflib.get_close_matches(name, known, _SUGGESTED, 0.5)
+    """Return a line that suggests the names that are most alike.
+
+    First what is right but for capital letters, signs between words and the family's prefix; of a
+    name with a tag of timm's weights the preset, too.
+    """
+    known = {_plain(each): each for each in reversed([*_names()])}  # a preset before timm's own
+    plain, dot, tag = _plain(name).partition(".")
+    plain = plain.removeprefix("timm/")
+    alike = [known[each] for each in (plain, f"timm/{plain}") if each in known]
+    if dot and alike and importlib.import_module(FAMILIES["timm/"]).has_weights(f"{plain}.{tag}"):
+        alike[-1] += f".{tag}"
+    alike = alike or difflib.get_close_matches(name.lower(), known.values(), _SUGGESTED, 0.5)
     suggested = f": is it {' or '.join(alike)}?" if alike else ""
     return f"there is no model {name}{suggested} (--list_models lists them)"
 
 
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
 def list_models(pattern: str | None = None) -> list[ListedModel]:
-    """List the models whose names match ``pattern``: a part of the name, or with * and ? the whole.
+    """List the models whose names match ``pattern``, whatever the capital letters.
+
+    It is a part of the name, or with * and ? the whole.
 
     A short list says how many parameters each has, or why it cannot be opened.
     """
@@ -87,7 +101,7 @@ def _matches(name: str, pattern: str | None) -> bool:
     if pattern is None:
         return True
     whole = any(sign in pattern for sign in "*?[")
-    return fnmatch.fnmatch(name, pattern if whole else f"*{pattern}*")
+    return fnmatch.fnmatch(name.lower(), (pattern if whole else f"*{pattern}*").lower())
 
 
 def _names() -> Iterator[str]:

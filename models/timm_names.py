@@ -52,6 +52,11 @@ def knows(name: str) -> bool:
     return timm.is_model(name)
 
 
+def has_weights(name: str) -> bool:
+    """Tell whether timm has the trained weights that a name with a tag names."""
+    return timm.is_model_pretrained(name)
+
+
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     """Return timm's model ``name`` with ``overrides`` over its own arguments.
 
@@ -68,6 +73,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     for argument in given:
         if argument not in taken:
             raise ModelError(f"{full_name} does not take <{argument}> ({_is_a(model)})")
+    _check_key_heads(full_name, arguments, given)
     if model.num_classes == 0:
         given.setdefault("num_classes", _CLASSES)
     arguments |= _FIXED | given
@@ -75,6 +81,29 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
         check_patches(*((taken | arguments)[key] for key in ("img_size", "patch_size")))
     trained = preprocessing_of(timm.get_pretrained_cfg(name))
     return TimmSpec(full_name, overrides, kind, arguments, trained)
+
+
+def _check_key_heads(
+    full_name: str, arguments: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
+    """Raise ModelError for sizes that timm's own number of key heads, a block each, does not fit.
+
+    ``arguments`` are those of timm for the name. Models whose blocks differ are refused before.
+    """
+    if not isinstance(arguments.get("num_kv_heads"), tuple):
+        return
+    depth, heads = len(arguments["num_kv_heads"]), arguments["num_kv_heads"][0]
+    remedy = "leave <{}> out, or choose another model"
+    if given.get("depth", depth) != depth:
+        raise ModelError(
+            f"<depth> {given['depth']} does not go with {full_name}: timm gives each of its "
+            f"{depth} blocks a number of key heads (num_kv_heads); {remedy.format('depth')}"
+        )
+    if given.get("num_heads", heads) % heads:
+        raise ModelError(
+            f"<num_heads> {given['num_heads']} does not go with {full_name}: timm gives it {heads} "
+            f"key heads (num_kv_heads), which must divide it; {remedy.format('num_heads')}"
+        )
 
 
 def preprocessing_of(pretrained: Any) -> dict[str, Any] | None:

@@ -201,6 +201,30 @@ def test_the_largest_of_timms_are_what_they_say():
     [
         ("vit_11b", {}, "there is no model vit_11b: is it vit_1"),
         ("vit_7b_patch16_dinov3", {}, "is it timm/vit_7b_patch16_dinov3?"),
+        ("VIT_TINY_PATCH16_224", {}, "is it vit_tiny_patch16_224 or timm/vit_tiny_patch16_224?"),
+        ("Vit-10B", {}, "is it vit_10b?"),
+        ("timm/VIT_7B_PATCH16_DINOV3", {}, "is it timm/vit_7b_patch16_dinov3?"),
+        (
+            "vit_large_patch16_224.augreg_in21k",
+            {},
+            "is it vit_large_patch16_224 or timm/vit_large_patch16_224.augreg_in21k?",
+        ),
+        (
+            "vit_large_patch16_224.no_such_tag",
+            {},
+            "is it vit_large_patch16_224 or timm/vit_large_patch16_224?",
+        ),
+        (
+            "timm/vit_base_patch16_sapiens2",
+            {"depth": 2},
+            "depth 2 does not go with timm/vit_base_patch16_sapiens2: timm gives each of its 12 "
+            "blocks a number of key heads (num_kv_heads); leave depth out, or choose another model",
+        ),
+        (
+            "timm/vit_base_patch16_sapiens2",
+            {"num_heads": 8},
+            "timm gives it 12 key heads (num_kv_heads), which must divide it; leave num_heads out",
+        ),
         ("timm/resnet50", {}, "is no Vision Transformer that is known here: it is timm's ResNet"),
         ("timm/beit_base_patch16_224", {}, "it is timm's Beit"),
         ("timm/deit_tiny_distilled_patch16_224", {}, "timm's VisionTransformerDistilled"),
@@ -278,3 +302,4 @@ def test_list():
     assert len(everything) > 240
     assert {each.parameters for each in everything} == {None}
     assert list_models("no such") == []
+    assert list_models("VIT_??B") == list_models("vit_??b")

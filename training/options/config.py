@@ -379,7 +379,8 @@ class RunConfig:
     )
     list_models: str | None = flag(
         None,
-        "list models whose names have this, or match it (default: none)",
+        "list models whose names have this, or match it: presets, hybrid_vit, and those of timm's "
+        "classes VisionTransformer and Eva (default: none)",
         metavar="PATTERN",
         bare="*",
         common=True,
