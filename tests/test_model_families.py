@@ -235,7 +235,6 @@ def test_the_largest_of_timms_are_what_they_say():
         ("timm/vit_small_patch16_dinov3", {"weight_init": "jax"}, "does not take weight_init"),
         ("timm/vit_small_patch16_dinov3", {"img_size": 250}, "img_size 250 is not a multiple of"),
         ("timm/vit_small_patch16_dinov3", {"embed_dim": 36}, "width is a multiple of 4: embed_dim"),
-        ("timm/vit_base_patch16_sapiens2", {"depth": 3}, "num_kv_heads sequence must have one"),
         ("vit_10b", {"swiglu_mlp": True}, "vit_10b does not take swiglu_mlp; it takes img_size"),
         ("vit_10b", {"num_heads": 31}, "embed_dim 5120 is not a multiple of num_heads 31"),
         ("vit_10b", {"mlp_ratio": 1e-4}, "mlp_ratio 0.0001 leaves no MLP"),

@@ -379,8 +379,8 @@ class RunConfig:
     )
     list_models: str | None = flag(
         None,
-        "list models whose names have this, or match it: presets, hybrid_vit, and those of timm's "
-        "classes VisionTransformer and Eva (default: none)",
+        "list models whose names have this, or match it, timm's of its classes VisionTransformer "
+        "and Eva among them (default: none)",
         metavar="PATTERN",
         bare="*",
         common=True,

@@ -160,8 +160,7 @@ def build_parser(shown: Sequence[Option]) -> Parser:
         const="",
         metavar="all|GROUP|WORD",
         default=argparse.SUPPRESS,
-        help="the flags that most runs need; all: every flag; GROUP: those of a group; WORD: those "
-        "whose names or texts have it",
+        help="flags that most runs need; or all, a group's, or those with a word",
     )
     titles: dict[str, Any] = {}
     for option in shown:

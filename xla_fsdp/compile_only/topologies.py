@@ -89,7 +89,7 @@ KNOWN = "; ".join(f"{name}: {shapes}" for name, shapes in _EXAMPLES.items())
 
 _LARGEST = {"v4": (16, 16, 16), "v5e": (16, 16), "v5p": (16, 16, 24), "v6e": (16, 16)}
 """The slices with the most chips that Google Cloud has; of v4 a pod."""
-_SMALL = {(2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)}
+_SMALL: set[tuple[int, ...]] = {(2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)}
 _SMALL |= {(1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)}
 """Sides, in order, of all slices in a plane, and of those with less than one cube of 4 x 4 x 4
 chips; larger ones are made of whole cubes."""
