@@ -149,6 +149,17 @@ positive_number = bounded(float, 1e-12, _LARGEST)
 seconds = bounded(float, 0, 1e8)
 
 
+def count_or_percent(text: str) -> int | str:
+    """Read, as an argparse type, a number of things, or a percentage of them with its sign."""
+    number, sign, rest = text.partition("%")
+    if sign and not rest:
+        return f"{bounded(float, 0, 100)(number):.10g}%"
+    try:
+        return count(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error} (or a percentage, as 1%)") from None
+
+
 def height_by_width(text: str) -> str:
     """Read, as an argparse type, HxW: the pixels of an image; return it without leading zeros."""
     height, cross, width = text.partition("x")

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from config_fields import bounded, count, flag, fraction, height_by_width, number, positive
+from config_fields import (
+    bounded,
+    count_or_percent,
+    flag,
+    fraction,
+    height_by_width,
+    number,
+    positive,
+)
 from data.image.augment_names import policy
 from data.image.preprocessing import Preprocessing
 from data.registry import GIVE_FLOATS, OPENED_BY
@@ -163,13 +171,14 @@ class DataConfig:
         kind=bounded(int, 1, 100),
         names=("--aug_repeats", "--repeated_aug"),
     )
-    max_bad_images: int = flag(
-        100,
-        "image files that may be unreadable: in training another image takes the place of each, in "
-        "validation they are left out; --ckpt_dir/bad_images.txt lists them; one more ends the "
-        "program; 0: the first does",
-        kind=count,
-        metavar="N",
+    max_bad_images: int | str = flag(
+        "1%",
+        "images that may be unreadable: in training another image takes the place of each, in "
+        "validation they are left out; --ckpt_dir/bad_images.txt lists them; one more ends "
+        "training, with a checkpoint and code 5, or the evaluation, with code 2. N: in all; P%: "
+        "this share of the training images and of the validation images, each rounded up; 0: none",
+        kind=count_or_percent,
+        metavar="N|P%",
     )
     mean: tuple[float, float, float] | None = flag(
         None,

@@ -43,6 +43,9 @@ class FakeSource:
             length, batch_size, self._shape, share, self._dtype, keep_short=keep_short
         )
 
+    def order(self) -> dict[str, Any]:
+        return {}  # all images are the same
+
     def fingerprint(self) -> dict[str, Any]:
         return {
             "the number of training images": self.train_length,

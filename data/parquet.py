@@ -54,6 +54,11 @@ class ParquetSource(SplitSource):
         assert isinstance(split, ParquetSplit)
         return RunSampler(split.groups, split.run_length, batch_size, **how)
 
+    def order(self) -> dict[str, Any]:
+        if not isinstance(self._train, ParquetSplit):
+            return {}
+        return super().order() | {"--images_per_read": self._train.run_length}
+
 
 class ParquetSplit(BytesSplit):
     """One split of images in parquet files: a dataset by (epoch, image index)."""

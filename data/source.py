@@ -20,6 +20,8 @@ from data.loading.share import Share
 from data.registry import OPENED_BY
 
 _KINDS = 5  # of files, named in the log
+FILES = "the names or order of the files in train/"
+"""What ``DataSource.order`` calls the checksum that depends on where images are kept, too."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,12 @@ class DataSource(Protocol):
     def val_loader(self, batch_size: int, share: Share) -> BatchLoader:
         """Return all validation images once, in order; padding fills up the last batch."""
 
+    def order(self) -> dict[str, Any]:
+        """Return what decides, beside flags, the order of the training images, under names for a
+        person to read."""
+
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides which image a step trains on, under names for a person to read."""
+        """Return the same of all images: what processes of a run must have in common."""
 
 
 class Split(Protocol):
@@ -158,16 +164,19 @@ class SplitSource:
         dataset: Dataset = split if share.rows is None else split.of_rows(share.rows)
         return DatasetLoader(dataset, sampler, workers if shuffle else min(workers, len(sampler)))
 
-    def fingerprint(self) -> dict[str, Any]:
-        splits = {"train": self._train, "val": self._val}
+    def order(self) -> dict[str, Any]:
+        if self._train is None:
+            return {}
         return {
             "the number of training images": self.train_length,
+            FILES: self._train.digest(),
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.order() | {
             "the number of validation images": self.val_length,
             "the class folders": self.classes,
-        } | {
-            f"the names or order of the files in {name}/": split.digest()
-            for name, split in splits.items()
-            if split is not None
+            "the names or order of the files in val/": self._val.digest(),
         }
 
     def __str__(self) -> str:

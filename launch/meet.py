@@ -19,13 +19,12 @@ from typing import Any
 if not __package__:  # run by its path: the folder of the project, in place of its own
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from launch import IN_VAIN
 from launch.meeting import Refused, meet, plain
 from launch.watching import Watch, say
 
 TORCHRUN_SECONDS = 900
 """The seconds of torchrun's own limit for connecting: never reached before JOIN_TIMEOUT."""
-IN_VAIN = (2, 3, 4)
-"""The program's exit codes for mistakes, losses that are not finite, and a folder that is full."""
 FOR_EVER = 10**8
 """The seconds that torchrun is told where JOIN_TIMEOUT is 0."""
 

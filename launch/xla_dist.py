@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch import pod_worker
+from launch import IN_VAIN, pod_worker
 from launch.pod import Pod
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
@@ -31,7 +31,7 @@ SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnect
 
 
 MISTAKE = 2
-"""Exit code of a program that was called wrongly: starting it again does not mend that."""
+"""Exit code of a program that was called wrongly."""
 STEP_TIMEOUT_SECONDS = 1800
 LARGEST_COUNT = 10_000_000
 """The most seconds, which is months: Python cannot wait for as long as an int can say."""
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     pod.say(f"{workers} worker(s) of {args.tpu}, logs in {log_dir}")
     for attempt in range(args.max_restarts + 1):
         code = pod.run([ssh_command(args, job, attempt, index) for index in range(workers)])
-        if code in (0, MISTAKE) or pod.stopped:
+        if code in (0, *IN_VAIN) or pod.stopped:
             break
         left = args.max_restarts - attempt
         if left:
@@ -165,8 +165,9 @@ def _add_watching(add: Callable) -> None:
         metavar="N",
         type=count,
         default=0,
-        help="times to start all workers again after one failed, unless with exit code 2, a wrong "
-        "command line; training resumes from its newest checkpoint (default: 0)",
+        help="times to start all workers again after one failed, unless with exit codes 2 to 5, by "
+        "which it says that this is in vain; training resumes from its newest checkpoint "
+        "(default: 0)",
     )
     add(
         "--grace",

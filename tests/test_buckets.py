@@ -202,7 +202,7 @@ def test_a_broken_image_is_replaced_in_the_size_of_its_batch(tmp_path, folder):
     train, val = data.train_loader(8, Share()), data.val_loader(8, Share())
     for epoch in range(3):
         assert all(images.shape[0] == 8 for images, _ in train.epoch(epoch))
-    assert [path for path, _ in train.bad_images()] == [str(broken)]
+    assert [path for path, *_ in train.bad_images()] == [str(broken)]
     assert sum(int((labels >= 0).sum()) for _, labels in val.epoch(0)) == VAL - 1
     assert len(val.bad_images()) == 1
 

@@ -265,7 +265,8 @@ def test_another_image_stands_in_for_a_broken_one(half_broken):
     for images, labels in batches:
         grey = images[:, 0].float().mean(dim=(1, 2))
         assert torch.equal((grey / 60).round().long(), labels)
-    assert dict(alone.bad_images()).keys() == {path for path in broken if "/train/" in path}
+    found_bad = {path for path, *_ in alone.bad_images()}
+    assert found_bad == {path for path in broken if "/train/" in path}
     assert alone.bad_images() == []
     epochs(alone)
     assert alone.bad_images() == []  # once a process
@@ -277,8 +278,12 @@ def test_another_image_stands_in_for_a_broken_one(half_broken):
     for whole, *parts in zip(batches, *found, strict=True):
         for index in range(2):
             assert torch.equal(torch.cat([part[index] for part in parts]), whole[index])
-    assert dict(told[0] + told[1]).keys() == {path for path in broken if "/train/" in path}
-    assert set(dict(told[1]).values()) == {"no image of a known format"}  # of a worker
+    in_train = {path for path in broken if "/train/" in path}
+    assert {path for path, *_ in told[0] + told[1]} == in_train
+    assert {why for _, why, _ in told[1]} == {"no image of a known format"}  # of a worker
+    names = sorted(os.listdir(os.path.join(root, "train")))
+    for path, _, label in told[0] + told[1]:
+        assert os.path.basename(os.path.dirname(path)) == names[label]
     resumed = next(iter(loaders(arguments(root, batch_size=8))[0].epoch(2, 3)))
     assert torch.equal(resumed[0], batches[5 + 3][0])
 
@@ -290,7 +295,7 @@ def test_validation_counts_each_readable_image_once(half_broken):
     images = torch.cat([images for images, _ in val.epoch(0)])
     assert torch.bincount(labels[labels >= 0]).tolist() == [4, 4, 5, 4]
     assert not images[labels < 0].any()
-    assert {path for path, _ in val.bad_images()} == {p for p in broken if "/val/" in p}
+    assert {path for path, *_ in val.bad_images()} == {p for p in broken if "/val/" in p}
 
 
 def test_substitutes_are_spread_and_never_the_image_itself():

@@ -214,7 +214,8 @@ def test_eval_only_repeats_the_runs_own(name, flags, processes, trained, files, 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result, expected = json.loads(done.stdout), trained.evaluations[-1]
-    assert set(result) == {"val_loss", "val_top1", "val_top5", "val_images", "bad_images"}
+    keys = "val_loss val_top1 val_top5 val_images bad_images lost_classes"
+    assert {*result} == {*keys.split()}
     assert result["bad_images"] == 0
     assert result["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
     assert result["val_top1"] == pytest.approx(expected["val_top1"], abs=0.3)  # an image
@@ -356,19 +357,61 @@ def test_eval_only_leaves_out_what_it_cannot_read(
         )  # fmt: skip
 
     done = evaluated(tmp_path, "--max_bad_images", str(allowed))
-    assert f"{first} is not a readable image: image file is truncated" in done.stderr
-    assert f"{last} is not a readable image: no image of a known format" in done.stderr
+    assert f"{first} cannot be read (image file is truncated)" in done.stderr
+    assert f"{last} cannot be read (no image of a known format)" in done.stderr
     if allowed == 1:
         assert done.returncode != 0
         assert done.stdout == ""
-        assert "error: 2 images of val/ cannot be read" in done.stderr
+        assert "error: 2 images cannot be read, more than --max_bad_images 1: mend" in done.stderr
         return
     assert done.returncode == 0, done.stderr
-    assert re.search(r"357 images, top-5: .* %; 2 unreadable ones left out", done.stderr)
+    assert re.search(r" % of 357 of 359 images, top-5: ", done.stderr)
     first.unlink()
     last.unlink()
-    expected = json.loads(evaluated(tmp_path).stdout)
-    assert json.loads(done.stdout) == pytest.approx(expected | {"bad_images": 2}, rel=1e-5)
+    found, expected = (json.loads(each.stdout) for each in (done, evaluated(tmp_path)))
+    assert found.pop("lost_classes") == expected.pop("lost_classes") == []
+    assert found == pytest.approx(expected | {"bad_images": 2}, rel=1e-5)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_eval_only_tells_what_classes_have_no_image_left(as_json, trained, words, tmp_path, capsys):
+    """Whatever else is right: of one class, or of several, and only of those that had images."""
+    for name in ("eight", "five", "zero"):
+        (tmp_path / "val" / name).mkdir(parents=True)
+    for name in CLASSES:
+        folder = tmp_path / "val" / name
+        folder.mkdir(exist_ok=True)
+        for path in sorted((words / "val" / name).iterdir())[:2]:
+            shutil.copy(path, folder)
+
+    def evaluated(*flags):
+        words = ["--eval_only", "--ckpt_dir", trained.ckpt_dir, "--data_dir", tmp_path, *flags]
+        words += ["--backend", "cuda", "--batch_size", 5, "--num_workers", 0]
+        code = run_vit_training.main([*map(str, words), *(["--json"] if as_json else [])])
+        return code, *capsys.readouterr()
+
+    for path in (tmp_path / "val" / "five").iterdir():
+        path.write_text("hello")
+    code, _, err = evaluated()
+    assert code == 2
+    assert "2 validation images cannot be read, more than --max_bad_images 1% (1 of 20)" in err
+    code, out, err = evaluated("--max_bad_images", "10%")
+    assert code == 0
+    assert " % of 18 of 20 images, class five has none left, top-5: " in (err if as_json else out)
+    if as_json:
+        found = json.loads(out)
+        assert (found["val_images"], found["bad_images"]) == (18, 2)
+        assert found["lost_classes"] == ["five"]
+    for name in ("one", "two"):
+        first, _ = (tmp_path / "val" / name).iterdir()
+        first.write_text("hello")
+    for name in ("four", "nine"):
+        for path in (tmp_path / "val" / name).iterdir():
+            path.write_text("hello")
+    code, out, err = evaluated("--max_bad_images", "100%")
+    assert " 12 of 20 images, 3 classes have none left (five, four, nine)" in (
+        err if as_json else out
+    )
 
 
 def test_flags_that_do_not_go_together(capsys, files, tmp_path):

@@ -15,6 +15,7 @@ from launch.pod import lines
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, WARM_PYTHON, environment, warm_python
 from tests.pod_stand_in import REMOTE, StandIn, gcloud_accepts, read_until, wait_until
 from tests.test_launch_gpu import finish, free_port, losses
+from training.errors import BAD_IMAGES
 
 # -- what arrives ---------------------------------------------------------------------
 
@@ -287,9 +288,11 @@ def test_restarts_are_numbered_and_logs_may_vanish(pod):
     assert stderr.count("going on without logs") == 1
 
 
-def test_a_wrong_command_line_is_not_started_again(pod):
-    code, _, stderr = pod.run("sh", "-c", "exit 2", flags=("--max_restarts", "5"))
-    assert code == 2
+@pytest.mark.parametrize("ends_with", [2, BAD_IMAGES])
+def test_what_does_not_help_is_not_done_again(ends_with, pod):
+    """As after a wrong command line."""
+    code, _, stderr = pod.run("sh", "-c", f"exit {ends_with}", flags=("--max_restarts", "5"))
+    assert code == ends_with
     assert "starting all workers again" not in stderr
 
 

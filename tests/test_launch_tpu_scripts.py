@@ -19,6 +19,7 @@ from run_vit_training import read_flags
 from tests.cli import ROOT
 from tests.pod_stand_in import REMOTE, StandIn, gcloud_accepts, read_until
 from tests.test_launch_gpu import finish, script
+from training.errors import BAD_IMAGES, NOT_FINITE, NOT_SAVED
 
 SETUP, QUEUED = ROOT / "launch" / "setup_pod.sh", ROOT / "launch" / "queued_resource.sh"
 SLICE = "--tpu=pod --type=v5litepod-16 --version=v2-alpha-tpuv5-lite --zone=us-central1-a".split()
@@ -232,6 +233,16 @@ def test_gke_file():
         path = variables[name]["valueFrom"]["fieldRef"]["fieldPath"]
         assert path == f"metadata.labels['jobset.sigs.k8s.io/{label}']"
     assert asked.data.batch_size % (machines * chips) == 0
+    # What the program says by its code that it is in vain.
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"] == {
+        "containerName": container["name"],
+        "operator": "In",
+        "values": [2, NOT_FINITE, NOT_SAVED, BAD_IMAGES],
+    }
+    assert pod_spec["restartPolicy"] == "Never"  # which such rules need
+    (after,) = job_set["spec"]["failurePolicy"]["rules"]
+    assert after == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
 
 
 # -- the real gcloud ------------------------------------------------------------------

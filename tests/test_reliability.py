@@ -12,18 +12,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.cli import (
-    DIGITS,
-    ROOT,
-    Result,
-    train_tiny_gpu,
-)
+from config_fields import count_or_percent
+from data.config import DataConfig
+from data.index.folder_index import index_split
+from data.loading.sampler import GlobalBatchSampler
+from tests.cli import DIGITS, ROOT, Result, train_tiny, train_tiny_gpu
 from tests.short_runs import ENDLESS, QUICK, mistake, program, start
 from tests.test_checkpoints import flip, left, truncate
 from tests.test_folder_lock import HOLD
+from tests.usage_error import told_in_one_line
+from training.logs.bad_images import TRAIN, BadImages
 
 # -- checkpoints ----------------------------------------------------------------------
 
@@ -154,8 +156,130 @@ def test_images_that_cannot_be_read(tmp_path):
     assert done.stdout.count(" cannot be read (") == 3
     (evaluation,) = Result(tmp_path / "run").evaluations
     assert evaluation["val_images"] == 358
-    said = mistake(program(tmp_path / "few", *flags, "--max_bad_images", "1"))
-    assert "2 images cannot be read, more than --max_bad_images 1: see" in said
+    assert f"{broken[0]}\timage file is truncated\ttrain" in listed
+
+
+FORMS = {
+    "SPMD": ("--backend xla --xla_fsdp spmd --cpu_devices 2", 1, train_tiny),
+    "nested": ("--backend xla --xla_fsdp nested", 1, train_tiny),
+    "FSDP2": ("--backend cuda", 1, train_tiny_gpu),
+    "FSDP2 in two processes": ("--backend cuda", 2, train_tiny_gpu),
+}
+
+
+@pytest.fixture
+def spoiled(tmp_path):
+    """Digits, two images of which, that the second of two processes reads in step 5, are broken."""
+    data = shutil.copytree(DIGITS, tmp_path / "data")
+    sampler = GlobalBatchSampler(1438, 128, shuffle=True, rank=1, world_size=2)
+    images = index_split(str(data), "train").paths
+    for _, index in list(sampler)[4][7:9]:
+        Path(images[index]).write_text("hello")
+    return data
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(each, marks=pytest.mark.long if "xla" in FORMS[each][0] else ())
+        for each in FORMS
+    ],
+)
+def test_too_many_unreadable_images(form, spoiled, tmp_path):
+    """A checkpoint is written before the run ends; with another limit it goes on as if it had not
+    ended. With the same one it is refused at once: a restart would not help."""
+    flags, processes, train = FORMS[form]
+    flags = [*flags.split(), "--data_dir", str(spoiled), "--max_steps", "9"]
+    how = {"processes": processes} if processes > 1 else {}
+    ended = program(tmp_path / "run", *flags, "--max_bad_images", "1", **how)
+    (line,) = [each for each in ended.stderr.splitlines() if each.startswith("run_vit_training.py")]
+    assert "error: 2 images cannot be read, more than --max_bad_images 1: mend or remove" in line
+    assert "or allow more with --max_bad_images 2" in line
+    (step,) = left(tmp_path / "run")
+    assert line.endswith(f"the same command then resumes {tmp_path}/run/step_{step}")
+    if processes == 1:
+        assert (ended.returncode, step) == (5, 5)
+    else:  # the other one learns of it a step later
+        assert re.search(r"exitcode *: 5 ", ended.stderr)
+        assert step in (5, 6, 7)
+
+    if form == "FSDP2":
+        said = mistake(program(tmp_path / "run", *flags, "--max_bad_images", "1"))
+        assert f"{tmp_path}/run/bad_images.txt lists them" in said
+        assert left(tmp_path / "run") == [step]
+    more = [*QUICK, *flags, "--max_bad_images"]
+    resumed = train(tmp_path / "run", *more, "2", **how)
+    whole = train(tmp_path / "whole", *more, "1%", **how)
+    assert resumed.column("loss") == whole.column("loss")
+    assert resumed.evaluations == whole.evaluations
+
+
+def test_too_many_unreadable_images_in_the_last_step(spoiled, tmp_path):
+    flags = ["--data_dir", spoiled, "--max_bad_images", "0.01%", "--max_steps", "5"]
+    ended = program(tmp_path / "run", *flags)
+    assert ended.returncode == 5
+    assert "2 training images cannot be read, more than --max_bad_images 0.01% (1 of 1,438)" in (
+        ended.stderr
+    )
+    assert left(tmp_path / "run") == [5]
+    assert Result(tmp_path / "run").evaluations == []
+    done = program(tmp_path / "run", *flags[:2], "--max_steps", "5", "--max_bad_images", "2")
+    assert done.returncode == 0, done.stderr
+    assert [each["step"] for each in Result(tmp_path / "run").evaluations] == [5]
+
+
+def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
+    """It does not count; when more are allowed, it is made, and says what was left out."""
+    data = shutil.copytree(DIGITS, tmp_path / "data")
+    for path in sorted(data.glob("val/3/*")):
+        path.write_text("hello")
+    count = len(list(data.glob("val/3/*")))
+    flags = ["--data_dir", data, "--test_step_interval", "3", "--max_steps", "4"]
+    ended = program(tmp_path / "run", *flags)
+    assert ended.returncode == 5
+    told = f"{count} validation images cannot be read, more than --max_bad_images 1% (4 of 359)"
+    assert told in ended.stderr
+    assert left(tmp_path / "run") == [3]
+    assert Result(tmp_path / "run").evaluations == []
+    done = program(tmp_path / "run", *flags, "--max_bad_images", count)
+    assert done.returncode == 0, done.stderr
+    assert [each["step"] for each in Result(tmp_path / "run").evaluations] == [3, 4]
+    assert done.stdout.count(f" % of {359 - count} of 359 images, class 3 has none left, top") == 2
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "allowed"),
+    [
+        ("0", 300, 0),
+        ("0%", 300, 0),
+        ("7", 3, 7),
+        ("1%", 1, 1),
+        ("1%", 20, 1),
+        ("1%", 100, 1),
+        ("1%", 101, 2),
+        ("1%", 300, 3),
+        ("1%", 1_281_167, 12_812),
+        ("0.07%", 10_000, 7),  # in floating point it is more
+        ("99.9%", 10, 10),
+        ("100%", 359, 359),
+    ],
+)
+def test_limit_of_unreadable_images(limit, size, allowed):
+    limit = count_or_percent(limit)
+    assert DataConfig(max_bad_images=limit).max_bad_images == limit
+    data = SimpleNamespace(train_length=size, val_length=0, classes=None)
+    for count in {allowed, allowed + 1}:
+        bad_images = BadImages(limit, data, is_main=True)
+        found = [(f"{number}.jpg", "it is text", 0) for number in range(count)]
+        bad_images.collect(TRAIN, SimpleNamespace(bad_images=lambda found=found: found), print)
+        assert bool(bad_images.excess) == (count > allowed)
+
+
+@pytest.mark.parametrize(
+    "value", "-1 100.5% -1% nan nan% inf% % 1%% 1.5 many 1%2 2000000000".split()
+)
+def test_limits_that_cannot_be(value, capsys):
+    assert "argument --max_bad_images: " in told_in_one_line(capsys, f"--max_bad_images={value}")
 
 
 # -- disks ----------------------------------------------------------------------------

@@ -1,15 +1,25 @@
 """Stopping and resuming, by the real command line: the same run as without the stop."""
 
 import json
+import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.cli import TINY_MODEL, train_tiny
+from data.pack import pack
+from data.source import open_data
+from tests.cli import DIGITS, TINY_MODEL, tiny, train_tiny, train_tiny_gpu
 from tests.plain_checkpoint import convert, tiny_timm_model
+from tests.resolved import on_gpus
+from tests.short_runs import QUICK
 from tests.test_sharding import assert_same_curves
+from tests.usage_error import told_in_one_line
+from training.checkpoints.content import Position
+from training.checkpoints.reader import read_saved_run
 from training.updates.schedule import WarmupCosine
+from training.validation import other_order, wanted_images
 
 # Five steps an epoch on digits, of 4 tokens an image to be quick; dropout everywhere, so that
 # random state counts.
@@ -153,3 +163,83 @@ def test_pytorch_converts_the_checkpoint(stopped, tmp_path):
     arguments = json.loads(bytes(training["arguments"].tolist()))
     assert arguments["embed_dim"] == int(TINY_MODEL[TINY_MODEL.index("--embed_dim") + 1])
     torch.Generator().set_state(training["rng"])  # a valid state
+
+
+# -- the order of images --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--seed 1", "--seed was 0, is 1"),
+        ("--aug_repeats 2", "--aug_repeats was 1, is 2"),
+        ("--buckets 16x16", "--buckets was none, is 16x16"),
+        ("--data_source digits", "--data_source was folder, is digits"),
+    ],
+)
+def test_another_order_in_mid_epoch_is_refused(flags, told, run, capsys):
+    """Ten batches of eleven were trained on: another order would repeat most images."""
+    words = [*tiny(run), *QUICK, "--backend", "cuda", *flags.split()]
+    said = told_in_one_line(capsys, *words)
+    assert f"{run}/step_10 was written in the middle of epoch 1" in said
+    assert f"({told})" in said
+    assert "--restart_epoch to begin that epoch anew" in said
+
+
+@pytest.fixture
+def own_digits(tmp_path):
+    return shutil.copytree(DIGITS, tmp_path / "digits")
+
+
+def test_other_images_in_mid_epoch_are_refused(run, own_digits, capsys):
+    """One is renamed; one is gone; in a checkpoint of an older version nothing tells that."""
+    words = [*tiny(run), *QUICK, "--backend", "cuda", "--data_dir", str(own_digits)]
+    image = sorted((own_digits / "train" / "3").iterdir())[0]
+    renamed = image.rename(image.with_stem("0"))
+    said = told_in_one_line(capsys, *words)
+    assert re.search(r"files in train/ was [0-9a-f]{16}, is [0-9a-f]{16}\)", said)
+    renamed.unlink()
+    said = told_in_one_line(capsys, *words)
+    assert "(the number of training images was 1438, is 1437)" in said
+
+    made = on_gpus(words)
+    source = open_data(wanted_images(made))
+    saved = read_saved_run(run / "step_10")
+    assert other_order(saved, made, source)
+    assert other_order(replace(saved, order=None), made, source) is None
+    assert other_order(replace(saved, position=Position(11, 1, 0)), made, source) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--data_source webdataset", None),
+        ("--data_source webdataset --seed 3", "--seed was 0, is 3"),
+        ("--batch_size 64", None),
+        ("--buckets 16x16 --batch_size 64", "--buckets was none, is 16x16"),
+    ],
+)
+def test_what_leaves_the_order_as_it_is(flags, told, run, tmp_path):
+    """The same images from tar files; another batch size, but for buckets."""
+    if "webdataset" in flags:
+        pack(str(DIGITS), tmp_path / "tars", 400_000, 1)
+        flags += f" --data_dir {tmp_path / 'tars'}"
+    made = on_gpus([*tiny(run), *QUICK, "--backend", "cuda", *flags.split()])
+    saved = read_saved_run(run / "step_10")
+    assert other_order(saved, made, open_data(wanted_images(made))) == told
+    if "--buckets" in flags:  # each batch is of one bucket: its size decides which images it has
+        saved.arguments["buckets"] = ["16x16"]
+        found = other_order(saved, made, open_data(wanted_images(made)))
+        assert found == "--batch_size was 128, is 64"
+
+
+def test_an_epoch_begun_anew(run):
+    """Steps are counted on; from its own checkpoints in mid-epoch such a run goes on as ever."""
+    flags = [*QUICK, "--num_epochs", "1", "--seed", "1", "--restart_epoch", "--max_steps"]
+    first = train_tiny_gpu(run, *flags, "15")
+    assert "note: --seed was 0, is 1: epoch 1 begins anew" in first.stdout
+    assert read_saved_run(run / "step_15").position == Position(15, 0, 5 * 128)
+    whole = train_tiny_gpu(run, *flags, "99")
+    assert "begins anew" not in whole.stdout
+    assert list(whole.steps) == list(range(1, 10 + 11 + 1))
+    assert read_saved_run(run / "step_21").position == Position(21, 1, 0)

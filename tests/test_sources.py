@@ -289,7 +289,7 @@ def test_reading_is_tried_again(sources, monkeypatch):
     epoch = list(val.epoch(0))
     assert epoch[0][1].tolist() == [-1, *whole[1][0][1].tolist()[1:]]
     assert epoch[0][0][1:].equal(whole[1][0][0][1:])
-    ((name, reason),) = val.bad_images()
+    ((name, reason, _),) = val.bad_images()
     assert (name, reason) == (f"{config.data_dir}/val/a/x/000.png", "no answer")
     with pytest.raises(BrokenImageError, match="No such file"):
         storage.read_bytes(f"{config.data_dir}/nowhere.png")

@@ -270,7 +270,7 @@ def test_columns_that_are_chosen_and_bytes_that_are_none(tmp_path):
     assert next(train.epoch(0))[1].unique().tolist() == [2]
     assert next(val.epoch(0))[1].tolist() == [2] * 99 + [-1]
     for loader in (train, val):
-        ((name, reason),) = loader.bad_images()
+        ((name, reason, _),) = loader.bad_images()
         assert name.endswith(".parquet row 99")
         assert reason == "the column img has no bytes in this row"
 
@@ -346,5 +346,5 @@ def test_a_damaged_row_group(tables, tmp_path):
     loader = open_data(wanted(tmp_path, "parquet")).train_loader(64, Share())
     batches = list(itertools.islice(loader.epoch(0), 22))
     assert all((labels >= 0).all() for _, labels in batches)
-    names = {name for name, _ in loader.bad_images()}
+    names = {name for name, *_ in loader.bad_images()}
     assert 0 < len(names) <= 20

@@ -248,7 +248,7 @@ def test_unreadable_files(tree, tmp_path):
     train, val = source.train_loader(4, Share()), source.val_loader(4, Share())
     whole, labels = all_of(train)
     assert len(labels) == 12
-    assert {path for path, _ in train.bad_images()} == {
+    assert {path for path, *_ in train.bad_images()} == {
         str(tmp_path / path.relative_to(tree)) for path in names["train"][::3]
     }
     half, half_labels = all_of(source.train_loader(4, Share(rows=range(4))))
@@ -272,7 +272,7 @@ def test_damage_that_other_rows_do_not_show(tmp_path):
     source = opened(tmp_path, (64, 64, 64))
     loader = source.train_loader(4, Share())
     all_of(loader)
-    assert [path for path, _ in loader.bad_images()] == [str(broken)]
+    assert [path for path, *_ in loader.bad_images()] == [str(broken)]
     all_of(source.train_loader(4, Share(rows=range(8))))
     with pytest.raises(DataFolderError, match=r"0\.npz is damaged .*mend or remove it"):
         all_of(source.train_loader(4, Share(rows=range(56, 64))))

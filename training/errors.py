@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-NOT_FINITE, NOT_SAVED = 3, 4
+NOT_FINITE, NOT_SAVED, BAD_IMAGES = 3, 4, 5
 """The exit codes of ``RunFailed``: too many steps in a row were not finite; no checkpoint could be
-written."""
+written; too many images could not be read."""
 
 
 class UsageError(Exception):

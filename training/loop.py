@@ -9,7 +9,7 @@ from torch import nn
 
 from training.checkpoints.content import Position
 from training.checkpoints.saving import Saves
-from training.hosts.stopping import NOT_FINITE, NOT_SAVED
+from training.hosts.stopping import BAD_IMAGES, NOT_FINITE, NOT_SAVED
 from training.inference.evaluation import Evaluations
 from training.logs.profiling import StepProfiler
 from training.logs.step_log import StepLog
@@ -94,9 +94,11 @@ class Trainer:
                 self.saves.save(at, must=is_last)
             if self.evaluations.owed(at) and not self._evaluate(at):
                 return
+        if session.bad_images.excess:  # found with the last step
+            stop.number = BAD_IMAGES
 
     def _evaluate(self, at: Position) -> bool:
-        """Evaluate the model; if a signal stops that, save in its place and return False."""
+        """Evaluate the model; if that cannot be, or a signal stops it, save and return False."""
         result = self.evaluations.evaluate(at)
         if result is None:
             self.saves.save_stopped(at)
@@ -107,6 +109,8 @@ class Trainer:
         return True
 
     def _must_stop(self) -> bool:
+        if self.session.bad_images.excess:
+            self.session.stop.ask(BAD_IMAGES)
         if self.log.diverges():
             self.session.stop.ask(NOT_FINITE)
         if self.saves.failed_too_often():

@@ -21,7 +21,7 @@ from training.checkpoints.manifest import replace_file
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.saving import Saves
 from training.checkpoints.state import load_state
-from training.errors import NOT_FINITE, RunFailed, StoppedBySignal
+from training.errors import BAD_IMAGES, NOT_FINITE, RunFailed, StoppedBySignal, UsageError
 from training.hosts import processes
 from training.hosts.fingerprint import check_alike, versions
 from training.hosts.processes import failing_together
@@ -33,11 +33,13 @@ from training.hosts.start import (
     leave_later_ones,
     take_logs,
 )
+from training.hosts.stopping import BAD_IMAGES as STOPPED_BAD_IMAGES
 from training.hosts.stopping import NOT_FINITE as STOPPED_NOT_FINITE
 from training.hosts.stopping import StopRequest
 from training.hosts.watchdog import Watchdog
 from training.inference.evaluation import Evaluations
 from training.loaders import train_loader, val_loader
+from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
 from training.logs.events import process_start
 from training.logs.expectation import read_expectation
@@ -63,6 +65,8 @@ from training.validation import (
     check_same_classes,
     check_same_model,
     check_same_optimizer,
+    check_same_order,
+    other_order,
     wanted_images,
 )
 
@@ -100,7 +104,7 @@ def prepare(run: Run) -> tuple[Run, Plan]:
     if resume:
         _check_resume(resume, run, data)
     steps_per_epoch = data.train_length // run.config.data.batch_size
-    _schedule(run, *_positions(resume, run, steps_per_epoch), steps_per_epoch)
+    _schedule(run, *_positions(_place_of(resume, run, data), run, steps_per_epoch), steps_per_epoch)
     initial = fit(source, run, data) if source else None
     return run, Plan(data, candidates, expected_s, process_start(), initial)
 
@@ -115,6 +119,7 @@ def _check_resume(resume: SavedRun, run: Run, data: DataSource) -> None:
     check_same_model(resume, run.model)
     check_same_optimizer(resume, run.config.optimizer)
     check_same_classes(resume.classes, resume.path, data)
+    check_same_order(resume, run, data)
 
 
 def train(plan: Plan, run: Run, backend: Backend) -> None:
@@ -128,12 +133,12 @@ def train(plan: Plan, run: Run, backend: Backend) -> None:
 
 
 def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
-    start = _begin(plan, run, backend, lock)
+    start, bad_images = _begin(plan, run, backend, lock)
     data = run.config.data
     loader = train_loader(plan.data, backend, data.batch_size)
-    position, last_step = _positions(start.resume, run, len(loader))
+    position, last_step = _positions(_place_of(start.resume, run, plan.data), run, len(loader))
     so_far = _so_far(start.resume, run.ckpt_dir, position)
-    session = _session(run, backend, position.step, last_step, so_far)
+    session = _session(run, backend, bad_images, position.step, last_step, so_far)
     session.reports.expected_s = plan.expected_s
     session.reports.events.start(plan.process_started, position.step)
     saver = CheckpointSaver(
@@ -146,6 +151,7 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
         run.config.checkpoints.max_failed_saves,
         newest=start.resume.path if start.resume else None,
         beside_training=run.config.checkpoints.async_checkpoint,
+        order=plan.data.order(),
     )
     try:
         with saver, bad_data_is_the_users():
@@ -189,7 +195,12 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
 
 
 def _session(
-    run: Run, backend: Backend, first_step: int, last_step: int, so_far: _SoFar
+    run: Run,
+    backend: Backend,
+    bad_images: BadImages,
+    first_step: int,
+    last_step: int,
+    so_far: _SoFar,
 ) -> Session:
     data = run.config.data
     reports = Reports(
@@ -211,12 +222,12 @@ def _session(
         reports,
         StopRequest(backend),
         Watchdog(run.config.log.step_timeout_s),
-        BadImages(run.log_dir, data.max_bad_images, is_main=backend.is_main, say=reports.say),
+        bad_images,
         last_step,
     )
 
 
-def _begin(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> Start:
+def _begin(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> tuple[Start, BadImages]:
     """Make all processes agree, or end all: until here each was for itself."""
     ckpt_dir = run.ckpt_dir
     check_alike(run, plan.data)
@@ -230,10 +241,18 @@ def _begin(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> Start:
         functools.partial(_check_resume, run=run, data=plan.data),
         verify=run.config.checkpoints.verify_checkpoint,
     )
-    start.notes += leave_later_ones(ckpt_dir, start.resume, is_main=backend.is_main)
+    if start.resume and (difference := other_order(start.resume, run, plan.data)):
+        epoch = start.resume.position.epoch + 1
+        start.notes.append(f"note: {difference}: epoch {epoch} begins anew")
     if is_url(ckpt_dir):
         start.notes += take_logs(run.log_dir, ckpt_dir, is_main=backend.is_main)
-    return start
+    listed, limit = run.log_dir / BAD_IMAGES_FILE, run.config.data.max_bad_images
+    bad_images = BadImages(limit, plan.data, listed, is_main=backend.is_main)
+    if bad_images.excess:
+        told = f"{bad_images.excess}; {ckpt_dir / BAD_IMAGES_FILE} lists them: remove it when they "
+        raise UsageError(f"{told}are mended", agreed=True)
+    start.notes += leave_later_ones(ckpt_dir, start.resume, is_main=backend.is_main)
+    return start, bad_images
 
 
 def _place(
@@ -263,13 +282,21 @@ def _schedule(run: Run, at: Position, last_step: int, steps_per_epoch: int) -> S
     return make_schedule(config, steps_per_epoch, end)
 
 
-def _positions(resume: SavedRun | None, run: Run, steps_per_epoch: int) -> tuple[Position, int]:
-    """Return where to begin, and the step to end at.
+def _place_of(resume: SavedRun | None, run: Run, data: DataSource) -> Position:
+    """Return where in the data to go on: at the start of the epoch, if its order is another one."""
+    if resume is None:
+        return Position()
+    at = resume.position
+    return Position(at.step, at.epoch) if other_order(resume, run, data) else at
+
+
+def _positions(at: Position, run: Run, steps_per_epoch: int) -> tuple[Position, int]:
+    """Return where to begin, going on from ``at``, and the step to end at.
 
     A step is an update, counted over the whole run. With another batch size the run goes on at the
     same place in the data, and so in the schedule, with as many more steps as are left there.
     """
-    at, batch_size = resume.position if resume else Position(), run.config.data.batch_size
+    batch_size = run.config.data.batch_size
     batches = at.images_in_epoch // batch_size
     if batches >= steps_per_epoch:
         at, batches = Position(at.step, at.epoch + 1, 0), 0
@@ -372,6 +399,12 @@ def _end(run: Run, session: Session, saver: CheckpointSaver, curves: Path | None
             f"finite: the last good checkpoint is {newest or 'none'}; try a lower --lr, more "
             "--warmup_steps or another --precision",
             NOT_FINITE,
+        )
+    if stop.number == STOPPED_BAD_IMAGES:
+        raise RunFailed(
+            f"{session.bad_images.excess}; {run.ckpt_dir / BAD_IMAGES_FILE} lists them: remove it "
+            f"when they are mended; {_again(run.config.checkpoints)} then resumes {newest}",
+            BAD_IMAGES,
         )
     if stop.number:
         if is_main:

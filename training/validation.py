@@ -6,15 +6,16 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from data.errors import DataFolderError, printable
-from data.source import DataSource, Wanted
+from data.source import FILES, DataSource, Wanted
 from models.config import ModelConfig
 from models.spec import ModelSpec
 from training.checkpoints.content import SavedRun
 from training.checkpoints.reader import read_metadata, readable
 from training.errors import UsageError
-from training.options.config import OptimizerConfig
+from training.options.config import OptimizerConfig, RunConfig
 from training.options.flag_rules import by_field, from_values
 from training.options.resolve import MODEL_FLAG, Run, model_of
 
@@ -64,6 +65,50 @@ def check_goes_on(saved: SavedRun) -> None:
             f"{saved.path} holds weights alone, which are for --predict and --eval_only: training "
             "goes on from a checkpoint that training wrote"
         )
+
+
+_ORDER_FLAGS = ("data_source", "seed", "aug_repeats", "buckets")
+_SAME_ORDER = {"folder", "webdataset"}
+"""Sources that have the same images in the same order, under other names."""
+
+
+def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
+    """Return by what an epoch's images are in another order than those of a checkpoint that was
+    written in mid-epoch, with both values; None if they are not, or if it is of an epoch's end.
+
+    What an older checkpoint does not say is taken for the same.
+    """
+    if not saved.position.images_in_epoch:
+        return None
+    there, here, flags = saved.arguments, run.values, by_field(RunConfig)
+    # Where batches are not of one bucket each, positions are those of any batch size.
+    names = [*_ORDER_FLAGS, *(["batch_size"] if here["buckets"] else [])]
+    values = {flags[name].names[0]: (there[name], here[name]) for name in names if name in there}
+    order = data.order()
+    values |= {what: (value, order.get(what)) for what, value in (saved.order or {}).items()}
+    if {there.get("data_source"), here["data_source"]} == _SAME_ORDER:
+        del values[flags["data_source"].names[0]]
+        values.pop(FILES, None)
+    for what, (before, now) in values.items():
+        if before != now:
+            return f"{what} was {_shown(before)}, is {_shown(now)}"
+    return None
+
+
+def check_same_order(saved: SavedRun, run: Run, data: DataSource) -> None:
+    """Raises UsageError where a checkpoint cannot be resumed in mid-epoch, as ``other_order`` says,
+    unless that epoch is to begin anew."""
+    difference = other_order(saved, run, data)
+    if difference and not run.config.checkpoints.restart_epoch:
+        raise UsageError(
+            f"{saved.path} was written in the middle of epoch {saved.position.epoch + 1}, whose "
+            f"images come in another order now ({difference}): some would be trained on twice, "
+            "others not at all: give the same, or --restart_epoch to begin that epoch anew"
+        )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else "none" if value is None else str(value)
 
 
 def check_same_model(saved: SavedRun, model: ModelSpec) -> None:

@@ -110,13 +110,15 @@ class BucketSource(SplitSource):
         assert split is not None
         return BucketSampler(split.bucket_of, batch_size, **how)
 
+    def order(self) -> dict[str, Any]:
+        if self._train is None:
+            return {}
+        buckets = self._train.digest_of_buckets()
+        return super().order() | {"the buckets of the images in train/": buckets}
+
     def fingerprint(self) -> dict[str, Any]:
-        splits = {"train": self._train, "val": self._val}
-        return super().fingerprint() | {
-            f"the buckets of the images in {name}/": split.digest_of_buckets()
-            for name, split in splits.items()
-            if split is not None
-        }
+        buckets = self._val.digest_of_buckets()
+        return super().fingerprint() | {"the buckets of the images in val/": buckets}
 
     def __str__(self) -> str:
         counts = []

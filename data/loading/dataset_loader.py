@@ -98,10 +98,10 @@ class DatasetLoader:
             if isinstance(loaded, DataFolderError):
                 raise loaded
             part, bad = loaded
-            for path, reason in bad:
-                if path not in self._told:
-                    self._told.add(path)
-                    self._bad.append((path, reason))
+            for image in bad:
+                if image[0] not in self._told:
+                    self._told.add(image[0])
+                    self._bad.append(image)
             parts.append(part)
             if len(parts) == self._parts.a_batch:
                 yield _joined(parts)

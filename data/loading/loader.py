@@ -11,8 +11,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """A batch on the CPU: images (share, channels, rows, width), labels (share,) int64; of volumes
 (share, channels, slices, height, width). Images are uint8, or fp32 that was normalised."""
 
-BadImage = tuple[str, str]
-"""The path of an image that cannot be read, and the reason in one line."""
+BadImage = tuple[str, str, int]
+"""The path of an image that cannot be read, the reason in one line, and its label."""
 
 Sample = tuple[torch.Tensor, int, list[BadImage]]
 """An image, its label, and what was found to be broken on the way to it."""

@@ -77,10 +77,11 @@ class SampleSplit(Dataset, abc.ABC):
             try:
                 return self.make(number, epoch, index), int(self.labels[number]), bad
             except BrokenImageError as error:
-                bad.append((printable(self.name_of(number)), str(error)))
+                name = printable(self.name_of(number))
+                bad.append((name, str(error), int(self.labels[number])))
         if not self._substitutes:
             return self._padding(), PADDING, bad
-        name, reason = bad[0]
+        name, reason, _ = bad[0]
         raise DataFolderError(
             f"{name} is not a readable image ({reason}), nor are {ATTEMPTS} others that were "
             "tried in its place"

@@ -10,6 +10,7 @@ optimizer steps of the run so far, with a manifest that is written last (``manif
     training.rng                                    state of PyTorch's CPU generator
     training.arguments                              the flags, as UTF-8 JSON
     training.classes                                class names likewise, of an image folder
+    training.order                                  what decides the images' order, likewise
     training.format                                 version of all this; 2 has a manifest
 
 All entries are tensors: nothing in it is run by loading it. What is random on the
@@ -32,6 +33,7 @@ FORMAT = 2
 WEIGHTS, EMA = "model", "ema"
 """What the names of weights, and of their moving average, begin with."""
 POSITION = ("step", "epoch", "images_in_epoch")
+OPTIONAL = ("classes", "order")
 RNG = "rng"
 
 
@@ -72,10 +74,16 @@ class SavedRun:
     classes: list[str] | None = None
     """The names by label; None where the data had none, or an earlier version wrote the
     checkpoint."""
+    order: dict[str, Any] | None = None
+    """What decides, beside ``arguments``, the order of its training images (``DataSource.order``);
+    None where an earlier version wrote the checkpoint."""
 
 
 def training_tensors(
-    position: Position, arguments: dict[str, Any], classes: list[str] | None
+    position: Position,
+    arguments: dict[str, Any],
+    classes: list[str] | None,
+    order: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the ``training.*`` entries of a checkpoint, except the random state."""
     tensors = {
@@ -85,7 +93,10 @@ def training_tensors(
         "arguments": _json_tensor(arguments),
         "format": torch.tensor(FORMAT),
     }
-    return tensors if classes is None else tensors | {"classes": _json_tensor(classes)}
+    for name, value in zip(OPTIONAL, (classes, order), strict=True):
+        if value is not None:
+            tensors[name] = _json_tensor(value)
+    return tensors
 
 
 def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
@@ -94,8 +105,8 @@ def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
     Raises anything if they are not such tensors.
     """
     position = Position(*(int(training[name]) for name in POSITION))
-    classes = _from_json(training["classes"]) if "classes" in training else None
-    return SavedRun(path, position, _from_json(training["arguments"]), classes)
+    optional = {name: _from_json(training[name]) for name in OPTIONAL if name in training}
+    return SavedRun(path, position, _from_json(training["arguments"]), **optional)
 
 
 def _json_tensor(value: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from training.checkpoints.content import POSITION, SavedRun, saved_run, training_entry
+from training.checkpoints.content import OPTIONAL, POSITION, SavedRun, saved_run, training_entry
 from training.checkpoints.storage import FolderReader
 from training.errors import UsageError
 
@@ -106,8 +106,8 @@ def read_saved_run(path: Path) -> SavedRun:
         reader = SafeReader(path)
         entries = reader.read_metadata().state_dict_metadata
         wanted: dict[str, Any] = {}
-        for name in (*POSITION, "arguments", "classes"):
-            if name == "classes" and training_entry(name) not in entries:
+        for name in (*POSITION, "arguments", *OPTIONAL):
+            if name in OPTIONAL and training_entry(name) not in entries:
                 continue
             entry = entries[training_entry(name)]
             assert isinstance(entry, TensorStorageMetadata)

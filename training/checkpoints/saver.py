@@ -43,6 +43,8 @@ class CheckpointSaver:
     beside_training: bool = False
     spared: Path | None = None
     """The checkpoint that is not to be removed, however old: the best one."""
+    order: dict[str, Any] | None = None
+    """What decides the order of the training images, see ``SavedRun``."""
     _failed: int = field(default=0, init=False)
     _ends_with: RunFailed | None = field(default=None, init=False)
     """Why the run cannot go on."""
@@ -80,7 +82,7 @@ class CheckpointSaver:
         folder = folder_of(self.ckpt_dir, position.step)
         if folder == self.newest:
             return False
-        tensors, content = training_tensors(position, self.arguments, self.classes), {}
+        tensors, content = training_tensors(position, self.arguments, self.classes, self.order), {}
         beside = self.beside_training and not must
 
         def take() -> None:

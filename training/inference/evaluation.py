@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loading.loader import BatchLoader
+from data.loading.loader import Batch, BatchLoader
 from data.loading.sampler import PADDING
 from training.backend import Backend
 from training.checkpoints.content import Position
+from training.hosts.stopping import BAD_IMAGES
 from training.inference.predictions import TOP, Predictions, classes_before
+from training.logs.bad_images import VAL
 from training.logs.metrics import Evaluation
 from training.losses.objective import Objective
 from training.options.config import LogConfig
@@ -37,6 +39,13 @@ class _Totals:
     in_top5: float = 0.0
     images: float = 0.0
     predictions: Predictions | None = None
+    labels: set[int] = field(default_factory=set)
+
+    def passing(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches, on the host, and note which labels they have."""
+        for images, labels in batches:
+            self.labels.update(labels.tolist())
+            yield images, labels
 
     def add(self, values: Future[dict[str, list[float]]]) -> None:
         read = values.result()
@@ -51,7 +60,8 @@ class _Totals:
     def evaluation(self) -> Evaluation:
         count = self.images or float("nan")  # where no image could be read
         top1, top5 = (100 * each / count for each in (self.correct, self.in_top5))
-        return Evaluation(self.loss / count, top1, top5, int(self.images))
+        seen = frozenset(self.labels)
+        return Evaluation(self.loss / count, top1, top5, int(self.images), seen)
 
 
 @torch.no_grad()
@@ -71,7 +81,7 @@ def evaluate(
     """
     model.eval()
     totals, pending = _Totals(predictions=predictions), deque[Future]()
-    source = itertools.islice(loader.epoch(0), batches or None)
+    source = totals.passing(itertools.islice(loader.epoch(0), batches or None))
     stopped = False
     with contextlib.closing(prefetch(source, backend.put, loader.prefetch_depth)) as ready:
         for images, labels in ready:
@@ -131,7 +141,7 @@ class Evaluations:
         """Evaluate the model, and its EMA if there is one, and report it.
 
         Returns the evaluation by which the best checkpoint is chosen, the EMA's if there is one;
-        None if a signal has stopped it.
+        None if a signal has stopped it, or too many images cannot be read.
         """
         session, ema = self.session, None
         result = self._measure()
@@ -142,7 +152,11 @@ class Evaluations:
                 ema = self._measure()
             if ema is None:
                 return None
-        session.bad_images.collect([self.loader])
+        session.bad_images.collect(VAL, self.loader, session.reports.say)
+        result = session.bad_images.left_out_of(result)
+        if session.bad_images.excess:
+            session.stop.number = BAD_IMAGES
+            return None
         epoch = at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
         session.reports.evaluation(at.step, epoch, result, ema)
         self.done.add(at.step)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
@@ -19,7 +18,6 @@ from data.errors import printable
 from data.image.image_files import FoundImages, find_images, read_batches
 from data.image.transforms import val_transform
 from data.index.folder_index import class_folders
-from data.loading.loader import BadImage
 from data.source import DataSource, open_data
 from models.config import ModelConfig
 from training.backend import Backend
@@ -32,6 +30,7 @@ from training.inference.eval_report import EvalReport
 from training.inference.evaluation import evaluate
 from training.inference.predictions import Predictions
 from training.loaders import val_loader
+from training.logs.bad_images import VAL, BadImages
 from training.losses.normalize import Normalize
 from training.losses.objective import Objective
 from training.mesh import Mesh
@@ -240,16 +239,16 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     objective = Objective(run, backend)
     result = evaluate(sharded, objective, loader, backend, predictions=predictions)
     assert result is not None  # nothing stops it
-    left_out = _count_bad_images(loader.bad_images(), run.config.data.max_bad_images)
+    bad_images = BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main)
+    bad_images.collect(VAL, loader, _tell if backend.is_main else lambda line: None)
+    if bad_images.excess:
+        raise UsageError(bad_images.excess, agreed=True)
     if not result.images:
         raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
-    say(
-        f"val loss: {result.loss:.4f}, accuracy on val: {result.top1:.2f} % of "
-        f"{result.images:,} images, top-5: {result.top5:.2f} %"
-        + (f"; {left_out:,} unreadable ones left out" if left_out else "")
-    )
+    names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
+    result = bad_images.left_out_of(result, names)
+    say(str(result))
     if report and predictions and backend.is_main:
-        names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
         say(_write_report(EvalReport.of(predictions.all(), names), report))
     if as_json and backend.is_main:
         print(
@@ -259,7 +258,8 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
                     "val_top1": result.top1,
                     "val_top5": result.top5,
                     "val_images": result.images,
-                    "bad_images": left_out,
+                    "bad_images": result.left_out,
+                    "lost_classes": result.lost_classes,
                 }
             )
         )
@@ -278,22 +278,3 @@ def _write_report(report: EvalReport, folder: str) -> str:
     except OSError as error:
         raise UsageError(f"cannot write to --eval_report {folder}: {error.strerror}") from None
     return f"report on {len(report.names):,} classes: {folder}"
-
-
-def _count_bad_images(found: list[BadImage], most: int) -> int:
-    """List those of this process; returns how many all processes found.
-
-    Raises UsageError in all of them if these are more than ``most``.
-    """
-    for path, reason in found:
-        _tell(f"{path} is not a readable image: {reason}")
-    count = torch.tensor(len(found))
-    if dist.is_initialized():
-        dist.all_reduce(count)  # on the hosts
-    if count > most:
-        raise UsageError(
-            f"{int(count):,} images of val/ cannot be read: mend or remove them (listed above), or "
-            f"allow more with --max_bad_images {int(count)}",
-            agreed=True,
-        )
-    return int(count)

@@ -2,61 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 from data.loading.loader import BatchLoader
 from data.own_files import no_link
-from training.errors import UsageError
+from data.source import DataSource
 from training.hosts import processes
+from training.logs.metrics import Evaluation
 
 FILE = "bad_images.txt"
 _SEPARATOR = "\t"
+TRAIN, VAL = "train", "val"
+_CALLED = {TRAIN: "training", VAL: "validation"}
 
 
 class BadImages:
-    """Knows, in every process, which images of the run's data are broken."""
+    """Knows, in every process, which images of the run's data cannot be read."""
 
     def __init__(
-        self, ckpt_dir: Path, limit: int, *, is_main: bool, say: Callable[[str], None]
+        self,
+        limit: int | str,
+        data: DataSource,
+        file: Path | None = None,
+        *,
+        is_main: bool,
     ) -> None:
-        self._path, self._limit, self._is_main, self._say = ckpt_dir / FILE, limit, is_main, say
-        # What the first process has read, for all: they count alike.
-        self._known = set(processes.gather(self._listed() if is_main else [])[0])
+        """Count unreadable images of ``data`` against ``limit``, as --max_bad_images has it.
 
-    def _listed(self) -> list[str]:
-        try:
-            lines = self._path.read_text(errors="surrogateescape").splitlines()
-        except OSError:
-            return []
-        return [line.partition(_SEPARATOR)[0] for line in lines if line]
-
-    def collect(self, loaders: Iterable[BatchLoader]) -> None:
-        """List what the loaders have found since the last call; all processes must call it.
-
-        Raises UsageError, in all of them, beyond the limit.
+        ``file`` lists them, those of earlier starts too, which count; None: nothing is written.
+        All processes must call this.
         """
-        mine = [found for loader in loaders for found in loader.bad_images()]
-        new: dict[str, str] = {}
-        for part in processes.gather(mine):
-            new |= {path: reason for path, reason in part if path not in self._known}
-        if not new:
-            return
-        self._known |= new.keys()
-        if self._is_main:
-            self._write(new)
-        for path, reason in new.items():
-            self._say(f"note: {path} cannot be read ({reason}): left out")
-        if len(self._known) > self._limit:
-            raise UsageError(
-                f"{len(self._known)} images cannot be read, more than --max_bad_images "
-                f"{self._limit}: see {self._path}, mend or remove them",
-                agreed=True,
-            )
+        self._limit, self._file, self._is_main = limit, file, is_main
+        self._sizes = {TRAIN: data.train_length, VAL: data.val_length}
+        self._classes = data.classes or []
+        self._labels: dict[str, dict[str, int | None]] = {TRAIN: {}, VAL: {}}
+        """The label of each by its path, by split; None where an earlier start has found it."""
+        # What the first process has read, for all: they count alike.
+        listed = processes.gather(_listed(file) if file and is_main else [])[0]
+        self._listed = {path for path, _ in listed}
+        for path, split in listed:
+            if split in self._labels:  # earlier versions wrote none
+                self._labels[split][path] = None
 
-    def _write(self, new: dict[str, str]) -> None:
-        try:
-            with open(self._path, "a", errors="surrogateescape", opener=no_link) as file:
-                file.writelines(f"{path}{_SEPARATOR}{why}\n" for path, why in new.items())
-        except OSError as error:
-            self._say(f"note: {FILE} cannot be written ({error.strerror})")
+    @property
+    def excess(self) -> str | None:
+        """What to say if more images cannot be read than may be; alike in all processes."""
+        counts = {split: len(found) for split, found in self._labels.items()}
+        total = sum(counts.values())
+        if isinstance(self._limit, int):
+            told = f"{total:,} images cannot be read, more than --max_bad_images {self._limit}"
+            return _with_advice(told, total) if total > self._limit else None
+        for split, found in counts.items():
+            size = self._sizes[split]
+            most = math.ceil(size * Fraction(self._limit.rstrip("%")) / 100)
+            if found > most:
+                told = (
+                    f"{found:,} {_CALLED[split]} images cannot be read, more than --max_bad_images "
+                    f"{self._limit} ({most:,} of {size:,})"
+                )
+                return _with_advice(told, total)
+        return None
+
+    def collect(self, split: str, loader: BatchLoader, say: Callable[[str], None]) -> None:
+        """List, and ``say``, what the loader of ``split`` has found since the last call.
+
+        All processes must call this.
+        """
+        new: dict[str, str] = {}
+        for part in processes.gather(loader.bad_images()):
+            for path, reason, label in part:
+                self._labels[split][path] = label
+                if path not in self._listed:
+                    new[path] = reason
+        self._listed |= new.keys()
+        for path, reason in new.items():
+            say(f"note: {path} cannot be read ({reason}): left out")
+        if new and self._file and self._is_main:
+            try:
+                with open(self._file, "a", errors="surrogateescape", opener=no_link) as file:
+                    file.writelines(
+                        _SEPARATOR.join((path, reason, split)) + "\n"
+                        for path, reason in new.items()
+                    )
+            except OSError as error:
+                say(f"note: {FILE} cannot be written ({error.strerror})")
+
+    def left_out_of(self, result: Evaluation, names: Sequence[str] | None = None) -> Evaluation:
+        """Return an evaluation with what could not be read: how many images, and which classes have
+        none left, by ``names``, or those of the data. All processes must call it."""
+        names = self._classes if names is None else names
+        labels = [label for label in self._labels[VAL].values() if label is not None]
+        seen = processes.gather(sorted(result.labels.intersection(labels)))
+        lost = sorted(set(labels).difference(*seen))
+        told = tuple(names[each] if each < len(names) else f"class {each}" for each in lost)
+        return replace(result, left_out=len(labels), lost_classes=told)
+
+
+def _with_advice(told: str, count: int) -> str:
+    return f"{told}: mend or remove them, or allow more with --max_bad_images {count}"
+
+
+def _listed(file: Path) -> list[tuple[str, str]]:
+    """Return the path and the split of each image that the file lists."""
+    try:
+        lines = file.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    parts = (line.split(_SEPARATOR) for line in lines if line)
+    return [(each[0], each[-1]) for each in parts]

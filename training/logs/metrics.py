@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.errors import printable
 from data.own_files import no_link, replace_file
 
 METRICS_FILE = "metrics.jsonl"
+_NAMED = 5  # classes, in a line
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,27 @@ class Evaluation:
     top5: float
     """The percentage of images whose label is among the five highest logits."""
     images: int
+    labels: frozenset[int] = frozenset()
+    """The labels of the images that this process has loaded."""
+    left_out: int = 0
+    """How many images could not be read."""
+    lost_classes: tuple[str, ...] = ()
+    """The classes of which no image could be read."""
+
+    def __str__(self) -> str:
+        images = f"{self.images:,}"
+        if self.left_out:
+            images += f" of {self.images + self.left_out:,}"
+        lost = printable(", ".join(self.lost_classes[:_NAMED]))
+        if len(self.lost_classes) > 1:
+            more = ", ..." if len(self.lost_classes) > _NAMED else ""
+            lost = f", {len(self.lost_classes):,} classes have none left ({lost}{more})"
+        elif lost:
+            lost = f", class {lost} has none left"
+        return (
+            f"val loss: {self.loss:.4f}, accuracy on val: {self.top1:.2f} % of {images} images"
+            f"{lost}, top-5: {self.top5:.2f} %"
+        )
 
 
 def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:

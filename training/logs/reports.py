@@ -264,11 +264,7 @@ class Reports:
             "val_top5": result.top5,
             "val_images": result.images,
         }
-        line = (
-            f"epoch {epoch} step {step}, val loss: {result.loss:.4f}, "
-            f"accuracy on val: {result.top1:.2f} % of {result.images:,} images, "
-            f"top-5: {result.top5:.2f} %"
-        )
+        line = f"epoch {epoch} step {step}, {result}"
         if of_ema:
             record["ema_val_loss"], record["ema_val_top1"] = of_ema.loss, of_ema.top1
             record["ema_val_top5"] = of_ema.top5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from training.logs.bad_images import TRAIN
 from training.logs.reports import Interval
 from training.options.config import LogConfig
 from training.session import Session
@@ -41,7 +42,7 @@ class StepLog:
             pace = None if is_first else self._interval
             values = session.backend.read(outcome._asdict())
             session.reports.log(step, epoch + 1, lr, pace, values)
-            session.bad_images.collect([self._batches.loader])
+            session.bad_images.collect(TRAIN, self._batches.loader, session.reports.say)
             if is_first:
                 events.first_step(self._interval.seconds())
             else:

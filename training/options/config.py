@@ -126,6 +126,12 @@ class CheckpointConfig:
         kind=count,
         instead_of=("resume",),
     )
+    restart_epoch: bool = flag(
+        False,
+        "if a checkpoint was written in mid-epoch and the order of the images is another now "
+        "(--seed, --aug_repeats, --buckets, the number of training images, ...), begin that epoch "
+        "anew; from then on it resumes as ever (default: such a checkpoint is refused)",
+    )
     init_from: str | None = flag(
         None,
         "begin new training with these weights: a checkpoint, a run's --ckpt_dir, or a file of "
