@@ -146,6 +146,16 @@ def test_policies_that_cannot_be_drawn():
 # -- repeated augmentation ------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("devices", "one_in"), [(1, 48), (2, 48), (8, None)])
+def test_how_often_mixup_would_pair_an_image_with_itself(devices, one_in):
+    """As docs/augmentation.md says: images of a device are paired from both ends."""
+    sampler = GlobalBatchSampler(6400, 64, shuffle=True, repeats=3)
+    images = torch.tensor([[index for _, index in batch] for batch in sampler])
+    of_devices = images[:99].view(-1, 64 // devices)  # after three batches places are the same
+    paired = int((of_devices == of_devices.flip(1)).sum())
+    assert paired == (99 * 64 // one_in if one_in else 0)
+
+
 @pytest.mark.parametrize(("repeats", "batch_size"), [(3, 12), (3, 8), (2, 20), (1, 10)])
 def test_repeats_are_timms(repeats, batch_size):
     """Which images, and how often, each global batch has: as timm's sampler on 4 processes."""
@@ -257,6 +267,7 @@ def test_pictures_that_cannot_be_drawn(capsys, tmp_path):
         ("--fake_data --aa 3a", "--aa 3a does nothing with --data_source fake: drop it"),
         ("--data_source mosaics --reprob 0.25", "--reprob 0.25 does nothing with"),
         ("--data_source volumes --vflip 0.5", "--vflip 0.5 does nothing with"),
+        ("--aug_repeats 17 --batch_size 16", "--aug_repeats 17 is more than --batch_size 16: an"),
         ("--fake_data --repeated_aug 3", "--aug_repeats 3 does nothing with"),
         ("--color_jitter 0.4 0.4", "--color_jitter takes one number, three"),
         ("--color_jitter 0 0 0 0.6", "--color_jitter: the hue, 0.6, must be at most 0.5"),

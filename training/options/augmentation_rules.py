@@ -21,6 +21,11 @@ def check_augmentations(data: DataConfig) -> None:
             raise UsageError(
                 f"{flags[name].typed(value)} does nothing with --data_source {source}: drop it"
             )
+    if data.aug_repeats > data.batch_size:
+        raise UsageError(
+            f"--aug_repeats {data.aug_repeats} is more than --batch_size {data.batch_size}: an "
+            "image is to be so many times in one batch"
+        )
     jitter = data.jitter_of_each
     if len(jitter) not in (3, 4):
         raise UsageError(
