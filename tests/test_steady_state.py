@@ -46,9 +46,10 @@ def test_counters(flags, devices, graphs, tmp_path):
     assert "new compilation" not in result.stdout
 
 
-def test_the_first_step_is_like_all_others(tmp_path):
+@pytest.mark.parametrize("flags", ["--model_ema", "--optimizer muon --layer_decay 0.5"])
+def test_the_first_step_is_like_all_others(flags, tmp_path):
     """Parameters are updated group after group, not in the model's order; nothing compiles anew."""
-    flags = "--xla_fsdp nested --no_decay norms --grad_accum_steps 2 --model_ema --max_steps 3"
+    flags += " --xla_fsdp nested --no_decay norms --grad_accum_steps 2 --max_steps 3"
     assert len(set(train_tiny(tmp_path, *flags.split()).column("compilations"))) == 1
 
 

@@ -34,7 +34,8 @@ def parameter_groups(
 
     A parameter comes with the updates of those of the plain model that it holds: several of stacked
     blocks, whose "lr_scale" is then a tensor on the device, which ``constant`` puts there, with an
-    entry for each; none if it does not train. "lr_scale" is None where nothing is scaled.
+    entry for each; none if it does not train. "lr_scale" is None where nothing is scaled. The
+    groups are in the order in which a step updates them: Muon's first.
     """
     groups: dict[tuple, dict[str, Any]] = {}
     for parameter, updates in parameters:
@@ -54,7 +55,7 @@ def parameter_groups(
                 "lr_scale": None if is_one and scales[0] == 1 else constant(scale),
             }
         groups[kind]["params"].append(parameter)
-    return list(groups.values())
+    return sorted(groups.values(), key=lambda group: group["rule"] != "muon")
 
 
 def build_optimizer(
