@@ -111,6 +111,8 @@ def print_models(pattern: str) -> int:
     found = list_models(pattern)
     for model in found:
         told = f"{model.parameters:>18,} parameters" if model.parameters else model.refused or ""
+        if model.no_tensor_parallel:
+            told += f", no --mesh_tensor: {model.no_tensor_parallel}"
         print(f"{model.name:<60} {told}".rstrip())
     return 0 if found else 1
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from timm.layers import Attention, DropPath, Mlp
-from timm.models.vision_transformer import Block
+from timm.layers import Attention, AttentionRope, DropPath, GluMlp, Mlp, SwiGLU
+from timm.models.eva import EvaAttention, EvaBlock, EvaBlockPostNorm
+from timm.models.vision_transformer import Block, ResPostBlock
 from torch import nn
 
 Made = dict[str, Any]
@@ -56,32 +57,68 @@ def _settings(block: nn.Module) -> Made:
     return found
 
 
-# -- timm's plain block: norm, attention, norm, MLP ------------------------------------
+# -- what is sharded of a block's work, and how ----------------------------------------
 
-PLAIN_BLOCK: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"), ("width",)),
-    "attn.qkv.weight": ("heads", "width"),
-    "attn.qkv.bias": ("heads",),
-    **dict.fromkeys(("attn.q_norm.weight", "attn.q_norm.bias"), ("head",)),
-    **dict.fromkeys(("attn.k_norm.weight", "attn.k_norm.bias"), ("head",)),
-    "attn.norm.weight": ("heads",),
-    "attn.norm.bias": ("heads",),
+FOLDED = {"qkv": 3, "glu": 2}
+"""Dimensions of a parameter that timm folds into the one behind them, with their sizes: queries,
+keys and values; what a gated MLP multiplies."""
+
+_PROJECTIONS = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
+_WIDENING = ("mlp.fc1", "mlp.fc1_g", "mlp.fc1_x")
+_OF_WIDTH = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "ls1.gamma", "ls2.gamma")
+_OF_HEAD = ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
+
+_DIMENSIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*_OF_WIDTH, "gamma_1", "gamma_2"), ("width",)),
+    "attn.qkv.weight": ("qkv", "heads", "width"),
+    "attn.qkv.bias": ("qkv", "heads"),
+    **{f"{name}.weight": ("heads", "width") for name in _PROJECTIONS},
+    **{f"{name}.bias": ("heads",) for name in _PROJECTIONS},
+    **dict.fromkeys(("attn.q_bias", "attn.v_bias"), ("heads",)),
+    **{f"attn.{name}": ("head",) for name in _OF_HEAD},
+    **dict.fromkeys(("attn.norm.weight", "attn.norm.bias"), ("heads",)),
     "attn.proj.weight": ("width", "heads"),
     "attn.proj.bias": ("width",),
-    "mlp.fc1.weight": ("hidden", "width"),
-    "mlp.fc1.bias": ("hidden",),
-    "mlp.norm.weight": ("hidden",),
-    "mlp.norm.bias": ("hidden",),
+    **{f"{name}.weight": ("hidden", "width") for name in _WIDENING},
+    **{f"{name}.bias": ("hidden",) for name in _WIDENING},
+    **dict.fromkeys(("mlp.norm.weight", "mlp.norm.bias"), ("hidden",)),
     "mlp.fc2.weight": ("width", "hidden"),
     "mlp.fc2.bias": ("width",),
-    "ls1.gamma": ("width",),
-    "ls2.gamma": ("width",),
 }
-"""What the dimensions of each parameter are. Those of qkv hold the heads of queries, then those
-of keys, then those of values."""
+_GATED: dict[str, tuple[str, ...]] = {
+    "mlp.fc1.weight": ("glu", "hidden", "width"),
+    "mlp.fc1.bias": ("glu", "hidden"),
+}
+"""The same where one layer makes both of what the MLP multiplies."""
 
 
-def why_not_plain(block: nn.Module) -> str | None:
+def dimensions(block: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the kinds of the dimensions of each parameter, see ``ModelSpec.block_dimensions``."""
+    known = _DIMENSIONS | (_GATED if isinstance(block.mlp, GluMlp) else {})
+    return {name: known[name] for name, _ in block.named_parameters()}
+
+
+def why_no_tensor_parallel(block: nn.Module) -> str | None:
+    """Return why ``block`` has no heads and MLP columns to shard, in a line that begins with "its",
+    or None."""
+    if type(block) not in (Block, ResPostBlock, EvaBlock, EvaBlockPostNorm):
+        return f"its blocks are of timm's {type(block).__name__}"
+    attention, mlp = block.attn, block.mlp
+    if type(attention) not in (Attention, AttentionRope, EvaAttention):
+        return f"its attention is timm's {type(attention).__name__}"
+    if getattr(attention, "gate", None) is not None:
+        return "its attention has a gate"
+    if getattr(attention, "num_kv_groups", 1) > 1:
+        return "its attention has fewer heads of keys than of queries"
+    if type(mlp) not in (Mlp, GluMlp, SwiGLU):
+        return f"its MLP is timm's {type(mlp).__name__}"
+    return None
+
+
+# -- what TransformerEngine's layer may stand for --------------------------------------
+
+
+def _why_not_plain(block: nn.Module) -> str | None:
     """Return why ``block`` is not timm's plain one, in a line that begins with "its", or None."""
     if type(block) is not Block:
         return f"its blocks are of timm's {type(block).__name__}, not Block"
@@ -99,7 +136,7 @@ def why_no_transformer_engine(block: nn.Module) -> str | None:
 
     GELU and its tanh approximation, which is all that it has, count as the same.
     """
-    reason = why_not_plain(block)
+    reason = _why_not_plain(block)
     if reason:
         return reason
     assert isinstance(block, Block)

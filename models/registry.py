@@ -41,6 +41,8 @@ class ListedModel:
     """How many it has; None if it was not counted."""
     refused: str | None = None
     """Why ``open_model`` refuses it, if that was tried."""
+    no_tensor_parallel: str | None = None
+    """Why its blocks have no tensor parallelism; None if they have, or if it was not counted."""
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
@@ -92,9 +94,14 @@ def list_models(pattern: str | None = None) -> list[ListedModel]:
 
 def _counted(name: str) -> ListedModel:
     try:
-        return ListedModel(name, parameters=open_model(name, {}).parameter_count)
+        spec = open_model(name, {})
     except ModelError as error:
         return ListedModel(name, refused=str(error))
+    return ListedModel(
+        name,
+        parameters=spec.parameter_count,
+        no_tensor_parallel=spec.why_no_tensor_parallel(),
+    )
 
 
 def _matches(name: str, pattern: str | None) -> bool:

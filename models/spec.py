@@ -146,18 +146,18 @@ class ModelSpec(abc.ABC):
     # -- for all families -------------------------------------------------------------
 
     def block_dimensions(self) -> dict[str, tuple[str, ...]]:
-        """Return what the dimensions of each parameter of a block are, by its name there.
+        """Return the kinds of the dimensions of each parameter of a block, by its name there.
 
         "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of
-        the MLP). Empty where ``why_no_tensor_parallel`` has a reason.
+        the MLP), which says how they are sharded (``training.mesh.LIES_ALONG``). A dimension of
+        ``models.blocks.FOLDED`` is folded into the next one: the parameter has one fewer than its
+        kinds. Empty where ``why_no_tensor_parallel`` has a reason.
         """
-        if self.why_no_tensor_parallel():
-            return {}
-        return {name: blocks.PLAIN_BLOCK[name] for name, _ in self._block.named_parameters()}
+        return {} if self.why_no_tensor_parallel() else blocks.dimensions(self._block)
 
     def why_no_tensor_parallel(self) -> str | None:
         """Return why blocks cannot compute with parts of their heads and MLP; None if they can."""
-        return blocks.why_not_plain(self._block)
+        return blocks.why_no_tensor_parallel(self._block)
 
     def why_no_transformer_engine(self) -> str | None:
         """Return why TransformerEngine's layer cannot stand for a block; None if it can."""

@@ -71,8 +71,6 @@ def test_as_on_whole_images(devices, flags, how, tmp_path):
 @pytest.mark.parametrize(("model", "sharded"), [*itertools.product(MODELS, SHARDED)])
 def test_every_model_on_every_mesh(model, sharded, tmp_path):
     devices, how = SHARDED[sharded]
-    if model in ("DINOv3", "RoPE, mixed") and "tensor" in how:
-        pytest.skip("blocks of timm's Eva are not sharded over --mesh_tensor")
     flags = f"{MODELS[model]} --grad_accum_steps 2"
     assert_like_whole(train(tmp_path, devices, flags, how), whole(flags))
 

@@ -10,7 +10,7 @@ import torch
 from models.meta import cast_buffers, fill_buffers
 from models.registry import ModelError, list_models, open_model
 from tests.filled import SMALL, filled
-from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS
+from xla_fsdp.sharding.tensor_parallel import packed_parts, tensor_dims
 
 FAMILIES = {
     "plain": "vit_base_patch16_224",
@@ -274,14 +274,9 @@ def test_settings_that_differ():
     assert spec.differs_from({}) is None  # written by a program that kept less
 
 
-def test_what_may_take_the_place_of_a_plain_block():
+def test_what_transformer_engine_may_compute():
     plain = open_model("vit_10b", SMALL | {"qk_norm": True, "init_values": 0.1})
-    assert plain.why_no_tensor_parallel() is None
     assert plain.why_no_transformer_engine() == "it has layer scale (<init_values>)"
-    dimensions = plain.block_dimensions()
-    assert dimensions["attn.proj.weight"] == ("width", "heads")
-    assert dimensions.keys() == dict(plain.meta.blocks[0].named_parameters()).keys()
-    assert {n for n, d in dimensions.items() if {"heads", "hidden"} & set(d)} <= TENSOR_DIMS.keys()
     for family, reason in {
         "SigLIP": None,
         "CLIP": "its activation is not GELU",
@@ -290,6 +285,37 @@ def test_what_may_take_the_place_of_a_plain_block():
         "DINOv3": "its blocks are of timm's EvaBlock, not Block",
     }.items():
         assert small(family).why_no_transformer_engine() == reason
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dimensions_of_a_block(family):
+    """What "tensor" shards is each parameter whose size follows the heads, or the MLP's width."""
+    more = {"qk_norm": True, "scale_attn_norm": True, "init_values": 0.1}
+    spec = small(family, **more if family == "plain" else {})
+    dimensions = spec.block_dimensions()
+    refused = {
+        "parallel branches": "its blocks are of timm's ParallelThingsBlock",
+        "parallel MLP": "its blocks are of timm's ParallelScalingBlock",
+        "differential": "its attention is timm's DiffAttention",
+        "differential, parallel MLP": "its blocks are of timm's DiffParallelScalingBlock",
+    }
+    assert spec.why_no_tensor_parallel() == refused.get(family)
+    if family in refused:
+        assert dimensions == {}
+        return
+    block, dims, parts = spec.meta.blocks[0], tensor_dims(dimensions), packed_parts(dimensions)
+    shapes = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
+    assert dimensions.keys() == shapes.keys()
+    for name, shape in shapes.items():
+        sizes = (parts[name], shape[0] // parts[name], *shape[1:]) if name in parts else shape
+        wide = {"heads": SMALL["embed_dim"], "hidden": spec.sizes.hidden}
+        assert len(dimensions[name]) == len(sizes)
+        for kind, size in zip(dimensions[name], sizes, strict=True):
+            assert size == wide.get(kind, size)
+        of_width = name in ("attn.proj.bias", "mlp.fc2.bias")
+        of_width |= not name.startswith(("attn.", "mlp."))
+        of_head = name.startswith(("attn.q_norm", "attn.k_norm"))
+        assert (name in dims) != (of_width or of_head)
 
 
 def test_list():

@@ -21,8 +21,9 @@ from tests.usage_error import told_in_one_line
 from training.validation import wanted_images
 
 STEPS = 2
+SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "num_heads": 2, "depth": 2}
 SMALL = (
-    "--image_size 16 --patch_size 4 --embed_dim 32 --num_heads 2 --num_blocks 2 --num_classes 10 "
+    "--image_size 16 --patch_size 4 --embed_dim 48 --num_heads 2 --num_blocks 2 --num_classes 10 "
     f"--max_steps {STEPS} --warmup_steps 0 --lr 1e-3 --scale 0.8 1"
 ).split()
 FAMILIES = {
@@ -38,17 +39,28 @@ FAMILIES = {
 FORMS = {
     "scanned": (1, "--cpu_devices 2"),
     "unrolled": (1, "--cpu_devices 2 --no_grad_ckpt --no-scan_blocks"),
+    "tensor": (1, "--cpu_devices 4 --mesh_tensor 2"),
     "scanned, kept": (1, "--cpu_devices 2 --no_grad_ckpt"),
     "nested": (1, "--xla_fsdp nested"),
     "fsdp2": (2, "--backend cuda"),
     "megatron": (2, "--backend cuda --fsdp megatron --meta_init"),
 }
-CASES = [("DINOv3", "scanned", "bf16"), ("EVA02", "fsdp2", "fp32")]
+CASES = [
+    ("DINOv3", "scanned", "bf16"),
+    ("DINOv3, SwiGLU", "tensor", "fp32"),
+    ("EVA02", "fsdp2", "fp32"),
+]
+
+
+def layer_scale(family):
+    """A layer scale by which blocks count: DINOv3's own is 1e-5."""
+    return {"init_values": 0.5} if "DINOv3" in family else {}
 
 
 def train(folder, family, form, precision):
     processes, flags = FORMS[form]
     given = [*SMALL, "--model", f"timm/{FAMILIES[family]}", *flags.split()]
+    given += [f"--{name}={value}" for name, value in layer_scale(family).items()]
     given += ["--precision", precision]
     if "cuda" not in flags:
         return train_tiny(folder, *given)
@@ -60,10 +72,11 @@ def plain(family, precision):
     """Losses of timm's model by timm's own name and PyTorch's AdamW, under autocast for bf16."""
     name = FAMILIES[family]
     source = ["--data_dir", str(DIGITS), "--hflip", "0"]
-    run = on_xla([*source, *TINY_RUN, *SMALL, "--model", f"timm/{name}"])
+    scale = layer_scale(family)
+    flags = [f"--{key}={value}" for key, value in scale.items()]
+    run = on_xla([*source, *TINY_RUN, *SMALL, "--model", f"timm/{name}", *flags])
     how = run.config.optimizer
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "num_heads": 2, "depth": 2}
-    model = timm.create_model(name, num_classes=10, **sizes)
+    model = timm.create_model(name, num_classes=10, **SIZES, **scale)
     model.load_state_dict(filled(run.model, run.config.seed).state_dict(), strict=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
     loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, Share())
@@ -94,8 +107,7 @@ def test_run_of_a_family(family, form, precision, tmp_path):
         return
     # The checkpoint is timm's state dict: it loads strictly into timm's own model.
     weights = convert(result.ckpt_dir / f"step_{STEPS}", tmp_path / "plain.pt")["model"]
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "num_heads": 2, "depth": 2}
-    timm.create_model(FAMILIES[family], num_classes=10, **sizes).load_state_dict(weights)
+    timm.create_model(FAMILIES[family], num_classes=10, **SIZES).load_state_dict(weights)
 
 
 @pytest.mark.long
@@ -117,8 +129,12 @@ def test_every_family_on_every_form(family, form, precision, tmp_path):
             "is not a multiple of --patch_size 5",
         ),
         (
-            "--model timm/vit_small_patch16_dinov3 --cpu_devices 2 --mesh_tensor 2",
-            "--mesh_tensor 2 does not go with --model timm/vit_small_patch16_dinov3: its blocks",
+            "--model timm/vit_base_patch16_xp_224 --cpu_devices 2 --mesh_tensor 2",
+            "--mesh_tensor 2 does not go with --model timm/vit_base_patch16_xp_224: its blocks",
+        ),
+        (
+            "--model timm/vit_small_patch16_dinov3 --cpu_devices 4 --mesh_tensor 4",
+            "--mesh_tensor 4 does not divide --num_heads 6",
         ),
         (
             "--model timm/vit_small_patch16_dinov3 --backend cuda --block te",
@@ -141,4 +157,10 @@ def test_list_of_models():
         model = timm.create_model("vit_7b_patch16_dinov3", num_classes=1000)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert seven[1:] == [f"{count:,}", "parameters"]
+    (told,) = run_program(
+        "run_vit_training.py", "--list_models", "vit_large_patch14_xp"
+    ).stdout.splitlines()
+    assert told.endswith(
+        "parameters, no --mesh_tensor: its blocks are of timm's ParallelScalingBlock"
+    )
     assert run_program("run_vit_training.py", "--list_models", "nothing_like_it").returncode == 1

@@ -25,6 +25,8 @@ LIES_ALONG: dict[str, Axes] = {
     "head": (),
     "heads": ("tensor",),
     "hidden": ("tensor",),
+    "qkv": (),
+    "glu": (),
 }
 """The axes that each kind of dimension lies along: of activations, and of weights while a block
 computes with them. Which kinds a model's weights have, ``ModelSpec.block_dimensions`` says by

@@ -44,9 +44,9 @@ from xla_fsdp.sharding.placement import (
     on_host,
     partition_spec,
 )
-from xla_fsdp.sharding.plain_names import device_part, is_stacked, plain_values
+from xla_fsdp.sharding.plain_names import device_part, is_stacked, name_in_block, plain_values
 from xla_fsdp.sharding.root import compute_with_whole
-from xla_fsdp.sharding.tensor_parallel import TENSOR_DIMS, Marks, is_packed, shard_block
+from xla_fsdp.sharding.tensor_parallel import Marks, packed_parts, shard_block, tensor_dims
 from xla_fsdp.sharding.whole_matrices import Momenta, Orthogonalize, distributed
 from xla_fsdp.xla_backend import XlaBackend
 
@@ -71,6 +71,8 @@ class SpmdBackend(XlaBackend):
         self._specs: dict[torch.Tensor, Spec] = {}
         self._kept = kept_by(self._sharding.grad_ckpt if self._scans else "full")
         self._in_int8: set[str] = set()
+        dimensions = run.model.block_dimensions() if self._shape.tensor > 1 else {}
+        self._tensor_dims, self._packed = tensor_dims(dimensions), packed_parts(dimensions)
 
     def _device_order(self) -> list[int]:
         return device_order(self._shape)
@@ -104,7 +106,7 @@ class SpmdBackend(XlaBackend):
         if self._scans:
             return self._stack_block(model, name, block)
         self._adapt(block)
-        self._place(block, TENSOR_DIMS)
+        self._place(block, self._tensor_dims)
         if self._shape.domain > 1 and self._shape.tensor == 1:
             compute_with_whole(block, self._whole_in_root)
         self._choose_attention(block)
@@ -211,7 +213,7 @@ class SpmdBackend(XlaBackend):
     def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name in self._in_int8:
             return weight  # the product rounds and gathers it
-        whole = self._shape.gathered_spec(weight.shape, TENSOR_DIMS.get(name))
+        whole = self._shape.gathered_spec(weight.shape, self._tensor_dims.get(name))
         lower = self._sharding.precision == "bf16" and weight.dim() > 1
         used = torch.bfloat16 if lower else weight.dtype
         how = gather_in_fp8 if self._own.gather_dtype == "fp8" and weight.dim() > 1 else gather
@@ -253,7 +255,7 @@ class SpmdBackend(XlaBackend):
             module.get_submodule(owner)._parameters[key] = placed
 
     def _block_spec(self, name: str, parameter: torch.Tensor) -> Spec:
-        return self._spec(parameter.shape, TENSOR_DIMS.get(name))
+        return self._spec(parameter.shape, self._tensor_dims.get(name))
 
     def _spec(self, shape: torch.Size, tensor_dim: int | None) -> Spec:
         if self._sharding.run_without_fsdp:
@@ -300,7 +302,8 @@ class SpmdBackend(XlaBackend):
         if int8:
             self._in_int8 = linear_weights(block)
         if self._shape.tensor > 1:
-            shard_block(block, replace(self._tensor_marks(parts), int8=int8), self._kept)
+            marks = replace(self._tensor_marks(parts), int8=int8)
+            shard_block(block, marks, self._kept, self._packed)
         elif self._scans:
             multiply_unfolded(block, kept=self._kept, parts=parts, int8=int8)
         elif self._shape.domain > 1:
@@ -318,7 +321,7 @@ class SpmdBackend(XlaBackend):
 
     def _int8_marks(self, name: str) -> Int8Marks:
         """Return how numbers of a weight of a block are marked."""
-        dim, whole = TENSOR_DIMS.get(name), self._shape.gathered_spec
+        dim, whole = self._tensor_dims.get(name), self._shape.gathered_spec
         return int8_marks(lambda n: self._spec(n, dim), lambda n: whole(n, dim), self._mark)
 
     def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
@@ -377,11 +380,12 @@ class SpmdBackend(XlaBackend):
 
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         value = on_host(tensor)
-        packed = isinstance(value, ShardedTensor) and self._packed(name)
+        packed = isinstance(value, ShardedTensor) and self._parts(name) > 0
         return plain_values(name, value, packed=packed)
 
-    def _packed(self, name: str) -> bool:
-        return self._shape.tensor > 1 and name.startswith("blocks.") and is_packed(name)
+    def _parts(self, name: str) -> int:
+        """Return how many parts a parameter is packed of here, 0 if it is as in the plain model."""
+        return self._packed.get(name_in_block(name) or "", 0)
 
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         stacked = is_stacked(name) and tensor.dim() > 0  # AdamW's step is one for all blocks
@@ -395,6 +399,6 @@ class SpmdBackend(XlaBackend):
         target = xs.XLAShardedTensor(tensor.detach())
         shards: list[xs.XLAShard] = target.local_shards
         for shard in shards:
-            offsets = tuple(index.start for index in shard.indices)
-            shard.data = device_part(sharded, offsets, stacked=stacked, packed=self._packed(name))
+            indices, packed = shard.indices, self._parts(name)
+            shard.data = device_part(sharded, indices, stacked=stacked, packed=packed)
         target.load_local_shards_(shards)

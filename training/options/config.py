@@ -340,7 +340,8 @@ class ShardingConfig:
     mesh_tensor: int = flag(
         1,
         "devices that attention heads and MLP columns of each block are sharded over, for the "
-        "same images (tensor parallel); on XLA with SPMD",
+        "same images (tensor parallel); on XLA with SPMD; must divide the heads and the MLP's "
+        "width; not for parallel blocks and differential attention (--list_models)",
         kind=positive,
         metavar="N",
         common=True,

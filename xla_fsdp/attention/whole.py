@@ -11,9 +11,10 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, apply_rot_embed_cat
 from torch import nn
 
 from models.attention_product import attentions, use_product
@@ -21,6 +22,9 @@ from xla_fsdp.attention.flash import Shards
 from xla_fsdp.attention.kernels import Kernel
 from xla_fsdp.attention.whole_kernels import Whole, backward_kernel, forward_kernel
 from xla_fsdp.kept import KeptInput
+
+Qkv = torch.Tensor | Sequence[torch.Tensor]
+"""Queries, keys and values: in one tensor, or each in its own."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def _forward_unfolded(
     if attn_mask is not None or is_causal:
         raise NotImplementedError("attention has no mask here")
     gate = attn.gate(x).sigmoid() if attn.gate is not None else None
-    y = attn.norm(of_packed(attn, attn.qkv(x), how))
+    y = attn.norm(of_layers(attn, attn.qkv(x), how=how))
     return attn.proj_drop(attn.proj(y if gate is None else y * gate))
 
 
@@ -70,23 +74,42 @@ def attention(
     return output.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def of_packed(attn: Attention, qkv: torch.Tensor, how: How) -> torch.Tensor:
-    """Compute the product of timm's attention of queries, keys and values in one tensor.
-
-    It is (batch, tokens, 3 x heads x width) or (batch, tokens, 3, heads x width).
-    """
-    if isinstance(attn.q_norm, nn.Identity) and isinstance(attn.k_norm, nn.Identity):
+def of_layers(attn: Any, qkv: Qkv, rope: torch.Tensor | None = None, *, how: How) -> torch.Tensor:
+    """Compute the product of timm's attention of what its layers make, with rotary embedding or
+    without; see ``queries_keys_values``."""
+    as_they_are = rope is None and isinstance(attn.q_norm, nn.Identity)
+    if as_they_are and isinstance(qkv, torch.Tensor):
         return _merged(attn.num_heads, how, qkv)
-    return _merged(attn.num_heads, how, *(x.flatten(2) for x in normalised(attn, qkv)))
+    parts = (x.flatten(2) for x in queries_keys_values(attn, qkv, rope))
+    return _merged(attn.num_heads, how, *parts)
 
 
-def normalised(
-    attn: Attention, qkv: torch.Tensor
+def queries_keys_values(
+    attn: Any, qkv: Qkv, rope: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values of one tensor, each (batch, tokens, heads, width)."""
-    parts = qkv.chunk(3, -1) if qkv.dim() == 3 else qkv.unbind(2)
-    q, k, v = (part.unflatten(2, (attn.num_heads, -1)) for part in parts)
-    return attn.q_norm(q), attn.k_norm(k), v
+    """Return queries, keys and values, (batch, tokens, heads, width), normalised and rotated.
+
+    ``qkv`` are the three, (batch, tokens, heads x width), or all in one, side by side or as
+    (batch, tokens, 3, heads x width).
+    """
+    if isinstance(qkv, torch.Tensor):
+        qkv = qkv.chunk(3, -1) if qkv.dim() == 3 else qkv.unbind(2)
+    q, k, v = (part.unflatten(2, (attn.num_heads, -1)) for part in qkv)
+    q, k = attn.q_norm(q), attn.k_norm(k)
+    if rope is not None:
+        q, k = (_rotated(attn, x, rope).type_as(v) for x in (q, k))
+    return q, k, v
+
+
+def _rotated(attn: Any, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotate (batch, tokens, heads, width) as timm does, but for class and register tokens.
+
+    ``rope`` is (patches, 2 x width), and before these may have heads, and images before heads.
+    """
+    rope = rope.unsqueeze(1) if rope.dim() == 2 else rope.transpose(-2, -3)
+    prefix, patches = x.tensor_split([attn.num_prefix_tokens], 1)
+    rotated = apply_rot_embed_cat(patches, rope, half=attn.rotate_half)
+    return torch.cat([prefix, rotated], 1)
 
 
 def _merged(heads: int, how: How, *given: torch.Tensor) -> torch.Tensor:

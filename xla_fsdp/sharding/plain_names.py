@@ -1,6 +1,6 @@
 """From tensors as they lie on the devices to those of the plain model and back, for checkpoints.
 
-On the devices blocks may be stacked, (depth, ...), and qkv may be packed, (3, rows, ...).
+On the devices blocks may be stacked, (depth, ...), and parameters packed, (parts, rows, ...).
 """
 
 from __future__ import annotations
@@ -8,13 +8,18 @@ from __future__ import annotations
 import torch
 
 from training.checkpoints.shards import Chunk, ShardedTensor
-from xla_fsdp.sharding.tensor_parallel import QKV
 
 _STACKED = "blocks.block."
 
 
 def is_stacked(name: str) -> bool:
     return name.startswith(_STACKED)
+
+
+def name_in_block(name: str) -> str | None:
+    """Return the name that a parameter has in its block; None if it is in none."""
+    blocks, _, rest = name.partition(".")
+    return rest.partition(".")[2] if blocks == "blocks" else None
 
 
 def plain_names(name: str, depth: int) -> list[str]:
@@ -48,30 +53,39 @@ def plain_values(name: str, value: torch.Tensor, *, packed: bool) -> dict[str, t
 
 
 def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
-    """Return (..., 3, rows, ...) as (..., 3 * rows, ...): a chunk becomes one each of q, k, v."""
+    """Return (..., parts, rows, ...) as (..., parts * rows, ...): a chunk becomes one a part."""
     before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
     chunks = [
         Chunk(
-            (*c.offsets[:dim], i * rows + c.offsets[dim + 1], *c.offsets[dim + 2 :]),
-            c.data.select(dim, i),
+            (
+                *c.offsets[:dim],
+                (c.offsets[dim] + i) * rows + c.offsets[dim + 1],
+                *c.offsets[dim + 2 :],
+            ),
+            part,
         )
         for c in value.chunks
-        for i in range(count)
+        for i, part in enumerate(c.data.unbind(dim))
     ]
     return ShardedTensor((*before, count * rows, *after), value.dtype, chunks)
 
 
 def device_part(
-    saved: list[ShardedTensor], offsets: tuple[int, ...], *, stacked: bool, packed: bool
+    saved: list[ShardedTensor], indices: tuple[slice, ...], *, stacked: bool, packed: int
 ) -> torch.Tensor:
-    """Put together what lies at ``offsets`` on the devices from what ``plain_values`` gave."""
-    offsets = offsets[1:] if stacked else offsets
+    """Put together what lies at ``indices`` on the devices from what ``plain_values`` gave.
+
+    ``packed``: how many parts the parameter is packed of, 0 if it is not.
+    """
+    indices = indices[1:] if stacked else indices
+    offsets = tuple(index.start for index in indices)
     blocks = []
     for value in saved:
         data = {chunk.offsets: chunk.data for chunk in value.chunks}
         if packed:
-            rows = value.shape[0] // QKV
-            parts = [data[i * rows + offsets[1], *offsets[2:]] for i in range(QKV)]
+            rows = value.shape[0] // packed
+            here = range(indices[0].start, indices[0].stop)
+            parts = [data[i * rows + offsets[1], *offsets[2:]] for i in here]
             blocks.append(torch.stack(parts))
         else:
             blocks.append(data[offsets])

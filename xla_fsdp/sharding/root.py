@@ -20,7 +20,8 @@ class _Forward(nn.Module):
 def compute_with_whole(
     model: nn.Module, whole: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Let the model compute with embeddings, and vectors outside of blocks, as ``whole`` has them.
+    """Let the model compute with all that is small outside of blocks as ``whole`` has it: vectors,
+    and what is no weight of a layer, such as embeddings.
 
     Of a block: with its vectors.
 
@@ -29,12 +30,14 @@ def compute_with_whole(
     whole tensor ("Involuntary full rematerialization").
     """
     run = _Forward(model)
+    layers = (nn.Linear, nn.Conv2d, nn.Conv3d)
+    large = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, layers)}
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         small = {
             f"model.{name}": whole(name, parameter)
             for name, parameter in model.named_parameters()
-            if not name.startswith("blocks.") and (parameter.dim() == 1 or "." not in name)
+            if not name.startswith("blocks.") and name not in large
         }
         return torch.func.functional_call(run, small, args, kwargs)
 

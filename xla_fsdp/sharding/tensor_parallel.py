@@ -8,35 +8,44 @@ half of a block gathers its input and scatters the sum of its output.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
-from models.blocks import PLAIN_BLOCK
+from models.blocks import FOLDED
 from training.mesh import LIES_ALONG
 from xla_fsdp.attention.of_heads import HeadsAttention
+from xla_fsdp.attention.whole import Qkv
 from xla_fsdp.int8 import Int8Marks
 from xla_fsdp.kept import KeptInput
 from xla_fsdp.products import add_bias, product
 from xla_fsdp.sharding.marks import Mark
 
-QKV = 3
-_PACKED = ("attn.qkv.weight", "attn.qkv.bias")
-
-TENSOR_DIMS = {
-    name: index + (name in _PACKED)  # packed, they have one more in front
-    for name, dimensions in PLAIN_BLOCK.items()
-    for index, dimension in enumerate(dimensions)
-    if "tensor" in LIES_ALONG.get(dimension, ())
-}
-"""By the parameter's name in its block, the dimension that "tensor" shards; no other is."""
+Dimensions = Mapping[str, tuple[str, ...]]
+"""The kinds of the dimensions of a block's parameters, see ``ModelSpec.block_dimensions``."""
 
 
-def is_packed(name: str) -> bool:
-    """Tell whether the parameter is one that ``shard_block`` keeps as (3, rows, ...)."""
-    return name.endswith(_PACKED)
+def tensor_dims(dimensions: Dimensions) -> dict[str, int]:
+    """Return, by the parameter's name, the dimension that "tensor" shards; no other is.
+
+    It is that of the parameter as ``shard_block`` keeps it.
+    """
+    return {
+        name: index
+        for name, kinds in dimensions.items()
+        for index, kind in enumerate(kinds)
+        if "tensor" in LIES_ALONG[kind]
+    }
+
+
+def packed_parts(dimensions: Dimensions) -> dict[str, int]:
+    """Return the parameters that ``shard_block`` keeps as (parts, rows, ...), and how many parts
+    each has."""
+    return {name: FOLDED[kinds[0]] for name, kinds in dimensions.items() if kinds[0] in FOLDED}
 
 
 @dataclass(frozen=True)
@@ -60,33 +69,61 @@ class Marks:
         return self.int8(name) if self.int8 else None
 
 
-def shard_block(block: nn.Module, marks: Marks, kept: KeptInput) -> None:
+def shard_block(block: nn.Module, marks: Marks, kept: KeptInput, packed: Mapping[str, int]) -> None:
     """Make a timm block compute with parts of its heads and of its MLP's columns.
 
-    timm's packed qkv, (3 * rows, ...), becomes (3, rows, ...): a part of the rows then holds
-    the queries, keys and values of the same heads. ``kept`` holds the results of products by
-    columns.
+    What timm packs in one layer, (parts * rows, ...), becomes (parts, rows, ...): some of the rows
+    then hold the queries, keys and values of the same heads, or both halves of a gated MLP.
+    ``kept`` holds the results of products by columns.
     """
-    qkv = block.get_submodule("attn.qkv")
-    for key, parameter in qkv._parameters.items():
-        if parameter is not None:
-            packed = parameter.detach().unflatten(0, (QKV, -1))
-            qkv._parameters[key] = nn.Parameter(packed, requires_grad=parameter.requires_grad)
+    for name, parts in packed.items():
+        layer, _, key = name.rpartition(".")
+        parameter = block.get_parameter(name)
+        values = parameter.detach().unflatten(0, (parts, -1))
+        unfolded = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        block.get_submodule(layer)._parameters[key] = unfolded
 
-    def attention(attn, x: torch.Tensor, attn_mask=None, is_causal: bool = False) -> torch.Tensor:
+    def by_columns(
+        x: torch.Tensor, linear: nn.Linear, name: str, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        equation = "bnd,ed->bne" if linear.weight.dim() == 2 else "bnd,ced->bnce"
+        widens = linear.out_features > linear.in_features
+        y = product(equation, x, linear.weight, kept, marks.of(f"{name}.weight"), widens=widens)
+        bias = linear.bias if bias is None else bias
+        return marks.columns(add_bias(y, bias, marks.parts))
+
+    def by_rows(x: torch.Tensor, linear: nn.Linear, name: str) -> torch.Tensor:
+        y = product("bne,de->bnd", x, linear.weight, int8=marks.of(f"{name}.weight"))
+        return add_bias(marks.scatter(y), linear.bias, marks.parts)
+
+    def attention(
+        attn,
+        x: torch.Tensor,
+        rope: torch.Tensor | None = None,
+        attn_mask: None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
         x = marks.gather(x)
-        qkv = product("bnd,ced->bnce", x, attn.qkv.weight, kept, marks.of("attn.qkv.weight"))
-        qkv = marks.columns(add_bias(qkv, attn.qkv.bias, marks.parts))
-        y = attn.norm(marks.columns(marks.attention(attn, qkv)))
-        return attn.proj_drop(_by_rows(y, attn.proj, "attn.proj", marks))
+        qkv: Qkv
+        if attn.qkv is not None:
+            qkv = by_columns(x, attn.qkv, "attn.qkv", _own_bias(attn))
+        else:
+            names = ("q_proj", "k_proj", "v_proj")
+            qkv = [by_columns(x, getattr(attn, name), f"attn.{name}") for name in names]
+        y = attn.norm(marks.columns(marks.attention(attn, qkv, rope)))
+        return attn.proj_drop(by_rows(y, attn.proj, "attn.proj"))
 
     def mlp(mlp, x: torch.Tensor) -> torch.Tensor:
-        x = product(
-            "bnd,ed->bne", marks.gather(x), mlp.fc1.weight, kept, marks.of("mlp.fc1.weight")
-        )
-        x = marks.columns(add_bias(x, mlp.fc1.bias, marks.parts))
-        x = mlp.norm(mlp.drop1(mlp.act(x)))
-        return mlp.drop2(_by_rows(x, mlp.fc2, "mlp.fc2", marks))
+        x = marks.gather(x)
+        if isinstance(mlp, SwiGLU):
+            gate = by_columns(x, mlp.fc1_g, "mlp.fc1_g")
+            x = mlp.act(gate) * by_columns(x, mlp.fc1_x, "mlp.fc1_x")
+        elif isinstance(mlp, GluMlp):
+            first, second = by_columns(x, mlp.fc1, "mlp.fc1").unbind(2)
+            x = first * mlp.act(second) if mlp.gate_last else mlp.act(first) * second
+        else:
+            x = mlp.act(by_columns(x, mlp.fc1, "mlp.fc1"))
+        return mlp.drop2(by_rows(mlp.norm(mlp.drop1(x)), mlp.fc2, "mlp.fc2"))
 
     # Bound methods: a deep copy of the block (the scanned one) has its own.
     for name, forward in (("attn", attention), ("mlp", mlp)):
@@ -94,7 +131,8 @@ def shard_block(block: nn.Module, marks: Marks, kept: KeptInput) -> None:
         part.forward = types.MethodType(forward, part)
 
 
-def _by_rows(x: torch.Tensor, linear: nn.Linear, name: str, marks: Marks) -> torch.Tensor:
-    y = product("bne,de->bnd", x, linear.weight, int8=marks.of(f"{name}.weight"))
-    y = marks.scatter(y)
-    return add_bias(y, linear.bias, marks.parts)
+def _own_bias(attn: Any) -> torch.Tensor | None:
+    """Return the bias of queries, keys and values that Eva's attention keeps beside its layer."""
+    if getattr(attn, "q_bias", None) is None:
+        return None
+    return torch.stack([attn.q_bias, attn.k_bias, attn.v_bias])
