@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
+from fsspec.registry import get_filesystem_class, known_implementations
 
 from data.errors import BrokenImageError, DataFolderError, reason_of
 
@@ -83,29 +86,62 @@ def tried_again(path: str, read: Callable[[], Found]) -> Found:
     return read()
 
 
+def problem_of_url(url: str) -> str | None:
+    """Return why no URL of this kind can be used; None if nothing is in the way, or for a path."""
+    return _problem_of_kind(url.partition("://")[0]) if is_url(url) else None
+
+
+@functools.cache
+def _problem_of_kind(protocol: str) -> str | None:
+    try:
+        get_filesystem_class(protocol)
+    except ValueError:
+        return f"{protocol}:// is no kind of URL that fsspec knows"
+    except ImportError as error:
+        package = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
+        if package in ("", "fsspec"):  # whose own text names the packages
+            return str(error).splitlines()[0]
+        return f"needs the package {package}: python3 -m pip install {package}"
+    return None
+
+
+def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
+    """Return the name of the bucket that a path of ``open_system`` is in, if it is not there.
+
+    Raises anything if that cannot be asked.
+    """
+    bucket = path.partition("/")[0]
+    if not bucket or is_url(path):  # no kind of storage that has buckets
+        return None
+    try:
+        system.info(bucket)
+    except FileNotFoundError:
+        return bucket
+    return None
+
+
 def open_system(path: str) -> tuple[AbstractFileSystem, str]:
     """Return fsspec's file system of a path or URL, and what it calls the path there.
 
     Raises DataFolderError for a URL of a kind that is unknown or needs a package.
     """
+    if problem := problem_of_url(path):
+        raise DataFolderError(f"{path}: {problem}")
     try:
         return url_to_fs(path)
-    except ImportError as error:
-        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-        needed = f"python3 -m pip install {cause.name}" if cause.name else str(error)
-        raise DataFolderError(f"{path} needs a package that is not installed: {needed}") from error
     except Exception as error:  # each file system raises what it likes
         raise DataFolderError(f"{path} cannot be opened: {reason_of(error)}") from error
 
 
-def subfolders(url: str) -> list[str]:
-    """Return the names of the folders in a folder, sorted; none if it is not there.
+def subfolders(url: str) -> list[str] | None:
+    """Return the names of the folders in a folder, sorted; None if it does not exist.
 
     Raises DataFolderError.
     """
-    system, path = open_system(url)
-    found = _listed(url, lambda: system.ls(path, detail=True))
-    names = {info["name"].rstrip("/") for info in found or () if info["type"] == "directory"}
+    path, found = _listed(url, lambda system, path: system.ls(path, detail=True))
+    if found is None:
+        return None
+    names = {info["name"].rstrip("/") for info in found if info["type"] == "directory"}
     return sorted(name.rpartition("/")[2] for name in names if name.strip("/") != path.strip("/"))
 
 
@@ -114,17 +150,28 @@ def find_files(folder: str) -> dict[str, dict[str, Any]]:
 
     Raises DataFolderError.
     """
-    system, path = open_system(folder)
-    found = _listed(folder, lambda: system.find(path, detail=True)) or {}
+    path, found = _listed(folder, lambda system, path: system.find(path, detail=True))
     top = f"{path.rstrip('/')}/"
-    return {name.removeprefix(top): info for name, info in found.items() if name[-1] != "/"}
+    return {name.removeprefix(top): info for name, info in (found or {}).items() if name[-1] != "/"}
 
 
-def _listed(path: str, listing: Callable[[], Found]) -> Found | None:
-    """Return what ``listing`` returns; None if there is no such folder."""
+def _listed(
+    folder: str, listing: Callable[[AbstractFileSystem, str], Found]
+) -> tuple[str, Found | None]:
+    """Return what fsspec calls the folder, and what ``listing`` returns of it; None for what does
+    not exist. Raises DataFolderError, also for a bucket that does not exist."""
+    system, path = open_system(folder)
+    found = None
     try:
-        return tried_again(path, listing)
+        found = tried_again(folder, lambda: listing(system, path))
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        pass
     except Exception as error:  # each file system raises what it likes
-        raise DataFolderError(f"{path} cannot be listed: {reason_of(error)}") from error
+        raise DataFolderError(f"{folder} cannot be listed: {reason_of(error)}") from error
+    if not found:
+        bucket = None
+        with contextlib.suppress(Exception):  # a storage that has none may raise anything
+            bucket = missing_bucket(system, path)
+        if bucket:
+            raise DataFolderError(f"{folder}: there is no bucket {bucket}")
+    return path, found

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
         resolve_gpu.check_megatron_runs_here = lambda: None
     kind, *numbers = os.environ["SAVES"].split()
     step, rank, seconds = int(numbers[0]), int(numbers[1]), float(numbers[2])
-    writer = state.writer
+    writer = state.FolderWriter
 
     def disturbed(folder, **how):
         made = writer(folder, **how)
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
             made.write_data = write
         return made
 
-    state.writer = disturbed
+    state.FolderWriter = disturbed
     return importlib.import_module(os.environ.get("PROGRAM", "run_vit_training")).main(argv)
 
 

@@ -93,7 +93,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--model vit_11b", "there is no model vit_11b: is it vit_10b"),
         ("--global_pool token", "--global_pool token needs --class_token"),
         ("--patch_drop_rate 0.99", "leaves no patch"),
-        ("--data_dir /does/not/exist", "/does/not/exist/train is not a folder"),
+        ("--data_dir /does/not/exist", "/does/not/exist/train does not exist"),
         ("--num_classes 9", "10 classes, --num_classes is 9"),
         ("--resume /does/not/exist", "there is no such checkpoint folder"),
         ("--resume_epoch 3", "no checkpoint of that epoch's end"),
@@ -352,7 +352,7 @@ def test_data_folders(capsys, tmp_path):
     (tmp_path / "train").mkdir()
     assert "train holds no class folders" in said()
     image("train", "a")
-    assert "val is not a folder" in said()
+    assert "val does not exist" in said()
     image("val", "a")
     image("val", "b")
     assert "train and val differ" in said()

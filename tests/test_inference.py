@@ -424,7 +424,7 @@ def test_flags_that_do_not_go_together(capsys, files, tmp_path):
     )
     evaluate = ("--eval_only", "--resume", plain, "--data_dir")
     assert "number 0 is eight there, 0 here" in told_in_one_line(capsys, *evaluate, DIGITS)
-    assert f"{tmp_path}/val is not a folder" in told_in_one_line(capsys, *evaluate, tmp_path)
+    assert f"{tmp_path}/val does not exist" in told_in_one_line(capsys, *evaluate, tmp_path)
     assert "is no multiple of the 3" in told_in_one_line(
         capsys, *evaluate, DIGITS, "--cpu_devices", 3
     )

@@ -152,7 +152,7 @@ def test_a_node_that_sees_other_checkpoints(run):
 def test_a_mistake_on_one_process_alone_is_told(tmp_path):
     done = processes(([], tmp_path), (["--data_dir", "/does/not/exist"], tmp_path), timeout=60)
     assert done[1].returncode == 2
-    assert "/does/not/exist/train is not a folder" in done[1].stderr
+    assert "/does/not/exist/train does not exist" in done[1].stderr
 
 
 def test_sigkill_of_one_job_leaves_the_folder_free(run):

@@ -115,7 +115,7 @@ def test_packing_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == f"2 shards: {tmp_path / 'new'}\n"
     for words, told in (
         ((DIGITS, tmp_path / "new"), "new is there already: give another name"),
-        ((tmp_path / "nowhere", tmp_path / "x"), "nowhere/train is not a folder"),
+        ((tmp_path / "nowhere", tmp_path / "x"), "nowhere/train does not exist"),
         (("gs://bucket/x", tmp_path / "x"), "gs://bucket/x is a URL: pack a folder"),
         ((DIGITS, "gs://bucket/x"), "gs://bucket/x is a URL: give a place on this machine"),
         ((DIGITS, tmp_path / "x", "--shard_size", "256"), "'256' is no size such as 256MB"),

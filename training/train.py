@@ -17,7 +17,6 @@ from training.backend import Backend
 from training.checkpoints.choose import RUN_FILE, Candidates, find_resume, first_readable
 from training.checkpoints.content import Position, SavedRun
 from training.checkpoints.lock import FolderLock
-from training.checkpoints.manifest import replace_file
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.saving import Saves
 from training.checkpoints.state import load_state
@@ -58,7 +57,7 @@ from training.trained_weights.initial_weights import InitialWeights, find_source
 from training.trained_weights.weights_preprocessing import with_preprocessing, with_preprocessing_of
 from training.updates.ema import note_of_resume
 from training.updates.schedule import Schedule, make_schedule
-from training.url_path import folder_at, is_url
+from training.url_path import folder_at, is_url, replace_file
 from training.validation import (
     bad_data_is_the_users,
     check_goes_on,
@@ -137,7 +136,8 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
     data = run.config.data
     loader = train_loader(plan.data, backend, data.batch_size)
     position, last_step = _positions(_place_of(start.resume, run, plan.data), run, len(loader))
-    so_far = _so_far(start.resume, run.ckpt_dir, position)
+    with failing_together():
+        so_far = _so_far(start.resume, run.ckpt_dir, position)
     session = _session(run, backend, bad_images, position.step, last_step, so_far)
     session.reports.expected_s = plan.expected_s
     session.reports.events.start(plan.process_started, position.step)

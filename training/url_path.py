@@ -1,10 +1,13 @@
-"""Folders on URLs (gs://, s3://, ...), by fsspec, with those methods of pathlib that runs use."""
+"""Folders on URLs (gs://, s3://, ...), by fsspec, with those methods of pathlib that runs use.
+
+And what is done with a file or a folder on a URL and on a disk, but not alike.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
 
+from data import own_files
 from training.errors import UsageError
 
 _LOCAL = "file://"
@@ -28,27 +32,13 @@ def folder_at(text: str) -> Path:
     protocol, separator, rest = text.partition(_SEPARATOR)
     if not separator:
         return Path(text)
-    if problem := _problem_of(protocol):
+    from data.storage import problem_of_url  # with fsspec: a folder needs none
+
+    if problem := problem_of_url(text):
         raise UsageError(f"{text}: {problem}")
     if not rest.strip("/"):
         raise UsageError(f"{text} names no folder: give one, as {protocol}://bucket/run")
     return cast(Path, UrlPath(text.rstrip("/")))
-
-
-@functools.cache
-def _problem_of(protocol: str) -> str | None:
-    from fsspec.registry import get_filesystem_class, known_implementations
-
-    try:
-        get_filesystem_class(protocol)
-    except ValueError:
-        return f"{protocol}:// is no kind of URL that fsspec knows"
-    except ImportError as error:
-        package = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
-        if package in ("", "fsspec"):
-            return str(error).splitlines()[0]
-        return f"needs the package {package}: python3 -m pip install {package}"
-    return None
 
 
 @dataclass(frozen=True, order=True)
@@ -116,18 +106,24 @@ class UrlPath:
 
     def mkdir(self, *, parents: bool = True) -> None:
         """Make the folder where the storage has folders, but no bucket."""
+        from data.storage import missing_bucket
+
         with self._storage() as (storage, path):
-            bucket = path.partition("/")[0]
-            try:
-                _ = storage.info(bucket) if bucket else None
-            except FileNotFoundError:
-                raise FileNotFoundError(errno.ENOENT, f"there is no bucket {bucket}") from None
+            if bucket := missing_bucket(storage, path):
+                raise FileNotFoundError(errno.ENOENT, f"there is no bucket {bucket}")
             storage.makedirs(path, exist_ok=True)
 
     @contextlib.contextmanager
     def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
-        with self._storage() as (storage, path), storage.open(path, mode) as file:
-            yield file
+        """Open the file inside. What else is raised there, as of damaged content, stays as it
+        is."""
+        with self._storage() as (storage, path):
+            file = storage.open(path, mode)
+        try:
+            yield cast(IO[bytes], _Stream(file, self.url))
+        finally:
+            with self._storage():
+                file.close()
 
     def read_bytes(self) -> bytes:
         with self._storage() as (storage, path):
@@ -156,17 +152,60 @@ class UrlPath:
     def remove_tree(self) -> None:
         with self._storage() as (storage, path):
             storage.rm(path, recursive=True)
+            if left := storage.find(path):  # s3fs 2026.9 removes what it can, and does not tell
+                raise PermissionError(f"{len(left)} of its files could not be removed")
+
+    def check_writable(self, *, removable: bool = False) -> None:
+        """Write an empty file into the folder. Raises OSError if that, or else with ``removable``
+        removing it, is not allowed; what may not be removed stays there."""
+        probe = self / ".write_test"
+        probe.write_bytes(b"")
+        with contextlib.suppress(*([] if removable else [OSError])):
+            probe.unlink(missing_ok=True)  # another process may have done it
 
     def resolve(self) -> UrlPath:
         return self
 
 
+class _Stream:
+    """An open file of a storage. Its methods raise OSError, whatever the storage raises."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._file, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any) -> Any:
+            try:
+                return found(*args)
+            except Exception as error:
+                raise _os_error(error, self._url) from error
+
+        return call
+
+
 def _os_error(error: Exception, url: str) -> OSError:
-    """Return an error with all that pathlib's have: number, text and name."""
+    """Return an error with all that pathlib's have: number, text and name.
+
+    It is never EIO, by which a disk tells that a file is damaged.
+    """
     kinds = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
-    number = next((code for kind, code in kinds.items() if isinstance(error, kind)), errno.EIO)
+    number = next((code for kind, code in kinds.items() if isinstance(error, kind)), None)
+    number = getattr(error, "errno", None) or number
     text = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [""])[0][:200]
-    return OSError(getattr(error, "errno", None) or number, text or type(error).__name__, url)
+    if number in (None, errno.EIO):
+        number = errno.EREMOTEIO
+    return OSError(number, text or type(error).__name__, url)
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return True if an error says nothing of the file itself, which may be whole: a storage did
+    not answer, a right is missing. False if the file is missing or damaged."""
+    of_the_file = errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO
+    return isinstance(error, OSError) and error.errno not in of_the_file
 
 
 def as_url(path: Path) -> UrlPath | None:
@@ -180,10 +219,43 @@ def is_url(path: Path) -> bool:
     return as_url(path) is not None
 
 
-def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a folder with all in it, on a URL or not. Raises OSError, unless told not to."""
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all in it, on a URL or not.
+
+    Raises OSError if anything of it is left, after it has removed what can be removed.
+    """
     if url := as_url(folder):
-        with contextlib.suppress(*([OSError] if ignore_errors else [])):
+        with contextlib.suppress(FileNotFoundError):
             url.remove_tree()
-    else:
-        shutil.rmtree(folder, ignore_errors=ignore_errors)
+        return
+    errors: list[OSError] = []
+    shutil.rmtree(folder, onerror=lambda _, path, caught: errors.append(cast(OSError, caught[1])))
+    for error in errors:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a small file so that it is there whole, or as it was before. Raises OSError."""
+    as_bytes = content.encode() if isinstance(content, str) else content
+    if is_url(path):  # where a file appears when it is closed
+        path.write_bytes(as_bytes)
+        return
+    own_files.replace_file(path, as_bytes)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Write the names in a folder to the disk for good, where the file system can do that."""
+    if is_url(path):
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:  # network file systems and buckets may not know it for folders
+        pass
+    finally:
+        os.close(descriptor)

@@ -115,8 +115,8 @@ def _listed(top: str, left_out: Counter[str]) -> Iterator[_Class]:
         yield name, ((f"{top}/{folder}/{file}", True) for folder, file in sorted(by_class[name]))
 
 
-def class_folders(root: str, split: str) -> list[str]:
-    """Return the names of a split's classes by label; empty if there is no such folder.
+def class_folders(root: str, split: str) -> list[str] | None:
+    """Return the names of a split's classes by label; None if there is no such folder.
 
     Raises DataFolderError for a folder or URL that cannot be listed.
     """
@@ -124,7 +124,7 @@ def class_folders(root: str, split: str) -> list[str]:
     if is_url(root):
         return subfolders(path)
     if not os.path.isdir(path):
-        return []
+        return None
     return [entry.name for entry in _scan(path) if _is_folder(entry)]
 
 
@@ -141,12 +141,14 @@ def check_folder(
     """
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder that holds train/ and val/")
-    classes = {split: class_folders(root, split) for split in splits}
-    for split, names in classes.items():
-        path = os.path.join(root, split)
-        if not (names if is_url(root) else os.path.isdir(path)):
+    classes: dict[str, list[str]] = {}
+    for split in splits:
+        path, names = os.path.join(root, split), class_folders(root, split)
+        if names is None:
+            what = "is not a folder" if os.path.exists(path) else "does not exist"
             needed = " and ".join(f"{name}/<class>/*" for name in splits)
-            raise DataFolderError(f"{path} is not a folder: --data_dir needs {needed} images")
+            raise DataFolderError(f"{path} {what}: --data_dir needs {needed} images")
+        classes[split] = names
         if not names:
             raise DataFolderError(
                 f"{path} holds no class folders: --data_dir needs {split}/<class>/* images "

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from training.checkpoints.content import SavedRun
 from training.checkpoints.manifest import is_complete, quick_problem
-from training.checkpoints.reader import METADATA, read_saved_run
+from training.checkpoints.reader import Unreachable, read_saved_run, readable
+from training.checkpoints.storage import METADATA
 from training.errors import UsageError
 from training.logs.metrics import METRICS_FILE, decisive, evaluations
-from training.url_path import folder_at
+from training.url_path import folder_at, is_unreachable
 
 _NAME = re.compile(r"step_(\d+)")
 RUN_FILE = "run.json"
@@ -72,12 +73,15 @@ def checkpoint_around(folder: Path) -> Path | None:
 def is_restart(ckpt_dir: Path) -> bool:
     """Tell whether this is a job that has begun in this folder before and was started again.
 
-    The launchers give a job's name, the same over its restarts; ``run.json`` keeps it.
+    The launchers give a job's name, the same over its restarts; ``run.json`` keeps it. Raises
+    OSError if that cannot be reached.
     """
     job = os.environ.get("RUN_JOB_ID")
     try:
         return bool(job) and json.loads((ckpt_dir / RUN_FILE).read_text()).get("job") == job
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError) as error:
+        if is_unreachable(error):
+            raise
         return False
 
 
@@ -86,29 +90,28 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
 
     Looks at names and sizes; the content is for whoever reads it. Raises UsageError.
     """
-    try:
+    with readable(ckpt_dir, "--ckpt_dir"):
         existing = complete_checkpoints(ckpt_dir)
-    except OSError as error:
-        raise UsageError(f"cannot read --ckpt_dir {ckpt_dir}: {error.strerror}") from None
-    if existing and is_restart(ckpt_dir):
-        resume, resume_epoch = "auto", 0  # what the job has done since is not to be lost
-    if resume_epoch:
-        return Candidates([_of_epoch(ckpt_dir, existing, resume_epoch)])
-    if resume == "none":
-        if existing:
-            raise UsageError(
-                f"--resume none, but {ckpt_dir} holds {existing[-1].name} of an earlier run: "
-                "choose another --ckpt_dir, or remove its step_* folders"
-            )
-        return Candidates([])
-    if resume == "auto":
-        return _newest(existing)
-    if resume in BEST:
-        return Candidates([_undamaged(_best(ckpt_dir, existing, resume))])
+        if existing and is_restart(ckpt_dir):
+            resume, resume_epoch = "auto", 0  # what the job has done since is not to be lost
+        if resume_epoch:
+            return Candidates([_of_epoch(ckpt_dir, existing, resume_epoch)])
+        if resume == "none":
+            if existing:
+                raise UsageError(
+                    f"--resume none, but {ckpt_dir} holds {existing[-1].name} of an earlier run: "
+                    "choose another --ckpt_dir, or remove its step_* folders"
+                )
+            return Candidates([])
+        if resume == "auto":
+            return _newest(existing)
+        if resume in BEST:
+            return Candidates([_undamaged(_best(ckpt_dir, existing, resume))])
     path = folder_at(resume)
-    if not path.is_dir():
-        raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
-    return of_path(path)
+    with readable(path):
+        if not path.is_dir():
+            raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
+        return of_path(path)
 
 
 def of_path(path: Path) -> Candidates:
@@ -165,13 +168,15 @@ def _best(ckpt_dir: Path, existing: list[Path], resume: str) -> Path:
 def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]:
     """Return the first candidate whose description can be read, and what is left of the candidates.
 
-    Raises UsageError if there are candidates and none can be read.
+    Raises UsageError if there are candidates and none can be read, or if one cannot be reached.
     """
     told = list(candidates.passed_over)
     for number, path in enumerate(candidates.paths):
         try:
             left = replace(candidates, paths=candidates.paths[number:], passed_over=tuple(told))
             return read_saved_run(path), left
+        except Unreachable:
+            raise  # an older one is not to be resumed in the place of one that may be whole
         except UsageError as error:
             told.append(str(error))
     if candidates.paths:

@@ -8,17 +8,15 @@ faster than any disk) before it is resumed.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
 
-from data import own_files
 from training.checkpoints.content import FORMAT, training_entry
-from training.checkpoints.reader import METADATA, named_files, read_metadata
-from training.checkpoints.storage import Entry
-from training.url_path import is_url
+from training.checkpoints.reader import named_files, read_metadata
+from training.checkpoints.storage import METADATA, Entry
+from training.url_path import is_unreachable, replace_file, sync_folder
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 24
@@ -55,35 +53,10 @@ def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
     sync_folder(folder.parent)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a small file so that it is there whole, or as it was before. Raises OSError."""
-    if is_url(path):  # where a file appears when it is closed
-        path.write_text(text)
-        return
-    own_files.replace_file(path, text.encode())
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Write the names in a folder to the disk for good, where the file system can do that."""
-    if is_url(path):
-        return
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:  # network file systems and buckets may not know it for folders
-        pass
-    finally:
-        os.close(descriptor)
-
-
 def read_manifest(folder: Path) -> dict[str, Entry] | None:
     """Return sizes and checksums by file; None if there is no manifest.
 
-    Raises ValueError for a damaged one.
+    Raises ValueError for a damaged one, OSError if it cannot be reached.
     """
     try:
         content = json.loads((folder / MANIFEST).read_text())
@@ -93,13 +66,16 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if is_unreachable(error):
+            raise
         raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
 
 
 def is_complete(folder: Path) -> bool:
     """Tell whether a checkpoint was written to its end; it may have been damaged since.
 
-    Versions of this program before manifests wrote DCP's metadata last.
+    Versions of this program before manifests wrote DCP's metadata last. Raises OSError if it
+    cannot be reached.
     """
     if (folder / MANIFEST).exists():
         return True
@@ -107,22 +83,31 @@ def is_complete(folder: Path) -> bool:
         return False
     try:
         return training_entry("format") not in read_metadata(folder).state_dict_metadata
-    except Exception:  # noqa: BLE001 - a damaged file can fail in any way
+    except Exception as error:  # a damaged file can fail in any way
+        if is_unreachable(error):
+            raise
         return True  # of an earlier version, most likely: reading it will tell
 
 
 def quick_problem(folder: Path) -> str | None:
-    """Return what is wrong with a complete checkpoint by its files' names and sizes alone."""
+    """Return what is wrong with a complete checkpoint by its files' names and sizes alone.
+
+    Raises OSError if it cannot be reached: then it may be whole.
+    """
     try:
         files = read_manifest(folder)
         if files is None:  # of an earlier version
             files = dict.fromkeys(named_files(folder), (-1, ""))
-    except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
+    except Exception as error:  # a damaged file can fail in any way
+        if is_unreachable(error):
+            raise
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     for name, (size, _) in files.items():
         try:
             found = (folder / name).stat().st_size
-        except OSError:
+        except OSError as error:
+            if is_unreachable(error):
+                raise
             return f"{name} is missing"
         if size not in (found, -1):
             return f"{name} has {found:,} bytes, not {size:,}"
@@ -132,12 +117,15 @@ def quick_problem(folder: Path) -> str | None:
 def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     """Return what is wrong with the content of every ``parts``-th file, from number ``part`` on.
 
-    None if nothing is, or if an earlier version wrote the checkpoint, without checksums.
+    None if nothing is, or if an earlier version wrote the checkpoint, without checksums. Raises
+    OSError if it cannot be reached, ValueError for a damaged manifest.
     """
     for name, (_, expected) in sorted((read_manifest(folder) or {}).items())[part::parts]:
         try:
             found = checksum(folder / name)
         except OSError as error:
+            if is_unreachable(error):
+                raise
             return f"{name} cannot be read ({error.strerror})"
         if found != expected:
             return f"{name} has changed since it was written (its checksum differs)"

@@ -15,11 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from training.checkpoints.content import OPTIONAL, POSITION, SavedRun, saved_run, training_entry
-from training.checkpoints.storage import FolderReader
+from training.checkpoints.storage import METADATA, FolderReader
 from training.errors import UsageError
+from training.url_path import is_unreachable
 
-METADATA = ".metadata"
-"""The file that DCP writes when all parts of a checkpoint are there: names, shapes, places."""
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -100,9 +99,9 @@ def quiet_dcp() -> Iterator[None]:
 
 def read_saved_run(path: Path) -> SavedRun:
     """Read position and arguments of a checkpoint. Raises UsageError if it cannot be read."""
-    if not (path / METADATA).is_file():
-        raise UsageError(f"{path} is no complete checkpoint: it has no {METADATA} file")
     with readable(path):
+        if not (path / METADATA).is_file():
+            raise UsageError(f"{path} is no complete checkpoint: it has no {METADATA} file")
         reader = SafeReader(path)
         entries = reader.read_metadata().state_dict_metadata
         wanted: dict[str, Any] = {}
@@ -118,22 +117,37 @@ def read_saved_run(path: Path) -> SavedRun:
         return saved_run(path, state["training"])
 
 
+class Unreachable(UsageError):
+    """Raised for a checkpoint that may be whole, but that this process cannot reach."""
+
+
 @contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Raise UsageError for whatever goes wrong inside, where a checkpoint is read."""
+def readable(path: Path, what: str = "the checkpoint") -> Iterator[None]:
+    """Raise UsageError for whatever goes wrong inside, where a checkpoint is read.
+
+    It is Unreachable where the error says nothing of the checkpoint itself.
+    """
     try:
         yield
     except UsageError:
         raise
     # A damaged file can fail in any way.
     except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
-        raise UsageError(f"cannot read the checkpoint {path}: {reason_of(error)}") from None
+        kind = Unreachable if is_unreachable(_cause(error)) else UsageError
+        reason = reason_of(error).removesuffix(f": {path}")
+        raise kind(f"cannot read {what} {path}: {reason}") from None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what DCP has wrapped, by rank, in an error of its own."""
+    if isinstance(error, dcp.CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 def reason_of(error: BaseException) -> str:
-    """Return one line of what went wrong in DCP, which wraps some errors, by rank, in its own."""
-    if isinstance(error, dcp.CheckpointException):
-        error = next(iter(error.failures.values()))[0]
+    """Return one line of what went wrong, also in DCP."""
+    error = _cause(error)
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{where}"

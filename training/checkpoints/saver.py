@@ -16,7 +16,7 @@ from training.background import Background
 from training.checkpoints.choose import folder_of
 from training.checkpoints.content import Position, training_tensors
 from training.checkpoints.keep import prune
-from training.checkpoints.reader import silence_dcp
+from training.checkpoints.reader import reason_of, silence_dcp
 from training.checkpoints.state import bytes_of, state_content
 from training.checkpoints.writing import attempt, write_checkpoint
 from training.errors import NOT_SAVED, RunFailed, UsageError
@@ -54,6 +54,8 @@ class CheckpointSaver:
     _group: dist.ProcessGroup | None = field(default=None, init=False)
     """The thread's own: collectives of two threads on one group would take each other's values."""
     _told_memory: bool = field(default=False, init=False)
+    _not_removed: str | None = field(default=None, init=False)
+    """Why old checkpoints could not be removed when it was last tried."""
 
     def __enter__(self) -> Self:
         silence_dcp()
@@ -136,6 +138,7 @@ class CheckpointSaver:
         if not wrong:
             self.newest, self._failed = folder, 0
             self.say(f"checkpoint: {folder}")
+            self._tell_not_removed()
             return
         self._failed += 1
         text = f"{folder.name} could not be written to {self.ckpt_dir} ({wrong[0]}{self._room()})"
@@ -168,6 +171,19 @@ class CheckpointSaver:
         """Remove what is left of a start that was killed after it had written ``newest``."""
         if self.newest and self.backend.is_main:
             self._prune(self.newest, self.spared)
+            self._tell_not_removed()
 
     def _prune(self, newest: Path, spared: Path | None) -> None:
-        prune(self.ckpt_dir, self.keep, [newest, *([spared] if spared else [])])
+        """Remove old checkpoints; what goes wrong is told later, as this may be another thread."""
+        self._not_removed = None
+        try:
+            prune(self.ckpt_dir, self.keep, [newest, *([spared] if spared else [])])
+        except OSError as error:
+            self._not_removed = reason_of(error)
+
+    def _tell_not_removed(self) -> None:
+        if self._not_removed:
+            self.say(
+                f"warning: an old checkpoint cannot be removed ({self._not_removed}): training "
+                "continues, it is tried again after the next checkpoint"
+            )

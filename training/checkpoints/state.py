@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from training.backend import Backend
 from training.checkpoints.content import EMA, RNG, WEIGHTS, training_entry, tree
 from training.checkpoints.reader import SafeReader, quiet_dcp
 from training.checkpoints.shards import Chunk, ShardedTensor
-from training.checkpoints.storage import Entry, SummedFiles, writer
+from training.checkpoints.storage import Entry, FolderWriter
 
 
 def state_content(
@@ -63,13 +63,13 @@ def write_state(
 ) -> dict[str, Entry]:
     """Write what ``state_content`` gave; all processes call it, with the group they talk through.
 
-    Returns what a manifest says of the files that this process wrote, in whose place nothing has to
-    be read again: all that is far away would come back.
+    Returns what a manifest says of the files that this process wrote: nothing has to be read again
+    for its checksum.
     The manifest that completes a checkpoint is the caller's. Raises OSError, RuntimeError or DCP's
     CheckpointException if it cannot be written.
     """
     from_host = all(tensor.device.type == "cpu" for tensor in _tensors(content))
-    storage = writer(folder, from_host=from_host)
+    storage = FolderWriter(folder, from_host=from_host)
     # torch.save's own sums, CRC-32, take as long as all else it does, and no reader looks at them.
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         dcp.save(
@@ -78,8 +78,7 @@ def write_state(
             no_dist=not dist.is_initialized(),
             process_group=group,
         )
-    sums = cast(SummedFiles, storage.fs).sums
-    return {name: entry for name, entry in sums.items() if name.startswith("__")}
+    return storage.sums
 
 
 def save_state(backend: Backend, folder: Path, training: dict[str, torch.Tensor]) -> None:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
-from training.url_path import UrlPath, folder_at, is_url
+from training.url_path import UrlPath, is_url, replace_file
 
+METADATA = ".metadata"
+"""The file that DCP writes when all parts of a checkpoint are there: names, shapes, places."""
 Name = str | os.PathLike
 """What DCP calls a file: on URLs a text, as it keeps the folder's name in the metadata."""
 Entry = tuple[int, str]
 """A file's size in bytes and its checksum, XXH3 of 128 bits in hexadecimal digits."""
 
 
-class UrlFiles(FileSystemBase):
-    """Gives DCP the files of a URL."""
+class UrlFiles:
+    """Gives DCP the files of a URL: what ``FolderWriter`` and ``FolderReader`` use of its
+    ``FileSystemBase``. Nothing is renamed or removed."""
 
     @contextlib.contextmanager
     def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
@@ -32,25 +39,14 @@ class UrlFiles(FileSystemBase):
     def concat_path(self, path: Name, suffix: str) -> Name:
         return str(_at(path) / suffix)
 
-    def rename(self, path: Name, new_path: Name) -> None:
-        _at(path).copy(_at(new_path))
-        _at(path).unlink()
-
     def init_path(self, path: Name) -> Name:
         return path
 
     def mkdir(self, path: Name) -> None:
         _at(path).mkdir()
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Name) -> bool:
-        return is_url(folder_at(str(checkpoint_id)))
-
     def exists(self, path: Name) -> bool:
         return _at(path).exists()
-
-    def rm_file(self, path: Name) -> None:
-        _at(path).unlink()
 
 
 def _at(path: Name) -> UrlPath:
@@ -60,7 +56,7 @@ def _at(path: Name) -> UrlPath:
 class SummedFiles:
     """Gives DCP the files of another file system, and sums up what is written to them meanwhile."""
 
-    def __init__(self, files: FileSystemBase) -> None:
+    def __init__(self, files: FileSystem | UrlFiles) -> None:
         self._files = files
         self.sums: dict[str, Entry] = {}
         """Of the files written so far, by name."""
@@ -91,29 +87,52 @@ class _Summed:
         return self._stream.write(content)
 
 
-def writer(folder: Path, *, from_host: bool) -> dcp.FileSystemWriter:
-    """Return what DCP writes a checkpoint to, its ``fs`` being ``SummedFiles``.
+class FolderWriter(dcp.FileSystemWriter):
+    """Writes the parts of a checkpoint and its metadata, with their checksums."""
 
-    ``from_host``: all its tensors are on the CPU.
-    """
-    made = dcp.FileSystemWriter(str(folder), sync_files=not is_url(folder))
-    if from_host:  # what copies ahead would ask CUDA for device 0, in a thread of any process
-        made.per_thread_copy_ahead = 0
-    _on_urls(made, folder)
-    made.fs = cast(FileSystem, SummedFiles(made.fs))
-    return made
+    def __init__(self, folder: Path, *, from_host: bool) -> None:
+        """``from_host``: all tensors of the checkpoint are on the CPU."""
+        super().__init__(str(folder), sync_files=not is_url(folder))
+        if from_host:  # what copies ahead would ask CUDA for device 0, in a thread of any process
+            self.per_thread_copy_ahead = 0
+        self.folder, files = folder, _use_urls(self, folder)
+        self._summed = SummedFiles(files)
+        self.fs = cast(FileSystem, self._summed)
+
+    @property
+    def sums(self) -> dict[str, Entry]:
+        """The sizes and checksums of the files that this process has written, by name."""
+        return self._summed.sums
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata under their own name, where DCP would write others and rename them: a
+        bucket copies and removes for that, which may not be allowed."""
+        content = pickle.dumps(
+            dataclasses.replace(
+                metadata,
+                version=CURRENT_DCP_VERSION,
+                storage_data={each.index: each.storage_data for part in results for each in part},
+                storage_meta=self.storage_meta(),
+            )
+        )
+        replace_file(self.folder / METADATA, content)
+        self.sums[METADATA] = len(content), xxhash.xxh3_128(content).hexdigest()
 
 
 class FolderReader(dcp.FileSystemReader):
-    """Reads what ``writer`` has written; not safe by itself, see ``SafeReader``."""
+    """Reads what ``FolderWriter`` has written; not safe by itself, see ``SafeReader``."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
         self.folder = folder
-        _on_urls(self, folder)
+        _use_urls(self, folder)
 
 
-def _on_urls(files: dcp.FileSystemReader | dcp.FileSystemWriter, folder: Path) -> None:
+def _use_urls(
+    files: dcp.FileSystemReader | dcp.FileSystemWriter, folder: Path
+) -> FileSystem | UrlFiles:
+    """Let DCP read and write a folder on a URL, if it is one; return what it does so by."""
     if is_url(folder):
         files.fs = UrlFiles()  # type: ignore[assignment]
         files.path = str(folder)
+    return files.fs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from training.checkpoints.keep import clear, remove
-from training.checkpoints.manifest import entries, write_manifest
-from training.checkpoints.reader import METADATA, reason_of
+from training.checkpoints.manifest import write_manifest
+from training.checkpoints.reader import reason_of
 from training.checkpoints.state import write_state
 from training.hosts import processes
 
@@ -28,7 +29,7 @@ def write_checkpoint(
 
     All processes call it, with ``group``, through which they talk (None: PyTorch's default one).
     The first one calls ``written`` when the checkpoint is complete; if it cannot be, it removes
-    what there is of it.
+    what there is of it, as far as it can.
     """
     parts: dict = {}
 
@@ -42,7 +43,7 @@ def write_checkpoint(
     def complete() -> None:
         if is_main:
             files = {n: (size, sum_) for part in shared for n, (size, sum_) in part.items()}
-            write_manifest(folder, files | entries(folder, [METADATA]))
+            write_manifest(folder, files)
 
     for stage in (begin, write):
         problems = attempt(stage, group)
@@ -53,7 +54,8 @@ def write_checkpoint(
         problems = attempt(complete, group)
     if is_main:
         if any(problems):
-            remove(folder)  # it takes room that the next one may need
+            with contextlib.suppress(OSError):  # as from what could not be written to either
+                remove(folder)  # it takes room that the next one may need
         else:
             written()
     return problems

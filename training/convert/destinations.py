@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from training.checkpoints.content import training_tensors
 from training.checkpoints.manifest import entries, write_manifest
-from training.checkpoints.reader import METADATA, named_files, quiet_dcp
+from training.checkpoints.reader import named_files, quiet_dcp
+from training.checkpoints.storage import METADATA
 from training.convert.sources import SAFETENSORS_DTYPES, Source
 from training.convert.stored import Stored, write_values
 from training.convert.torch_private import load_without_values, offset_of, save_without_values

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from training.checkpoints.choose import find_resume
 from training.checkpoints.content import EMA, WEIGHTS, SavedRun, training_entry
 from training.checkpoints.manifest import damage, is_complete
-from training.checkpoints.reader import METADATA, read_metadata, read_saved_run, readable
+from training.checkpoints.reader import read_metadata, read_saved_run, readable
+from training.checkpoints.storage import METADATA
 from training.convert.stored import Piece, Stored
 from training.convert.torch_private import load_without_values, offset_of
 from training.errors import UsageError

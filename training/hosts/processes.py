@@ -89,7 +89,7 @@ def name(number: int | None = None, host: str | None = None) -> str:
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """Raise in all processes a UsageError that one of them raises inside.
+    """Raise in all processes a UsageError that one of them raises inside, or an OSError as one.
 
     It must not contain a collective call, which the others would wait in.
     """
@@ -98,6 +98,8 @@ def failing_together() -> Iterator[None]:
         yield
     except UsageError as error:
         problem = error
+    except OSError as error:  # of a disk or a storage: the others are not to wait for this process
+        problem = UsageError(f"cannot use {error.filename}: {error.strerror}")
     told = gather([str(problem) if problem else None, socket.gethostname()])
     raise_first([text for text, _ in told], [host for _, host in told])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from training.checkpoints.content import SavedRun
 from training.checkpoints.keep import later_ones, set_aside
 from training.checkpoints.lock import LOCK_FILE, FolderLock, check_own, check_same_folder
 from training.checkpoints.manifest import MANIFEST, checksum, damage
-from training.checkpoints.reader import METADATA, read_saved_run
+from training.checkpoints.reader import read_saved_run
+from training.checkpoints.storage import METADATA
 from training.errors import UsageError
 from training.hosts import processes
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
@@ -24,7 +24,7 @@ from training.logs.events import EVENTS_FILE
 from training.logs.log_folder import fetch_logs
 from training.logs.metrics import METRICS_FILE
 from training.options.config import CheckpointConfig
-from training.url_path import folder_at, is_url
+from training.url_path import UrlPath, as_url, folder_at, is_url
 
 if TYPE_CHECKING:
     from training.trained_weights.weights import Weights
@@ -96,8 +96,11 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
 
 def _check_same_checkpoint(path: Path) -> None:
     """Raise UsageError in all processes if one sees another checkpoint there than the first."""
-    file = path / (MANIFEST if (path / MANIFEST).exists() else METADATA)
-    seen = checksum(file) if file.exists() else None
+    seen = None
+    with processes.failing_together():
+        file = path / (MANIFEST if (path / MANIFEST).exists() else METADATA)
+        if file.exists():
+            seen = checksum(file)
     found = processes.gather([seen, socket.gethostname()])
     for number, (other, host) in enumerate(found):
         if other != found[0][0]:
@@ -109,11 +112,16 @@ def _check_same_checkpoint(path: Path) -> None:
 
 
 def _damage_of(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint; each process looks at its share of the files."""
-    try:
-        problem = damage(path, processes.rank(), processes.count())
-    except ValueError as error:
-        problem = str(error)
+    """Return what is wrong with the checkpoint; each process looks at its share of the files.
+
+    Raises UsageError in all of them if one cannot reach it.
+    """
+    problem = None
+    with processes.failing_together():
+        try:
+            problem = damage(path, processes.rank(), processes.count())
+        except ValueError as error:
+            problem = str(error)
     return next((p for p in processes.gather(problem) if p is not None), None)
 
 
@@ -171,8 +179,8 @@ def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
     """Raise UsageError if nothing can be written to what ``flag`` names; leave nothing there."""
     import tempfile
 
-    if is_url(folder):
-        _check_url_writable(folder)
+    if url := as_url(folder):
+        _check_url_writable(url)
         return
     existing = folder
     while not existing.exists() and existing != existing.parent:
@@ -192,11 +200,9 @@ def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
         ) from None
 
 
-def _check_url_writable(folder: Path) -> None:
-    probe = folder / f".write_test_{secrets.token_hex(4)}"
+def _check_url_writable(folder: UrlPath) -> None:
     try:
-        folder.mkdir(parents=True)
-        probe.write_text("")
-        probe.unlink()
+        folder.mkdir()
+        folder.check_writable()
     except OSError as error:
         raise UsageError(f"cannot write to --ckpt_dir {folder}: {error.strerror}") from None

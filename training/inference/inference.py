@@ -108,7 +108,7 @@ def predict(config: RunConfig, weights: Weights) -> None:
     _say_passed_over(found)
     if weights.note:
         _tell(weights.note)
-    of_data = class_folders(config.data.data_dir, "train")
+    of_data = class_folders(config.data.data_dir, "train") or []
     names = _class_names(weights, of_data, spec.sizes.num_classes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.checkpoints.verify_checkpoint:

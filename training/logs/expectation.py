@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from training.checkpoints.manifest import replace_file
 from training.errors import UsageError
 from training.options.resolve import Run
+from training.url_path import replace_file
 
 
 def read_expectation(run: Run) -> float | None:

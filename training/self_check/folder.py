@@ -56,7 +56,8 @@ def own_folder(run: Run, backend: Backend, table: Table) -> Iterator[Path | None
         yield folder
     finally:
         if backend.is_main:
-            remove_tree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(folder)
         lock.release()
 
 

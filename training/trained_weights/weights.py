@@ -21,7 +21,8 @@ from models.spec import ModelSpec
 from training.checkpoints.choose import BEST, find_resume, first_readable, of_path
 from training.checkpoints.content import EMA, WEIGHTS, SavedRun, saved_run, training_entry
 from training.checkpoints.manifest import damage
-from training.checkpoints.reader import METADATA, SafeReader, quiet_dcp, read_metadata, readable
+from training.checkpoints.reader import SafeReader, quiet_dcp, read_metadata, readable
+from training.checkpoints.storage import METADATA
 from training.errors import UsageError
 from training.trained_weights.safetensors_files import metadata_of, run_of, safetensors_files
 from training.url_path import folder_at, is_url
@@ -158,20 +159,20 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
 
     Raises UsageError, naming ``flag``, if there is no such thing, or if it cannot be read.
     """
-    if path.is_file():
-        if is_url(path):
-            raise UsageError(f"{flag} {path}: copy that file to this machine, and name it here")
-        return load_file_of_weights(path, use_ema=use_ema)
-    if not path.is_dir():
-        raise UsageError(f"{flag} {path}: there is no such checkpoint, folder or file")
     with readable(path):
+        if path.is_file():
+            if is_url(path):
+                raise UsageError(f"{flag} {path}: copy that file to this machine, and name it here")
+            return load_file_of_weights(path, use_ema=use_ema)
+        if not path.is_dir():
+            raise UsageError(f"{flag} {path}: there is no such checkpoint, folder or file")
         if files := safetensors_files(path):
             return _load_safetensors(path, files, use_ema)
         if _is_bare_checkpoint(path):
             if use_ema:
                 raise no_ema(path)
             return Weights(path, None, None)
-    saved, candidates = first_readable(of_path(path))
+        saved, candidates = first_readable(of_path(path))
     assert saved is not None  # of_path found one
     kind = EMA if use_ema else WEIGHTS
     return Weights(saved.path, saved, None, "; ".join(candidates.passed_over), kind)
