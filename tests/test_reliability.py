@@ -346,6 +346,20 @@ def test_logs_on_a_full_disk_end_nothing(run, small_disk):
     assert left(run) == [5, 10, 11, 12]
 
 
+def test_an_old_checkpoint_that_cannot_be_removed(run):
+    """A line each time, and training continues; the others are removed."""
+    (run / "step_1").touch()  # no folder: nothing can be removed from it
+    flags = ["--keep_checkpoints", "1", "--ckpt_step_interval", "2", "--max_steps"]
+    for steps, kept in (("14", 14), ("14", 14), ("15", 15)):
+        done = program(run, *flags, steps)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        warned = [line for line in done.stdout.splitlines() if line.startswith("warning: an old")]
+        assert warned
+        assert f"cannot be removed (Not a directory: {run}/step_1/manifest.json)" in warned[0]
+        assert left(run) == [1, kept]
+
+
 @pytest.mark.parametrize("folder", ["/proc/vit", "/sys/vit/run", "/dev/null/run"])
 def test_folder_that_cannot_be_written(folder):
     said = mistake(program(folder))

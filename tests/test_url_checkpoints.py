@@ -13,11 +13,16 @@ from tests.cli import Result, train_tiny
 from tests.short_runs import mistake, program
 from tests.test_async_checkpoints import assert_same_bits
 from tests.test_checkpoints import OneWeight
-from training.checkpoints.choose import complete_checkpoints, find_resume, step_folders
+from training.checkpoints.choose import (
+    complete_checkpoints,
+    find_resume,
+    first_readable,
+    step_folders,
+)
 from training.checkpoints.content import Position, training_tensors
 from training.checkpoints.keep import clear, prune, set_aside
 from training.checkpoints.manifest import damage, entries, quick_problem, write_manifest
-from training.checkpoints.reader import SafeReader, read_metadata, read_saved_run
+from training.checkpoints.reader import SafeReader, Unreachable, read_metadata, read_saved_run
 from training.checkpoints.state import load_state, save_state
 from training.errors import UsageError
 from training.logs.log_folder import LogUploads, fetch_logs, log_folder
@@ -108,6 +113,25 @@ def test_what_a_storage_raises_is_an_oserror(storage):
             getattr(folder_at("bucket://shelf/run"), action)()
     with pytest.raises(UsageError, match="cannot read --ckpt_dir bucket://shelf/run: 503"):
         find_resume(folder_at("bucket://shelf/run"), "auto", 0)
+
+
+def test_what_is_damaged_is_passed_over_what_cannot_be_reached_is_not(storage):
+    """An older checkpoint would be resumed, and the newest set aside, for nothing."""
+    url = folder_at("bucket://shelf/run")
+    for step in (2, 4):
+        write_whole(url / f"step_{step}", float(step))
+    file = url / "step_4" / "__0_0.distcp"
+    file.write_bytes(bytes(len(file.read_bytes())))  # of the same size
+    saved, left = first_readable(find_resume(url, "auto", 0))
+    assert saved.path == url / "step_2"
+    assert "cannot read the checkpoint bucket://shelf/run/step_4" in left.passed_over[0]
+    found = find_resume(url, "auto", 0)
+    (storage.parent / "down").touch()
+    with pytest.raises(Unreachable, match=r"/step_4: 503 try again"):
+        first_readable(found)
+    for look in (damage, quick_problem):
+        with pytest.raises(OSError, match="503 try again later"):
+            look(url / "step_4")
 
 
 def test_logs_are_copied_as_they_grow_and_no_failure_ends_a_run(storage, tmp_path):
