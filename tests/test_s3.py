@@ -205,7 +205,7 @@ def test_without_the_right_to_read(s3, tmp_path, capsys):
         told = told_in_one_line(capsys, *tiny(here), "--cpu_devices", "2", *flags)
         assert "cannot read the checkpoint s3://shelf/run: Forbidden" in told
     told = mistake(program(URL, "--max_steps", 6))
-    assert told.startswith(f"cannot read --ckpt_dir {URL}: Forbidden: {URL}/step_2/manifest.json")
+    assert told == f"cannot read --ckpt_dir {URL}: Forbidden"
     s3.forbidden = ["GET /shelf/run/.*"]
     told = mistake(program(URL, "--max_steps", 6))
     assert told.startswith(f"cannot read --ckpt_dir {URL}: Access Denied: {URL}/step_4/manifest")
