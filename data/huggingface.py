@@ -26,6 +26,7 @@ from data.index.table_columns import (
     choose_columns,
 )
 from data.loading.bytes_split import BytesSplit
+from data.own_files import regular
 from data.source import SplitSource, Wanted
 
 
@@ -48,6 +49,9 @@ def _load(root: str) -> dict[str, Any]:
     """Return the data sets of the splits by their names."""
     datasets = _package()
     try:
+        for folder, _, files in os.walk(root):
+            for name in files:
+                os.close(regular(os.path.join(folder, name), os.O_RDONLY))
         datasets.disable_progress_bars()
         found = datasets.load_from_disk(root)
     except Exception as error:  # it raises what it likes

@@ -1,4 +1,4 @@
-"""Writes files by name, and tells whose a folder is: names can be guessed by other users.
+"""Opens files that are what they seem, and tells whose a folder is: others can guess names.
 
 A link that stands where a file is to be written may lead to any file of this user, and whoever may
 write to the folder may have put it there. So none is written through.
@@ -16,25 +16,38 @@ from pathlib import Path
 _ROOT = 0
 
 
-def no_link(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, but no link and no pipe; an ``opener`` for ``open``. Raises OSError."""
-    what = "it is a link, and nothing is written through one"
-    try:
-        opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, what, os.fspath(path)) from None
-        raise
+def regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file, or what a link to one leads to; an ``opener`` for ``open``.
+
+    Nothing else: a pipe would be waited for, and a device such as /dev/zero has no end. Raises
+    OSError.
+    """
+    opened = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
         raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
     return opened
 
 
+def no_link(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file, but through no link; an ``opener`` for ``open``. Raises OSError."""
+    try:
+        return regular(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _is_link(path) from None
+        raise
+
+
+def _is_link(path: str | os.PathLike[str]) -> OSError:
+    what = "it is a link, and nothing is written through one"
+    return OSError(errno.ELOOP, what, os.fspath(path))
+
+
 def make_folder(path: Path) -> None:
     """Make a folder, unless it is there; a link to one is none. Raises OSError."""
     if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link, and nothing is written through one", str(path))
+        raise _is_link(path)
     path.mkdir(parents=True, exist_ok=True)
 
 

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from config_fields import local_path, not_empty
 from data.errors import DataFolderError, printable, reason_of
 from data.index.folder_index import SPLITS, FolderIndex, check_folder, index_split
+from data.own_files import regular
 from data.storage import is_url
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -93,7 +94,8 @@ def _write(job: _Job) -> int:
     with tarfile.open(job.path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for number, (path, label) in enumerate(job.files, job.first):
             suffix = os.path.splitext(path)[1].lower()
-            _add(tar, f"{number:08}{suffix}", Path(path).read_bytes())
+            with open(path, "rb", opener=regular) as image:
+                _add(tar, f"{number:08}{suffix}", image.read())
             _add(tar, f"{number:08}.cls", str(label).encode())
     return job.size
 

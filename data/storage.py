@@ -13,6 +13,7 @@ from fsspec.core import url_to_fs
 from fsspec.registry import get_filesystem_class, known_implementations
 
 from data.errors import BrokenImageError, DataFolderError, reason_of
+from data.own_files import regular
 
 Found = TypeVar("Found")
 
@@ -48,7 +49,7 @@ def read_head(path: str) -> bytes:
 
 def _from_file(path: str, start: int, size: int | None) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             if start:
                 file.seek(start)
             return file.read(-1 if size is None else size)

@@ -1,8 +1,9 @@
 """run_vit_training.py, with a fault in the middle, as FAULT_AT says.
 
 ``FAULT_AT="KIND FIRST LAST"``: in the steps FIRST to LAST, counted from 1. ``loss``: the loss is
-not a number. ``hang``: the step waits for ever, in compiled code. ``evaluation``: SIGTERM comes as
-the FIRST-th batch of an evaluation is computed.
+not a number. ``hang``: the step waits for ever, in compiled code. ``read``: so does the reading of
+an image, and FIRST is how many seconds the watchdog grants before the first step. ``evaluation``:
+SIGTERM comes as the FIRST-th batch of an evaluation is computed.
 """
 
 import ctypes
@@ -11,7 +12,9 @@ import signal
 import sys
 
 import run_vit_training
+from data import image_folder
 from training import step as step_module
+from training.hosts import watchdog
 from training.inference import evaluation
 
 
@@ -38,7 +41,10 @@ def main(argv: list[str]) -> int:
                 os.kill(os.getpid(), signal.SIGTERM)
         return cross_entropy(*args, **kwargs)
 
-    if kind == "evaluation":
+    if kind == "read":
+        watchdog._STARTING_S = first
+        image_folder.read_bytes = lambda path: ctypes.CDLL(None).pause()
+    elif kind == "evaluation":
         evaluation.F.cross_entropy = interrupted
     else:
         step_module.forward_backward = faulty

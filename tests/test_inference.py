@@ -315,11 +315,36 @@ def test_bad_images(files, capsys, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.png").write_text("hello")
     assert "missing.png: there is no such file or folder" in said(IMAGE, tmp_path / "missing.png")
-    assert "'': there is no such file or folder" in said("")
+    assert "argument --predict: it must not be empty" in said("")
     assert "folder holds no images (.jpg" in said(tmp_path / "folder")
     assert said(tmp_path / "text.png").endswith(
         "text.png is not a readable image: no image of a known format"
     )
+
+
+def test_of_a_folder_the_images_that_can_be_read_are_answered(files, capsys, tmp_path):
+    """Links to nothing, to themselves, to a pipe and to what has no end are named, and left out."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(IMAGE, folder / "good.png")
+    os.mkfifo(tmp_path / "pipe")
+    for name, target in (
+        ("lost", "nowhere"),
+        ("circle", "circle.png"),
+        ("pipe", "../pipe"),
+        ("zero", "/dev/zero"),
+    ):
+        (folder / f"{name}.png").symlink_to(target)
+    flags = ["--predict", folder, "--resume", files / "plain.pt", "--json"]
+    assert run_vit_training.main(list(map(str, flags))) == 0
+    out, err = capsys.readouterr()
+    assert_is_timms(json.loads(out), files, [folder / "good.png"], CLASSES)
+    assert sorted(err.splitlines()) == [
+        f"{folder}/circle.png is not a readable image: Too many levels of symbolic links",
+        f"{folder}/lost.png is not a readable image: No such file or directory",
+        f"{folder}/pipe.png is not a readable image: it is no regular file",
+        f"{folder}/zero.png is not a readable image: it is no regular file",
+    ]
 
 
 def test_named_image_cannot_be_read(files, capsys, tmp_path):

@@ -403,6 +403,16 @@ def test_a_step_that_hangs(run, monkeypatch):
     assert left(run) == [5, 10, 11]
 
 
+def test_a_first_batch_that_is_never_read(run, monkeypatch):
+    """The wait for it is counted, however short the time is that a step may take."""
+    monkeypatch.setenv("FAULT_AT", "read 3 3")
+    flags = "--step_timeout_s 0.1 --max_steps 20".split()
+    hung = program(run, *flags, module="tests.fault_at_step")
+    assert hung.returncode == 1
+    assert "Timeout (0:00:03)!" in hung.stderr
+    assert "tests/fault_at_step.py" in hung.stderr
+
+
 # -- evaluations ----------------------------------------------------------------------
 
 EVALUATED = "--test_epoch_interval 1 --max_steps".split()

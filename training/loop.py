@@ -49,6 +49,8 @@ class Trainer:
         while at.step < last_step and at.epoch < config.num_epochs:
             epoch = at.epoch
             self.log.begin()
+            if at == start:
+                session.watchdog.starting()
             with contextlib.closing(self.batches.rest_of_epoch(at)) as batches:
                 for micro_batches in batches:
                     lr = self.schedule.lr(self.batches.number(at))

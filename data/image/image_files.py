@@ -12,6 +12,7 @@ import torch
 
 from data.errors import BrokenImageError, DataFolderError
 from data.image.decode import extensions, open_image
+from data.storage import read_bytes
 
 
 @dataclass
@@ -64,9 +65,9 @@ def _look_into(top: str, found: FoundImages) -> None:
             path = Path(folder, name)
             if suffix not in extensions():
                 found.passed_over[suffix or "no extension"] += 1
-            elif path.is_file() or path.is_symlink():
+            elif path.is_symlink() or path.is_file():  # a link is looked at when it is read
                 inside.append(path)
-            else:  # a pipe: reading it would wait for ever
+            else:
                 found.passed_over["no file"] += 1
     if not inside:
         why = found.unreadable[0] if found.unreadable else ".jpg, .png, or what else Pillow reads"
@@ -85,7 +86,7 @@ def read_batches(
         good, images = [], []
         for path in paths[first : first + batch_size]:
             try:
-                images.append(transform(open_image(path.read_bytes())))
+                images.append(transform(open_image(read_bytes(os.fspath(path)))))
                 good.append(path)
             except BrokenImageError as error:
                 broken(path, str(error))

@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from data.errors import BrokenImageError, DataFolderError, reason_of
+from data.own_files import regular
 
 # What it has to say of a file is said in the reason that the file is not read.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
@@ -52,6 +53,7 @@ def open_array(path: str) -> Iterator[ArrayFile]:
     """Open the array in the file ``path``. Raises BrokenImageError."""
     with contextlib.ExitStack() as stack:
         with _broken_if_it_raises():
+            os.close(regular(path, os.O_RDONLY))
             opened = _opener_of(path)(path, stack)
             if opened.dtype.kind not in "biuf":
                 raise BrokenImageError(f"its values are {opened.dtype}, and not numbers")

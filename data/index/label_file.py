@@ -11,6 +11,7 @@ import numpy as np
 from data.errors import DataFolderError, reason_of
 from data.index.folder_index import SPLITS, FolderIndex
 from data.index.strings import Paths, Strings
+from data.own_files import regular
 
 _COLUMNS = ("path", "label", "split")
 
@@ -46,7 +47,7 @@ def _rows(file: str) -> list[tuple[str, str, str]]:
     """Return path, label and split of each row."""
     rows: dict[str, tuple[str, str, str]] = {}
     try:
-        with open(file, newline="", encoding="utf-8-sig") as stream:
+        with open(file, newline="", encoding="utf-8-sig", opener=regular) as stream:
             table = csv.DictReader(stream)
             missing = [name for name in _COLUMNS if name not in (table.fieldnames or ())]
             if missing:

@@ -7,6 +7,7 @@ name or its folder's: ``data/train-00000-of-00294.parquet``, ``val/0.parquet``.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import xxhash
 
 from data.errors import BrokenImageError, DataFolderError, reason_of
 from data.index.table_columns import Columns, choose_columns
+from data.own_files import regular
 from data.storage import find_files, is_url, open_system, tried_again
 
 _READERS = 16  # footers are read at a time: of files far away each takes a tenth of a second
@@ -134,6 +136,7 @@ class ParquetFiles:
 def _opened(path: str, metadata: Any = None) -> pq.ParquetFile:
     """Open a file anew: neither a handle nor a connection may be shared by forked processes."""
     if not is_url(path):
+        os.close(regular(path, os.O_RDONLY))
         return pq.ParquetFile(path, metadata=metadata, memory_map=True, pre_buffer=False)
     system, there = open_system(path)
     return pq.ParquetFile(system.open(there, cache_type="none"), metadata=metadata)

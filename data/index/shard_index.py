@@ -24,6 +24,7 @@ from tqdm import tqdm
 from data.errors import DataFolderError, reason_of
 from data.index.index_file import Table
 from data.index.strings import Strings
+from data.own_files import regular
 from data.storage import is_url, open_system
 
 _KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
@@ -113,7 +114,7 @@ def _scan(path: str) -> _Shard:
 
 def _opened(path: str) -> IO[bytes]:
     if not is_url(path):
-        return open(path, "rb")
+        return open(path, "rb", opener=regular)
     system, there = open_system(path)
     return system.open(there, "rb")
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 
+_STARTING_S = 600.0
+"""The least seconds of silence that are allowed before the first step."""
+
 
 class Watchdog:
     """Ends a silent process after a time, with code 1 and every thread's stack on stderr.
@@ -20,6 +23,13 @@ class Watchdog:
         """Count anew, since something was done."""
         if self._seconds:
             faulthandler.dump_traceback_later(self._seconds, exit=True, file=2)
+
+    def starting(self) -> None:
+        """Count anew, with patience for what comes before the first step: the first batch, for
+        which loader processes and file systems wake up."""
+        if self._seconds:
+            limit = max(self._seconds, _STARTING_S)
+            faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
     def rest(self) -> None:
         """Stop counting until ``alive`` is called: what follows takes as long as it takes."""

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from data.loading.loader import BatchLoader
-from data.own_files import no_link
+from data.own_files import no_link, regular
 from data.source import DataSource
 from training.hosts import processes
 from training.logs.metrics import Evaluation
@@ -109,7 +109,8 @@ def _with_advice(told: str, count: int) -> str:
 def _listed(file: Path) -> list[tuple[str, str]]:
     """Return the path and the split of each image that the file lists."""
     try:
-        lines = file.read_text(errors="surrogateescape").splitlines()
+        with open(file, errors="surrogateescape", opener=regular) as opened:
+            lines = opened.read().splitlines()
     except OSError:
         return []
     parts = (line.split(_SEPARATOR) for line in lines if line)

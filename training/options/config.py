@@ -202,8 +202,9 @@ class LogConfig:
     step_timeout_s: float = flag(
         0.0,
         "seconds without the end of a step, a batch evaluated or a checkpoint after which the "
-        "process prints its threads' stacks and ends with code 1; from the first step on; 0: never "
-        "(default: STEP_TIMEOUT_S of the environment, or 0)",
+        "process prints its threads' stacks and ends with code 1; for the first batch at least "
+        "600, to compile as long as it takes; 0: never (default: STEP_TIMEOUT_S of the "
+        "environment, or 0)",
         kind=seconds,
         env="STEP_TIMEOUT_S",
     )
