@@ -105,7 +105,7 @@ class DataConfig:
     )
     num_workers: int | None = flag(
         None,
-        "loader processes per training process; 0: none (default: by cores, 1 to 32)",
+        "loader processes per training process; 0: load in it (default: by the cores, 1 to 32)",
         kind=bounded(int, 0, 1024),
         common=True,
     )
