@@ -65,10 +65,10 @@ Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
 run and a backend."""
 
 
-def prepare_training(run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
+def prepare_training(resumable: Any, run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
     from training.train import prepare, train
 
-    run, plan = prepare(run)
+    run, plan = prepare(resumable, run)
     return run, functools.partial(train, plan)
 
 
@@ -170,7 +170,7 @@ def _run(flags: Flags) -> int:
         return compile_only(config, flags.xla)
     if config.plan:
         return _plan(flags)
-    prepare: Prepare = prepare_self_check if config.self_check else prepare_training
+    prepare: Prepare = prepare_self_check
     if use.predict or use.eval_only:
         from training.inference.inference import find_trained, predict, prepare_evaluation
 
@@ -179,6 +179,11 @@ def _run(flags: Flags) -> int:
             predict(config, weights)
             return 0
         prepare = functools.partial(prepare_evaluation, weights)
+    elif not config.self_check:
+        from training.hosts.start import find_resumed
+
+        config, resumable = find_resumed(config)
+        prepare = functools.partial(prepare_training, resumable)
     backend = choose_backend(config.backend)
     check_foreign(flags.own, backend, config.given)
     start(backend, flags, config, prepare)

@@ -224,14 +224,16 @@ class ModelSpec(abc.ABC):
         """
         return blocks.blocks_differ(list(self.meta.blocks))  # type: ignore[arg-type]
 
-    def differs_from(self, before: Mapping[str, Any]) -> str | None:
-        """Return the first setting that is not as in ``before``, the settings of another spec.
+    def differences(self, before: Mapping[str, Any]) -> list[str]:
+        """Return the settings that are not as in ``before``, the settings of another spec.
 
         None if weights trained with those go on to mean the same here: dropout rates and first
         weights may be others. So may be what ``before`` does not have.
         """
-        for name, value in self.settings.items():
-            free = name.endswith("_rate") or name in _FREE
-            if not free and name in before and before[name] != value:
-                return name
-        return None
+        return [
+            name
+            for name, value in self.settings.items()
+            if not (name.endswith("_rate") or name in _FREE)
+            and name in before
+            and before[name] != value
+        ]

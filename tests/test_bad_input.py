@@ -373,13 +373,32 @@ def finished(tmp_path_factory):
     [
         ("--embed_dim 64", "was trained with --embed_dim 32, not 64"),
         ("--num_blocks 3", "was trained with --num_blocks 2, not 3"),
-        ("--class_token", "was trained with --class_token False, not True"),
+        ("--class_token", "was trained with --no-class_token, not --class_token: give the same"),
+        (
+            "--embed_dim 64 --num_heads 4 --init_values 0.1 --optimizer lion --linear_probe",
+            "was trained with --embed_dim 32, not 64; with --num_heads 2, not 4; without "
+            "--init_values, this run is with --init_values 0.1; with --optimizer adamw, not lion; "
+            "without --linear_probe, this run is with --linear_probe: give the same",
+        ),
+        (
+            "--model vit_tiny_patch16_224",
+            "was trained with --model vit_10b, not vit_tiny_patch16_224; with --global_pool avg, "
+            "not token; with --no-class_token, not --class_token",
+        ),
         ("--resume none", "holds step_1 of an earlier run"),
         ("--resume best --ckpt_dir elsewhere", "elsewhere has no checkpoint that was evaluated"),
     ],
 )
 def test_resume_of_another_model(flags, words, finished, capsys):
     assert words in complaint(capsys, finished, *flags.split())
+
+
+def test_resume_contradicts_the_model_elsewhere(finished, capsys, tmp_path):
+    """Also by a path, with flags of the model that alone could not be, and with those that may."""
+    source = ["--data_dir", DIGITS, "--ckpt_dir", tmp_path / "new", "--batch_size", "16"]
+    told = told_in_one_line(capsys, *source, "--resume", finished, "--num_blocks", "3")
+    assert "step_1 was trained with --num_blocks 2, not 3: give the same" in told
+    assert not (tmp_path / "new").exists()
 
 
 def test_unreadable_checkpoint(finished, capsys, tmp_path):

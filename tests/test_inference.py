@@ -294,7 +294,7 @@ def test_no_such_weights(use, capsys, tmp_path):
     ("name", "flags", "told"),
     [
         ("plain.pt", "--embed_dim 64", "was trained with --embed_dim 32, not 64"),
-        ("step_earlier", "--model vit_tiny_patch16_224", "was trained with --image_size 16, not"),
+        ("step_earlier", "--model vit_tiny_patch16_224", "was trained with --model vit_10b, not"),
         ("bare.pt", "", "pos_embed is (1, 16, 32) in "),
         ("bare.pt", "--model vit_tiny_patch16_224", "has no cls_token, which the model has"),
         ("bare.pt", "{tiny} --num_blocks 3", "has no blocks.2.norm1.weight, which the model has:"),

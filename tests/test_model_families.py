@@ -263,15 +263,18 @@ def test_arguments_by_either_name():
     assert spec.sizes.num_tokens == 16 + 1 + 2
     assert spec.settings["use_fc_norm"] is True
     again = open_model(spec.name, spec.overrides)
-    assert again.differs_from(spec.settings) is None
+    assert again.differences(spec.settings) == []
 
 
 def test_settings_that_differ():
     spec = small("DINOv3")
     free = small("DINOv3", drop_path_rate=0.1, head_init_scale=1.0)
-    assert free.differs_from(spec.settings) is None
-    assert small("DINOv3", num_classes=8).differs_from(spec.settings) == "num_classes"
-    assert spec.differs_from({}) is None  # written by a program that kept less
+    assert free.differences(spec.settings) == []
+    assert small("DINOv3", num_classes=8, depth=1).differences(spec.settings) == [
+        "num_classes",
+        "depth",
+    ]
+    assert spec.differences({}) == []  # written by a program that kept less
 
 
 def test_what_transformer_engine_may_compute():

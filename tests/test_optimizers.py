@@ -211,7 +211,7 @@ def test_muon_resumes_elsewhere_and_no_other_optimizer_does(tmp_path):
     assert last.column("loss") == pytest.approx(expected["loss"], rel=1e-5)
     for given, told in {
         "--optimizer adamw": "was trained with --optimizer muon, not adamw: give the same",
-        "--linear_probe --layer_decay 1": "was trained without --linear_probe, this run is with it",
+        "--linear_probe --layer_decay 1": "was trained without --linear_probe, this run is with --",
     }.items():
         done = run_program("run_vit_training.py", *tiny(tmp_path), *flags, "8", *given.split())
         assert done.returncode == 2

@@ -10,7 +10,16 @@ import torch
 
 from data.pack import pack
 from data.source import open_data
-from tests.cli import DIGITS, TINY_MODEL, tiny, train_tiny, train_tiny_gpu
+from tests.cli import (
+    DIGITS,
+    TINY_MODEL,
+    TINY_RUN,
+    Result,
+    run_program,
+    tiny,
+    train_tiny,
+    train_tiny_gpu,
+)
 from tests.plain_checkpoint import convert, tiny_timm_model
 from tests.resolved import on_gpus
 from tests.short_runs import QUICK
@@ -61,6 +70,26 @@ def test_mid_epoch_resume_is_exact(uninterrupted, copy_of_stopped):
         "step_5",
         "step_7",
     ]
+
+
+def test_the_model_is_the_checkpoints(uninterrupted, copy_of_stopped, tmp_path):
+    """Without flags of the model, dropout among them; in the run's own folder and in another."""
+    flags = [*EPOCHS_OF_5[2:], "--max_steps", "8"]
+    own = train_without_model(copy_of_stopped, *flags)
+    other = train_without_model(tmp_path / "other", *flags, "--resume", copy_of_stopped / "step_7")
+    assert own.steps[8]["loss"] == other.steps[8]["loss"] == uninterrupted.steps[8]["loss"]
+    model = ("patch_size", "embed_dim", "drop_path_rate", "num_classes")
+    arguments = {name: own.run_file["arguments"][name] for name in model}
+    assert arguments == {name: uninterrupted.run_file["arguments"][name] for name in model}
+    again = train_without_model(copy_of_stopped, *flags, "--drop_path_rate", "0")
+    assert again.run_file["arguments"]["drop_path_rate"] == 0  # what may change, does
+
+
+def train_without_model(ckpt_dir, *flags):
+    words = ["--data_dir", DIGITS, "--hflip", "0", *TINY_RUN, "--ckpt_dir", ckpt_dir, *flags]
+    done = run_program("run_vit_training.py", *map(str, words), "--cpu_devices", "2")
+    assert done.returncode == 0, done.stderr
+    return Result(ckpt_dir, done.stdout, done.stderr)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from timm.scheduler import CosineLRScheduler, StepLRScheduler, WSDLRScheduler
 from torch.optim.lr_scheduler import LinearLR
 
 from tests.cli import DIGITS, TINY_MODEL, run_program, tiny
-from tests.short_runs import QUICK, mistake
+from tests.short_runs import QUICK, mistake, program
 from tests.usage_error import told_in_one_line
 from training.updates.schedule import WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
 
@@ -137,6 +137,19 @@ def of_epochs(ckpt_dir, *flags):
     words = [*tiny(ckpt_dir), *QUICK, "--backend", "cuda", *map(str, flags)]
     at = words.index("--warmup_steps")
     return run_program("run_vit_training.py", *words[:at], *words[at + 2 :])
+
+
+def test_a_warmup_longer_than_the_run(tmp_path):
+    """Of 2 steps, the second trains with a 2,500th of --lr, and all below two of them."""
+    done = program(tmp_path, *"--max_steps 2 --warmup_steps 2500 --lr 1e-2".split())
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "warning" in line]
+    assert "the warmup takes 2,500 steps, the run ends at 2: the learning rate" in line
+    assert "stays below 8e-06, --lr 0.01 is not reached; give fewer --warmup_steps" in line
+    assert rates(tmp_path) == pytest.approx([0, 4e-6])
+    again = program(tmp_path, *"--max_steps 3 --warmup_steps 3 --lr 1e-2".split())
+    assert again.returncode == 0
+    assert "warning" not in again.stdout
 
 
 def rates(folder):

@@ -14,7 +14,7 @@ from torch import nn
 
 from data.source import DataSource, open_data
 from training.backend import Backend
-from training.checkpoints.choose import RUN_FILE, Candidates, find_resume, first_readable
+from training.checkpoints.choose import RUN_FILE, Candidates, Resumable, find_resumable
 from training.checkpoints.content import Position, SavedRun
 from training.checkpoints.lock import FolderLock
 from training.checkpoints.saver import CheckpointSaver
@@ -26,7 +26,6 @@ from training.hosts.fingerprint import check_alike, versions
 from training.hosts.processes import failing_together
 from training.hosts.start import (
     Start,
-    check_run_folder,
     choose_checkpoint,
     enter_folder,
     leave_later_ones,
@@ -57,14 +56,13 @@ from training.trained_weights.initial_weights import InitialWeights, find_source
 from training.trained_weights.weights_preprocessing import with_preprocessing, with_preprocessing_of
 from training.updates.ema import note_of_resume
 from training.updates.schedule import Schedule, make_schedule
-from training.url_path import folder_at, is_url, replace_file
+from training.url_path import is_url, replace_file
 from training.validation import (
     bad_data_is_the_users,
     check_goes_on,
     check_same_classes,
-    check_same_model,
-    check_same_optimizer,
     check_same_order,
+    check_same_training,
     other_order,
     wanted_images,
 )
@@ -85,14 +83,13 @@ class Plan:
     """Trained weights that a new training begins with."""
 
 
-def prepare(run: Run) -> tuple[Run, Plan]:
+def prepare(resumable: Resumable, run: Run) -> tuple[Run, Plan]:
     """Check everything that can be checked without a device; returns the run with its data.
 
     Raises UsageError.
     """
-    check_run_folder(run.config.checkpoints)
     expected_s = read_expectation(run)
-    resume, candidates = _candidates(run.config.checkpoints)
+    resume, candidates = resumable.saved, resumable.candidates
     source = find_source(run.config)
     if resume or source is None:
         run = with_preprocessing(run, resume)
@@ -108,15 +105,9 @@ def prepare(run: Run) -> tuple[Run, Plan]:
     return run, Plan(data, candidates, expected_s, process_start(), initial)
 
 
-def _candidates(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
-    found = find_resume(folder_at(config.ckpt_dir), config.resume, config.resume_epoch)
-    return first_readable(found)
-
-
 def _check_resume(resume: SavedRun, run: Run, data: DataSource) -> None:
     check_goes_on(resume)
-    check_same_model(resume, run.model)
-    check_same_optimizer(resume, run.config.optimizer)
+    check_same_training(resume, run.model, run.config.optimizer)
     check_same_classes(resume.classes, resume.path, data)
     check_same_order(resume, run, data)
 
@@ -163,13 +154,16 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
             batches = TrainBatches(loader, backend, data.batch_size, data.grad_accum_steps)
             images = val_loader(plan.data, backend, data.pass_size)
             log = run.config.log
+            schedule, end = _schedule(run, position, last_step, len(loader))
+            if position.step < last_step and (warning := schedule.warning(end)):
+                session.reports.say(warning)
             trainer = Trainer(
                 run,
                 session,
                 model,
                 objective,
                 batches,
-                _schedule(run, position, last_step, len(loader)),
+                schedule,
                 StepLog(log, session, batches),
                 Saves(run.config.checkpoints, session, saver, so_far.best_step),
                 Evaluations(
@@ -235,7 +229,7 @@ def _begin(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> tuple[St
     candidates = plan.candidates
     with failing_together():
         if backend.is_main:  # who had the lock until now may have written and removed some
-            candidates = _candidates(run.config.checkpoints)[1]
+            candidates = find_resumable(run.config.checkpoints).candidates
     start = choose_checkpoint(
         candidates,
         functools.partial(_check_resume, run=run, data=plan.data),
@@ -274,12 +268,15 @@ def _place(
     return model, objective
 
 
-def _schedule(run: Run, at: Position, last_step: int, steps_per_epoch: int) -> Schedule:
-    """Return the schedule of a run that begins at ``at``. Raises UsageError if it is too long."""
+def _schedule(run: Run, at: Position, last_step: int, steps_per_epoch: int) -> tuple[Schedule, int]:
+    """Return the schedule of a run that begins at ``at``, and the step of it that the run ends at.
+
+    Raises UsageError if it is too long.
+    """
     config = run.config
     done = at.epoch * steps_per_epoch + at.images_in_epoch // config.data.batch_size
     end = done + last_step - at.step
-    return make_schedule(config, steps_per_epoch, end)
+    return make_schedule(config, steps_per_epoch, end), end
 
 
 def _place_of(resume: SavedRun | None, run: Run, data: DataSource) -> Position:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from training.checkpoints.content import SavedRun
 from training.checkpoints.reader import read_metadata, readable
 from training.errors import UsageError
 from training.options.config import OptimizerConfig, RunConfig
-from training.options.flag_rules import by_field, from_values
-from training.options.resolve import MODEL_FLAG, Run, model_of
+from training.options.flag_rules import Option, by_field, from_values
+from training.options.resolve import Run, model_of
 
 
 def wanted_images(run: Run, *, with_train: bool = True) -> Wanted:
@@ -111,41 +112,84 @@ def _shown(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else "none" if value is None else str(value)
 
 
+def with_saved_model(saved: SavedRun, asked: ModelConfig) -> ModelConfig:
+    """Return the checkpoint's model, and over it what was asked for; another model is as asked."""
+    before: ModelConfig = from_values(ModelConfig, saved.arguments)
+    if asked.model not in (None, before.model):
+        return asked
+    return replace(before, **asked.overrides())  # type: ignore[arg-type]
+
+
+def with_resumed_model(config: RunConfig, saved: SavedRun) -> RunConfig:
+    """Return the configuration with the model of the checkpoint that it resumes.
+
+    Flags that were given may change its dropout and nothing else: raises UsageError.
+    """
+    config = replace(config, model=with_saved_model(saved, config.model))
+    check_same_training(saved, model_of(config.model), config.optimizer)
+    return config
+
+
 def check_same_model(saved: SavedRun, model: ModelSpec) -> None:
-    """Raises UsageError naming the first model argument that differs from the checkpoint's.
+    """Raises UsageError naming all model arguments that differ from the checkpoint's.
 
     Dropout rates and the scheme of initialisation may change: weights fit all the same.
     """
-    before = model_of(from_values(ModelConfig, saved.arguments))
-    name = model.differs_from(before.settings)
-    if name is None:
-        return
-    old, new = before.settings[name], model.settings[name]
-    if name in MODEL_FLAG:
-        flag = f"{MODEL_FLAG[name]} {old}"
+    _refuse(saved, _model_differences(saved, model))
+
+
+def check_same_training(saved: SavedRun, model: ModelSpec, optimizer: OptimizerConfig) -> None:
+    """Raises UsageError naming also where the checkpoint holds another optimizer's state."""
+    _refuse(saved, [*_model_differences(saved, model), *_optimizer_differences(saved, optimizer)])
+
+
+def _refuse(saved: SavedRun, differences: Sequence[str]) -> None:
+    if differences:
         raise UsageError(
-            f"{saved.path} was trained with {flag}, not {new}: give {flag}, or train anew in "
-            "another --ckpt_dir"
+            f"{saved.path} was trained {'; '.join(differences)}: give the same (flags of the model "
+            "may be left out, they are the checkpoint's), or train anew in another --ckpt_dir"
         )
-    raise UsageError(
-        f"{saved.path} was trained with --model {before.name}, whose {name} is {old}, not {new}: "
-        "give that, or train anew in another --ckpt_dir"
-    )
 
 
-def check_same_optimizer(saved: SavedRun, config: OptimizerConfig) -> None:
-    """Raises UsageError if the checkpoint holds another state than what is to be updated needs."""
+def _model_differences(saved: SavedRun, model: ModelSpec) -> list[str]:
+    before, known = model_of(from_values(ModelConfig, saved.arguments)), by_field(ModelConfig)
+    names = model.differences(before.settings)
+    told = [
+        _difference(known[name], before.settings[name], model.settings[name])
+        for name in names
+        if name in known
+    ]
+    if names and before.name != model.name:
+        return [f"with --model {before.name}, not {model.name}", *told]
+    return told + [
+        f"with --model {before.name}, whose {name} is {before.settings[name]}, not "
+        f"{model.settings[name]}"
+        for name in names
+        if name not in known
+    ]
+
+
+def _optimizer_differences(saved: SavedRun, config: OptimizerConfig) -> list[str]:
+    """Return where the checkpoint holds another state than what is to be updated needs."""
     known = by_field(OptimizerConfig)
-    for name in ("optimizer", "linear_probe"):
-        option, here = known[name], getattr(config, name)
-        there = saved.arguments.get(name, option.field.default)  # older ones have no such argument
-        if there == here:
-            continue
-        if option.is_switch:
-            there_is, here_is = ("with", "without") if there else ("without", "with")
-            told = f"{there_is} {option.names[0]}, this run is {here_is} it"
-        else:
-            told = f"with {option.typed(there)}, not {here}"
-        raise UsageError(
-            f"{saved.path} was trained {told}: give the same, or train anew in another --ckpt_dir"
-        )
+    saved_as = {name: saved.arguments.get(name, known[name].field.default) for name in _STATE}
+    return [
+        _difference(known[name], there, getattr(config, name))
+        for name, there in saved_as.items()  # older checkpoints have no such argument
+        if there != getattr(config, name)
+    ]
+
+
+_STATE = ("optimizer", "linear_probe")
+"""Flags that decide which state an optimizer has."""
+
+
+def _difference(option: Option, there: Any, here: Any) -> str:
+    """Return a flag with both its values; one that is None, or off, is not there at all."""
+    absent = [None] if option.has_negation or not option.is_switch else [None, False]
+    if there in absent:
+        return f"without {option.names[0]}, this run is with {option.typed(here)}"
+    if here in absent:
+        return f"with {option.typed(there)}, this run is without it"
+    words = option.words(here)
+    return f"with {option.typed(there)}, not {' '.join(words[1:] or words)}"

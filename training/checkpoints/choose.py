@@ -14,6 +14,7 @@ from training.checkpoints.reader import Unreachable, read_saved_run, readable
 from training.checkpoints.storage import METADATA
 from training.errors import UsageError
 from training.logs.metrics import METRICS_FILE, decisive, evaluations
+from training.options.config import CheckpointConfig
 from training.url_path import folder_at, is_unreachable
 
 _NAME = re.compile(r"step_(\d+)")
@@ -21,6 +22,14 @@ RUN_FILE = "run.json"
 BEST = {"best": ("val_top1", 1), "lowest_loss": ("val_loss", -1)}
 """The values of evaluations that ``--resume`` can choose by, and whether high is good (1) or low
 (-1)."""
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """Holds the checkpoint that a run goes on from, if any, and all that may take its place."""
+
+    saved: SavedRun | None
+    candidates: Candidates
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,12 @@ def _best(ckpt_dir: Path, existing: list[Path], resume: str) -> Path:
         raise UsageError(f"--resume {resume}: {ckpt_dir} has no checkpoint that was evaluated")
     value, order = BEST[resume]
     return max(evaluated, key=lambda path: order * decisive(by_step[step_of(path)], value))
+
+
+def find_resumable(config: CheckpointConfig) -> Resumable:
+    """Return what the flags of a training name. Raises UsageError."""
+    found = find_resume(folder_at(config.ckpt_dir), config.resume, config.resume_epoch)
+    return Resumable(*first_readable(found))
 
 
 def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]:

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.own_files import no_link
-from training.checkpoints.choose import Candidates, checkpoint_around, is_restart
+from training.checkpoints.choose import (
+    Candidates,
+    Resumable,
+    checkpoint_around,
+    find_resumable,
+    is_restart,
+)
 from training.checkpoints.content import SavedRun
 from training.checkpoints.keep import later_ones, set_aside
 from training.checkpoints.lock import LOCK_FILE, FolderLock, check_own, check_same_folder
@@ -23,7 +29,7 @@ from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.events import EVENTS_FILE
 from training.logs.log_folder import fetch_logs
 from training.logs.metrics import METRICS_FILE
-from training.options.config import CheckpointConfig
+from training.options.config import CheckpointConfig, RunConfig
 from training.url_path import UrlPath, as_url, folder_at, is_url
 
 if TYPE_CHECKING:
@@ -159,6 +165,20 @@ def take_logs(folder: Path, url: Path, *, is_main: bool) -> list[str]:
     ]
 
 
+def find_resumed(config: RunConfig) -> tuple[RunConfig, Resumable]:
+    """Return what a training goes on from, and the configuration with the model of that.
+
+    Raises UsageError for a folder that cannot be a run's, and for flags that contradict the model.
+    """
+    check_run_folder(config.checkpoints)
+    resumable = find_resumable(config.checkpoints)
+    if resumable.saved is None:
+        return config, resumable
+    from training.validation import with_resumed_model  # with timm
+
+    return with_resumed_model(config, resumable.saved), resumable
+
+
 def check_run_folder(config: CheckpointConfig) -> None:
     """Raise UsageError if no run can be kept in ``--ckpt_dir``; leave nothing there."""
     folder = folder_at(config.ckpt_dir)
@@ -182,6 +202,8 @@ def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
     if url := as_url(folder):
         _check_url_writable(url)
         return
+    if folder.is_file():
+        raise UsageError(f"{flag} {folder} is a file, not a folder")
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

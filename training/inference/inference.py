@@ -45,6 +45,7 @@ from training.validation import (
     check_same_classes,
     check_same_model,
     wanted_images,
+    with_saved_model,
 )
 
 _TOP = 5
@@ -81,12 +82,8 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
 
 
 def _model_of(run: SavedRun, asked: ModelConfig) -> ModelConfig:
-    saved: ModelConfig = from_values(ModelConfig, run.arguments)
-    given = asked
-    if asked.model in (None, saved.model):  # a flag alone; another preset brings all its own
-        given = replace(saved, **asked.overrides())  # type: ignore[arg-type]
-    check_same_model(run, model_of(given))
-    return saved
+    check_same_model(run, model_of(with_saved_model(run, asked)))
+    return from_values(ModelConfig, run.arguments)
 
 
 def _tell(line: str) -> None:

@@ -115,8 +115,8 @@ class CheckpointConfig:
     resume: str = flag(
         "auto",
         "auto: newest complete checkpoint of --ckpt_dir, if any; none: start anew; best or "
-        "lowest_loss: of its evaluated ones that with the highest top-1 or lowest val loss; "
-        "PATH: a checkpoint, or another run's --ckpt_dir",
+        "lowest_loss: the evaluated one with the highest top-1 or lowest val loss; PATH: a "
+        "checkpoint, or another run's --ckpt_dir; the model is the checkpoint's",
         metavar="auto|none|best|lowest_loss|PATH",
         common=True,
     )

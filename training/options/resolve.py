@@ -23,7 +23,7 @@ from training.options.buckets import check_buckets, grids
 from training.options.config import OptimizerConfig, RunConfig
 from training.options.flag_rules import by_field, flat
 from training.options.loss_config import check_mixing
-from training.url_path import folder_at, is_url
+from training.url_path import folder_at
 
 if TYPE_CHECKING:  # torch and timm take seconds: a wrong flag is told before
     from torch import Tensor
@@ -176,7 +176,7 @@ def _with_betas(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def _check_common(config: RunConfig) -> None:
-    data, ckpt_dir = config.data, folder_at(config.checkpoints.ckpt_dir)
+    data = config.data
     for name, (low, high) in (("--scale", data.scale), ("--ratio", data.ratio)):
         if low > high:
             raise UsageError(f"{name} {low} {high}: the first must not be above the second")
@@ -188,8 +188,6 @@ def _check_common(config: RunConfig) -> None:
     check_augmentations(data)
     if data.scale[1] == 0:
         raise UsageError("--scale 0 0 leaves no image to crop")
-    if not is_url(ckpt_dir) and ckpt_dir.exists() and not ckpt_dir.is_dir():
-        raise UsageError(f"--ckpt_dir {ckpt_dir} is a file, not a folder")
     _check_schedule(config)
     if config.log.wandb:
         _check_wandb()

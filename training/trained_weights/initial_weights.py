@@ -25,6 +25,7 @@ from training.options.flag_rules import from_values
 from training.options.resolve import Run, model_of
 from training.trained_weights.weights import Weights, weights_in
 from training.url_path import folder_at
+from training.validation import with_saved_model
 
 _PATCHES = "patch_embed.proj.weight"
 _HEAD = "head."
@@ -150,16 +151,10 @@ def with_model_of_weights(config: RunConfig) -> RunConfig:
     UsageError if there are no such weights.
     """
     assert config.checkpoints.init_from is not None
-    run, asked = (
-        weights_in(folder_at(config.checkpoints.init_from), "--init_from").run,
-        config.model,
-    )
-    if run is None:
+    saved = weights_in(folder_at(config.checkpoints.init_from), "--init_from").run
+    if saved is None:
         return config
-    saved: ModelConfig = from_values(ModelConfig, run.arguments)
-    if asked.model not in (None, saved.model):  # another preset brings all its own
-        return config
-    return replace(config, model=replace(saved, **asked.overrides()))  # type: ignore[arg-type]
+    return replace(config, model=with_saved_model(saved, config.model))
 
 
 def find_source(config: RunConfig) -> Weights | None:

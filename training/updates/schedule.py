@@ -47,6 +47,16 @@ class Schedule(abc.ABC):
             return self.warmup_lr + (self.peak - self.warmup_lr) * step / self.warmup_steps
         return self.min_lr + (self.peak - self.min_lr) * self.share(step)
 
+    def warning(self, end: int) -> str | None:
+        """Return a line for the log where a run that ends at step ``end`` never ends its warmup."""
+        if end >= self.warmup_steps or not self.peak:
+            return None
+        return (
+            f"warning: the warmup takes {self.warmup_steps:,} steps, the run ends at {end:,}: the "
+            f"learning rate stays below {self.lr(end):.2g}, --lr {self.peak:g} is not reached; "
+            "give fewer --warmup_steps (or --warmup_epochs)"
+        )
+
     @abc.abstractmethod
     def share(self, step: int) -> float:
         """Return the share of the peak, from 1 to 0, that is left in a step after the warmup."""
