@@ -42,7 +42,7 @@ class DigitsSplit(WholeImages):
     ) -> None:
         """Take labels and pixels, (height, width) uint8, of all images."""
         self._pixels = [pixels for _, pixels in found]
-        self._labels = [label for label, _ in found]
+        self.labels = [label for label, _ in found]
         self._transform, self._seed = transform, seed
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class DigitsSplit(WholeImages):
         tensor = seeded(self._transform, image, self._seed, epoch, max(index, 0))
         if index == PADDING:
             return torch.zeros_like(tensor), PADDING, []
-        return tensor, self._labels[index], []
+        return tensor, self.labels[index], []
 
 
 def open_digits(wanted: Wanted) -> SplitSource:

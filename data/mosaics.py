@@ -80,6 +80,10 @@ class MosaicsSplit(Dataset):
     def __len__(self) -> int:
         return LENGTHS[self._split]
 
+    @property
+    def labels(self) -> list[int]:
+        return [label_of(index) for index in range(len(self))]
+
     def of_rows(self, rows: range) -> Dataset:
         part = copy.copy(self)
         part._rows = rows

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+import xxhash
 from torch.utils.data import Dataset
 
 from data.config import DataConfig
@@ -84,6 +86,10 @@ class Split(Protocol):
     """What images are made of: uint8, or fp32 that is normalised already."""
     reads_rows: bool
     """Whether an image's rows can be read without reading the others."""
+
+    @property
+    def labels(self) -> Sequence[int] | np.ndarray:
+        """The labels of the images, in order."""
 
     def __len__(self) -> int: ...
 
@@ -170,6 +176,9 @@ class SplitSource:
         return {
             "the number of training images": self.train_length,
             FILES: self._train.digest(),
+            "the checksum of the training images' labels": xxhash.xxh3_64_hexdigest(
+                np.ascontiguousarray(self._train.labels, np.int64).data
+            ),
         }
 
     def fingerprint(self) -> dict[str, Any]:

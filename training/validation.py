@@ -70,7 +70,7 @@ def check_goes_on(saved: SavedRun) -> None:
 
 _ORDER_FLAGS = ("data_source", "seed", "aug_repeats", "buckets")
 _SAME_ORDER = {"folder", "webdataset"}
-"""Sources that have the same images in the same order, under other names."""
+"""Sources that may have the same images in the same order, under other names."""
 
 
 def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
@@ -84,6 +84,7 @@ def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
     there, here, flags = saved.arguments, run.values, by_field(RunConfig)
     # Where batches are not of one bucket each, positions are those of any batch size.
     names = [*_ORDER_FLAGS, *(["batch_size"] if here["buckets"] else [])]
+    names += ["images_per_read"] if saved.order is None else []  # which has its final value
     values = {flags[name].names[0]: (there[name], here[name]) for name in names if name in there}
     order = data.order()
     values |= {what: (value, order.get(what)) for what, value in (saved.order or {}).items()}

@@ -57,7 +57,7 @@ class BucketSplit(WholeImages):
 
     def __init__(self, wanted: Wanted, split: BytesSplit, name: str) -> None:
         """Find the bucket of each image of ``split``, called ``name``: train or val."""
-        self._split, self.dtype = split, split.dtype
+        self._split, self.dtype, self.labels = split, split.dtype, split.labels
         config, sizes = wanted.config, wanted.config.bucket_sizes
         self.bucket_of = nearest_bucket(kept_sizes(config, split, name), sizes)
         """Of each image, int16."""

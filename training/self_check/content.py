@@ -31,11 +31,11 @@ class _Images(WholeImages):
     def __init__(
         self, length: int, shape: tuple[int, ...], dtype: torch.dtype, classes: int, seed: int
     ) -> None:
-        self._length, self._shape, self.dtype = length, shape, dtype
-        self._classes, self._seed = classes, seed
+        self._shape, self.dtype, self._seed = shape, dtype, seed
+        self.labels = [index % classes for index in range(length)]
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.labels)
 
     def digest(self) -> str:
         return ""  # the same for all who have the same flags
@@ -47,7 +47,7 @@ class _Images(WholeImages):
             image = torch.randint(256, self._shape, generator=generator, dtype=torch.uint8)
         else:
             image = torch.randn(self._shape, generator=generator)
-        return image, index % self._classes, []
+        return image, self.labels[index], []
 
 
 UPDATES = 3
