@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import getpass
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -130,9 +132,19 @@ def _plan(flags: Flags) -> int:
     return plan_slices(flags.run, flags.xla)
 
 
+def _name_user() -> None:
+    """Give a user without a name, as a container's may be, one: PyTorch 2.9 ends with a traceback
+    as it looks for a folder of that name (torch/_inductor/runtime/cache_dir_utils.py)."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = f"user_{os.getuid()}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, and do what they ask for; return the exit code."""
     end_with_torchrun()
+    _name_user()
     flags = read_flags(argv)
     try:
         return _run(flags)

@@ -257,7 +257,8 @@ def test_mistakes(source, capsys, tmp_path):
     assert said("--init_from", tmp_path / "none").endswith(
         f"--init_from {tmp_path / 'none'}: there is no such checkpoint, folder or file"
     )
-    assert "no complete checkpoint" in said("--init_from", DIGITS)
+    neither = f"{DIGITS} is neither a checkpoint nor the folder of a run that has one"
+    assert said("--init_from", DIGITS).endswith(neither)
     told = said("--init_from", path, "--eval_only")
     assert told.endswith("does not go with --eval_only: drop one of the two")
     assert not (tmp_path / "x").exists()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import DIGITS, ROOT, TINY_MODEL, tiny, train_tiny
+from data.cache_folder import cache_folder
+from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny
 from tests.usage_error import told_in_one_line
 from training.checkpoints.choose import checkpoint_around
 from training.checkpoints.keep import remove
@@ -192,6 +193,42 @@ def test_what_root_has_made_is_nobody_elses(everybodys):
     assert refused.startswith(
         f"UsageError: --ckpt_dir {mount}: {mount} is user {OTHER + 1}'s: give"
     )
+
+
+# -- a user without a home --------------------------------------------------------------
+
+
+def test_a_user_without_a_home_or_a_name_trains(tmp_path):
+    """As ``docker run --user 54321`` makes one."""
+    unshare = ["unshare", "--user", f"--map-user={OTHER}"]
+    tried = subprocess.run([*unshare, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no user namespace can be had here: {tried.stderr.strip()}")
+    left_out = {"HOME", "XDG_CACHE_HOME", "USER", "LOGNAME"}
+    variables = {name: value for name, value in environment().items() if name not in left_out}
+    done = subprocess.run(
+        [*unshare, sys.executable, "run_vit_training.py", *tiny(tmp_path / "run")],
+        cwd=ROOT,
+        env=variables | {"TMPDIR": str(tmp_path)},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "training completed: step 6" in done.stdout
+
+
+@only_root
+def test_the_cache_of_a_user_without_a_home(everybodys, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(everybodys))
+    place = everybodys / f"vit_fsdp-{OTHER}"
+    assert as_other(lambda: cache_folder().mkdir()) == ""
+    assert as_other(cache_folder) == ""
+    assert place.stat().st_uid == OTHER
+    os.chown(place, 0, 0)
+    assert as_other(cache_folder).startswith(f"DataFolderError: {place}, for a user without a home")
 
 
 # -- a checkpoint is no run's folder ----------------------------------------------------

@@ -150,6 +150,11 @@ def _newest(existing: list[Path]) -> Candidates:
 
 def _undamaged(path: Path) -> Path:
     if not is_complete(path):
+        begun = any(
+            file.name == METADATA or file.name.endswith(".distcp") for file in path.iterdir()
+        )
+        if not begun and not step_folders(path):
+            raise UsageError(f"{path} is neither a checkpoint nor the folder of a run that has one")
         raise UsageError(f"{path} is no complete checkpoint: it was not written to its end")
     if problem := quick_problem(path):
         raise UsageError(f"cannot read the checkpoint {path}: {problem}")

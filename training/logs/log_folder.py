@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data.cache_folder import cache_folder
+from data.errors import DataFolderError
 from data.own_files import replace_file
 from training.background import Background
+from training.errors import UsageError
 from training.url_path import is_url
 
 _EVERY_S = 30.0
@@ -22,12 +24,16 @@ _KEPT = {".lock", "profile"}
 def log_folder(ckpt_dir: Path) -> Path:
     """Return where a run's logs are written: in ``ckpt_dir``, or in a local folder for a URL's.
 
-    It is the same for each start on a machine, so that a second one there finds it locked.
+    It is the same for each start on a machine, so that a second one there finds it locked. Raises
+    UsageError without a place for it.
     """
     if not is_url(ckpt_dir):
         return ckpt_dir
     number = hashlib.sha256(str(ckpt_dir).encode()).hexdigest()[:16]
-    return cache_folder() / number / ckpt_dir.name
+    try:
+        return cache_folder() / number / ckpt_dir.name
+    except DataFolderError as error:
+        raise UsageError(str(error)) from None
 
 
 def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
