@@ -241,6 +241,9 @@ def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
     assert told in ended.stderr
     assert left(tmp_path / "run") == [3]
     assert Result(tmp_path / "run").evaluations == []
+    assert ended.stdout.count(" cannot be read (") == 20
+    assert f"nor can {count - 20} others be read: bad_images.txt lists them" in ended.stdout
+    assert len((tmp_path / "run" / "bad_images.txt").read_text().splitlines()) == count
     done = program(tmp_path / "run", *flags, "--max_bad_images", count)
     assert done.returncode == 0, done.stderr
     assert [each["step"] for each in Result(tmp_path / "run").evaluations] == [3, 4]

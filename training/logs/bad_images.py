@@ -16,6 +16,7 @@ from training.logs.metrics import Evaluation
 
 FILE = "bad_images.txt"
 _SEPARATOR = "\t"
+_SAID = 20  # images, in the log, of those found since the last log step
 TRAIN, VAL = "train", "val"
 _CALLED = {TRAIN: "training", VAL: "validation"}
 
@@ -79,8 +80,11 @@ class BadImages:
                 if path not in self._listed:
                     new[path] = reason
         self._listed |= new.keys()
-        for path, reason in new.items():
+        said = list(new.items())[:_SAID] if self._file else new.items()
+        for path, reason in said:
             say(f"note: {path} cannot be read ({reason}): left out")
+        if len(new) > len(said):
+            say(f"note: nor can {len(new) - len(said):,} others be read: {FILE} lists them")
         if new and self._file and self._is_main:
             try:
                 with open(self._file, "a", errors="surrogateescape", opener=no_link) as file:
