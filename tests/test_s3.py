@@ -179,6 +179,15 @@ def test_without_the_right_to_remove(s3):
     assert s3.folders("run/") == ["step_6", "tensorboard"]
 
 
+def test_what_can_be_neither_completed_nor_removed(s3):
+    """A failed save, of which there are two more to go."""
+    s3.forbidden = ["(PUT|HEAD|DELETE) .*step_2/manifest.json"]
+    done = program(URL, *EVERY_TWO, "--max_steps", 4, "--max_failed_saves", 3)
+    assert done.returncode == 0, done.stderr
+    assert f"checkpoint step_2 could not be written to {URL} (Access Denied" in done.stdout
+    assert "manifest.json" in s3.names("run/step_4/")
+
+
 def test_going_back_without_the_right_to_remove(s3):
     """Nothing is copied that the next start would copy again."""
     assert program(URL, *EVERY_TWO, "--max_steps", 4).returncode == 0
