@@ -12,6 +12,7 @@ import argparse
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,9 @@ def main(argv: Sequence[str]) -> int:
     wait_for_checkpoints(PContext, SignalException)
     give_up_on_mistakes(LocalElasticAgent)
     try:
-        run.main([*torchrun_words(args, hosts), *args.torchrun])
+        # torchrun would leave a folder of its own for its processes' reports, one a start.
+        with tempfile.TemporaryDirectory(prefix="torchelastic_") as logs:
+            run.main(["--log-dir", logs, *torchrun_words(args, hosts), *args.torchrun])
     except (RendezvousError, DistError) as error:
         say(f"error: the nodes do not find each other: {plain(error)}")
         return 1

@@ -1,5 +1,7 @@
+import os
 import shutil
 import signal
+import tempfile
 
 import pytest
 
@@ -13,6 +15,13 @@ from tests.short_runs import train_ten_steps
 # a shell script cannot trap what it was born to ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory):
+    """What programs leave in the temporary folder goes with the other folders of the tests."""
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
+    tempfile.tempdir = None  # it was asked for before, by pytest
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -91,7 +91,7 @@ def test_links_that_are_refused(link, target, told, tmp_path):
 
 def test_folder_that_may_not_be_read():
     """Its images must not be missing in silence. As another user: root may read everything."""
-    where = Path(tempfile.mkdtemp())  # pytest's own folders are closed to others
+    where = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own folders are closed to others
     where.chmod(0o755)
     image(where / "train" / "a" / "1.png")
     (where / "train" / "a" / "closed").mkdir(mode=0)

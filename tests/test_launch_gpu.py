@@ -346,3 +346,14 @@ def test_one_node_without_gpu(tmp_path):
     assert f"error: PyTorch finds no CUDA GPU on {socket.gethostname()}, but on other" in line
     assert "Error: " not in done.stderr.replace("ChildFailedError: ", "")
     assert not list(tmp_path.iterdir())
+
+
+def test_torchrun_leaves_nothing_in_the_temporary_folder(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    program = tmp_path / "program.py"
+    program.write_text("import os; print('reports', os.environ['TORCHELASTIC_ERROR_FILE'])")
+    meet = [sys.executable, ROOT / "launch" / "meet.py", "--nodes", "1", "--"]
+    words = "--standalone --nproc-per-node 1".split()
+    run = start(*meet, *words, program, TMPDIR=str(tmp_path / "tmp"))
+    assert f"reports {tmp_path}/tmp/torchelastic_" in succeed(run)
+    assert not list((tmp_path / "tmp").iterdir())
