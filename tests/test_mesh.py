@@ -54,6 +54,14 @@ def test_dropout_bf16_and_accumulation(tmp_path):
     assert lower.column("loss") == pytest.approx(plain.column("loss"), rel=0.03)
 
 
+def test_dropped_patches(tmp_path):
+    """Of 16 patches 11 are left, which two devices share; XLA used to end the process."""
+    flags = "--patch_drop_rate 0.3 --max_steps 3".split()
+    plain = train_tiny(tmp_path / "plain", *flags)
+    sharded = train_tiny(tmp_path / "sharded", *flags, "--mesh_tensor", "2", devices=2)
+    assert_same_curves(sharded, plain, rel=1e-5)
+
+
 def test_checkpoint_moves_between_meshes(one_device, tmp_path):
     """Shards in two dimensions, of stacked and of single blocks, and of one dimension."""
     train_tiny(tmp_path, *FULL_BLOCK, "--mesh_tensor", "2", "--max_steps", "2", devices=4)

@@ -12,7 +12,7 @@ SIZES = "--embed_dim 48 --mlp_ratio 4 --eps 1e-4".split()
 MODELS = {
     "biases apart, packed SwiGLU, RoPE": "eva02_small_patch14_224",
     "split projections, inner norms, SwiGLU": "eva02_large_patch14_clip_224",
-    "RoPE of each block": "vit_small_patch16_rope_mixed_224 --patch_drop_rate 0.5",
+    "RoPE of each block": "vit_small_patch16_rope_mixed_224 --patch_drop_rate 0.4",
     "register tokens, layer scale": "vit_7b_patch16_dinov3 --init_values 0.5",
     "pooled by attention": "vit_pe_core_base_patch16_224",
     "post-norm": "eva02_enormous_patch14_clip_224",

@@ -14,6 +14,7 @@ import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import nn
 
 from data.loading.loader import Batch
@@ -225,7 +226,28 @@ class SpmdBackend(XlaBackend):
         if len(self._shape.live) > 1 or self._shape.domain > 1:
             compute_with_whole(model, self._whole_in_root)
             after_forward(model, lambda logits: MarkBoth.apply(logits, self._mark_images))
+        if self._shape.tensor > 1:
+            self._drop_from_whole(model)
         return model
+
+    def _drop_from_whole(self, model: nn.Module) -> None:
+        """Let patches be dropped from whole images, though blocks shard their tokens.
+
+        Where devices have unequal parts of them, XLA ends the process.
+        """
+        drop = getattr(model, "patch_drop", None)
+        if not isinstance(drop, PatchDropout | PatchDropoutWithIndices):
+            return
+        forward = drop.forward
+
+        def of_whole(x: torch.Tensor):
+            found = forward(MarkBoth.apply(x, self._mark_images))
+            if isinstance(found, torch.Tensor):
+                return MarkBoth.apply(found, self._mark_images)
+            kept, indices = found
+            return MarkBoth.apply(kept, self._mark_images), indices
+
+        drop.forward = of_whole
 
     def _lies_with_tokens(self, name: str, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter's entries, one for each token, are sharded as the tokens are."""
