@@ -154,6 +154,8 @@ def test_like_timm(asked, form, tmp_path):
     assert result.column("grad_norm") == pytest.approx(expected["grad_norm"], rel=1e-4)
     saved = convert(tmp_path / "step_6", tmp_path / "plain.pt")
     assert_same_state(saved, model, optimizer)
+    # XLA's warning where it replicates a tensor to shard it otherwise.
+    assert "Involuntary full rematerialization" not in result.stderr
 
 
 def assert_same_state(saved, model, optimizer):

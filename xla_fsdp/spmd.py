@@ -390,7 +390,8 @@ class SpmdBackend(XlaBackend):
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
 
     def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
-        return distributed(momenta, how, self._specs, tuple(self._shape.live), self._mark)
+        axes, devices = tuple(self._shape.live), self._shape.devices
+        return distributed(momenta, how, self._specs, axes, devices, self._mark)
 
     # -- state ------------------------------------------------------------------------
 

@@ -39,12 +39,13 @@ def distributed(
     orthogonalize: Orthogonalize,
     specs: dict[torch.Tensor, Spec],
     axes: Axes,
+    devices: int,
     mark: Callable[[torch.Tensor, Spec], torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return the orthogonalized momenta, which the SPMD partitioner sees whole.
 
     ``specs``: how each parameter, and so its momentum, is sharded; matrices are shared out along
-    ``axes``, all of the mesh's.
+    ``axes``, all of the mesh's with its ``devices``.
     """
 
     def as_batch(each: Momentum) -> torch.Tensor:
@@ -52,19 +53,42 @@ def distributed(
         shard = mark(each.values * 1, specs[each.parameter])
         return shard if _count(each) > 1 else shard.unsqueeze(0)
 
+    def lying(each: Momentum) -> tuple[torch.Size, Spec]:
+        stacked = _count(each) > 1
+        return each.values.shape[stacked:], specs[each.parameter][stacked:]
+
     found: dict[nn.Parameter, torch.Tensor] = {}
-    for alike in _by_shape(momenta, lambda each: each.values.shape[_count(each) > 1 :]):
+    for alike in _by_shape(momenta, lying):
         batches = [as_batch(each) for each in alike]
         batch = torch.cat(batches) if len(batches) > 1 else batches[0]
-        first: Axes = axes if len(batch) > 1 else ()
+        count, first = len(batch), axes if len(batch) > 1 else ()
+        if first:  # unequal parts would come back by way of the whole, too
+            batch = torch.cat([batch, batch.new_zeros(-count % devices, *batch.shape[1:])])
+        way = _to_first_dimension(((), *lying(alike[0])[1]), first)
+        for spec in way:
+            batch = mark(batch * 1, spec)
         whole = mark(batch * 1, (first, *((),) * (batch.dim() - 1)))
         matrices = mark(whole.reshape(len(batch), *alike[0].matrix) * 1, (first, (), ()))
         results = mark(orthogonalize(matrices) * 1, (first, (), ())).reshape(batch.shape)
         results = mark(results * 1, (first, *((),) * (batch.dim() - 1)))
-        for each, part in zip(alike, results.split([len(b) for b in batches]), strict=True):
+        for spec in reversed(way):
+            results = mark(results * 1, spec)
+        parts = results[:count].split([len(b) for b in batches])
+        for each, part in zip(alike, parts, strict=True):
             own = part.reshape(each.values.shape) * 1
             found[each.parameter] = mark(own, specs[each.parameter])
     return [found[each.parameter] for each in momenta]
+
+
+def _to_first_dimension(spec: Spec, axes: Axes) -> list[Spec]:
+    """Return how what lies as ``spec`` lies on its way to dimension 0 sharded along ``axes``.
+
+    One axis after the other: all at once, the partitioner would make it whole on each device.
+    """
+    return [
+        (axes[:count], *(tuple(a for a in each if a not in axes[:count]) for each in spec[1:]))
+        for count in range(len(axes))
+    ]
 
 
 def exchanged(momenta: Momenta, orthogonalize: Orthogonalize, devices: int) -> list[torch.Tensor]:
@@ -99,7 +123,7 @@ def _count(each: Momentum) -> int:
     return each.values.numel() // (rows * columns)
 
 
-def _by_shape(momenta: Momenta, shape: Callable[[Momentum], torch.Size]) -> list[list[Momentum]]:
+def _by_shape(momenta: Momenta, shape: Callable[[Momentum], object]) -> list[list[Momentum]]:
     alike: dict[tuple, list[Momentum]] = {}
     for each in momenta:
         alike.setdefault((each.matrix, shape(each)), []).append(each)
