@@ -31,12 +31,15 @@ SPLITS = {"train": "train", "validation": "val"}
 
 @pytest.fixture(scope="session")
 def tables(digits, tmp_path_factory):
-    """The folders of the same digits as parquet files and as a saved data set.
+    return write_tables(digits, tmp_path_factory.mktemp("tables"))
+
+
+def write_tables(digits, root):
+    """The folders of the same digits as parquet files and as a saved data set, in a new folder.
 
     Parquet files as the hub has them: new ones, written by ``datasets``, and old ones, with
     compressed pages and dictionaries, of several row groups of a few rows each.
     """
-    root = tmp_path_factory.mktemp("tables")
     (root / "parquet" / "data").mkdir(parents=True)
     found = datasets.DatasetDict(
         {
