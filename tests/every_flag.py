@@ -174,6 +174,9 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
             "warmup_steps": "--warmup_steps 0",
             "decay_steps": "--decay_steps 1",
         },
+        # Broken graphs are compiled so alone: PyTorch does not show all that autograd saves.
+        "--mark_step_after_forward": {"grad_ckpt": "--grad_ckpt full"},
+        "--mark_step_every_n_blocks 1": {"grad_ckpt": "--grad_ckpt full"},
         "--warmup_lr 1e-4": {"warmup_steps": "--warmup_steps 1"},
         "--teacher vit_10b": {
             "img_size": "--image_size 16",

@@ -14,7 +14,7 @@ import pytest
 from data.pack import pack
 from gpu_fsdp import resolve_gpu
 from run_vit_training import OWN, read_flags
-from tests.cli import DIGITS, Result, run_program, train_tiny, train_tiny_gpu
+from tests.cli import DIGITS, Result, run_program, train_tiny
 from tests.every_flag import command_lines, complaint_of, items
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.rehearse
 
 HOST = Slice("v5p-8", (2, 2, 1))
 ONE_CHIP = Slice("v6e-1", (1, 1, 1), (1, 1, 1))
-TOPOLOGY = "v5e:2x4"
+TOPOLOGY = "v5e:2x2"
 
 BASE = {
     "data_dir": f"--data_dir {DIGITS}",
@@ -54,6 +54,7 @@ NOT_ON_THE_HOST = {
     "--precision fp16": "GPUs only",
     "--profile 1:2": "GPUs only",
     "--domain_attention ulysses": "GPUs only",
+    "--mesh_fsdp 2": "four devices: tests/test_mesh.py has it with other axes",
 }
 
 
@@ -87,9 +88,17 @@ def without_a_login(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")  # here, where flags are resolved, and below
 
 
-def lines_of(own, data, resolve, refused, fields=None, base=BASE):
-    """The command lines that hold every value but those that are refused, which are checked."""
-    values = [each for each in items(OWN[own], data, fields) if each.name not in refused]
+def lines_of(own, data, resolve, refused, fields=None, base=BASE, form=()):
+    """The command lines that hold every value but those that are refused.
+
+    ``form``: fields that no command line sets otherwise than ``base``.
+    """
+    values = [
+        each
+        for each in items(OWN[own], data, fields)
+        if each.name not in refused
+        and all(each.words.get(field, base[field]) == base[field] for field in form)
+    ]
     lines, complaints = command_lines(values, complaint_of(resolve), base)
     assert not complaints
     return [" ".join(line).split() for line in lines]
@@ -97,7 +106,7 @@ def lines_of(own, data, resolve, refused, fields=None, base=BASE):
 
 def on_slice(words):
     flags = read_flags(words)
-    check_switches(flags.run, flags.xla)
+    check_switches(flags.run, *flags.own.values())
     topology = flags.xla.tpu_topology
     devices = parse_topology(topology, flags.run.sharding.mesh_dcn).devices if topology else 4
     return resolve_for_slice(flags.run, flags.xla, devices)
@@ -123,14 +132,30 @@ def test_on_a_rehearsed_tpu(data, slice_of, tmp_path):
     assert not said, "\n\n".join(said)
 
 
+OF_TEACHERS = {
+    *("teacher", "teacher_weights", "distillation_type", "distillation_alpha", "distillation_tau")
+}
+"""Fields of flags that Megatron-FSDP and --compile_only refuse."""
+XLA_ONLY, CUDA_ONLY, FSDP2_ONLY = "XLA only", "CUDA only", "FSDP2 only"
 NOT_ON_GPUS = {
-    "--backend xla": "another backend",
-    "--backend auto": "takes XLA on the CPU",
-    "--grad_ckpt offload": "XLA only",
-    "--domain_attention gather": "XLA only",
-    "--mesh_tensor 2": "XLA only",
-    "--block te": "TransformerEngine needs a GPU",
-    **{f"--fp8 {recipe}": "TransformerEngine" for recipe in ("delayed", "current", "mxfp8")},
+    "--grad_ckpt offload": XLA_ONLY,
+    "--domain_attention gather": XLA_ONLY,
+    "--mesh_tensor 2": XLA_ONLY,
+    "--mesh_fsdp 4": "there are two processes",
+    "--precision fp16": CUDA_ONLY,
+    "--reduce_dtype fp16": CUDA_ONLY,
+    "--cpu_offload": CUDA_ONLY,
+    "--tf32": CUDA_ONLY,
+    "--block te": CUDA_ONLY,
+    **{f"--fp8 {recipe}": CUDA_ONLY for recipe in ("none", "delayed", "current", "mxfp8")},
+}
+NOT_IN_FORM = {
+    "fsdp2": dict.fromkeys(("--zero_dp_strategy 1", "--no-meta_init"), "Megatron-FSDP only"),
+    "megatron": {
+        "--linear_probe": FSDP2_ONLY,
+        "--mesh_domain 2": FSDP2_ONLY,
+        **{f"--domain_attention {how}": FSDP2_ONLY for how in ("auto", "ring", "ulysses")},
+    },
 }
 
 
@@ -142,24 +167,30 @@ def test_on_gpus(form, data, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setenv("WORLD_SIZE", "2")
             flags = read_flags(words)
-            check_switches(flags.run, flags.cuda)
+            check_switches(flags.run, *flags.own.values())
             return resolve_gpu.resolve(flags.run, flags.cuda)
 
     base = BASE | {"backend": "--backend cuda", "fsdp": f"--fsdp {form}"}
-    program = "tests.megatron_on_cpu" if form == "megatron" else ""
+    program = ["-m", "tests.megatron_on_cpu"] if form == "megatron" else ["run_vit_training.py"]
+    known = by_field(RunConfig, OWN["cuda"])
+    fields = known.keys() - (OF_TEACHERS if form == "megatron" else set())
+    refused = NOT_ON_GPUS | NOT_IN_FORM[form]
+    lines = lines_of("cuda", data, resolve, refused, fields, base, form=("backend", "fsdp"))
     said = []
-    for number, line in enumerate(lines_of("cuda", data, resolve, NOT_ON_GPUS, base=base)):
-        try:
-            result = train_tiny_gpu(tmp_path / f"{number}", *line, processes=2, program=program)
-            assert_trained(result, line)
-        except AssertionError as error:
-            said.append(f"{' '.join(line)}\n{error}")
+    for number, line in enumerate(lines):
+        run = tmp_path / f"run_{number}"
+        done = run_program(*program, *line, "--ckpt_dir", str(run), processes=2)
+        if done.returncode:
+            said.append(f"{' '.join(line)}\n{done.stderr}")
+        else:
+            assert_trained(Result(run), line)
     assert not said, "\n\n".join(said)
 
 
 IN_THE_STEP = ("model (", "optimization", "sharding", "XLA")
 """Groups of flags that change the step."""
 NOT_COMPILED = {
+    "--mesh_fsdp 2": "four devices: tests/test_mesh.py has it with other axes",
     "--precision fp16": "GPUs only",
     "--domain_attention ulysses": "GPUs only",
 }
@@ -167,9 +198,11 @@ NOT_COMPILED = {
 
 def test_compiled_for_a_tpu(data):
     known = by_field(RunConfig, OWN["xla"])
-    fields = {name for name, each in known.items() if each.group.startswith(IN_THE_STEP)}
+    fields = {"grad_accum_steps"} | {
+        name for name, each in known.items() if each.group.startswith(IN_THE_STEP)
+    }
     base = BASE | {"compile_only": f"--compile_only --tpu_topology {TOPOLOGY}"}
-    lines = lines_of("xla", data, on_slice, NOT_COMPILED, fields | {"grad_accum_steps"}, base)
+    lines = lines_of("xla", data, on_slice, NOT_COMPILED, fields - OF_TEACHERS, base)
     said = []
     for line in lines:
         done = run_program("run_vit_training.py", "--json", *line)
