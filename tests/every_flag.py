@@ -35,7 +35,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "reprob": ("0.5", "1"),
     "recount": ("1", "3"),
     "aug_repeats": ("1", "3"),
-    "max_bad_images": ("0", "100"),
+    "max_bad_images": ("0", "100", "1%"),
     "mean": ("0.5 0.5 0.5",),
     "std": ("0.5 0.5 0.5",),
     "crop_pct": ("0.1", "1"),

@@ -107,9 +107,9 @@ def lines_of(own, data, resolve, refused, fields=None, base=BASE, form=()):
 def on_slice(words):
     flags = read_flags(words)
     check_switches(flags.run, *flags.own.values())
-    topology = flags.xla.tpu_topology
-    devices = parse_topology(topology, flags.run.sharding.mesh_dcn).devices if topology else 4
-    return resolve_for_slice(flags.run, flags.xla, devices)
+    asked, slices = flags.xla.tpu_topology, flags.run.sharding.mesh_dcn
+    topology = parse_topology(asked, slices) if asked else parse_topology("v5p:2x2x1")
+    return resolve_for_slice(flags.run, flags.xla, topology)
 
 
 def assert_trained(result, line):
