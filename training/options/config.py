@@ -90,7 +90,7 @@ class OptimizerConfig:
     )
     warmup_steps: int = flag(
         10000,
-        "steps of linear warmup from --warmup_lr; then the rate follows --lr_schedule",
+        "steps of linear warmup from --warmup_lr to --lr",
         kind=count,
         common=True,
     )
@@ -387,8 +387,7 @@ class RunConfig:
     )
     list_models: str | None = flag(
         None,
-        "list models whose names have this, or match it, timm's of its classes VisionTransformer "
-        "and Eva among them (default: none)",
+        "list models like it, timm's VisionTransformer and Eva too (default: none)",
         metavar="PATTERN",
         bare="*",
         common=True,
