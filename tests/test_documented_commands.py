@@ -105,6 +105,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 run_vit_training.py --help": Run((r"^  --fake_data ",)),
     "python3 run_vit_training.py --help all": Run((r"^  --flatten_parameters ",)),
     "python3 run_vit_training.py --help xla": Run((r"^  --flatten_parameters ",)),
+    "python3 run_vit_training.py --help ema": Run((r"^  --model_ema ", r"^  --use_ema ")),
     "python3 run_vit_training.py --fake_data": Run(
         (
             r"^data: fake data \(zeros\)",

@@ -229,7 +229,7 @@ def test_a_shard_that_is_cut_off_later_is_as_broken_images(tmp_path):
     source = opened(tmp_path)
     path = tmp_path / "val" / "0.tar"
     path.write_bytes(path.read_bytes()[:2100])
-    image, label, ((name, reason),) = source._val[0, 1]
+    image, label, ((name, reason, _),) = source._val[0, 1]
     assert (label, image.any()) == (-1, False)
     assert name == f"{path}: b"
     assert reason.endswith("bytes are there")
