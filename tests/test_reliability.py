@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -248,6 +249,39 @@ def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [each["step"] for each in Result(tmp_path / "run").evaluations] == [3, 4]
     assert done.stdout.count(f" % of {359 - count} of 359 images, class 3 has none left, top") == 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_images_that_have_gone(processes, tmp_path):
+    """A disk goes while batches are ready: a checkpoint, and an end after which to start again."""
+    data, run = shutil.copytree(DIGITS, tmp_path / "data"), tmp_path / "run"
+    flags = ["--data_dir", data, "--batch_size", "16", "--num_workers", "1"]
+    gone = threading.Thread(target=take_away, args=(data / "train", run / "metrics.jsonl"))
+    gone.start()
+    how = {"module": "tests.slow_on_purpose", "processes": processes}
+    ended = program(run, *flags, "--max_steps", "80", **how)
+    gone.join()
+    assert (
+        "nor are 10 others that were tried in its place: training stops with a che" in ended.stderr
+    )
+    (step,) = left(run)
+    assert f"(the warning says why): the same command resumes {run}/step_{step}" in ended.stderr
+    if processes == 1:
+        assert ended.returncode == 1
+    else:
+        assert re.search(r"exitcode *: 1 ", ended.stderr)
+    (tmp_path / "away").rename(data / "train")
+    more = [*QUICK, *map(str, flags), "--max_steps", str(step + 2)]
+    resumed = train_tiny_gpu(run, *more, processes=processes)
+    whole = train_tiny_gpu(tmp_path / "whole", *more, processes=processes)
+    assert resumed.column("loss") == whole.column("loss")
+
+
+def take_away(folder, metrics):
+    """Rename a folder once a run has logged some steps."""
+    while not metrics.exists() or metrics.read_text().count("\n") < 5:
+        time.sleep(0.01)
+    folder.rename(folder.parent.parent / "away")
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-NOT_FINITE, NOT_SAVED, BAD_IMAGES = 3, 4, 5
-"""The exit codes of ``RunFailed``: too many steps in a row were not finite; no checkpoint could be
-written; too many images could not be read."""
+NO_BATCH, NOT_FINITE, NOT_SAVED, BAD_IMAGES = 1, 3, 4, 5
+"""The exit codes of ``RunFailed``: the data cannot be read any more, as of a disk that has gone,
+where starting again may help as after a crash; too many steps in a row were not finite; no
+checkpoint could be written; too many images could not be read."""
 
 
 class UsageError(Exception):

@@ -9,7 +9,7 @@ from torch import nn
 
 from training.checkpoints.content import Position
 from training.checkpoints.saving import Saves
-from training.hosts.stopping import BAD_IMAGES, NOT_FINITE, NOT_SAVED
+from training.hosts.stopping import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
 from training.inference.evaluation import Evaluations
 from training.logs.profiling import StepProfiler
 from training.logs.step_log import StepLog
@@ -111,6 +111,8 @@ class Trainer:
         return True
 
     def _must_stop(self) -> bool:
+        if self.batches.failed:
+            self.session.stop.ask(NO_BATCH)
         if self.session.bad_images.excess:
             self.session.stop.ask(BAD_IMAGES)
         if self.log.diverges():

@@ -13,13 +13,17 @@ _END = object()
 
 
 def prefetch(
-    batches: Iterator[Batch], put: Callable[[Batch], Any], depth: int
+    batches: Iterator[Batch],
+    put: Callable[[Batch], Any],
+    depth: int,
+    failed: Callable[[BaseException], None] = lambda error: None,
 ) -> Generator[Any, None, None]:
     """Yield ``put(batch)`` for each batch, up to ``depth`` of them ahead in a thread.
 
     The tensors of the last batch are put once if the source gives them again. An
     error in the source or in ``put`` is raised here, at the batch it belongs to
-    (torch_xla's ParallelLoader ends the epoch silently instead).
+    (torch_xla's ParallelLoader ends the epoch silently instead). ``failed`` is called with it at
+    once, in the thread, while batches before it are still to be used.
 
     Depth 0 uses no thread. It is for sources that compute in this process: their
     random transforms and the model share PyTorch's global generator.
@@ -27,7 +31,7 @@ def prefetch(
     if depth == 0:
         yield from _put_each(batches, put)
     else:
-        yield from _ahead(_put_each(batches, put), depth)
+        yield from _ahead(_put_each(batches, put), depth, failed)
 
 
 def _put_each(batches: Iterator[Batch], put: Callable[[Batch], Any]) -> Iterator[Any]:
@@ -38,7 +42,9 @@ def _put_each(batches: Iterator[Batch], put: Callable[[Batch], Any]) -> Iterator
         yield on_device
 
 
-def _ahead(items: Iterator[Any], depth: int) -> Generator[Any, None, None]:
+def _ahead(
+    items: Iterator[Any], depth: int, failed: Callable[[BaseException], None]
+) -> Generator[Any, None, None]:
     ready: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
 
@@ -57,6 +63,7 @@ def _ahead(items: Iterator[Any], depth: int) -> Generator[Any, None, None]:
                     return
             offer(_END)
         except BaseException as error:  # noqa: BLE001 - handed to the consumer, whatever it is
+            failed(error)
             offer(error)
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)

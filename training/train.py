@@ -20,7 +20,14 @@ from training.checkpoints.lock import FolderLock
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.saving import Saves
 from training.checkpoints.state import load_state
-from training.errors import BAD_IMAGES, NOT_FINITE, RunFailed, StoppedBySignal, UsageError
+from training.errors import (
+    BAD_IMAGES,
+    NO_BATCH,
+    NOT_FINITE,
+    RunFailed,
+    StoppedBySignal,
+    UsageError,
+)
 from training.hosts import processes
 from training.hosts.fingerprint import check_alike, versions
 from training.hosts.processes import failing_together
@@ -32,6 +39,7 @@ from training.hosts.start import (
     take_logs,
 )
 from training.hosts.stopping import BAD_IMAGES as STOPPED_BAD_IMAGES
+from training.hosts.stopping import NO_BATCH as STOPPED_NO_BATCH
 from training.hosts.stopping import NOT_FINITE as STOPPED_NOT_FINITE
 from training.hosts.stopping import StopRequest
 from training.hosts.watchdog import Watchdog
@@ -396,6 +404,12 @@ def _end(run: Run, session: Session, saver: CheckpointSaver, curves: Path | None
             f"finite: the last good checkpoint is {newest or 'none'}; try a lower --lr, more "
             "--warmup_steps or another --precision",
             NOT_FINITE,
+        )
+    if stop.number == STOPPED_NO_BATCH:
+        raise RunFailed(
+            "the training images cannot be read any more (the warning says why): "
+            f"{_again(run.config.checkpoints)} resumes {newest}",
+            NO_BATCH,
         )
     if stop.number == STOPPED_BAD_IMAGES:
         raise RunFailed(

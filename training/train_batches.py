@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Generator
 
+from data.errors import DataFolderError
 from data.loading.loader import Batch, BatchLoader
 from training.backend import Backend
 from training.checkpoints.content import Position
@@ -25,6 +27,8 @@ class TrainBatches:
         """The seconds spent waiting for batches, until someone sets it to 0."""
         self.last_wait_s = 0.0
         """The seconds spent waiting for the newest batch."""
+        self.failed: DataFolderError | None = None
+        """Why no batch follows those that are ready; known while these are still trained on."""
 
     def number(self, at: Position) -> int:
         """Return how many batches come before ``at`` since the start of training."""
@@ -40,7 +44,8 @@ class TrainBatches:
     def rest_of_epoch(self, at: Position) -> Generator[list[Batch]]:
         """Yield the micro-batches of each step from ``at`` to the end of its epoch."""
         source = self.loader.epoch(at.epoch, at.images_in_epoch // self._batch_size)
-        with contextlib.closing(prefetch(source, self._put, self.loader.prefetch_depth)) as ready:
+        depth = self.loader.prefetch_depth
+        with contextlib.closing(prefetch(source, self._put, depth, self._note_failure)) as ready:
             while True:
                 asked = time.perf_counter()
                 batch = next(ready, None)
@@ -49,6 +54,11 @@ class TrainBatches:
                 self.last_wait_s = time.perf_counter() - asked
                 self.waited_s += self.last_wait_s
                 yield batch
+
+    def _note_failure(self, error: BaseException) -> None:
+        if isinstance(error, DataFolderError):
+            self.failed = error
+            print(f"warning: {error}: training stops with a checkpoint", file=sys.stderr)
 
     def _put(self, batch: Batch) -> list[Batch]:
         return put_micro_batches(self._backend, batch, self._micro_batches)

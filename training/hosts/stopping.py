@@ -97,7 +97,7 @@ def largest_of_all(value: int) -> Callable[[], int]:
     return wait
 
 
-BAD_IMAGES, NOT_FINITE, NOT_SAVED = 1001, 1002, 1003
+NO_BATCH, BAD_IMAGES, NOT_FINITE, NOT_SAVED = 1000, 1001, 1002, 1003
 """The numbers of what else than a signal can stop training; all signals' are smaller. Of several
 the largest counts."""
 
@@ -115,7 +115,7 @@ class StopRequest:
         self._found: Callable[[], int] = lambda: 0
         self._asked = 0
         self.number = 0
-        """The signal that stops training, or BAD_IMAGES, NOT_FINITE or NOT_SAVED; 0: none."""
+        """The signal that stops training, or one of the numbers above; 0: none."""
 
     def __enter__(self) -> StopRequest:
         process_signals.install()
