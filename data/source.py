@@ -182,9 +182,10 @@ class SplitSource:
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        return self.order() | {
+        return {
+            "the class folders": self.classes,  # before the checksums: it says more
             "the number of validation images": self.val_length,
-            "the class folders": self.classes,
+            **self.order(),
             "the names or order of the files in val/": self._val.digest(),
         }
 

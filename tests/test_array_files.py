@@ -287,7 +287,9 @@ def test_a_zip_file_whose_headers_have_room_for_more(tmp_path):
 
 
 def test_a_name_that_tells_no_format(tmp_path):
-    with pytest.raises(BrokenImageError, match=r"ends in none of \.npy, "), open_array("a.mha"):
+    path = tmp_path / "a.mha"
+    path.touch()
+    with pytest.raises(BrokenImageError, match=r"ends in none of \.npy, "), open_array(str(path)):
         pass
 
 

@@ -164,6 +164,6 @@ def test_mistakes(trained, capsys, tmp_path):
     evaluate = ("--eval_only", "--backend", "cuda", "--resume", trained.ckpt_dir)
     (tmp_path / "file").touch()
     told = said(*evaluate, "--eval_report", tmp_path / "file")
-    assert told.startswith(f"cannot write to --eval_report {tmp_path / 'file'}: ")
+    assert told == f"--eval_report {tmp_path / 'file'} is a file, not a folder"
     told = said(*evaluate, "--eval_report", "memory://report")
     assert told == "--eval_report memory://report: give a folder of this machine"

@@ -251,6 +251,7 @@ def test_nothing_to_evaluate_on(files, tmp_path, capsys):
         (tmp_path / "val" / word / "1.png").touch()
     flags = ["--eval_only", "--json", "--backend", "cuda", "--resume", files / "plain.pt"]
     flags += ["--data_dir", tmp_path, "--batch_size", 4, "--num_workers", 0]
+    flags += ["--max_bad_images", "100%"]
     assert run_vit_training.main(list(map(str, flags))) == 2
     out, err = capsys.readouterr()
     assert out == ""

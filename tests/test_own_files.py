@@ -56,8 +56,9 @@ def as_other(action: Callable[[], object]) -> str:
 @pytest.fixture
 def everybodys(tmp_path):
     """A folder as the temporary one is: anybody may make files there."""
-    for path in (tmp_path, *tmp_path.parents[:2]):  # pytest's own are closed to others
-        path.chmod(0o755)
+    for path in (tmp_path, *tmp_path.parents):
+        if not path.stat().st_mode & stat.S_IXOTH:  # pytest's own are closed to others
+            path.chmod(0o755)
     folder = tmp_path / "everybodys"
     folder.mkdir()
     folder.chmod(0o1777)
