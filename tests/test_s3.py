@@ -120,13 +120,15 @@ def test_killed_in_the_middle_of_an_upload(s3):
     assert s3.folders("run/") == ["step_2", "step_4", "step_6", "tensorboard"]
 
 
+@pytest.mark.long
 def test_a_server_that_goes_away_and_comes_back(s3):
     """For 12 s, from the first checkpoint on: no more than one save in a row fails."""
     run = start("--max_steps", "11", "--max_failed_saves", "3")
     try:
-        while not any("step_2/manifest.json" in each for each in s3.requests):
+        # Its own checkpoint is asked for: a late request of the test before may be in the list.
+        while "manifest.json" not in s3.names("run/step_2/"):
             assert run.poll() is None
-            time.sleep(0.01)
+            time.sleep(0.05)
         s3.stop()
         time.sleep(12)
         s3.start()
