@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,26 +189,14 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
 
 def typed_values(option: Option, values: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Every way to type this flag that is tried."""
-    name, flag = option.names[0], option.flag
-    shorthands = list(flag.shorthands)
+    name, shorthands = option.names[0], list(option.flag.shorthands)
     if option.is_switch:
-        negation = [f"--no-{name[2:]}"] if option.has_negation else []
-        return [name, *negation, *shorthands]
+        return list(option.bare_names)
     if option.field.name in values:
         return [*(f"{name} {value}" for value in values[option.field.name]), *shorthands]
-    if typing.get_origin(option.type) is typing.Literal or flag.choices:
-        words = flag.choices or _literal(option.type)
-        return [*(f"{name} {word}" for word in words if word), *shorthands]
+    if option.choices:
+        return [*(f"{name} {word}" for word in option.choices if word), *shorthands]
     raise AssertionError(f"give {name} values in VALUES of tests/every_flag.py, or say why not")
-
-
-def _literal(kind: type) -> tuple[str, ...]:
-    """The words of a Literal, also of one that is made of others."""
-    return tuple(
-        word
-        for each in typing.get_args(kind)
-        for word in (_literal(each) if typing.get_origin(each) is typing.Literal else (each,))
-    )
 
 
 def items(own: type, folder: Path, fields: Iterable[str] | None = None) -> list[Item]:
