@@ -24,11 +24,11 @@ from tests.test_checkpoints import left
 from tests.test_launch_gpu import free_port
 
 
-def processes(*each, timeout=120, prefix=()):
+def processes(*each, timeout=120, prefix=(), last_root=ROOT):
     """Processes of one run, each with flags and a folder of its own: (flags, folder).
 
     As torchrun does, ends the others soon after one has failed. ``prefix`` are words of a command
-    that starts the last one.
+    that starts the last one, whose program is that of ``last_root``.
     """
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -42,7 +42,7 @@ def processes(*each, timeout=120, prefix=()):
         subprocess.Popen(
             [
                 *(prefix if prefix and rank + 1 == len(each) else plain),
-                ROOT / "run_vit_training.py",
+                (last_root if rank + 1 == len(each) else ROOT) / "run_vit_training.py",
                 "--data_dir",
                 DIGITS,
                 *TINY_MODEL,
@@ -117,6 +117,24 @@ def test_processes_that_differ_all_end(flags, told, tmp_path):
     (line,) = lines_of(done)
     assert told in line
     assert "process 1 on " in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_with_other_code(tmp_path):
+    """As where one of the nodes has not pulled: its program is another one."""
+    other = tmp_path / "program"
+    for path in ROOT.glob("*.py"):
+        other.mkdir(exist_ok=True)
+        shutil.copy(path, other)
+    for folder in (p for p in ROOT.iterdir() if (p / "__init__.py").exists()):
+        shutil.copytree(folder, other / folder.name)
+    with (other / "models" / "__init__.py").open("a") as file:
+        file.write("# one line more\n")
+    flags = ["--ckpt_dir", str(tmp_path / "run"), "--max_steps", "2"]
+    done = processes((flags, tmp_path), (flags, tmp_path), prefix=[sys.executable], last_root=other)
+    assert [each.returncode for each in done] == [2, 2]
+    (line,) = lines_of(done)
+    assert "differ in the program's code, by checksum: " in line
     assert not (tmp_path / "run").exists()
 
 

@@ -45,7 +45,7 @@ def versions() -> dict[str, str | None]:
 
 def code_digest() -> str:
     """Return a checksum of the program's own files."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     digest = xxhash.xxh3_64()
     for name in _CODE:
         path = root / name
