@@ -4,7 +4,7 @@
     class DataConfig:
         num_workers: int = flag(4, "loader processes", kind=count)
 
-``training/options/flags.py`` makes the parser from such fields. This module knows no other of the
+``training/flags.py`` makes the parser from such fields. This module knows no other of the
 project, so that ``data/`` and ``models/`` can describe what they take.
 """
 

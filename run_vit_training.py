@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpu_fsdp.config import GpuConfig
+from training.config import RunConfig
 from training.errors import (
     RunFailed,
     SelfCheckFailed,
@@ -20,10 +21,8 @@ from training.errors import (
     is_first_of_torchrun,
     tells,
 )
-from training.hosts.parent import end_with_torchrun
-from training.options.config import RunConfig
-from training.options.flag_rules import check_foreign, check_switches
-from training.options.flags import PROGRAM, parse
+from training.flags import PROGRAM, check_foreign, check_switches, parse
+from training.processes.parent import end_with_torchrun
 from xla_fsdp.config import XlaConfig
 
 OWN = {"xla": XlaConfig, "cuda": GpuConfig}
@@ -75,7 +74,7 @@ def prepare_training(resumable: Any, run: Any) -> tuple[Any, Callable[[Any, Any]
 
 
 def prepare_self_check(run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
-    from training.self_check.check import prepare_self_check
+    from tools.self_check.check import prepare_self_check
 
     return prepare_self_check(run)
 
@@ -101,7 +100,7 @@ def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> No
 
 
 def _naming_itself(body: Callable[[Any, Any], None]) -> Callable[..., None]:
-    from training.hosts.processes import naming_itself
+    from training.processes.exchange import naming_itself
 
     return functools.partial(naming_itself, body)
 
@@ -124,10 +123,10 @@ def _plan(flags: Flags) -> int:
     backend = "cuda" if flags.run.backend == "cuda" else "xla"
     check_foreign(flags.own, backend, flags.run.given)
     if backend == "cuda":
-        from gpu_fsdp.plan.command import plan_gpus
+        from tools.plan.gpu import plan_gpus
 
         return plan_gpus(flags.run, flags.cuda)
-    from xla_fsdp.plan.command import plan_slices
+    from tools.plan.tpu import plan_slices
 
     return plan_slices(flags.run, flags.xla)
 
@@ -171,12 +170,12 @@ def _run(flags: Flags) -> int:
         return print_models(config.list_models)
     check_switches(config, *flags.own.values())
     if config.checkpoints.init_from:
-        from training.trained_weights.initial_weights import with_model_of_weights
+        from training.initial_weights import with_model_of_weights
 
         config = with_model_of_weights(config)
         flags = replace(flags, run=config)
     if flags.xla.compile_only:
-        from xla_fsdp.compile_only.command import compile_only
+        from tools.compile_only.command import compile_only
 
         check_foreign(flags.own, "xla", config.given)
         return compile_only(config, flags.xla)
@@ -184,7 +183,7 @@ def _run(flags: Flags) -> int:
         return _plan(flags)
     prepare: Prepare = prepare_self_check
     if use.predict or use.eval_only:
-        from training.inference.inference import find_trained, predict, prepare_evaluation
+        from training.predict import find_trained, predict, prepare_evaluation
 
         config, weights = find_trained(config)
         if use.predict:
@@ -192,7 +191,7 @@ def _run(flags: Flags) -> int:
             return 0
         prepare = functools.partial(prepare_evaluation, weights)
     elif not config.self_check:
-        from training.hosts.start import find_resumed
+        from training.processes.start import find_resumed
 
         config, resumable = find_resumed(config)
         prepare = functools.partial(prepare_training, resumable)

@@ -237,7 +237,7 @@ def torchvisions(root: Path, batch_size: int, workers: int) -> Iterator[int]:
 def programs(root: Path, batch_size: int, workers: int) -> Iterator[int]:
     """Yield the lengths of the program's batches, without end."""
     from data.config import DataConfig
-    from data.loading.share import Share
+    from data.loader import Share
     from data.source import Wanted, open_data
 
     config = DataConfig(data_dir=str(root), batch_size=batch_size, num_workers=workers)

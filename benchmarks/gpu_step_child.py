@@ -24,7 +24,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from data.loading.loader import Batch
+from data.loader import Batch
 from gpu_fsdp import resolve_gpu
 from gpu_fsdp.launch_gpu import launch
 from gpu_fsdp.resolve_gpu import GpuRun
@@ -32,7 +32,7 @@ from models.config import VitConfig
 from run_vit_training import read_flags
 from training.backend import Backend
 from training.errors import UsageError
-from training.losses.objective import Objective
+from training.losses import Objective
 from training.step import shard_and_optimize, train_step
 
 Step = Callable[[int], torch.Tensor]

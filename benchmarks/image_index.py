@@ -57,7 +57,7 @@ def load(args: argparse.Namespace) -> None:
     """Print what opening the folder took in seconds, and the PSS in bytes while it is read."""
     from data.config import DataConfig
     from data.image_folder import open_folder
-    from data.loading.share import Share
+    from data.loader import Share
     from data.source import Wanted
 
     began = time.perf_counter()

@@ -23,12 +23,10 @@ from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit
 from run_vit_training import read_flags
-from training.options.resolve import resolve_model
-from training.plan.prices import read_prices
-from training.plan.work import find_work
-from xla_fsdp.plan.command import Planner, ask_compiler, found_in
-from xla_fsdp.plan.compilations import Compilations, compile_words
-from xla_fsdp.plan.search import GOALS, Found, Option, Search
+from tools.plan.plans import find_work, read_prices
+from tools.plan.tpu import Compilations, Planner, ask_compiler, compile_words, found_in
+from tools.plan.tpu_search import GOALS, Found, Option, Search
+from training.resolve import resolve_model
 
 AT_MOST = 1.02
 """What the search finds, over the best of the grid."""
@@ -42,7 +40,7 @@ class Problem:
 
     flags: str
     grid: dict[str, tuple[Any, ...]]
-    """The values of each flag that are tried, in the place of xla_fsdp.plan.space.CHOICES."""
+    """The values of each flag that are tried, in the place of tools.plan.tpu_search.CHOICES."""
 
 
 def grid(

@@ -43,7 +43,7 @@ def measure(run, backend, *, steps: int, wrapper: bool) -> None:
     import torch.nn.functional as F
     import torch_xla.debug.metrics as met
 
-    from training.updates.parameter_groups import all_by_adamw
+    from training.optimizers import all_by_adamw
 
     spec, optimizer = run.model, run.config.optimizer
     model = spec.build()
@@ -99,9 +99,7 @@ def measure(run, backend, *, steps: int, wrapper: bool) -> None:
 
 def use_torch_xlas_wrapper(backend) -> None:
     """Let torch_xla's SPMD wrapper place the blocks and the root instead of our marks."""
-    from torch_xla.experimental.spmd_fully_sharded_data_parallel import (
-        SpmdFullyShardedDataParallel,
-    )
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
     def zeros_like(parameter, dtype):  # as the wrapper shards parameters
         spec = (("fsdp",), *[()] * (parameter.dim() - 1))

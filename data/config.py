@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -14,9 +16,118 @@ from config_fields import (
     number,
     positive,
 )
-from data.image.augment_names import policy
-from data.image.preprocessing import Preprocessing
-from data.registry import GIVE_FLOATS, OPENED_BY
+
+# ------------------------------------------------------------------------------------------------
+# Knows every source of images by its name, what ``--data_source`` chooses from.
+#
+# A new source is a file beside this one, with a function from ``Wanted`` to ``DataSource``, and a
+# line here. Imports nothing, so that ``--help`` stays fast.
+
+
+OPENED_BY = {
+    "folder": "data.image_folder:open_folder",
+    "webdataset": "data.webdataset:open_shards",
+    "fake": "data.fake:FakeSource",
+    "digits": "data.digits:open_digits",
+    "mnist": "data.mnist:open_mnist",
+    "volumes": "data.volumes:open_volumes",
+    "mosaics": "data.mosaics:open_mosaics",
+    "parquet": "data.parquet:open_parquet",
+    "huggingface": "data.huggingface:open_huggingface",
+}
+"""Where the function of each is; imported when it is chosen: some need packages of their own."""
+
+GIVE_FLOATS = ("volumes", "mosaics")
+"""Sources that give fp32 values, normalised: any numbers, or those between two grey levels."""
+
+NOT_AUGMENTED = (*GIVE_FLOATS, "fake")
+"""Sources whose images get none of timm's augmentations of one image: those are for photographs."""
+ALWAYS_ALIKE = ("mosaics", "fake")
+"""Sources that give the same image each time, so that repeating it in a batch is of no use."""
+
+
+# ------------------------------------------------------------------------------------------------
+# How the images of a model are resized and normalised, under timm's names, with the defaults.
+#
+# Imports nothing heavy, so that ``--help`` and the argument checks stay fast.
+
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+CROP_MODES = ("center", "squash", "border")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Says how images are resized and normalised; by default as is usual for ImageNet."""
+
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    crop_pct: float = 0.875
+    """The side of the centre crop as a share of what ``crop_mode`` resizes the image to."""
+    interpolation: str = "bicubic"
+    test_interpolation: str | None = None
+    """Of validation and use; None: as in training."""
+    crop_mode: str = "center"
+    """What is resized in validation and use: the shorter side (center), each side by itself
+    (squash), or the longer side, with a border of the mean colour (border)."""
+
+    @property
+    def interpolation_of_val(self) -> str:
+        """Return the interpolation of images that are not trained on."""
+        return self.test_interpolation or self.interpolation
+
+    def of_channels(self, channels: int) -> tuple[list[float], list[float]]:
+        """Return mean and std by channel; other channels than three colours have their means."""
+        if channels == len(self.mean):
+            return list(self.mean), list(self.std)
+        mean, std = (sum(values) / len(values) for values in (self.mean, self.std))
+        return [mean] * channels, [std] * channels
+
+    @classmethod
+    def of_new_weights(cls, data_source: str) -> Preprocessing:
+        """Return what new weights are trained with: values of volumes stay as they are."""
+        if data_source == "volumes":
+            return cls(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+        return cls()
+
+    def __str__(self) -> str:
+        mean, std = (" ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
+        crop = f"crop {self.crop_pct:g}"
+        if self.crop_mode != "center":
+            crop += f" {self.crop_mode}"
+        return f"mean {mean}, std {std}, {crop}, {self.interpolation_of_val}"
+
+
+# ------------------------------------------------------------------------------------------------
+# Knows how timm's policies of augmentation are written; imports nothing heavy.
+
+
+_WHOLE, _NUMBER = r"\d{1,4}", r"\d{1,4}(\.\d{1,9})?"
+_POLICY = re.compile(
+    rf"""
+    (original|originalr|v0|v0r|3a) (-mstd{_NUMBER})*
+    | rand (-(m|n|mmax|inc){_WHOLE} | -(p|mstd){_NUMBER} | -t(weights|3a|3aw))*
+    | augmix (-(m|w|d|b){_WHOLE} | -(a|mstd){_NUMBER})*
+    """,
+    re.VERBOSE,
+)
+
+
+def policy(text: str) -> str:
+    """Read, as an argparse type, what ``timm.data.auto_augment`` takes.
+
+    timm itself passes over what it cannot read: "rand-magnitude9" would be taken for "rand".
+    """
+    if not _POLICY.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no policy of timm's: give one such as 3a, original, v0, "
+            "rand-m9-mstd0.5-inc1 or augmix-m3-w3"
+        )
+    return text
+
+
+# ------------------------------------------------------------------------------------------------
+
 
 _NEW = Preprocessing()
 """The preprocessing that new weights are trained with."""

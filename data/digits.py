@@ -20,12 +20,11 @@ import torch
 import xxhash
 from PIL import Image
 
-from data.errors import DataFolderError
-from data.image.decode import Pixels
-from data.image.transforms import Transform, seeded, transforms_of
-from data.loading.loader import Sample
-from data.loading.sampler import PADDING
+from data.decode import Pixels
+from data.files import DataFolderError
+from data.loader import PADDING, Sample
 from data.source import SplitSource, Wanted, WholeImages
+from data.transforms import Transform, seeded, transforms_of
 
 SIZE = 8
 MAX_VALUE = 16  # scikit-learn's grey levels run from 0 to 16

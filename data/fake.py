@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.loading.loader import BadImage, Batch
-from data.loading.share import Share
+from data.loader import BadImage, Batch, Share
 from data.source import Wanted, describe
 
 TRAIN_LENGTH, VAL_LENGTH = 1_281_167, 50_000

@@ -1,19 +1,17 @@
 """The source of images that lie in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``.
 
-The root is a folder, or a URL such as gs://bucket/folder (``data/storage.py``).
+The root is a folder, or a URL such as gs://bucket/folder (``data/files.py``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from data.image.buckets import source_of
-from data.image.transforms import Transform, transforms_of
-from data.index.folder_index import check_folder
-from data.index.kept_folder import kept_split
-from data.loading.bytes_split import BytesSplit
+from data.buckets import source_of
+from data.files import read_bytes, read_head
+from data.index import check_folder, kept_split
 from data.source import SplitSource, Wanted
-from data.storage import read_bytes, read_head
+from data.transforms import BytesSplit, Transform, transforms_of
 
 
 def open_folder(wanted: Wanted) -> SplitSource:

@@ -13,9 +13,9 @@ import importlib.resources
 import numpy as np
 
 from data.digits import CLASSES, DigitsSplit, check_classes
-from data.errors import DataFolderError
-from data.image.transforms import transforms_of
+from data.files import DataFolderError
 from data.source import SplitSource, Wanted
+from data.transforms import transforms_of
 
 SIZE = 28
 _FILE = "data/data/mnist_5k.csv.gz"

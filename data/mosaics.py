@@ -27,9 +27,8 @@ import xxhash
 from torch.utils.data import Dataset
 
 from data.digits import CLASSES, SIZE, check_classes, read_digits
-from data.errors import DataFolderError
-from data.loading.loader import Sample
-from data.loading.sampler import PADDING
+from data.files import DataFolderError
+from data.loader import PADDING, Sample
 from data.source import SplitSource, Wanted
 
 LENGTHS = {"train": 4096, "val": 512}

@@ -23,10 +23,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from config_fields import local_path, not_empty
-from data.errors import DataFolderError, printable, reason_of
-from data.index.folder_index import SPLITS, FolderIndex, check_folder, index_split
-from data.own_files import regular
-from data.storage import is_url
+from data.files import DataFolderError, is_url, printable, reason_of, regular
+from data.index import SPLITS, FolderIndex, check_folder, index_split
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _BLOCK = tarfile.BLOCKSIZE

@@ -1,6 +1,6 @@
 """The source of images in parquet files, as Hugging Face's hub keeps data sets.
 
-Training images are in a random order of runs (``data/loading/run_order.py``): a row group, the
+Training images are in a random order of runs (``data/loader.py``): a row group, the
 smallest part of a file that can be read, holds a hundred images or a thousand.
 """
 
@@ -11,24 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import DataFolderError
-from data.image.transforms import Transform, transforms_of
-from data.index.table_columns import (
-    TRAIN,
-    VALIDATION,
-    check_classes,
-    check_labels,
-    check_same_columns,
-)
-from data.loading.bytes_split import BytesSplit
-from data.loading.run_order import RunSampler
-from data.loading.sampler import GlobalBatchSampler
+from data.files import DataFolderError
+from data.huggingface import TRAIN, VALIDATION, check_classes, check_labels, check_same_columns
+from data.loader import GlobalBatchSampler, RunSampler
 from data.source import SplitSource, Wanted
+from data.transforms import BytesSplit, Transform, transforms_of
 
 _SHARE = 8  # of a row group's images, one part in so many is a run by default
 
 try:
-    from data.index.parquet_files import ParquetFiles, split_files
+    from data.parquet_files import ParquetFiles, split_files
 except ImportError:
     raise DataFolderError(
         "--data_source parquet needs the package pyarrow: python3 -m pip install pyarrow"

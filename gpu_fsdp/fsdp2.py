@@ -20,18 +20,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gpu_fsdp.devices import Device
-from gpu_fsdp.domain.attention import see_all_tokens
-from gpu_fsdp.domain.group import DomainGroup
-from gpu_fsdp.domain.loading import places_of_part
+from gpu_fsdp.domain import DomainGroup, places_of_part, see_all_tokens
 from gpu_fsdp.gpu_backend import DOMAIN, OUTER, SHARD, GpuBackend
-from gpu_fsdp.loss_scale import LossScale
+from gpu_fsdp.optimizers import LossScale
 from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name
-from models.meta import cast_buffers
-from models.token_part import PartOfPositions, TokenPart
+from models.blocks import PartOfPositions, TokenPart
+from models.initialize import cast_buffers
 from training.backend import InitializeModule
-from training.checkpoints.shards import Chunk, ShardedTensor
-from training.updates.skipped_steps import not_finite
+from training.checkpoints.state import Chunk, ShardedTensor
+from training.optimizers import not_finite
 
 
 class Fsdp2Backend(GpuBackend):

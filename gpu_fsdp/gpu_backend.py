@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import copy
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -11,22 +13,116 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from data.loading.loader import Batch, BatchLoader
-from data.loading.share import Share
-from gpu_fsdp import adamw, optimizers, te_block
+from data.loader import Batch, BatchLoader, Share
+from gpu_fsdp import optimizers, te_block
 from gpu_fsdp.devices import Device
-from gpu_fsdp.domain.loading import open_loader, rows_of
-from gpu_fsdp.ema import PartsAverage
-from gpu_fsdp.recomputation import checkpoint_activations, compile_block
+from gpu_fsdp.domain import open_loader, rows_of
+from gpu_fsdp.optimizers import Muon, PartsAverage
 from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
-from gpu_fsdp.sharded_muon import Muon
 from training.backend import InitializeModule, State, pass_seed
-from training.hosts.stopping import largest_of_all
-from training.updates.newton_schulz import ns_dtype
-from training.updates.parameter_groups import Updates
-from training.updates.skipped_steps import count_skipped, no_counts, not_finite
-from training.updates.stochastic_rounding import key_of
+from training.optimizers import Updates, count_skipped, key_of, no_counts, not_finite, ns_dtype
+from training.processes.stopping import largest_of_all
+
+# ------------------------------------------------------------------------------------------------
+# Wrappers around each transformer block: recomputation of activations, torch.compile.
+#
+# Both replace ``block.forward`` and leave the module as it is, so parameter names stay
+# those of the plain model and FSDP's hooks stay outside of what is compiled.
+
+
+_aten: Any = torch.ops.aten
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+
+
+def checkpoint_activations(block: nn.Module, mode: str) -> None:
+    """Recompute the block in the backward pass: all of it ("full"), or "selective".
+
+    Selective keeps the results of attention and of every second matrix product (the
+    choice of torchtitan): they cost the most time for the memory they take.
+    """
+    options: dict[str, Any] = {}
+    if mode == "selective":
+        options["context_fn"] = _selective_contexts
+    forward = block.forward
+    block.forward = functools.partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def _selective_contexts() -> Any:
+    products = {True: 0, False: 0}  # in the forward pass, in the recomputation
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if op in _MATRIX_PRODUCTS:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def compile_block(block: nn.Module, *, whole: bool) -> None:
+    """Let torch.compile make one graph of the block's forward pass, and one of its backward.
+
+    Not ``whole``: of what is before and after its attention, which talks with other processes.
+    """
+    block.forward = torch.compile(block.forward, fullgraph=whole)
+
+
+# ------------------------------------------------------------------------------------------------
+# The values a fresh model begins with, made on the CPU one unit at a time.
+
+
+class InitialValues:
+    """The values that ``initialize`` gives each parameter, by its name in the plain model.
+
+    It serves forms of FSDP that ask for single modules or shards, in an order of their own. It
+    holds the values of one unit: asking unit by unit computes each of them once.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> None:
+        """Remember the structure of ``model``, which must still be on the meta device."""
+        self._initialize = initialize
+        root = copy.deepcopy(model)
+        self._units = {}
+        for name, unit in units:
+            if unit is not model:
+                self._units[name] = copy.deepcopy(unit)
+                root.set_submodule(name, nn.Identity())
+        self._units[""] = root
+        self._current = ""
+        self._values: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        unit = max((u for u in self._units if f"{name}.".startswith(f"{u}.")), key=len, default="")
+        if unit != self._current or not self._values:
+            module = copy.deepcopy(self._units[unit])
+            self._initialize(module, unit)
+            self._current = unit
+            self._values = {
+                f"{unit}.{inner}" if unit else inner: parameter.detach()
+                for inner, parameter in module.named_parameters()
+            }
+        return self._values[name]
+
+
+# ------------------------------------------------------------------------------------------------
+
 
 OUTER, SHARD, DOMAIN = "dcn", "fsdp", "domain"
 """The mesh's axes of copies, of the shards of a copy, and of the rows of an image."""
@@ -225,7 +321,7 @@ class GpuBackend(abc.ABC):
         if self._muon is not None:
             self._muon.step_unless(skipped)
         if self._rounding_keys is not None or not self._device.fused_adamw:
-            adamw.step_unless(self._optimizer, skipped, self._rounding_keys)
+            optimizers.step_unless(self._optimizer, skipped, self._rounding_keys)
             return
         optimizer: Any = self._optimizer
         # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:

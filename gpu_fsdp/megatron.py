@@ -20,13 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from gpu_fsdp import megatron_private
 from gpu_fsdp.devices import Device
-from gpu_fsdp.gpu_backend import OUTER, SHARD, GpuBackend
-from gpu_fsdp.initial_values import InitialValues
+from gpu_fsdp.gpu_backend import OUTER, SHARD, GpuBackend, InitialValues
 from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
 from gpu_fsdp.te_block import timm_name
-from models.meta import cast_buffers, fill_buffers
+from models.initialize import cast_buffers, fill_buffers
 from training.backend import InitializeModule
-from training.checkpoints.shards import Chunk, ShardedTensor, flat_range_boxes
+from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
 
 with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
     warnings.simplefilter("ignore")

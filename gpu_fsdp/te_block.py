@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from gpu_fsdp.config import FP8_MULTIPLE, GpuConfig
-from models.errors import ModelError
+from models.config import ModelError
 from models.spec import ModelSizes
 from training.errors import UsageError
-from training.options.resolve import MODEL_FLAG, Run
+from training.resolve import MODEL_FLAG, Run
 
 TE_NAME = {
     "norm1.weight": "self_attention.layernorm_qkv.layer_norm_weight",

@@ -125,9 +125,7 @@ def main(argv: Sequence[str]) -> int:
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import PContext, SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-            DynamicRendezvousHandler,
-        )
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
     except ImportError as error:
         say(f"error: {sys.executable} cannot import PyTorch ({error}): set PYTHON")
         return 2

@@ -2,13 +2,210 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from timm.layers import Attention, AttentionRope, DropPath, GluMlp, Mlp, SwiGLU
+import torch
+import torch.nn.functional as F
+from timm.layers import (
+    Attention,
+    AttentionRope,
+    DropPath,
+    GluMlp,
+    Mlp,
+    SwiGLU,
+    resample_abs_pos_embed,
+)
 from timm.models.eva import EvaAttention, EvaBlock, EvaBlockPostNorm
 from timm.models.vision_transformer import Block, ResPostBlock
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+# ------------------------------------------------------------------------------------------------
+# Puts another function in the place of PyTorch's attention product, from outside of a model.
+
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function of queries, keys and values that computes what attention does with them."""
+
+
+def attentions(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of timm's in ``module``, it among them, that compute attention."""
+    return (part for part in module.modules() if hasattr(part, "fused_attn"))
+
+
+def use_product(attention: nn.Module, product: Product) -> None:
+    """Let one module of timm's attention compute its product by ``product``.
+
+    Call it on the module that will run: a copy of it would run the original.
+    """
+    # timm's own products, by TIMM_FUSED_ATTN=0, would not be seen.
+    attention.fused_attn = True  # type: ignore[assignment]
+    forward, mode = attention.forward, _ByProduct(product)
+
+    def forward_with_mode(*args, **kwargs):
+        with mode:
+            return forward(*args, **kwargs)
+
+    attention.forward = forward_with_mode
+
+
+class _ByProduct(TorchFunctionMode):
+    """Takes ``scaled_dot_product_attention`` over from PyTorch, as far as a ViT uses it."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self._product = product
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attention(self, q, k, v, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False):
+        if attn_mask is not None or dropout_p or is_causal:
+            raise NotImplementedError("attention has no mask and no dropout here")
+        return self._product(q, k, v)
+
+
+# ------------------------------------------------------------------------------------------------
+# What a model has to know to compute with a part of an image's tokens; the rest is elsewhere.
+
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """Holds which patches of each image are here, and how all parts of an image come together.
+
+    Patches are numbered row by row; a part has consecutive ones. Class and register tokens are in
+    every part, with the same values. ``sum`` and ``largest`` return the sum and the maximum over
+    all parts of a tensor that each of them has, and pass gradients back to all of them.
+    """
+
+    first: int
+    """The number of the first patch that is here."""
+    patches: int
+    """How many patches are here."""
+    of: int
+    """How many patches an image has."""
+    sum: Reduce
+    largest: Reduce
+
+    @property
+    def last(self) -> int:
+        """Return the number after that of the last patch that is here."""
+        return self.first + self.patches
+
+
+class PartOfPositions(nn.Module):
+    """The part of a learned position embedding that lies with a part of the tokens.
+
+    Entries for class and register tokens, if there are any, come before those of the patches; the
+    part with the first patch keeps them, and gives them to the others in each forward pass.
+    """
+
+    def __init__(self, whole: torch.Tensor, prefix: int, part: TokenPart) -> None:
+        """Take the part of ``whole``, (1, prefix + patches, width), that goes with ``part``."""
+        super().__init__()
+        self._prefix, self._part = prefix, part
+        self.first = prefix + part.first if part.first else 0
+        """The number of the first entry that is kept here."""
+        values = whole.detach()[:, self.first : prefix + part.last].clone()
+        self.values = nn.Parameter(values, requires_grad=whole.requires_grad)
+
+    def forward(self) -> torch.Tensor:
+        """Return the entries of all tokens that are here: (1, prefix + patches, width).
+
+        They are a copy: FSDP lets go of a module's parameters when its forward pass is over.
+        """
+        if not self._prefix:
+            return self.values.clone()
+        kept = self._prefix if self.first == 0 else 0
+        given = self.values[:, :kept]
+        if not kept:  # zeros, and yet of this parameter: all parts record the same operations
+            given = nn.functional.pad(given, (0, 0, 0, self._prefix))
+        return torch.cat([self._part.sum(given), self.values[:, kept:]], dim=1)
+
+
+def keep_part(model: nn.Module, name: str, prefix: int, part: TokenPart) -> PartOfPositions:
+    """Replace the model's parameter ``name`` by what goes with ``part``; see PartOfPositions."""
+    positions = PartOfPositions(getattr(model, name), prefix, part)
+    delattr(model, name)
+    model.add_module(f"part_of_{name}", positions)
+    return positions
+
+
+def pool_over_parts(
+    x: torch.Tensor, part: TokenPart, kind: str, prefix: int = 0, with_prefix: bool = False
+) -> torch.Tensor:
+    """Pool tokens, (batch, prefix + patches here, width), over all parts, as timm does: "token",
+    "avg", "max" or "avgmax"; the first ``prefix`` tokens count only ``with_prefix``."""
+    if kind == "token":
+        return x[:, 0]
+    patches, before = x[:, prefix:], x[:, : prefix if with_prefix else 0]
+
+    def mean() -> torch.Tensor:
+        total = part.sum(patches.sum(1, dtype=torch.float32))
+        total = total + before.sum(1, dtype=torch.float32)
+        return (total / (part.of + before.shape[1])).to(x.dtype)
+
+    def largest() -> torch.Tensor:
+        found = part.largest(patches.amax(1))
+        return torch.maximum(found, before.amax(1)) if before.shape[1] else found
+
+    if kind == "avg":
+        return mean()
+    return largest() if kind == "max" else 0.5 * (largest() + mean())
+
+
+# ------------------------------------------------------------------------------------------------
+# Learned position embeddings for images of other grids than a model's own.
+#
+# ``F.interpolate`` with mode bicubic has no lowering in torch_xla 2.9: it would bring each step to
+# the CPU. What it computes is linear, and along one dimension after the other: two small matrices.
+
+
+Grid = tuple[int, int]
+"""How many rows and columns of patches an image has."""
+
+
+class Resampling:
+    """Makes of a learned position embedding that of another grid, as timm's
+    ``resample_abs_pos_embed`` does (bicubic, with antialiasing)."""
+
+    def __init__(
+        self, own: Grid, grid: Grid, prefix: int, constant: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Take the model's own grid, the other one, and how many entries come before those of the
+        patches; ``constant`` puts the matrices on the devices."""
+        self._own, self._prefix = own, prefix
+        self._rows, self._columns = (
+            constant(_matrix(*sizes)) for sizes in zip(own, grid, strict=True)
+        )
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return (1, prefix + patches of the other grid, width), computed in fp32, for
+        (1, prefix + own patches, width); the first entries stay as they are."""
+        first, patches = positions[:, : self._prefix], positions[0, self._prefix :]
+        with torch.autocast(positions.device.type, enabled=False):
+            by_row = patches.float().unflatten(0, self._own)
+            rows = (self._rows @ by_row.flatten(1)).unflatten(1, by_row.shape[1:])
+            resampled = torch.matmul(self._columns, rows).flatten(0, 1)
+        return torch.cat([first, resampled[None].to(positions.dtype)], dim=1)
+
+
+def _matrix(size: int, new_size: int) -> torch.Tensor:
+    """Return what resamples ``size`` values to ``new_size``: (new_size, size), fp32."""
+    return resample_abs_pos_embed(
+        torch.eye(size)[None], [new_size, 1], [size, 1], num_prefix_tokens=0
+    )[0]
+
+
+# ------------------------------------------------------------------------------------------------
+
 
 Made = dict[str, Any]
 """What a block is made of: for each thing in it, by a name to tell, its class, shape or value."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from models.arguments import check_patches, check_taken, check_width, spatial_size
+from models.config import check_patches, check_taken, check_width, spatial_size
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec

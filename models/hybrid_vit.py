@@ -17,9 +17,9 @@ from timm.layers import trunc_normal_
 from timm.models.vision_transformer import Block
 from torch import nn
 
+from models.blocks import PartOfPositions, TokenPart, keep_part, pool_over_parts
 from models.initialize import Scheme, initialize, vision_transformer_scheme
 from models.spec import ModelSizes, ModelSpec
-from models.token_part import PartOfPositions, TokenPart, keep_part, pool_over_parts
 
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}
 _STD = 0.02

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from models.arguments import check_arguments, check_patches, check_taken
-from models.config import PRESETS, VitConfig
+from models.config import PRESETS, VitConfig, check_arguments, check_patches, check_taken
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
@@ -37,8 +36,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     from timm import get_pretrained_cfg
     from timm.models.vision_transformer import VisionTransformer
 
-    from models.timm_names import preprocessing_of
-    from models.timm_spec import TimmSpec
+    from models.timm_models import TimmSpec, preprocessing_of
 
     trained = None
     if all(key in _FINE_TUNED or key.endswith("_rate") for key in overrides):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from models.errors import ModelError
+from models.config import ModelError
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
@@ -23,7 +23,7 @@ __all__ = ["FAMILIES", "ListedModel", "ModelError", "list_models", "open_model"]
 FAMILIES = {
     "": "models.presets",
     "hybrid_": "models.hybrid_names",
-    "timm/": "models.timm_names",
+    "timm/": "models.timm_models",
 }
 """By what its names begin with, the module of each family."""
 

@@ -21,8 +21,7 @@ from timm.models.vision_transformer import ResPostBlock, VisionTransformer, get_
 from timm.optim.muon import _COEFFICIENTS, _is_suitable_for_muon
 from torch import nn
 
-from models.buckets import Grid
-from models.token_part import PartOfPositions, TokenPart, keep_part, pool_over_parts
+from models.blocks import Grid, PartOfPositions, TokenPart, keep_part, pool_over_parts
 
 __all__ = [
     "MUON_COEFFICIENTS",

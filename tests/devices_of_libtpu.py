@@ -3,9 +3,8 @@
 import json
 import sys
 
-from xla_fsdp.compile_only.compiler import _device_ids
-from xla_fsdp.compile_only.devices import devices_of, prepare_jax
-from xla_fsdp.compile_only.topologies import parse_topology
+from tools.compile_only.compiler import _device_ids, devices_of, prepare_jax
+from xla_fsdp.tpu import parse_topology
 
 if __name__ == "__main__":
     prepare_jax()

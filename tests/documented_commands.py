@@ -9,8 +9,8 @@ from pathlib import Path
 
 from run_vit_training import OWN
 from tests.cli import ROOT
-from training.options.config import RunConfig
-from training.options.flag_rules import by_field
+from training.config import RunConfig
+from training.flags import by_field
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)

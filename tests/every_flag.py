@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from training.config import RunConfig
 from training.errors import UsageError
-from training.options.config import RunConfig
-from training.options.flag_rules import Option, by_field, options
+from training.flags import Option, by_field, options
 
 EVA = "timm/eva02_small_patch14_224"
 

@@ -1,6 +1,6 @@
 """Prints, as JSON, how far flash attention is from PyTorch's: the kernels run by an interpreter.
 
-What is tested is xla_fsdp.attention.flash itself, on CPU tensors: only the call of a lowered
+What is tested is xla_fsdp.attention.kernels itself, on CPU tensors: only the call of a lowered
 kernel is replaced by the JAX function that was lowered.
 """
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
-from xla_fsdp.attention import flash, kernels
+from xla_fsdp.attention import kernels
 from xla_fsdp.attention.sizes import LANES, Shape, padded_tokens, padded_width
 
 # (tokens, width of a head, dtype): one block or several, with and without padding.
@@ -56,9 +56,9 @@ def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
     inputs = [2 * torch.randn(1, 2, tokens, width) for _ in range(3)]
     weights = torch.randn(1, 2, tokens, width)
     expected = gradients(F.scaled_dot_product_attention, inputs, weights)
-    found = gradients(flash.attention, [x.to(dtype) for x in inputs], weights)
+    found = gradients(kernels.attention, [x.to(dtype) for x in inputs], weights)
     with torch.no_grad():
-        without = flash.attention(*(x.to(dtype) for x in inputs))
+        without = kernels.attention(*(x.to(dtype) for x in inputs))
     shape = Shape(
         1, 2, *[padded_tokens(tokens, padded_width(width), dtype)] * 2, width, tokens, dtype
     )
@@ -77,7 +77,7 @@ def main() -> None:
     pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
     for name in ("forward", "query_gradient", "key_gradients"):
         function = getattr(kernels, f"{name}_function")
-        setattr(flash, f"{name}_kernel", functools.partial(interpreted, function))
+        setattr(kernels, f"{name}_kernel", functools.partial(interpreted, function))
     print(json.dumps([compare(n, width, getattr(torch, dtype)) for n, width, dtype in CASES]))
 
 

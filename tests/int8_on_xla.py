@@ -6,8 +6,7 @@ import numpy as np
 import torch
 import torch_xla
 
-from xla_fsdp.int8 import Int8Marks
-from xla_fsdp.products import product
+from xla_fsdp.products import Int8Marks, product
 
 
 def numbers_of(x, axes):

@@ -9,7 +9,8 @@ import sys
 import torch
 
 import run_vit_training
-from xla_fsdp.attention import choice, flash, whole
+from xla_fsdp import resolve_xla
+from xla_fsdp.attention import kernels, whole
 
 
 def of_whole(sizes, parts):
@@ -99,10 +100,10 @@ def flash_backward(wanted):
 
 
 if __name__ == "__main__":
-    hinders = choice._hinders_kernels
-    choice._hinders_kernels = lambda config, sizes, generation: hinders(config, sizes, 5)
+    hinders = resolve_xla._hinders_kernels
+    resolve_xla._hinders_kernels = lambda config, sizes, generation: hinders(config, sizes, 5)
     whole.forward_kernel, whole.backward_kernel = whole_forward, whole_backward
-    flash.forward_kernel = flash_forward
-    flash.query_gradient_kernel = flash_backward("q")
-    flash.key_gradients_kernel = flash_backward("kv")
+    kernels.forward_kernel = flash_forward
+    kernels.query_gradient_kernel = flash_backward("q")
+    kernels.key_gradients_kernel = flash_backward("kv")
     sys.exit(run_vit_training.main(sys.argv[1:]))

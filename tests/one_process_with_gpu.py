@@ -5,7 +5,7 @@ import sys
 
 import run_vit_training
 from gpu_fsdp import devices, resolve_gpu
-from gpu_fsdp.devices.cuda import Cuda
+from gpu_fsdp.devices import Cuda
 
 if __name__ == "__main__":
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from timm.optim import Lion, Muon, param_groups_layer_decay
 from torch import nn
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.filled import filled
 from tests.normalized import normalized
 from tests.resolved import on_xla
-from training.options.config import OptimizerConfig
-from training.updates.schedule import WarmupCosine
+from training.config import OptimizerConfig
+from training.schedule import WarmupCosine
 from training.validation import wanted_images
 
 

@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.filled import filled

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
 from tests.flash_on_cpu import gradients, interpreted
-from xla_fsdp.attention import flash, kernels
-from xla_fsdp.attention.parts import FlashProducts
-from xla_fsdp.attention.ring import Ring
+from xla_fsdp.attention import kernels
+from xla_fsdp.attention.sharded import FlashProducts, Ring
 
 # (devices, tokens, width of a head): parts that the kernels take as they are, and padded ones.
 CASES = [(2, 256, 64), (3, 200, 64), (2, 300, 136)]
@@ -40,7 +39,7 @@ def main() -> None:
     pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
     for name in ("forward", "query_gradient", "key_gradients"):
         function = getattr(kernels, f"{name}_function")
-        setattr(flash, f"{name}_kernel", functools.partial(interpreted, function))
+        setattr(kernels, f"{name}_kernel", functools.partial(interpreted, function))
     errors = []
     for devices, tokens, width in CASES:
         torch.manual_seed(tokens)

@@ -8,9 +8,9 @@ import torch_xla.core.xla_model as xm
 from timm.layers import DropPath
 from torch import nn
 
-from xla_fsdp.kept import kept_by
-from xla_fsdp.scanned_blocks import ScannedBlocks
-from xla_fsdp.sharding.marks import Gather
+from xla_fsdp.remat import kept_by
+from xla_fsdp.scan import ScannedBlocks
+from xla_fsdp.sharding import Gather
 
 DEPTH, WIDTH = 4, 64
 

@@ -1,6 +1,6 @@
 """run_vit_training.py with a fault in the backend or below it, as FAULT says.
 
-One of ``GPU`` or ``XLA``. Nothing in ``training/self_check`` is touched. Virtual devices of one XLA
+One of ``GPU`` or ``XLA``. Nothing in ``tools/self_check`` is touched. Virtual devices of one XLA
 process cannot fail one by one: there a fault does to the values what it would have done.
 """
 

@@ -12,11 +12,9 @@ import torch.distributed.checkpoint as dcp
 from tests.cli import ROOT, Result, environment, tiny, train_tiny, train_tiny_gpu
 from tests.short_runs import QUICK, program
 from tests.test_checkpoints import left
-from training.checkpoints.manifest import damage
-from training.checkpoints.reader import SafeReader, quiet_dcp
-from training.checkpoints.shards import Chunk, ShardedTensor
-from training.checkpoints.state import bytes_of
-from training.hosts.minutes import MinutesInterval
+from training.checkpoints.format import SafeReader, damage, quiet_dcp
+from training.checkpoints.state import Chunk, ShardedTensor, bytes_of
+from training.processes.exchange import MinutesInterval
 
 DISTURBED = "tests.disturbed_saves"
 NOT_BESIDE = "--no_async_checkpoint"
@@ -185,7 +183,7 @@ class OneHost:
 )
 def test_minutes(minutes, at, over, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("training.hosts.minutes.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("training.processes.exchange.time.monotonic", lambda: now[0])
     interval = MinutesInterval(OneHost(), minutes)
     assert not interval.over()
     now[0] += at

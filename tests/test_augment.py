@@ -11,14 +11,13 @@ from timm.data import create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from data.config import DataConfig
-from data.errors import DataFolderError
-from data.image.decode import Pixels
-from data.image.transforms import TrainTransform, seeded
-from data.loading.sampler import GlobalBatchSampler
-from data.loading.share import Share
+from data.decode import Pixels
+from data.files import DataFolderError
+from data.loader import GlobalBatchSampler, Share
+from data.transforms import TrainTransform, seeded
 from tests.test_data import arguments, loaders
 from tests.usage_error import told_in_one_line
-from training.show_augmentations import DRAWS, columns, main, read_run
+from tools.show_augmentations import DRAWS, columns, main, read_run
 
 PHOTOGRAPHS = [np.array(each) for each in load_sample_images().images]  # 427 x 640
 SIZE = (64, 80)

@@ -10,7 +10,7 @@ from PIL import Image
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
-from gpu_fsdp.devices.cpu import Cpu
+from gpu_fsdp.devices import Cpu
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line

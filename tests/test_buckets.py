@@ -11,18 +11,17 @@ import torch
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
+from data.buckets import BucketSampler, nearest_bucket
 from data.config import DataConfig
-from data.image.buckets import BucketSampler, nearest_bucket
-from data.loading.sampler import PADDING
-from data.loading.share import Share
+from data.loader import PADDING, Share
 from data.pack import pack
 from data.source import Wanted, open_data
-from models.buckets import Resampling
+from models.blocks import Resampling
 from models.timm_private import compute_on_grids, why_one_grid
 from tests.cli import train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
+from tools.show_augmentations import read_run
 from training.errors import UsageError
-from training.show_augmentations import read_run
 
 BUCKETS = ["16x16", "12x20", "20x12"]
 SIZES = [(16, 16), (12, 20), (20, 12)]

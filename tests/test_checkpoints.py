@@ -11,18 +11,27 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from training.backend import State
-from training.checkpoints.choose import complete_checkpoints, find_resume
-from training.checkpoints.content import Position, training_tensors
-from training.checkpoints.keep import later_ones, prune, set_aside
-from training.checkpoints.manifest import (
+from training.checkpoints.choose import (
+    complete_checkpoints,
+    find_resume,
+    later_ones,
+    prune,
+    set_aside,
+)
+from training.checkpoints.format import (
+    Position,
+    SafeReader,
     checksum,
     damage,
     entries,
     quick_problem,
+    quiet_dcp,
     read_manifest,
+    read_metadata,
+    read_saved_run,
+    training_tensors,
     write_manifest,
 )
-from training.checkpoints.reader import SafeReader, quiet_dcp, read_metadata, read_saved_run
 from training.checkpoints.state import load_state, save_state, write_state
 from training.errors import UsageError
 

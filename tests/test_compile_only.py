@@ -7,13 +7,12 @@ import pytest
 
 from benchmarks import tpu_table
 from tests.cli import run_program
-from xla_fsdp.compile_only.compiler import Compiled, hbm_asked_for
-from xla_fsdp.compile_only.expected import expect
-from xla_fsdp.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
-from xla_fsdp.compile_only.hlo import measure
-from xla_fsdp.compile_only.links import Links
-from xla_fsdp.compile_only.report import CompiledGraph, as_table, make_report
-from xla_fsdp.compile_only.topologies import parse_topology
+from tools.compile_only.compiler import Compiled, hbm_asked_for
+from tools.compile_only.expected import Links, expect
+from tools.compile_only.hlo import measure
+from tools.compile_only.report import CompiledGraph, as_table, make_report
+from tools.compile_only.trace import REPLICATED, Graph, Result, Step, Value, local_bytes
+from xla_fsdp.tpu import parse_topology
 
 # Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.
 WIDTH, DEPTH, BATCH, SIDE, PATCH, CLASSES = 512, 4, 64, 128, 16, 128

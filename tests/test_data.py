@@ -19,11 +19,9 @@ from torch.utils.data import Dataset
 
 from data.config import DataConfig
 from data.digits import main, write_digits
-from data.errors import DataFolderError
-from data.index.folder_index import check_folder, index_split
-from data.loading.dataset_loader import DatasetLoader, workers_of_host
-from data.loading.sampler import GlobalBatchSampler
-from data.loading.share import Share
+from data.files import DataFolderError
+from data.index import check_folder, index_split
+from data.loader import DatasetLoader, GlobalBatchSampler, Share, workers_of_host
 from data.mnist import read_mnist
 from data.source import Wanted, open_data
 from models.config import VitConfig
@@ -240,7 +238,7 @@ def test_a_process_that_loads_nothing(source, digits, monkeypatch):
     """Its batches are empty, as many as another's, and no image is looked at."""
     config = arguments(digits, data_source=source, batch_size=200, num_workers=2)
     wholes = loaders(config)
-    monkeypatch.setattr("data.loading.dataset_loader.DataLoader.__iter__", None)
+    monkeypatch.setattr("data.loader.DataLoader.__iter__", None)
     without = loaders(config, Share(1, 2, rows=range(4, 8), loads=False))
     for whole, empty in zip(wholes, without, strict=True):
         batches = list(empty.epoch(2, 1))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torchvision.transforms.v2.functional import normalize
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests.cli import TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.filled import filled
@@ -20,7 +20,7 @@ from tests.plain_checkpoint import tiny_timm_model
 from tests.short_runs import mistake, program
 from tests.test_mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_run
 from tests.usage_error import told_in_one_line
-from training.checkpoints.reader import read_metadata
+from training.checkpoints.format import read_metadata
 from training.validation import wanted_images
 
 IMAGES = "--image_size 32 --patch_size 8".split()

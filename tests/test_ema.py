@@ -9,10 +9,9 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from timm.utils import ModelEmaV3
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
-from gpu_fsdp.devices.cpu import Cpu
-from gpu_fsdp.plan import model as gpu_model
+from gpu_fsdp.devices import Cpu
 from run_vit_training import read_flags
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.normalized import normalized
@@ -20,17 +19,18 @@ from tests.plain_checkpoint import convert, tiny_timm_model
 from tests.resolved import on_xla
 from tests.short_runs import mistake
 from tests.usage_error import told_in_one_line
+from tools.convert.__main__ import main as to_other_form
+from tools.plan import gpu as gpu_model
+from tools.plan.tpu import compile_words
+from tools.plan.tpu_search import Candidate
+from training.block_sizes import shape_of, state_bytes
 from training.checkpoints.choose import find_resume
-from training.convert.__main__ import main as to_other_form
 from training.mesh import Mesh
-from training.plan.shape import shape_of, state_bytes
-from training.trained_weights.weights import load_file_of_weights
 from training.validation import wanted_images
-from xla_fsdp.compile_only.topologies import parse_topology
-from xla_fsdp.plan import model as xla_model
-from xla_fsdp.plan.compilations import compile_words
-from xla_fsdp.plan.space import Candidate
+from training.weights import load_file_of_weights
+from xla_fsdp import estimates as xla_model
 from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
 
 EACH_STEP = (
     "--model_ema --ckpt_step_interval 1 --test_step_interval 3 --batch_size 64 --lr 0.1".split()
@@ -286,8 +286,8 @@ def test_what_is_planned():
 TRACE = """
 import sys
 from run_vit_training import read_flags
-from xla_fsdp.compile_only.topologies import parse_topology
-from xla_fsdp.compile_only.trace import start_xla, trace_step
+from xla_fsdp.tpu import parse_topology
+from tools.compile_only.trace import start_xla, trace_step
 from xla_fsdp.resolve_xla import resolve_for_slice
 asked = read_flags(sys.argv[1:])
 topology = parse_topology(asked.xla.tpu_topology)

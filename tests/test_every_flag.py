@@ -19,10 +19,10 @@ from tests.every_flag import command_lines, complaint_of, items
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
 from tests.test_tables import write_tables
-from training.options.config import RunConfig
-from training.options.flag_rules import by_field, check_switches
-from xla_fsdp.compile_only.topologies import parse_topology
+from training.config import RunConfig
+from training.flags import by_field, check_switches
 from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
 
 pytestmark = pytest.mark.rehearse
 

@@ -6,13 +6,11 @@ import pytest
 
 from tests.cli import TINY_MODEL, run_program
 from tests.test_expected_step import GATHERED, GROUP, LINKS, MILLISECOND, exactly
-from xla_fsdp.compile_only.expected import expect
-from xla_fsdp.compile_only.explain import UNKNOWN, explain, explained_table, kind_of, shares
-from xla_fsdp.compile_only.hlo import Instruction
-from xla_fsdp.compile_only.links import Links
-from xla_fsdp.compile_only.names import Origin, origin_in
-from xla_fsdp.compile_only.products import product_flops
-from xla_fsdp.compile_only.topologies import parse_topology
+from tools.compile_only.expected import Links, expect
+from tools.compile_only.explain import UNKNOWN, explain, explained_table, kind_of, shares
+from tools.compile_only.hlo import Instruction, product_flops
+from tools.compile_only.names import Origin, origin_in
+from xla_fsdp.tpu import parse_topology
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from timm.models.eva import Eva
 from models.registry import open_model
 from tests.cli import DIGITS, TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
-from training.checkpoints.reader import quiet_dcp
-from training.trained_weights.initial_weights import fit
-from training.trained_weights.weights import weights_in
+from training.checkpoints.format import quiet_dcp
+from training.initial_weights import fit
+from training.weights import weights_in
 
 SMALL = {"depth": 2, "img_size": 64, "num_classes": 10}
 

@@ -10,9 +10,8 @@ import pytest
 from config_fields import flag_of
 from run_vit_training import OWN, read_flags
 from tests.cli import ROOT
-from training.options.config import RunConfig
-from training.options.flag_rules import by_field, flat
-from training.options.flags import build_parser
+from training.config import RunConfig
+from training.flags import build_parser, by_field, flat
 
 # Every flag of commit 40b0636, the field it sets, its default there, and a value to give it.
 FLAGS_OF_40B0636 = [
@@ -335,9 +334,9 @@ def test_an_empty_word_is_no_value_of_any_flag(capsys):
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("training.convert", ["", "out.pt"]),
-        ("training.convert", ["in.pt", ""]),
-        ("training.goodput", [""]),
+        ("tools.convert", ["", "out.pt"]),
+        ("tools.convert", ["in.pt", ""]),
+        ("tools.goodput", [""]),
         ("data.pack", ["", "out"]),
         ("data.pack", ["in", ""]),
     ],

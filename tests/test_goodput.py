@@ -1,4 +1,4 @@
-"""``python -m training.goodput``: against made-up events whose truth is known, and a stopwatch."""
+"""``python -m tools.goodput``: against made-up events whose truth is known, and a stopwatch."""
 
 import json
 import math
@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from tests.cli import ROOT, environment, tiny
-from training.goodput.__main__ import main
-from training.logs.events import EVENTS_FILE, Events, read_events
+from tools.goodput import main
+from training.logs.records import EVENTS_FILE, Events, read_events
 
 BATCH_S, SAVE_S = 0.05, 0.4
 DOWN_S = 1.5

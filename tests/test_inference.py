@@ -18,7 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 import run_vit_training
 from tests.cli import DIGITS, TINY_MODEL, run_program, train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
-from training.checkpoints.reader import quiet_dcp, read_saved_run
+from training.checkpoints.format import quiet_dcp, read_saved_run
 
 WORDS = "zero one two three four five six seven eight nine".split()
 CLASSES = sorted(WORDS)  # their order is not that of the digits

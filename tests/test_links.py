@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.cli import run_program
-from xla_fsdp.compile_only.hlo import Instruction, group_of
-from xla_fsdp.compile_only.links import Links
-from xla_fsdp.compile_only.topologies import parse_topology
+from tools.compile_only.expected import Links
+from tools.compile_only.hlo import Instruction, group_of
+from xla_fsdp.tpu import parse_topology
 
 
 @pytest.mark.parametrize(

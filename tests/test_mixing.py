@@ -12,7 +12,7 @@ from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torchvision.transforms.v2.functional import normalize
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests import cli
 from tests.cli import TINY_MODEL, tiny, train_tiny, train_tiny_gpu
@@ -22,8 +22,7 @@ from tests.test_resume import EPOCHS_OF_5
 from tests.test_sharding import assert_same_curves
 from tests.usage_error import told_in_one_line
 from training.backend import pass_seed
-from training.losses.mixing import Mixing
-from training.losses.objective import Objective
+from training.losses import Mixing, Objective
 from training.validation import wanted_images
 
 BOTH = "--mixup 0.8 --cutmix 1.0 --mixup_prob 0.8 --smoothing 0.1"

@@ -7,10 +7,10 @@ import pytest
 import timm
 import torch
 
-from models.meta import cast_buffers, fill_buffers
+from models.initialize import cast_buffers, fill_buffers
 from models.registry import ModelError, list_models, open_model
 from tests.filled import SMALL, filled
-from xla_fsdp.sharding.tensor_parallel import packed_parts, tensor_dims
+from xla_fsdp.tensor_parallel import packed_parts, tensor_dims
 
 FAMILIES = {
     "plain": "vit_base_patch16_224",

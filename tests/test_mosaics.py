@@ -8,8 +8,8 @@ import torch
 from sklearn.datasets import load_digits
 
 from data.digits import read_digits
-from data.errors import DataFolderError
-from data.loading.share import Share
+from data.files import DataFolderError
+from data.loader import Share
 from data.mosaics import INTENSITIES, LENGTHS
 from data.source import Wanted, open_data
 from tests.cli import train_tiny_gpu

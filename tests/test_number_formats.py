@@ -7,18 +7,18 @@ import shutil
 import pytest
 import torch
 
-from gpu_fsdp.plan import model as gpu_model
-from gpu_fsdp.plan.model import GPUS
 from tests.cli import TINY_MODEL, run_program, train_tiny, train_tiny_gpu
 from tests.plain_checkpoint import convert
 from tests.resolved import on_xla
 from tests.test_plan import VIT_10B, asked
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
+from tools.plan import gpu as gpu_model
+from tools.plan.gpu import GPUS
+from tools.plan.tpu_search import Candidate
+from training.block_sizes import state_bytes
 from training.mesh import Mesh
-from training.plan.shape import state_bytes
-from xla_fsdp.compile_only.topologies import parse_topology
-from xla_fsdp.plan.model import estimate
-from xla_fsdp.plan.space import Candidate
+from xla_fsdp.estimates import estimate
+from xla_fsdp.tpu import parse_topology
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from tests.filled import SMALL, filled
 from tests.plain_checkpoint import convert
 from tests.resolved import on_gpus, on_xla
 from tests.usage_error import told_in_one_line
-from training.options.config import OptimizerConfig
-from training.updates.parameter_groups import undecayed, updates_of
+from training.config import OptimizerConfig
+from training.optimizers import undecayed, updates_of
 
 TIMMS = "--no_decay norms biases embeddings"
 MODELS = [

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from data.cache_folder import cache_folder
+from data.files import cache_folder
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny
 from tests.usage_error import told_in_one_line
-from training.checkpoints.choose import checkpoint_around
-from training.checkpoints.keep import remove
-from training.checkpoints.lock import FolderLock
+from training.checkpoints.choose import checkpoint_around, remove
+from training.files import FolderLock
 
 OTHER = 54321
 """The number of a user who is not this one, and whom no machine knows by name."""

@@ -8,25 +8,30 @@ import shlex
 
 import pytest
 
-from gpu_fsdp.plan.command import _candidates as gpu_candidates
 from run_vit_training import read_flags
 from tests.cli import run_program
 from tests.usage_error import told_in_one_line
+from tools.plan.gpu import _candidates as gpu_candidates
+from tools.plan.plans import SHIPPED, find_work, read_prices, words_of
+from tools.plan.tpu import Planner
+from tools.plan.tpu_search import (
+    CHOICES,
+    USUAL,
+    Candidate,
+    Found,
+    Option,
+    Search,
+    candidates,
+    corrections,
+)
+from training.block_sizes import shape_of
 from training.errors import UsageError
+from training.flags import flat
 from training.mesh import Mesh
-from training.options.flag_rules import flat
-from training.options.resolve import resolve_model
-from training.plan.command_lines import words_of
-from training.plan.prices import SHIPPED, read_prices
-from training.plan.shape import shape_of
-from training.plan.work import find_work
-from xla_fsdp.compile_only.topologies import parse_topology
-from xla_fsdp.plan.calibration import corrections
-from xla_fsdp.plan.command import Planner
-from xla_fsdp.plan.model import POLICIES, estimate
-from xla_fsdp.plan.search import Found, Option, Search
-from xla_fsdp.plan.space import CHOICES, USUAL, Candidate, candidates
+from training.resolve import resolve_model
+from xla_fsdp.estimates import POLICIES, estimate
 from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
 
 VIT_B, VIT_L, VIT_10B = "vit_base_patch16_224", "vit_large_patch16_224", "vit_10b"
 GIB = 2**30

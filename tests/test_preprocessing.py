@@ -16,17 +16,14 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.transforms import v2
 
 import run_vit_training
-from data.image.decode import Pixels
-from data.image.preprocessing import INTERPOLATIONS, Preprocessing
-from data.image.transforms import val_transform
+from data.config import INTERPOLATIONS, Preprocessing
+from data.decode import Pixels
+from data.transforms import val_transform
 from tests.cli import TINY_MODEL, train_tiny
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
-from training.checkpoints.reader import read_saved_run
-from training.trained_weights.weights_preprocessing import (
-    with_preprocessing,
-    with_preprocessing_of_file,
-)
+from training.checkpoints.format import read_saved_run
+from training.weights import with_preprocessing, with_preprocessing_of_file
 
 NAME = "vit_tiny_patch16_224"
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig
-from data.errors import BrokenImageError, DataFolderError
-from data.index.array_files import open_array
-from data.index.label_file import read_labels
-from data.loading.share import Share
+from data.files import BrokenImageError, DataFolderError
+from data.index import read_labels
+from data.loader import Share
 from data.pack import pack
 from data.source import Wanted, open_data
+from data.volumes import open_array
 from tests.cli import DIGITS
 
 

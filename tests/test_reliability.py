@@ -19,8 +19,8 @@ import pytest
 
 from config_fields import count_or_percent
 from data.config import DataConfig
-from data.index.folder_index import index_split
-from data.loading.sampler import GlobalBatchSampler
+from data.index import index_split
+from data.loader import GlobalBatchSampler
 from tests.cli import DIGITS, ROOT, Result, train_tiny, train_tiny_gpu
 from tests.short_runs import ENDLESS, QUICK, mistake, program, start
 from tests.test_checkpoints import flip, left, truncate

@@ -26,9 +26,8 @@ from tests.resolved import on_gpus
 from tests.short_runs import QUICK
 from tests.test_sharding import assert_same_curves
 from tests.usage_error import told_in_one_line
-from training.checkpoints.content import Position
-from training.checkpoints.reader import read_saved_run
-from training.updates.schedule import WarmupCosine
+from training.checkpoints.format import Position, read_saved_run
+from training.schedule import WarmupCosine
 from training.validation import other_order, wanted_images
 
 # Five steps an epoch on digits, of 4 tokens an image to be quick; dropout everywhere, so that

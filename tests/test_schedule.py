@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LinearLR
 from tests.cli import DIGITS, TINY_MODEL, run_program, tiny
 from tests.short_runs import QUICK, mistake, program
 from tests.usage_error import told_in_one_line
-from training.updates.schedule import WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
+from training.schedule import WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
 
 
 def example_rates(peak, warmup, total):

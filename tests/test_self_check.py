@@ -12,12 +12,12 @@ import run_vit_training
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, run_program
 from tests.resolved import on_xla
-from training.checkpoints.lock import FolderLock
-from training.self_check.folder import check_disk
-from training.self_check.machine import check_decoding, check_memory
-from training.self_check.table import Table
-from training.trained_weights.weights_preprocessing import with_preprocessing
+from tools.self_check.check import check_decoding, check_memory
+from tools.self_check.folder import check_disk
+from tools.self_check.reference import Table
+from training.files import FolderLock
 from training.validation import wanted_images
+from training.weights import with_preprocessing
 
 RUN = ["--self_check", "--data_dir", str(DIGITS), *TINY_MODEL, "--batch_size", "16"]
 RUN += ["--num_workers", "0"]
@@ -236,7 +236,7 @@ def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
         backend.memory = lambda limit=limit: {"used": 1, "limit": limit}
         check_memory(asked, small, backend, Table(silent=False))
         assert line(capsys).startswith(f"{verdict}  memory")
-    monkeypatch.setattr("training.self_check.machine._SECONDS", 0.3)
+    monkeypatch.setattr("tools.self_check.check._SECONDS", 0.3)
     data = open_data(wanted_images(asked))
     flops = asked.model.train_flops_per_image
     for images_a_second, verdict in ((1, "pass"), (1e7, "FAIL")):

@@ -10,7 +10,7 @@ import webdataset
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from data.errors import DataFolderError
+from data.files import DataFolderError
 from data.pack import main, pack
 from data.source import open_data
 from models.config import VitConfig

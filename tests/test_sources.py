@@ -13,10 +13,9 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from data import storage
-from data.errors import BrokenImageError, DataFolderError
-from data.index import index_file, kept_folder
-from data.loading.share import Share
+from data import files, index
+from data.files import BrokenImageError, DataFolderError
+from data.loader import Share
 from data.pack import pack
 from data.source import open_data
 from models.config import VitConfig
@@ -119,7 +118,7 @@ def test_every_image_once_an_epoch(source, world, workers, batch, first, sources
 @pytest.fixture
 def copy(tree, tmp_path, monkeypatch):
     """A copy of the tree to be changed, whose index is kept as that of a large one."""
-    monkeypatch.setattr(index_file, "FROM", 1)
+    monkeypatch.setattr(index, "FROM", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = shutil.copytree(tree, tmp_path / "copy")
     settle(root)
@@ -140,7 +139,7 @@ def test_the_index_is_read_as_long_as_it_is_right(copy, capsys, monkeypatch):
     assert sizes == (TRAIN, VAL)
     assert said.endswith(f"s, and is kept as {copy}/.vit_fsdp_index/train-of-folder")
     with monkeypatch.context() as patch:
-        patch.setattr(kept_folder, "index_split", None)
+        patch.setattr(index, "index_split", None)
         assert opened(capsys, copy) == (sizes, [])
 
 
@@ -267,7 +266,7 @@ def test_processes_that_begin_at_once(sources, tmp_path, capfd):
 
 def test_reading_is_tried_again(sources, monkeypatch):
     """An object that cannot be read in the end is as a broken file is; one is as if not there."""
-    monkeypatch.setattr(storage, "WAITS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(files, "WAITS", (0.0, 0.0, 0.0))
     config = arguments(**sources["URL"], batch_size=10, num_workers=0)
     whole = [list(loader.epoch(0)) for loader in loaders(config, model=MODEL)]
     read = type(fsspec.filesystem("memory")).cat_file
@@ -292,7 +291,7 @@ def test_reading_is_tried_again(sources, monkeypatch):
     ((name, reason, _),) = val.bad_images()
     assert (name, reason) == (f"{config.data_dir}/val/a/x/000.png", "no answer")
     with pytest.raises(BrokenImageError, match="No such file"):
-        storage.read_bytes(f"{config.data_dir}/nowhere.png")
+        files.read_bytes(f"{config.data_dir}/nowhere.png")
 
 
 def test_urls_that_cannot_be_used(capsys, monkeypatch, sources):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny, train_tiny_gpu
 from tests.test_launch_gpu import TORCHRUN, finish, start
-from training.hosts.stopping import process_signals
+from training.processes.stopping import process_signals
 
 # Nine steps, two epochs, dropout; loader processes from where the test says so.
 RUN = (

@@ -17,12 +17,10 @@ import torch
 from PIL import Image
 
 from data.config import DataConfig
-from data.errors import DataFolderError
-from data.index.parquet_files import ParquetFiles, split_files
-from data.loading.run_order import WINDOW, RunSampler, order_in_runs
-from data.loading.share import Share
+from data.files import DataFolderError, open_system
+from data.loader import WINDOW, RunSampler, Share, order_in_runs
+from data.parquet_files import ParquetFiles, split_files
 from data.source import Wanted, open_data
-from data.storage import open_system
 from tests.cli import DIGITS, ROOT, run_program, tiny, train_tiny, train_tiny_gpu
 
 SPLITS = {"train": "train", "validation": "val"}
@@ -206,8 +204,8 @@ def test_a_url(tables, monkeypatch):
             raise ConnectionError("reset by peer")
         return open_system(url)
 
-    monkeypatch.setattr("data.index.parquet_files.open_system", unsteady)
-    monkeypatch.setattr("data.storage.WAITS", (0, 0))
+    monkeypatch.setattr("data.parquet_files.open_system", unsteady)
+    monkeypatch.setattr("data.files.WAITS", (0, 0))
     there = fsspec.filesystem("memory")
     for path in (tables / "parquet" / "data").iterdir():
         there.pipe_file(f"/digits/{path.name}", path.read_bytes())
@@ -331,7 +329,7 @@ def test_without_the_packages(tables, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "datasets")
     with pytest.raises(DataFolderError, match="needs the package datasets: python3 -m pip install"):
         opened(tables, "huggingface")
-    for name in ("data.parquet", "data.index.parquet_files"):
+    for name in ("data.parquet", "data.parquet_files"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr(sys, "path", [str(ROOT)])

@@ -10,7 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_RUN, run_program, train_tiny, train_tiny_gpu
 from tests.filled import filled

@@ -16,14 +16,13 @@ from models.config import VitConfig
 from models.registry import open_model
 from run_vit_training import read_flags
 from tests.resolved import on_xla
-from training.checkpoints.reader import SafeReader, quiet_dcp
-from training.checkpoints.shards import Chunk, ShardedTensor, flat_range_boxes
-from training.logs.metrics import Evaluation, read_metrics
-from training.logs.plots import plot_curves
+from training.batches import prefetch
+from training.checkpoints.format import SafeReader, quiet_dcp
+from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
+from training.flags import flat
+from training.logs.records import Evaluation, plot_curves, read_metrics
 from training.logs.reports import Interval, Reports
-from training.options.flag_rules import flat
-from training.prefetch import prefetch
-from xla_fsdp.tpu_chips import peak_of
+from xla_fsdp.tpu import peak_of
 
 # -- shards ---------------------------------------------------------------------------
 

@@ -14,19 +14,30 @@ from tests.short_runs import mistake, program
 from tests.test_async_checkpoints import assert_same_bits
 from tests.test_checkpoints import OneWeight
 from training.checkpoints.choose import (
+    clear,
     complete_checkpoints,
     find_resume,
     first_readable,
+    prune,
+    set_aside,
     step_folders,
 )
-from training.checkpoints.content import Position, training_tensors
-from training.checkpoints.keep import clear, prune, set_aside
-from training.checkpoints.manifest import damage, entries, quick_problem, write_manifest
-from training.checkpoints.reader import SafeReader, Unreachable, read_metadata, read_saved_run
+from training.checkpoints.format import (
+    Position,
+    SafeReader,
+    Unreachable,
+    damage,
+    entries,
+    quick_problem,
+    read_metadata,
+    read_saved_run,
+    training_tensors,
+    write_manifest,
+)
 from training.checkpoints.state import load_state, save_state
 from training.errors import UsageError
+from training.files import folder_at
 from training.logs.log_folder import LogUploads, fetch_logs, log_folder
-from training.url_path import folder_at
 
 ON_A_BUCKET = "tests.bucket"
 

@@ -9,8 +9,8 @@ import pytest
 import tifffile
 import torch
 
-from data.errors import DataFolderError
-from data.loading.share import Share
+from data.files import DataFolderError
+from data.loader import Share
 from data.source import Wanted, open_data
 from tests.cli import train_tiny_gpu
 from tests.test_data import arguments
@@ -118,7 +118,7 @@ def test_rows_are_parts_of_the_same_volumes(tree, num_workers):
 
 def test_only_the_slab_is_read(tree, monkeypatch):
     """What is asked of the files is as long as the rows, and not longer."""
-    from data.index.array_files import ArrayFile
+    from data.volumes import ArrayFile
 
     asked, plain = [], ArrayFile.read
 

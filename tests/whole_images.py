@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_RUN, Result
 from tests.filled import filled
 from tests.normalized import normalized
 from tests.plain_checkpoint import convert
 from tests.resolved import on_gpus
-from training.options.resolve import Run
+from training.resolve import Run
 from training.validation import wanted_images
 
 STEPS = 5

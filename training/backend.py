@@ -1,7 +1,8 @@
-"""The interface that the loop asks of the hardware side; a backend is one folder that gives it."""
+"""Opens loaders of what a backend puts on its devices: some images, of each all rows or a few."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -12,12 +13,17 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import nn
 
-from data.loading.loader import Batch, BatchLoader
-from data.loading.share import Share
-from training.updates.parameter_groups import Updates
+from data.loader import Batch, BatchLoader, Share
+from data.source import DataSource
+from training.optimizers import Updates
 
 if TYPE_CHECKING:
-    from training.options.resolve import Run
+    from training.resolve import Run
+
+
+# ------------------------------------------------------------------------------------------------
+# The interface that the loop asks of the hardware side; a backend is one folder that gives it.
+
 
 InitializeModule = Callable[[nn.Module, str], None]
 """A function that allocates and fills a module on the meta device; it takes its name in the
@@ -35,7 +41,7 @@ def pass_seed(seed: int, pass_index: int, stream: int) -> int:
 class State:
     """Holds what a checkpoint keeps of a backend: tensors, by names and shapes of the plain model.
 
-    Each is whole, or a ``training.checkpoints.shards.ShardedTensor`` of this process's part. What
+    Each is whole, or a ``training.checkpoints.state.ShardedTensor`` of this process's part. What
     a checkpoint holds is read into them in place.
     """
 
@@ -120,7 +126,7 @@ class Backend(Protocol):
 
         ``loss`` is the step's, over all replicas. If it or the norm is not finite, weights and the
         optimizer's state stay as they are, on all replicas alike. Returns the norm before
-        clipping, and the counts of steps skipped so (``training.updates.skipped_steps``) since the
+        clipping, and the counts of steps skipped so (``training.optimizers``) since the
         start of this process.
         """
 
@@ -170,3 +176,18 @@ class Backend(Protocol):
 
     def peak_flops(self) -> float | None:
         """Return the peak FLOP/s of one device at this precision; None where it is unknown."""
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def train_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
+    """Return the loader of training images, of global batches of ``batch_size``."""
+    open_share = functools.partial(data.train_loader, batch_size)
+    return backend.loader(open_share, batch_size, reads_rows=data.reads_rows)
+
+
+def val_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
+    """Return the loader of validation images, of global batches of ``batch_size``."""
+    open_share = functools.partial(data.val_loader, batch_size)
+    return backend.loader(open_share, batch_size, reads_rows=data.reads_rows)

@@ -1,8 +1,15 @@
-"""The errors by which a run ends early; each has an exit code of its own."""
+"""The versions of packages whose private names are used, against those that are installed."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+# ------------------------------------------------------------------------------------------------
+# The errors by which a run ends early; each has an exit code of its own.
+
 
 NO_BATCH, NOT_FINITE, NOT_SAVED, BAD_IMAGES = 1, 3, 4, 5
 """The exit codes of ``RunFailed``: the data cannot be read any more, as of a disk that has gone,
@@ -63,3 +70,35 @@ def tells(error: UsageError) -> bool:
     if error.agreed:
         return is_first_of_torchrun()
     return error.process is not None or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package as pip knows it, None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def warn_of_others(*written_for: Mapping[str, str]) -> None:
+    """Say on stderr, in one line, which installed packages are not of the version ``written_for``.
+
+    It maps packages to versions as the requirements files pin them. What a wheel was built for
+    ("2.9.0+cu128") is no difference, and neither is a package that is not installed.
+    """
+    others = [
+        f"{package} is {found}, not {expected}"
+        for versions in written_for
+        for package, expected in versions.items()
+        if (found := installed_version(package)) is not None and found.partition("+")[0] != expected
+    ]
+    if others:
+        print(
+            f"run_vit_training.py: warning: {', '.join(others)}, for which this program's use of "
+            "private functions was written: what fails oddly may be that",
+            file=sys.stderr,
+            flush=True,
+        )

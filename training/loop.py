@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from training.checkpoints.content import Position
-from training.checkpoints.saving import Saves
-from training.hosts.stopping import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
-from training.inference.evaluation import Evaluations
-from training.logs.profiling import StepProfiler
-from training.logs.step_log import StepLog
-from training.losses.objective import Objective
-from training.options.resolve import Run
-from training.session import Session
+from training.batches import TrainBatches
+from training.checkpoints.format import Position
+from training.checkpoints.saver import Saves
+from training.evaluate import Evaluations
+from training.logs.reports import Session, StepLog, StepProfiler
+from training.losses import Objective
+from training.processes.stopping import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
+from training.resolve import Run
+from training.schedule import Schedule
 from training.step import train_step
-from training.train_batches import TrainBatches
-from training.updates.schedule import Schedule
 
 
 @dataclass

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from training.config import ShardingConfig
 from training.errors import UsageError
-from training.options.config import ShardingConfig
 
 AXES = ("dcn", "fsdp", "domain", "tensor")
 Axes = tuple[str, ...]

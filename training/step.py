@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from data.loading.loader import Batch
+from data.loader import Batch
 from training.backend import Backend, InitializeModule
-from training.losses.objective import Objective
-from training.options.resolve import Run
-from training.updates.parameter_groups import updates_of
+from training.losses import Objective
+from training.optimizers import updates_of
+from training.resolve import Run
 
 
 class Outcome(NamedTuple):
@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
     grad_norm: torch.Tensor
     """Before clipping."""
     skipped: torch.Tensor
-    """The counts of steps skipped so far (``training.updates.skipped_steps``)."""
+    """The counts of steps skipped so far (``training.optimizers``)."""
 
 
 def shard_and_optimize(

@@ -13,58 +13,47 @@ from pathlib import Path
 from torch import nn
 
 from data.source import DataSource, open_data
-from training.backend import Backend
+from training.backend import Backend, train_loader, val_loader
+from training.batches import TrainBatches
 from training.checkpoints.choose import RUN_FILE, Candidates, Resumable, find_resumable
-from training.checkpoints.content import Position, SavedRun
-from training.checkpoints.lock import FolderLock
-from training.checkpoints.saver import CheckpointSaver
-from training.checkpoints.saving import Saves
+from training.checkpoints.format import Position, SavedRun
+from training.checkpoints.saver import CheckpointSaver, Saves
 from training.checkpoints.state import load_state
-from training.errors import (
-    BAD_IMAGES,
-    NO_BATCH,
-    NOT_FINITE,
-    RunFailed,
-    StoppedBySignal,
-    UsageError,
+from training.config import CheckpointConfig
+from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, RunFailed, StoppedBySignal, UsageError
+from training.evaluate import Evaluations
+from training.files import FolderLock, is_url, replace_file
+from training.initial_weights import InitialWeights, find_source, fit
+from training.logs.bad_images import FILE as BAD_IMAGES_FILE
+from training.logs.bad_images import BadImages
+from training.logs.records import METRICS_FILE, decisive, evaluations, process_start, read_metrics
+from training.logs.reports import (
+    PROFILE_DIR,
+    Reports,
+    Session,
+    StepLog,
+    StepProfiler,
+    read_expectation,
 )
-from training.hosts import processes
-from training.hosts.fingerprint import check_alike, versions
-from training.hosts.processes import failing_together
-from training.hosts.start import (
+from training.loop import Trainer
+from training.losses import Objective
+from training.optimizers import note_of_resume
+from training.processes import exchange
+from training.processes.exchange import check_alike, failing_together, versions
+from training.processes.start import (
     Start,
     choose_checkpoint,
     enter_folder,
     leave_later_ones,
     take_logs,
 )
-from training.hosts.stopping import BAD_IMAGES as STOPPED_BAD_IMAGES
-from training.hosts.stopping import NO_BATCH as STOPPED_NO_BATCH
-from training.hosts.stopping import NOT_FINITE as STOPPED_NOT_FINITE
-from training.hosts.stopping import StopRequest
-from training.hosts.watchdog import Watchdog
-from training.inference.evaluation import Evaluations
-from training.loaders import train_loader, val_loader
-from training.logs.bad_images import FILE as BAD_IMAGES_FILE
-from training.logs.bad_images import BadImages
-from training.logs.events import process_start
-from training.logs.expectation import read_expectation
-from training.logs.metrics import METRICS_FILE, decisive, evaluations, read_metrics
-from training.logs.profiling import PROFILE_DIR, StepProfiler
-from training.logs.reports import Reports
-from training.logs.step_log import StepLog
-from training.loop import Trainer
-from training.losses.objective import Objective
-from training.options.config import CheckpointConfig
-from training.options.resolve import Run
-from training.session import Session
+from training.processes.stopping import BAD_IMAGES as STOPPED_BAD_IMAGES
+from training.processes.stopping import NO_BATCH as STOPPED_NO_BATCH
+from training.processes.stopping import NOT_FINITE as STOPPED_NOT_FINITE
+from training.processes.stopping import StopRequest, Watchdog
+from training.resolve import Run
+from training.schedule import Schedule, make_schedule
 from training.step import shard_and_optimize
-from training.train_batches import TrainBatches
-from training.trained_weights.initial_weights import InitialWeights, find_source, fit
-from training.trained_weights.weights_preprocessing import with_preprocessing, with_preprocessing_of
-from training.updates.ema import note_of_resume
-from training.updates.schedule import Schedule, make_schedule
-from training.url_path import is_url, replace_file
 from training.validation import (
     bad_data_is_the_users,
     check_goes_on,
@@ -74,6 +63,7 @@ from training.validation import (
     other_order,
     wanted_images,
 )
+from training.weights import with_preprocessing, with_preprocessing_of
 
 
 @dataclass
@@ -184,7 +174,7 @@ def _train(plan: Plan, run: Run, backend: Backend, lock: FolderLock) -> None:
                     so_far.best_top1,
                     run.config.ema.model_ema,
                 ),
-                StepProfiler(log.profile, run.log_dir / PROFILE_DIR, processes.rank()),
+                StepProfiler(log.profile, run.log_dir / PROFILE_DIR, exchange.rank()),
             )
             with session.stop, session.reports.events.training(last_step):
                 trainer.train(position)

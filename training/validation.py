@@ -9,16 +9,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataFolderError, printable
+from data.files import DataFolderError, printable
 from data.source import FILES, DataSource, Wanted
 from models.config import ModelConfig
 from models.spec import ModelSpec
-from training.checkpoints.content import SavedRun
-from training.checkpoints.reader import read_metadata, readable
+from training.checkpoints.format import SavedRun, read_metadata, readable
+from training.config import OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.options.config import OptimizerConfig, RunConfig
-from training.options.flag_rules import Option, by_field, from_values
-from training.options.resolve import Run, model_of
+from training.flags import Option, by_field, from_values
+from training.resolve import Run, model_of
 
 
 def wanted_images(run: Run, *, with_train: bool = True) -> Wanted:

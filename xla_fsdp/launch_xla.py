@@ -15,11 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from models import timm_private
 from training.backend import Backend
-from training.errors import StoppedBySignal
-from training.hosts.parent import end_with
-from training.hosts.stopping import ProcessSignals, process_signals
-from training.versions import warn_of_others
-from xla_fsdp import jax_private, libtpu_flags, torch_xla_private
+from training.errors import StoppedBySignal, warn_of_others
+from training.processes.parent import end_with
+from training.processes.stopping import ProcessSignals, process_signals
+from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.resolve_xla import XlaRun, device_type
 from xla_fsdp.starting import StartWatch, watch
 
@@ -40,7 +39,7 @@ class NoBackwardYet(TorchFunctionMode):
         if func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
             raise RuntimeError(
                 "a backward pass before XLA has started: autograd would not know XLA's devices. "
-                "Do it in another process, or without autograd (as models/flops.py counts)"
+                "Do it in another process, or without autograd (as models/spec.py counts)"
             )
         return func(*args, **(kwargs or {}))
 
@@ -54,7 +53,7 @@ def launch(body: Body, run: XlaRun) -> None:
     import torch_xla
 
     if device_type() == "TPU":
-        libtpu_flags.set_for_this_tpu()
+        tpu.set_for_this_tpu()
     if run.own.xla_fsdp == "spmd":
         _run_spmd(body, run)
     else:

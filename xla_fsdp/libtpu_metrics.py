@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from training.hosts.parent import end_with
+from training.processes.parent import end_with
 
 end_with(int(sys.argv[1]))
 

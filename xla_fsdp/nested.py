@@ -15,13 +15,13 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
-from data.loading.loader import Batch
-from training.checkpoints.shards import Chunk, ShardedTensor, flat_range_boxes
-from xla_fsdp.attention.flash import use_flash
+from data.loader import Batch
+from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
+from xla_fsdp.attention.kernels import use_flash
 from xla_fsdp.attention.whole import How, use_whole
+from xla_fsdp.optimizer import Momenta, Orthogonalize, exchanged
 from xla_fsdp.resolve_xla import XlaRun
-from xla_fsdp.sharding.patches import convolve_by_product
-from xla_fsdp.sharding.whole_matrices import Momenta, Orthogonalize, exchanged
+from xla_fsdp.sharding import convolve_by_product
 from xla_fsdp.torch_xla_private import (
     FLAT_PARAMETER,
     flattened_parameters,

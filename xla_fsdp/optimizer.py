@@ -6,17 +6,238 @@ graph, too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
 from timm.optim.lion import Lion
 from torch import nn
 
-from training.updates.newton_schulz import MOMENTUM
-from training.updates.parameter_groups import MOMENTS, Update
-from training.updates.stochastic_rounding import random_bits, to_bf16, upper
-from xla_fsdp.bits import same_bits
+from training.config import EmaConfig
+from training.mesh import Axes, Spec
+from training.optimizers import (
+    MOMENTS,
+    MOMENTUM,
+    Update,
+    exchanged_inside,
+    random_bits,
+    to_bf16,
+    upper,
+    weight_of_newest,
+)
+from xla_fsdp.torch_xla_private import call_computation
+
+# ------------------------------------------------------------------------------------------------
+# Reads numbers on the devices as others of the same bits.
+#
+# torch_xla 2.9 has ``Tensor.view(dtype)`` computed by the host, which has to wait for the devices.
+
+
+_TYPES = {torch.float32: xb.Type.F32, torch.int32: xb.Type.S32}
+
+
+def same_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of another dtype that have the bits of ``x``, each as many."""
+    (result,) = call_computation("xla::bitcast", [x], _computation(tuple(x.shape), x.dtype, dtype))
+    return result
+
+
+@functools.cache
+def _computation(shape: tuple[int, ...], given: torch.dtype, wanted: torch.dtype) -> object:
+    builder = xb.create_builder("bitcast")
+    x = xb.mkparam(builder, 0, xb.Shape.create(_TYPES[given], shape))
+    return x.bitcast(_TYPES[wanted]).build("bitcast")
+
+
+# ------------------------------------------------------------------------------------------------
+# The moving average of the weights (EMA) on XLA: a part of the step's one graph.
+
+
+class WeightAverage:
+    """Keeps, in fp32, an average of each parameter, which lies on the devices as it does."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        zeros_like: Callable[[torch.Tensor], torch.Tensor],
+        scalar: Callable[[float], torch.Tensor],
+        config: EmaConfig,
+    ) -> None:
+        """Begin with the parameters' values. ``zeros_like`` gives zeros laid out like a parameter,
+        ``scalar`` a device scalar."""
+        self._parameters, self._config = dict(parameters), config
+        self.values = {name: zeros_like(parameter) for name, parameter in parameters.items()}
+        self.updates = scalar(0.0)
+        """How many updates the average has seen."""
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Take the weights as they are now for the average."""
+        for name, parameter in self._parameters.items():
+            self.values[name].copy_(parameter * 1.0)  # the parameter itself would be shared
+
+    @torch.no_grad()
+    def update(self, skipped: torch.Tensor) -> None:
+        """Take up the weights of a step; of one that was ``skipped``, 1.0 and not 0.0, nothing."""
+        takes = 1 - skipped
+        self.updates.add_(takes)
+        how = self._config
+        weight = weight_of_newest(self.updates, how.model_ema_decay, warmup=how.model_ema_warmup)
+        weight = weight * takes
+        for name, parameter in self._parameters.items():
+            average = self.values[name]
+            average.copy_(_between(average, parameter, weight))
+
+    def in_place_of_weights(self, exchanged: Callable[[], None]) -> AbstractContextManager[None]:
+        """Let the model compute with the average inside. Nothing is copied, and no graph changes:
+        parameter and average exchange the data on the devices that they stand for. ``exchanged`` is
+        called when they have."""
+        return exchanged_inside(self._exchange, exchanged)
+
+    def _exchange(self) -> None:
+        for name, parameter in self._parameters.items():
+            average = self.values[name]
+            parameter.data, average.data = average.data, parameter.data
+
+
+def _between(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what ``torch.lerp`` does, exactly ``end`` where the weight is 1; torch_xla 2.9's own
+    lerp rounds there."""
+    way = end - start
+    return torch.where(weight < 0.5, start + weight * way, end - way * (1 - weight))
+
+
+# ------------------------------------------------------------------------------------------------
+# Muon's matrices, whole for as long as they are orthogonalized, shared out between the devices.
+#
+# Parameters are sharded; a Newton-Schulz iteration is products of a whole matrix with itself. So
+# all matrices of one shape, of stacked blocks a stack already, are one batch, which is sharded
+# along its first dimension: each device orthogonalizes some of them, none is anywhere else for
+# it.
+
+
+Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
+"""Returns what becomes of whole matrices, (matrices, rows, columns)."""
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """One of Muon's parameters, which may hold the matrices of several blocks."""
+
+    parameter: nn.Parameter
+    values: torch.Tensor
+    """In the dtype that matrices are orthogonalized in, laid out like the parameter."""
+    matrix: tuple[int, int]
+    """Rows and columns of each matrix, all devices together."""
+
+
+Momenta = Sequence[Momentum]
+
+
+def distributed(
+    momenta: Momenta,
+    orthogonalize: Orthogonalize,
+    specs: dict[torch.Tensor, Spec],
+    axes: Axes,
+    devices: int,
+    mark: Callable[[torch.Tensor, Spec], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return the orthogonalized momenta, which the SPMD partitioner sees whole.
+
+    ``specs``: how each parameter, and so its momentum, is sharded; matrices are shared out along
+    ``axes``, all of the mesh's with its ``devices``.
+    """
+
+    def as_batch(each: Momentum) -> torch.Tensor:
+        """A matrix may have more than two dimensions here: three of queries, keys and values."""
+        shard = mark(each.values * 1, specs[each.parameter])
+        return shard if _count(each) > 1 else shard.unsqueeze(0)
+
+    def lying(each: Momentum) -> tuple[torch.Size, Spec]:
+        stacked = _count(each) > 1
+        return each.values.shape[stacked:], specs[each.parameter][stacked:]
+
+    found: dict[nn.Parameter, torch.Tensor] = {}
+    for alike in _by_shape(momenta, lying):
+        batches = [as_batch(each) for each in alike]
+        batch = torch.cat(batches) if len(batches) > 1 else batches[0]
+        count, first = len(batch), axes if len(batch) > 1 else ()
+        if first:  # unequal parts would come back by way of the whole, too
+            batch = torch.cat([batch, batch.new_zeros(-count % devices, *batch.shape[1:])])
+        way = _to_first_dimension(((), *lying(alike[0])[1]), first)
+        for spec in way:
+            batch = mark(batch * 1, spec)
+        whole = mark(batch * 1, (first, *((),) * (batch.dim() - 1)))
+        matrices = mark(whole.reshape(len(batch), *alike[0].matrix) * 1, (first, (), ()))
+        results = mark(orthogonalize(matrices) * 1, (first, (), ())).reshape(batch.shape)
+        results = mark(results * 1, (first, *((),) * (batch.dim() - 1)))
+        for spec in reversed(way):
+            results = mark(results * 1, spec)
+        parts = results[:count].split([len(b) for b in batches])
+        for each, part in zip(alike, parts, strict=True):
+            own = part.reshape(each.values.shape) * 1
+            found[each.parameter] = mark(own, specs[each.parameter])
+    return [found[each.parameter] for each in momenta]
+
+
+def _to_first_dimension(spec: Spec, axes: Axes) -> list[Spec]:
+    """Return how what lies as ``spec`` lies on its way to dimension 0 sharded along ``axes``.
+
+    One axis after the other: all at once, the partitioner would make it whole on each device.
+    """
+    return [
+        (axes[:count], *(tuple(a for a in each if a not in axes[:count]) for each in spec[1:]))
+        for count in range(len(axes))
+    ]
+
+
+def exchanged(momenta: Momenta, orthogonalize: Orthogonalize, devices: int) -> list[torch.Tensor]:
+    """Return the orthogonalized momenta, of which each process has a part.
+
+    A part is one of ``devices`` ranges, all as long, of a flattened matrix, padded at its end; two
+    exchanges between all processes make whole matrices of parts, and parts of whole ones.
+    """
+
+    def exchange(x: torch.Tensor, along: int, into: int) -> torch.Tensor:
+        if devices == 1:
+            return x
+        return xm.all_to_all(x, along, into, devices, pin_layout=False)
+
+    found: dict[nn.Parameter, torch.Tensor] = {}
+    for alike in _by_shape(momenta, lambda each: each.values.shape):
+        rows, columns = alike[0].matrix
+        parts = torch.stack([each.values.flatten() for each in alike])
+        missing = -len(alike) % devices
+        padded = torch.nn.functional.pad(parts, (0, 0, 0, missing))
+        whole = exchange(padded, 0, 1)
+        matrices = whole[:, : rows * columns].reshape(-1, rows, columns)
+        results = orthogonalize(matrices).flatten(1)
+        results = torch.nn.functional.pad(results, (0, whole.shape[1] - rows * columns))
+        for each, own in zip(alike, exchange(results, 1, 0), strict=False):
+            found[each.parameter] = own.reshape(each.values.shape)
+    return [found[each.parameter] for each in momenta]
+
+
+def _count(each: Momentum) -> int:
+    rows, columns = each.matrix
+    return each.values.numel() // (rows * columns)
+
+
+def _by_shape(momenta: Momenta, shape: Callable[[Momentum], object]) -> list[list[Momentum]]:
+    alike: dict[tuple, list[Momentum]] = {}
+    for each in momenta:
+        alike.setdefault((each.matrix, shape(each)), []).append(each)
+    return list(alike.values())
+
+
+# ------------------------------------------------------------------------------------------------
+
 
 _SMALLEST_LR = 1e-30
 """The learning rate that stands for 0: PyTorch's capturable AdamW divides by it, and 0/0 is NaN

@@ -17,39 +17,39 @@ import torch_xla.runtime as xr
 from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import nn
 
-from data.loading.loader import Batch
-from models.attention_product import attentions, use_product
-from training.checkpoints.shards import ShardedTensor
+from data.loader import Batch
+from models.blocks import attentions, use_product
+from training.checkpoints.state import ShardedTensor
 from training.mesh import Axes, Spec
 from xla_fsdp.around_blocks import add_in_bf16, after_forward
-from xla_fsdp.attention import of_heads
-from xla_fsdp.attention.flash import Shards, use_flash
-from xla_fsdp.attention.gathered import Gathered
-from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
-from xla_fsdp.attention.ring import Ring
+from xla_fsdp.attention import sharded
+from xla_fsdp.attention.kernels import Shards, use_flash
+from xla_fsdp.attention.sharded import FlashProducts, Gathered, PartProducts, PlainProducts, Ring
 from xla_fsdp.attention.whole import How, use_whole
-from xla_fsdp.int8 import Int8Marks, int8_marks, linear_weights
-from xla_fsdp.kept import KeptResults, kept_by
-from xla_fsdp.products import multiply_unfolded
+from xla_fsdp.optimizer import Momenta, Orthogonalize, distributed
+from xla_fsdp.products import Int8Marks, int8_marks, linear_weights, multiply_unfolded
+from xla_fsdp.remat import KeptResults, kept_by
 from xla_fsdp.resolve_xla import XlaRun
-from xla_fsdp.scanned_blocks import ScannedBlocks
-from xla_fsdp.sharding.gathering import gather, gather_in_fp8
-from xla_fsdp.sharding.hosts import HostPart, part_of_host
-from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
-from xla_fsdp.sharding.patches import convolve_by_product
-from xla_fsdp.sharding.placement import (
+from xla_fsdp.scan import ScannedBlocks
+from xla_fsdp.sharding import (
+    Gather,
+    HostPart,
+    MarkBoth,
+    Scatter,
     Sharding,
+    compute_with_whole,
+    convolve_by_product,
     device_order,
+    gather,
+    gather_in_fp8,
     local_bytes,
     local_devices,
     on_host,
+    part_of_host,
     partition_spec,
 )
-from xla_fsdp.sharding.plain_names import device_part, is_stacked, name_in_block, plain_values
-from xla_fsdp.sharding.root import compute_with_whole
-from xla_fsdp.sharding.tensor_parallel import Marks, packed_parts, shard_block, tensor_dims
-from xla_fsdp.sharding.whole_matrices import Momenta, Orthogonalize, distributed
-from xla_fsdp.xla_backend import XlaBackend
+from xla_fsdp.tensor_parallel import Marks, packed_parts, shard_block, tensor_dims
+from xla_fsdp.xla_backend import XlaBackend, device_part, is_stacked, name_in_block, plain_values
 
 
 class SpmdBackend(XlaBackend):
@@ -338,7 +338,7 @@ class SpmdBackend(XlaBackend):
             scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_rows),
             columns=lambda x: MarkBoth.apply(x, self._mark_columns),
             parts=parts,
-            attention=of_heads.choose(self._own.attention, shards, How(shards, self._kept)),
+            attention=sharded.choose(self._own.attention, shards, How(shards, self._kept)),
         )
 
     def _int8_marks(self, name: str) -> Int8Marks:

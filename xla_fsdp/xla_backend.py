@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,24 +19,195 @@ from torch import nn
 from torch_xla.distributed.fsdp import checkpoint_module
 from tqdm import tqdm
 
-from data.loading.loader import BatchLoader
-from data.loading.share import Share
-from models.meta import fill_buffers
+from data.loader import BatchLoader, Share
+from models.initialize import fill_buffers
 from training.backend import InitializeModule, State, pass_seed
-from training.hosts.stopping import largest_of_all
-from training.updates.newton_schulz import lr_factor, ns_dtype, orthogonalized
-from training.updates.parameter_groups import Update, Updates
-from training.updates.skipped_steps import count_skipped, no_counts, not_finite
-from training.updates.stochastic_rounding import key_of
-from xla_fsdp import tpu_chips
+from training.checkpoints.state import Chunk, ShardedTensor
+from training.optimizers import (
+    UPDATES,
+    Update,
+    Updates,
+    count_skipped,
+    key_of,
+    lr_factor,
+    no_counts,
+    not_finite,
+    ns_dtype,
+    orthogonalized,
+)
+from training.processes.stopping import largest_of_all
+from xla_fsdp import tpu
 from xla_fsdp.around_blocks import break_graph_every, compute_in_bf16
-from xla_fsdp.ema import WeightAverage
-from xla_fsdp.host_state import HostState, copy_to_host
 from xla_fsdp.memory import DeviceMemory
-from xla_fsdp.optimizer import build_optimizer, parameter_groups, set_lr, step_unless
+from xla_fsdp.optimizer import (
+    Momenta,
+    Momentum,
+    Orthogonalize,
+    WeightAverage,
+    build_optimizer,
+    parameter_groups,
+    set_lr,
+    step_unless,
+)
 from xla_fsdp.resolve_xla import XlaRun
-from xla_fsdp.sharding.plain_names import plain_names
-from xla_fsdp.sharding.whole_matrices import Momenta, Momentum, Orthogonalize
+
+# ------------------------------------------------------------------------------------------------
+# From tensors as they lie on the devices to those of the plain model and back, for checkpoints.
+#
+# On the devices blocks may be stacked, (depth, ...), and parameters packed, (parts, rows, ...).
+
+
+_STACKED = "blocks.block."
+
+
+def is_stacked(name: str) -> bool:
+    return name.startswith(_STACKED)
+
+
+def name_in_block(name: str) -> str | None:
+    """Return the name that a parameter has in its block; None if it is in none."""
+    blocks, _, rest = name.partition(".")
+    return rest.partition(".")[2] if blocks == "blocks" else None
+
+
+def plain_names(name: str, depth: int) -> list[str]:
+    """Return the names in the plain model of what has this name here: of ``depth`` stacked blocks
+    each one's."""
+    if not is_stacked(name):
+        return [name]
+    return [f"blocks.{i}.{name.removeprefix(_STACKED)}" for i in range(depth)]
+
+
+def plain_values(name: str, value: torch.Tensor, *, packed: bool) -> dict[str, torch.Tensor]:
+    """Return a tensor by its name in the plain model; of stacked blocks, each one's part.
+
+    ``value`` is plain or, if it is sharded (as all that is packed), a ShardedTensor; the same comes
+    out, with views of the same data.
+    """
+    if packed:
+        assert isinstance(value, ShardedTensor)
+        value = _unpacked(value, dim=int(is_stacked(name)))
+    if not is_stacked(name):
+        return {name: value}
+    names = plain_names(name, len(value))
+    if not isinstance(value, ShardedTensor):
+        return dict(zip(names, value, strict=True))
+    return {
+        plain: ShardedTensor(
+            value.shape[1:], value.dtype, [Chunk(c.offsets[1:], c.data[i]) for c in value.chunks]
+        )
+        for i, plain in enumerate(names)
+    }
+
+
+def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
+    """Return (..., parts, rows, ...) as (..., parts * rows, ...): a chunk becomes one a part."""
+    before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
+    chunks = [
+        Chunk(
+            (
+                *c.offsets[:dim],
+                (c.offsets[dim] + i) * rows + c.offsets[dim + 1],
+                *c.offsets[dim + 2 :],
+            ),
+            part,
+        )
+        for c in value.chunks
+        for i, part in enumerate(c.data.unbind(dim))
+    ]
+    return ShardedTensor((*before, count * rows, *after), value.dtype, chunks)
+
+
+def device_part(
+    saved: list[ShardedTensor], indices: tuple[slice, ...], *, stacked: bool, packed: int
+) -> torch.Tensor:
+    """Put together what lies at ``indices`` on the devices from what ``plain_values`` gave.
+
+    ``packed``: how many parts the parameter is packed of, 0 if it is not.
+    """
+    indices = indices[1:] if stacked else indices
+    offsets = tuple(index.start for index in indices)
+    blocks = []
+    for value in saved:
+        data = {chunk.offsets: chunk.data for chunk in value.chunks}
+        if packed:
+            rows = value.shape[0] // packed
+            here = range(indices[0].start, indices[0].stop)
+            parts = [data[i * rows + offsets[1], *offsets[2:]] for i in here]
+            blocks.append(torch.stack(parts))
+        else:
+            blocks.append(data[offsets])
+    return torch.stack(blocks) if stacked else blocks[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# Copies the state on the devices to the host, and knows the way back.
+
+
+ToHost = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+"""A function that copies a tensor laid out as the parameter of this name, by plain names."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A tensor on the devices, and what was copied of it to the host."""
+
+    name: str
+    """The name on the devices of the parameter that it is, or that it is the state or EMA of."""
+    tensor: torch.Tensor
+    values: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HostState(State):
+    """A state as it was copied to the host, which knows the way back."""
+
+    is_copy = True
+    origins: list[Origin] = field(default_factory=list)
+
+
+def copy_to_host(
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    average: WeightAverage | None,
+    to_host: ToHost,
+) -> HostState:
+    """Copy parameters by their names, what ``optimizer`` keeps of them, and their average."""
+    found: dict[str, torch.Tensor] = {}
+    entries: dict[str, dict[str, torch.Tensor]] = {}
+    origins: list[Origin] = []
+
+    def copied(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        views = to_host(key, tensor)
+        origins.append(Origin(key, tensor, list(views.values())))
+        return views
+
+    for key, parameter in parameters.items():
+        views = copied(key, parameter.detach())
+        found.update(views)
+        kept = optimizer.state.get(parameter, {}) if optimizer else {}
+        for entry, tensor in kept.items():
+            if entry == "step":
+                step = tensor.cpu()
+                origins.append(Origin(key, tensor, [step] * len(views)))
+                of_entry: dict[str, torch.Tensor] = dict.fromkeys(views, step)
+            else:
+                of_entry = copied(key, tensor)
+            for name, view in of_entry.items():
+                entries.setdefault(name, {})[entry] = view
+    if optimizer is None:
+        return HostState(found, None, {}, None, origins)
+    if average is None:
+        return HostState(found, entries, {}, None, origins)
+    ema: dict[str, torch.Tensor] = {}
+    for key, value in average.values.items():
+        ema.update(copied(key, value))
+    updates = average.updates.cpu()
+    origins.append(Origin(UPDATES, average.updates, [updates]))
+    return HostState(found, entries, {UPDATES: updates}, ema, origins)
+
+
+# ------------------------------------------------------------------------------------------------
 
 
 class XlaBackend(abc.ABC):
@@ -330,7 +502,7 @@ class XlaBackend(abc.ABC):
         return max(used) / 2
 
     def peak_flops(self) -> float | None:
-        return tpu_chips.peak_flops()
+        return tpu.peak_flops()
 
     def _describe_common(self) -> str:
         breaks = []

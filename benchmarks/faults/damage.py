@@ -14,7 +14,7 @@ from benchmarks.faults.kills import stop_after
 from benchmarks.faults.program import DIGITS, STEPS, last_step, newest_step, running
 from benchmarks.faults.tries import NotSurvived, Outcome, Skipped, Try, last_words
 from training.checkpoints.choose import complete_checkpoints
-from training.checkpoints.manifest import MANIFEST
+from training.checkpoints.format import MANIFEST
 
 _DISK_BYTES, _LEFT_BYTES = 12_000_000, 30_000
 """The bytes of the small disk, and those left there when it is full: less than a checkpoint."""

@@ -23,8 +23,8 @@ from benchmarks.faults.tries import (
     unfinished_save,
 )
 from training.checkpoints.choose import folder_of
-from training.checkpoints.manifest import is_complete
-from training.logs.metrics import evaluations
+from training.checkpoints.format import is_complete
+from training.logs.records import evaluations
 
 _ATTEMPTS = 8
 """How often a moment that comes when the run has ended is drawn again."""

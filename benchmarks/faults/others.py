@@ -19,8 +19,8 @@ from benchmarks.faults.program import (
     running,
 )
 from benchmarks.faults.tries import NotSurvived, Outcome, Try, last_words
-from training.checkpoints.lock import LOCK_FILE
-from training.logs.metrics import read_metrics
+from training.files import LOCK_FILE
+from training.logs.records import read_metrics
 
 _STEP_TIMEOUT_S = 15
 _ENDS_WITHIN_S = 120.0

@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks.common import ROOT
 from tests.cli import DIGITS, environment
 from training.checkpoints.choose import complete_checkpoints, step_of
-from training.checkpoints.manifest import damage
-from training.logs.metrics import read_metrics
+from training.checkpoints.format import damage
+from training.logs.records import read_metrics
 
 STEPS, EVALUATED = 40, (22, 40)
 SAVE_INTERVAL, KEEP = 3, 3

@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.faults.program import SAVE_INTERVAL, SETUPS, STEPS
 from benchmarks.faults.tries import Fault
-from training.hosts.fingerprint import versions
+from training.processes.exchange import versions
 
 BEGIN, END = "<!-- begin: make faults -->", "<!-- end: make faults -->"
 

@@ -22,7 +22,7 @@ from benchmarks.faults.program import (
     running,
 )
 from training.checkpoints.choose import step_folders, step_of
-from training.checkpoints.manifest import is_complete
+from training.checkpoints.format import is_complete
 
 MOST_STARTS = 4
 """How often a run is started again before it counts as lost."""

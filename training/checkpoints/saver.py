@@ -1,7 +1,8 @@
-"""Writes checkpoints in the middle of a run: beside training or at once, never half of one."""
+"""Decides when a checkpoint is written, and which one is never removed."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 from collections.abc import Callable
@@ -10,17 +11,88 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from training.backend import Backend
-from training.background import Background
-from training.checkpoints.choose import folder_of
-from training.checkpoints.content import Position, training_tensors
-from training.checkpoints.keep import prune
-from training.checkpoints.reader import reason_of, silence_dcp
-from training.checkpoints.state import bytes_of, state_content
-from training.checkpoints.writing import attempt, write_checkpoint
+from training.checkpoints.choose import clear, folder_of, prune, remove
+from training.checkpoints.format import (
+    Position,
+    reason_of,
+    silence_dcp,
+    training_tensors,
+    write_manifest,
+)
+from training.checkpoints.state import bytes_of, state_content, write_state
+from training.config import CheckpointConfig
 from training.errors import NOT_SAVED, RunFailed, UsageError
-from training.hosts import processes
+from training.files import Background
+from training.logs.reports import Session
+from training.processes import exchange
+from training.processes.exchange import MinutesInterval
+from training.processes.stopping import NOT_FINITE
+
+# ------------------------------------------------------------------------------------------------
+# Writes one checkpoint, all processes together, in stages after which all know of all.
+
+
+def write_checkpoint(
+    folder: Path,
+    content: dict[str, Any],
+    *,
+    is_main: bool,
+    written: Callable[[], None],
+    group: dist.ProcessGroup | None = None,
+) -> list[str | None]:
+    """Write what ``state_content`` gave; return what went wrong in each process, None for nothing.
+
+    All processes call it, with ``group``, through which they talk (None: PyTorch's default one).
+    The first one calls ``written`` when the checkpoint is complete; if it cannot be, it removes
+    what there is of it, as far as it can.
+    """
+    parts: dict = {}
+
+    def begin() -> None:
+        if is_main:
+            clear(folder)
+
+    def write() -> None:
+        parts.update(write_state(content, folder, group))
+
+    def complete() -> None:
+        if is_main:
+            files = {n: (size, sum_) for part in shared for n, (size, sum_) in part.items()}
+            write_manifest(folder, files)
+
+    for stage in (begin, write):
+        problems = attempt(stage, group)
+        if any(problems):
+            break
+    else:
+        shared = exchange.gather(parts, group)
+        problems = attempt(complete, group)
+    if is_main:
+        if any(problems):
+            with contextlib.suppress(OSError):  # as from what could not be written to either
+                remove(folder)  # it takes room that the next one may need
+        else:
+            written()
+    return problems
+
+
+def attempt(stage: Callable[[], None], group: dist.ProcessGroup | None = None) -> list[str | None]:
+    """Run one stage in this process; return what went wrong in each of them."""
+    problem = None
+    try:
+        stage()
+    # A full disk shows as OSError, as an error of the zip writer, or wrapped by DCP, whose own
+    # error is no Exception.
+    except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
+        problem = reason_of(error)
+    return exchange.gather(problem, group)
+
+
+# ------------------------------------------------------------------------------------------------
+# Writes checkpoints in the middle of a run: beside training or at once, never half of one.
 
 
 @dataclass
@@ -60,7 +132,7 @@ class CheckpointSaver:
     def __enter__(self) -> Self:
         silence_dcp()
         if self.beside_training:
-            self._group = processes.new_group()
+            self._group = exchange.new_group()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -70,7 +142,7 @@ class CheckpointSaver:
         if self._being_written and not together:
             return  # the others may never answer; the thread ends with the process
         self._settle()
-        processes.end_group(self._group)
+        exchange.end_group(self._group)
         self._group = None
 
     def save(self, position: Position, *, must: bool = False) -> bool:
@@ -187,3 +259,62 @@ class CheckpointSaver:
                 f"warning: an old checkpoint cannot be removed ({self._not_removed}): training "
                 "continues, it is tried again after the next checkpoint"
             )
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+class Saves:
+    """Writes checkpoints after the steps and epochs that the flags name, and at the end."""
+
+    def __init__(
+        self, config: CheckpointConfig, session: Session, saver: CheckpointSaver, best_step: int
+    ) -> None:
+        """Write checkpoints by ``saver``. ``best_step``: the step of the evaluation with the
+        highest top-1 so far; 0: there is none."""
+        self._config, self._session, self._saver = config, session, saver
+        self._minutes = MinutesInterval(session.backend, config.ckpt_minutes_interval)
+        self.best_step = best_step
+
+    def due_after_step(self, step: int) -> bool:
+        """Tell, alike in all processes, whether to save now; all call it after each step."""
+        interval = self._config.ckpt_step_interval
+        minutes_over = self._minutes.over()
+        return minutes_over or (bool(interval) and step % interval == 0)
+
+    def due_after_epoch(self, epochs_done: int) -> bool:
+        return epochs_done % self._config.ckpt_epoch_interval == 0
+
+    def save(self, at: Position, *, must: bool = False) -> None:
+        """Write a checkpoint; with ``must`` the run fails if that fails, and waits for it."""
+        self._session.reports.flush()
+        self._session.reports.upload()
+        self._session.watchdog.alive()
+        self._spare_best()
+        with self._session.reports.events.span("save") as event:
+            event["written"] = self._saver.save(at, must=must)
+        self._minutes.begin()
+
+    def failed_too_often(self) -> bool:
+        """Tell whether this process knows of too many failed saves to go on."""
+        return self._saver.failed_too_often()
+
+    def save_stopped(self, at: Position) -> None:
+        """Write the checkpoint of a run that was told to stop, unless its weights are no good."""
+        if self._session.stop.number != NOT_FINITE:
+            self.save(at, must=True)
+
+    def save_best(self, at: Position) -> None:
+        """Write a checkpoint of the best evaluation so far, if such ones are wanted."""
+        self.best_step = at.step
+        if self._config.ckpt_best:
+            self.save(at)
+
+    def tidy(self) -> None:
+        """Remove what is left of a start that was killed after its last checkpoint."""
+        self._spare_best()
+        self._saver.tidy()
+
+    def _spare_best(self) -> None:
+        if self._config.ckpt_best and self.best_step:
+            self._saver.spared = folder_of(self._saver.ckpt_dir, self.best_step)

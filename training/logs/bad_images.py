@@ -8,11 +8,11 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-from data.loading.loader import BatchLoader
-from data.own_files import no_link, regular
+from data.files import no_link, regular
+from data.loader import BatchLoader
 from data.source import DataSource
-from training.hosts import processes
-from training.logs.metrics import Evaluation
+from training.logs.records import Evaluation
+from training.processes import exchange
 
 FILE = "bad_images.txt"
 _SEPARATOR = "\t"
@@ -43,7 +43,7 @@ class BadImages:
         self._labels: dict[str, dict[str, int | None]] = {TRAIN: {}, VAL: {}}
         """The label of each by its path, by split; None where an earlier start has found it."""
         # What the first process has read, for all: they count alike.
-        listed = processes.gather(_listed(file) if file and is_main else [])[0]
+        listed = exchange.gather(_listed(file) if file and is_main else [])[0]
         self._listed = {path for path, _ in listed}
         for path, split in listed:
             if split in self._labels:  # earlier versions wrote none
@@ -74,7 +74,7 @@ class BadImages:
         All processes must call this.
         """
         new: dict[str, str] = {}
-        for part in processes.gather(loader.bad_images()):
+        for part in exchange.gather(loader.bad_images()):
             for path, reason, label in part:
                 self._labels[split][path] = label
                 if path not in self._listed:
@@ -100,7 +100,7 @@ class BadImages:
         none left, by ``names``, or those of the data. All processes must call it."""
         names = self._classes if names is None else names
         labels = [label for label in self._labels[VAL].values() if label is not None]
-        seen = processes.gather(sorted(result.labels.intersection(labels)))
+        seen = exchange.gather(sorted(result.labels.intersection(labels)))
         lost = sorted(set(labels).difference(*seen))
         told = tuple(names[each] if each < len(names) else f"class {each}" for each in lost)
         return replace(result, left_out=len(labels), lost_classes=told)

@@ -7,12 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from data.cache_folder import cache_folder
-from data.errors import DataFolderError
-from data.own_files import replace_file
-from training.background import Background
+from data.files import DataFolderError, cache_folder, replace_file
 from training.errors import UsageError
-from training.url_path import is_url
+from training.files import Background, is_url
 
 _EVERY_S = 30.0
 """The seconds after which logs are copied again, if there are new ones: a bucket has no files that

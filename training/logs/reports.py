@@ -1,29 +1,87 @@
-"""Shows a person a run: the bar, log lines, and through the sinks TensorBoard and metrics.jsonl."""
+"""Looks into chosen steps: torch profiler trace, table of operators, CUDA memory snapshot."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.profiler import profile
 from tqdm import tqdm
 
+from data.files import make_folder
 from training.backend import Backend
+from training.batches import TrainBatches
 from training.checkpoints.choose import RUN_FILE
-from training.logs.events import Events
-from training.logs.expectation import keep_measured
+from training.config import LogConfig
+from training.errors import UsageError
+from training.files import replace_file
+from training.logs.bad_images import TRAIN, BadImages
 from training.logs.log_folder import LogUploads
-from training.logs.metrics import Evaluation, read_metrics
-from training.logs.plots import plot_curves
-from training.logs.sinks import Guarded, open_sinks
-from training.updates.skipped_steps import COUNTS
+from training.logs.records import Evaluation, Events, Guarded, open_sinks, plot_curves, read_metrics
+from training.optimizers import COUNTS
+from training.processes.stopping import StopRequest, Watchdog
+from training.resolve import Run
+from training.step import Outcome
+
+# ------------------------------------------------------------------------------------------------
+# What ``--compile_only --json`` expects of a run's steps, to be put beside what they take.
+
+
+def read_expectation(run: Run) -> float | None:
+    """Return the seconds that ``--expect``'s file expects of a step; None without the flag.
+
+    Raises UsageError if it is no such file, or of another run.
+    """
+    name = run.config.log.expect
+    if name is None:
+        return None
+    try:
+        told = json.loads(Path(name).read_text())
+        seconds = told["expected_step_s"]
+    except OSError as error:
+        raise UsageError(f"--expect {name} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"--expect {name} is not what --compile_only --json prints") from None
+    if seconds is None:
+        raise UsageError(f"--expect {name} is of a step that does not fit")
+    for what, (here, there) in _compared(run, told).items():
+        if here != there:
+            raise UsageError(f"--expect {name} is of another run: {what} {there}, here {here}")
+    return float(seconds)
+
+
+def _compared(run: Run, told: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what has to be the same, here and there."""
+    here = {
+        "batch_size": run.config.data.batch_size,
+        "precision": run.config.sharding.precision,
+        "mesh": asdict(run.mesh),
+        "parameters": run.model.parameter_count,
+        "input_shape": list(run.model.sizes.input_shape),
+    }
+    return {name: (value, told.get(name)) for name, value in here.items()}
+
+
+def keep_measured(run_file: Path, expected: float, measured: float) -> None:
+    """Put both into the file of the run, which is there already. Raises OSError, ValueError."""
+    content = json.loads(run_file.read_text())
+    content["step_s"] = {"expected": expected, "measured": measured}
+    replace_file(run_file, json.dumps(content, indent=2) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------
+# Shows a person a run: the bar, log lines, and through the sinks TensorBoard and metrics.jsonl.
+
 
 CURVES_FILE = "curves.png"
 _COMPARED = 3
@@ -317,3 +375,142 @@ class Reports:
 
 def _mean_of(values: deque[float]) -> str:
     return f" (mean of {len(values)}: {sum(values) / len(values):.4f})" if len(values) > 1 else ""
+
+
+# ------------------------------------------------------------------------------------------------
+# Holds what one start of a run has from its first step to its last, for all who do its work.
+
+
+@dataclass(frozen=True)
+class Session:
+    """Holds the backend of a run, and who is told what happens on it."""
+
+    backend: Backend
+    reports: Reports
+    stop: StopRequest
+    watchdog: Watchdog
+    bad_images: BadImages
+    last_step: int
+    """The number of the step that the run ends with."""
+    _shapes: set[torch.Size] = field(default_factory=set, init=False)
+
+    def is_first(self, images: torch.Tensor) -> bool:
+        """Tell whether a step is the first of this start; where steps are compiled, whether it is
+        the first with images of this shape. To be asked once a step."""
+        first = not self._shapes or (self.backend.compiles and images.shape not in self._shapes)
+        self._shapes.add(images.shape)
+        return first
+
+    @contextlib.contextmanager
+    def first_run(self, what: str, is_first: bool) -> Iterator[None]:
+        """Run ``what`` inside; if the first of its kind compiles, say so and wait for it."""
+        if not (is_first and self.backend.compiles):
+            yield
+            return
+        self.watchdog.rest()  # a compilation may take minutes
+        with self.reports.compiling(what):
+            yield
+            self.backend.wait()
+
+
+# ------------------------------------------------------------------------------------------------
+# Decides when a step is logged, and measures the pace that is logged with it.
+
+
+class StepLog:
+    """Hands every so many steps' figures to the reports, without waiting for the device."""
+
+    def __init__(self, config: LogConfig, session: Session, batches: TrainBatches) -> None:
+        self._config, self._session, self._batches = config, session, batches
+        self._interval = Interval()
+
+    def begin(self) -> None:
+        """Measure the pace anew, since what came before was no training."""
+        self._interval = Interval()
+        self._batches.waited_s = 0.0
+
+    def compiles_now(self) -> None:
+        """Tell the steps before apart from the one whose batch has just come: it compiles."""
+        self._session.reports.events.steps()
+        self.begin()
+        self._interval.started -= self._batches.last_wait_s
+
+    def step_done(
+        self, step: int, epoch: int, lr: float, outcome: Outcome, *, is_first: bool
+    ) -> None:
+        """Log the step if it is one to be logged; ``epoch`` counts from 0."""
+        session, every = self._session, self._config.log_step_interval
+        events = session.reports.events
+        self._interval.steps += 1
+        events.stepped(step, self._batches.last_wait_s)
+        if is_first or step % every == 0 or step == session.last_step:
+            self._interval.waited = self._batches.waited_s
+            # The first step's time is the compiler's: it says nothing of the pace.
+            pace = None if is_first else self._interval
+            values = session.backend.read(outcome._asdict())
+            session.reports.log(step, epoch + 1, lr, pace, values)
+            session.bad_images.collect(TRAIN, self._batches.loader, session.reports.say)
+            if is_first:
+                events.first_step(self._interval.seconds())
+            else:
+                events.steps()
+            self.begin()
+        session.reports.step_done()
+
+    def diverges(self) -> bool:
+        """Tell whether too many steps in a row were not finite, as far as log steps have told."""
+        limit = self._config.max_bad_steps
+        return bool(limit) and self._session.reports.longest_row_skipped >= limit
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+PROFILE_DIR = "profile"
+_MEMORY_EVENTS = 100_000
+
+
+class StepProfiler:
+    """Records the steps ``first`` to ``last`` (counted from 1) of one process.
+
+    Leaves in ``folder``, by rank: ``trace_<rank>.json.gz`` for chrome://tracing or
+    Perfetto, ``operators_<rank>.txt``, and on CUDA ``memory_<rank>.pickle`` for
+    pytorch.org/memory_viz.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int) -> None:
+        self._first, self._last = steps or (0, 0)
+        self._folder, self._rank = folder, rank
+        self._profile: profile | None = None
+        self.finished = False
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Wrap one step; start and end the recording where it should."""
+        if self._first <= step <= self._last and self._profile is None and not self.finished:
+            self._start()
+        yield
+        if step == self._last:
+            self.close()
+
+    def _start(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+        self._profile = profile(record_shapes=True, profile_memory=True)
+        self._profile.start()
+
+    def close(self) -> None:
+        """End the recording and write it, also if training ended before ``last``."""
+        if self._profile is None:
+            return
+        self._profile.stop()
+        make_folder(self._folder)
+        self._profile.export_chrome_trace(str(self._folder / f"trace_{self._rank}.json.gz"))
+        by = "self_cpu_time_total"
+        if torch.cuda.is_initialized():
+            by = "self_device_time_total"
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_{self._rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        table = self._profile.key_averages().table(sort_by=by, row_limit=40)
+        (self._folder / f"operators_{self._rank}.txt").write_text(table)
+        self._profile, self.finished = None, True

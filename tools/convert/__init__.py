@@ -1,0 +1,1 @@
+"""Converts weights between DCP, torch.save and safetensors: ``python3 -m tools.convert``."""

@@ -1,0 +1,272 @@
+"""Use a trained model: name what images show, or measure it on val/. Writes no file unasked."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from data.decode import FoundImages, find_images, read_batches
+from data.files import printable
+from data.index import class_folders
+from data.source import DataSource, open_data
+from data.transforms import val_transform
+from models.config import ModelConfig
+from training.backend import Backend, val_loader
+from training.checkpoints.format import SavedRun
+from training.checkpoints.state import load_state
+from training.config import RunConfig
+from training.errors import UsageError
+from training.evaluate import EvalReport, Predictions, evaluate
+from training.files import folder_at, is_url
+from training.flags import from_values
+from training.logs.bad_images import VAL, BadImages
+from training.losses import Normalize, Objective
+from training.mesh import Mesh
+from training.processes.exchange import check_alike
+from training.processes.start import check_folder_writable, check_weights
+from training.resolve import Run, model_of, resolve_model
+from training.validation import (
+    bad_data_is_the_users,
+    check_same_classes,
+    check_same_model,
+    wanted_images,
+    with_saved_model,
+)
+from training.weights import Weights, find_weights, with_preprocessing_of
+
+_TOP = 5
+_BATCH_SIZE = 32
+_BAR_FROM = 10  # images
+_KINDS = 5  # of files passed over, named in a line
+
+
+@dataclass(frozen=True)
+class _PlainPyTorch:
+    """The backend's configuration where there is none."""
+
+    keeps_fp32_weights = True
+    product_multiple = 1
+
+    def shrunk(self) -> Self:
+        return self
+
+
+def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
+    """Find the weights that the flags name, and the configuration with the model that they are of.
+
+    A checkpoint's own model takes the place of what was not given. Raises UsageError for a
+    checkpoint that cannot be read, and for one that contradicts the model flags.
+    """
+    of = config.checkpoints
+    ema = config.use.use_ema
+    weights = find_weights(folder_at(of.ckpt_dir), of.resume, of.resume_epoch, use_ema=ema)
+    if weights.run:
+        config = replace(config, model=_model_of(weights.run, config.model))
+    config, model = resolve_model(config)
+    weights.check_fits(model)
+    return config, weights
+
+
+def _model_of(run: SavedRun, asked: ModelConfig) -> ModelConfig:
+    check_same_model(run, model_of(with_saved_model(run, asked)))
+    return from_values(ModelConfig, run.arguments)
+
+
+def _tell(line: str) -> None:
+    """On stderr, above the bar: stdout has the result alone."""
+    tqdm.write(line, file=sys.stderr)
+
+
+# -- predict --------------------------------------------------------------------------
+
+
+@bad_data_is_the_users()
+def predict(config: RunConfig, weights: Weights) -> None:
+    """Print the likeliest classes of every image of ``--predict``, in plain PyTorch."""
+    config, spec = resolve_model(config)
+    weights, run = with_preprocessing_of(weights, Run(config, _PlainPyTorch(), spec, Mesh()))
+    config = run.config
+    assert config.use.predict is not None
+    found = find_images(config.use.predict)
+    _say_passed_over(found)
+    if weights.note:
+        _tell(weights.note)
+    of_data = class_folders(config.data.data_dir, "train") or []
+    names = _class_names(weights, of_data, spec.sizes.num_classes)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.checkpoints.verify_checkpoint:
+        weights.check_undamaged()
+    model = weights.plain_model(spec, device)
+    broken = _predict_each(run, model, found, names)
+    mistakes = [line for path, line in broken.items() if path in found.named]
+    for line in mistakes[:-1]:
+        _tell(line)
+    if mistakes:  # told with the others' results there
+        raise UsageError(mistakes[-1])
+    if len(broken) == len(found.paths):
+        raise UsageError("none of the images can be read")
+
+
+def _predict_each(
+    run: Run, model: nn.Module, found: FoundImages, names: list[str]
+) -> dict[Path, str]:
+    """Print the classes of all images; returns what is wrong with those that cannot be read."""
+    as_json, precision = run.config.use.json, run.config.sharding.precision
+    how = run.config.data.preprocessing
+    channels, *size = run.model.sizes.input_shape
+    transform = val_transform(how, tuple(size), channels)
+    device = next(model.parameters()).device
+    normalize = Normalize.of(run, lambda values: values.to(device))
+    results: list[dict] = []
+    broken: dict[Path, str] = {}
+    hide = None if len(found.paths) >= _BAR_FROM else True  # None: shown on a terminal
+    with tqdm(total=len(found.paths), unit="image", dynamic_ncols=True, disable=hide) as bar:
+
+        def leave_out(path: Path, reason: str) -> None:
+            broken[path] = f"{printable(str(path))} is not a readable image: {reason}"
+            if path not in found.named:
+                _tell(broken[path])
+            bar.update()
+
+        for paths, batch in read_batches(found.paths, transform, _BATCH_SIZE, leave_out):
+            images = normalize(batch.to(device))
+            for path, top in zip(paths, _top_classes(model, images, precision), strict=True):
+                if as_json:
+                    likely = [{"class": names[i], "index": i, "probability": p} for i, p in top]
+                    results.append({"image": str(path), "top5": likely})
+                else:
+                    rows = (f"{p:10.2%}  {printable(names[i])}" for i, p in top)
+                    tqdm.write("\n".join([printable(str(path)), *rows]))
+            bar.update(len(paths))
+    if as_json:
+        print(json.dumps(results, indent=2))
+    return broken
+
+
+def _say_passed_over(found: FoundImages) -> None:
+    for folder in found.unreadable:
+        _tell(f"passed over {printable(folder)}")
+    if found.passed_over:
+        kinds = ", ".join(f"{kind} {n:,}" for kind, n in found.passed_over.most_common(_KINDS))
+        more = ", ..." if len(found.passed_over) > _KINDS else ""
+        count = found.passed_over.total()
+        _tell(f"passed over in the folders, {count:,} in all: {printable(kinds)}{more}")
+
+
+@torch.inference_mode()
+def _top_classes(
+    model: nn.Module, images: torch.Tensor, precision: str
+) -> list[list[tuple[int, float]]]:
+    """Return each image's likeliest classes and their probabilities, from the highest down."""
+    device = images.device
+    lower = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    with torch.autocast(device.type, dtype=lower, enabled=lower is not None):
+        logits = model(images)
+    probabilities = logits.float().softmax(dim=-1)
+    values, indices = probabilities.topk(min(_TOP, probabilities.shape[-1]))
+    return [
+        list(zip(*row, strict=True)) for row in zip(indices.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _class_names(weights: Weights, of_data: list[str], num_classes: int) -> list[str]:
+    """Return names by label: the checkpoint's, else the data's, else "class <label>"."""
+    known = weights.run.classes if weights.run else None
+    names = of_data if known is None else known
+    if len(names) > num_classes:  # the folder is another model's
+        names = []
+    return names + [f"class {label}" for label in range(len(names), num_classes)]
+
+
+# -- evaluate -------------------------------------------------------------------------
+
+
+@bad_data_is_the_users()
+def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+    """Return the run with its data, and the body of every process. Raises UsageError."""
+    if run.config.use.eval_report:
+        folder = folder_at(run.config.use.eval_report)
+        if is_url(folder):
+            raise UsageError(f"--eval_report {folder}: give a folder of this machine")
+        check_folder_writable(folder, "--eval_report")
+    weights, run = with_preprocessing_of(weights, run)
+    data = open_data(wanted_images(run, with_train=False))
+    check_same_classes(weights.run.classes if weights.run else None, weights.path, data)
+    return run, functools.partial(_evaluate_weights, weights, data)
+
+
+@bad_data_is_the_users()
+def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Backend) -> None:
+    as_json = run.config.use.json
+    lines = sys.stderr if as_json else sys.stdout
+
+    def say(text: str) -> None:
+        if backend.is_main:
+            print(text, file=lines, flush=True)
+
+    check_alike(run, data)
+    check_weights(weights, verify=run.config.checkpoints.verify_checkpoint)
+    loader = val_loader(data, backend, run.config.data.pass_size)
+    model, count = run.build_model(backend.constant), run.model.parameter_count
+    say(f"data: {data}")
+    say(f"model: {run.config.model.model}, {count:,} parameters, {_kind(run)} of {weights.path}")
+    if weights.note:
+        say(weights.note)
+    sharded = backend.shard(model, list(run.model.units(model)), weights.initialize)
+    if weights.tensors is None:
+        load_state(backend, weights.path, with_optimizer=False, use_ema=run.config.use.use_ema)
+    say(backend.describe())
+    say("evaluating" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
+    report = run.config.use.eval_report
+    predictions = Predictions(backend, run.config.data.pass_size) if report else None
+    objective = Objective(run, backend)
+    result = evaluate(sharded, objective, loader, backend, predictions=predictions)
+    assert result is not None  # nothing stops it
+    bad_images = BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main)
+    bad_images.collect(VAL, loader, _tell if backend.is_main else lambda line: None)
+    if bad_images.excess:
+        raise UsageError(bad_images.excess, agreed=True)
+    if not result.images:
+        raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
+    names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
+    result = bad_images.left_out_of(result, names)
+    say(str(result))
+    if report and predictions and backend.is_main:
+        say(_write_report(EvalReport.of(predictions.all(), names), report))
+    if as_json and backend.is_main:
+        print(
+            json.dumps(
+                {
+                    "val_loss": result.loss,
+                    "val_top1": result.top1,
+                    "val_top5": result.top5,
+                    "val_images": result.images,
+                    "bad_images": result.left_out,
+                    "lost_classes": result.lost_classes,
+                }
+            )
+        )
+
+
+def _kind(run: Run) -> str:
+    return "EMA of the weights" if run.config.use.use_ema else "weights"
+
+
+def _write_report(report: EvalReport, folder: str) -> str:
+    """Write the report and return the line that says so. Raises UsageError if that fails."""
+    from training.evaluate import write_report  # matplotlib takes a second
+
+    try:
+        write_report(report, folder_at(folder))
+    except OSError as error:
+        raise UsageError(f"cannot write to --eval_report {folder}: {error.strerror}") from None
+    return f"report on {len(report.names):,} classes: {folder}"

@@ -1,0 +1,443 @@
+"""The run of ``--teacher``: on the same devices, of another model; decided before any starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+
+from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig
+from models.config import DEFAULT_MODEL, ModelConfig, ModelError
+from models.registry import open_model
+from training.config import EmaConfig, LossConfig, OptimizerConfig, RunConfig, check_mixing
+from training.errors import UsageError, is_first_of_torchrun
+from training.files import folder_at
+from training.flags import by_field, flat, from_values
+from training.logs.log_folder import log_folder
+from training.mesh import Mesh, make_mesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from models.blocks import Grid
+    from models.spec import ModelSizes, ModelSpec
+    from training.weights import Weights
+
+
+# ------------------------------------------------------------------------------------------------
+# Says which augmentations of images go together, and with which source of images.
+
+
+_OF_ONE_IMAGE = ("vflip", "train_interpolation", "aa", "color_jitter", "reprob")
+_MOST_HUE = 0.5
+
+
+def check_augmentations(data: DataConfig) -> None:
+    """Raise UsageError for augmentations that cannot be, or that would do nothing."""
+    flags, source = by_field(DataConfig), data.data_source
+    unused = {"aug_repeats": ALWAYS_ALIKE} | dict.fromkeys(_OF_ONE_IMAGE, NOT_AUGMENTED)
+    for name, sources in unused.items():
+        value = getattr(data, name)
+        if value != flags[name].field.default and source in sources:
+            raise UsageError(
+                f"{flags[name].typed(value)} does nothing with --data_source {source}: drop it"
+            )
+    if data.aug_repeats > data.batch_size:
+        raise UsageError(
+            f"--aug_repeats {data.aug_repeats} is more than --batch_size {data.batch_size}: an "
+            "image is to be so many times in one batch"
+        )
+    jitter = data.jitter_of_each
+    if len(jitter) not in (3, 4):
+        raise UsageError(
+            "--color_jitter takes one number, three (brightness, contrast, saturation) or four "
+            f"(and hue), not {len(jitter)}"
+        )
+    if any(hue > _MOST_HUE for hue in jitter[3:]):
+        raise UsageError(f"--color_jitter: the hue, {jitter[3]:g}, must be at most {_MOST_HUE}")
+    if data.aa and data.color_jitter and "3a" not in data.aa:
+        raise UsageError(
+            f"--color_jitter does not go with --aa {data.aa}, which has such changes itself (timm "
+            "leaves it out then): drop one of the two"
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# ``--buckets``: what a model must be to take images of several sizes, a batch of one of them.
+
+
+_APART = 0.25
+"""By what share of the model's own tokens those of a bucket may differ. Memory is that of the
+largest; figures such as MFU are those of the model's own size."""
+
+
+def check_buckets(config: RunConfig, model: ModelSpec) -> None:
+    """Raises UsageError for ``--buckets`` that the model cannot be trained with."""
+    sizes = config.data.bucket_sizes
+    if not sizes:
+        return
+    if reason := model.why_one_grid():
+        raise UsageError(f"--buckets does not go with --model {model.name}: {reason}")
+    if config.sharding.grad_ckpt == "auto":
+        raise UsageError("--buckets does not go with --grad_ckpt auto: name what is to be kept")
+    own, grid = model.sizes.input_shape[1:], model.sizes.grid
+    patch = [side // count for side, count in zip(own, grid, strict=True)]
+    if own not in sizes:
+        raise UsageError(f"--buckets must have the model's own size, {_shown(own)}, among them")
+    for size in sizes:
+        if sizes.count(size) > 1:
+            raise UsageError(f"--buckets has {_shown(size)} twice")
+        if any(side % each for side, each in zip(size, patch, strict=True)):
+            raise UsageError(
+                f"--buckets: {_shown(size)} is no whole number of patches of {_shown(patch)}"
+            )
+    for size, (rows, columns) in zip(sizes, grids(config, model), strict=True):
+        apart = abs(rows * columns / model.sizes.num_patches - 1)
+        if apart > _APART:
+            raise UsageError(
+                f"--buckets: {_shown(size)} has {rows * columns} patches, the model's own size "
+                f"{model.sizes.num_patches}: they may differ by {_APART:.0%}"
+            )
+
+
+def grids(config: RunConfig, model: ModelSpec) -> list[Grid]:
+    """Return the grid of patches of each bucket; none without buckets."""
+    if not config.data.bucket_sizes:  # of a volume's three sides there are none
+        return []
+    own, (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
+    return [(h * rows // own[0], w * columns // own[1]) for h, w in config.data.bucket_sizes]
+
+
+def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
+    """Return the model's sizes with as many tokens as images of the largest bucket have."""
+    sizes = model.sizes
+    if not config.data.bucket_sizes:
+        return sizes
+    most = max(rows * columns for rows, columns in grids(config, model))
+    return replace(sizes, num_tokens=sizes.num_tokens + most - sizes.num_patches)
+
+
+def _shown(size: object) -> str:
+    return "x".join(map(str, size))  # type: ignore[call-overload]
+
+
+# ------------------------------------------------------------------------------------------------
+# From what was asked to what is done: every choice made, and checked, before a device starts.
+#
+# A backend's ``resolve`` (``xla_fsdp/resolve_xla.py``, ``gpu_fsdp/resolve_gpu.py``) makes a ``Run``
+# by these functions and its own choices. Nothing below asks again.
+
+
+class BackendConfig(Protocol):
+    """What is asked of a backend's own configuration, a frozen dataclass of flags."""
+
+    @property
+    def keeps_fp32_weights(self) -> bool:
+        """Weights are stored in fp32, whatever is computed with."""
+
+    @property
+    def product_multiple(self) -> int:
+        """Sizes of matrix products must be multiples of this."""
+
+    def shrunk(self) -> Self:
+        """Return the same for a model of a few blocks."""
+
+
+Own = TypeVar("Own", bound=BackendConfig)
+
+
+@dataclass(frozen=True)
+class Run(Generic[Own]):
+    """A run with every choice made: what all below the entrypoint is given."""
+
+    config: RunConfig
+    own: Own
+    """The backend's."""
+    model: ModelSpec
+    mesh: Mesh
+    why: Mapping[str, str] = field(default_factory=dict)
+    """By field, for the line that describes the run: what has decided an "auto"."""
+    teacher: Self | None = None
+    """The run of ``--teacher`` on the same devices, of which the model and the preprocessing are
+    used; None without, and where nothing is trained."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All flags' final values by their fields' names, for checkpoints, records and messages."""
+        return flat(self.config, self.own)
+
+    @property
+    def images_a_pass(self) -> int:
+        """Return how many images one pass forward and back has, on all devices together."""
+        return self.config.data.batch_size // self.config.data.grad_accum_steps
+
+    @property
+    def ckpt_dir(self) -> Path:
+        return folder_at(self.config.checkpoints.ckpt_dir)
+
+    @property
+    def log_dir(self) -> Path:
+        """The local folder that logs are written to: ``ckpt_dir``, if that is no URL."""
+        return log_folder(self.ckpt_dir)
+
+    @property
+    def train_flops_per_image(self) -> float:
+        """Return the FLOPs of one image as MFU counts them, without a backward pass where there is
+        (almost) none."""
+        forward_and_back = self.model.train_flops_per_image
+        return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
+
+    def build_model(self, constant: Callable[[Tensor], Tensor]) -> Module:
+        """Return the model on the meta device, ready to be sharded; it takes images of all buckets.
+
+        ``constant`` puts a tensor on a device, as ``Backend.constant``.
+        """
+        model = self.model.build()
+        if found := grids(self.config, self.model):
+            self.model.compute_on_grids(model, found, constant)
+        return model
+
+    def with_data(self, **changes: Any) -> Self:
+        """Return the same with other values in ``config.data``."""
+        return replace(self, config=replace(self.config, data=replace(self.config.data, **changes)))
+
+    def on(self, devices: int) -> Self:
+        """Return the same on as many devices as were found.
+
+        Raises UsageError if the flags do not go with them.
+        """
+        if devices == self.mesh.devices:
+            return self
+        teacher = self.teacher and self.teacher.on(devices)
+        run = replace(self, mesh=make_mesh(self.config.sharding, devices), teacher=teacher)
+        check_batch(run)
+        return run
+
+
+MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).items()}
+"""The flag that a person types, by timm's name."""
+
+
+_ANY_CHANNELS = ("volumes", "fake")
+"""Sources whose images can have any number of channels; those of others are colour or grey."""
+
+
+def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
+    """Return the configuration with a model named, and that model. Raises UsageError."""
+    named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
+    model, source = model_of(named), config.data.data_source
+    if config.optimizer.linear_probe:
+        _check_linear_probe(model)
+    channels = model.sizes.input_shape[0]
+    if source not in _ANY_CHANNELS and channels not in (1, 3):
+        raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (grey)")
+    check_buckets(config, model)
+    return replace(config, model=named), model
+
+
+def _check_linear_probe(model: ModelSpec) -> None:
+    """Raises UsageError for dropout where nothing trains: that part computes as for use."""
+    for name, rate in model.settings.items():
+        if name.endswith("_rate") and name != "drop_rate" and rate:
+            flag = MODEL_FLAG[name]
+            raise UsageError(f"--linear_probe does not go with {flag} {rate:g}: give {flag} 0")
+
+
+def model_of(config: ModelConfig) -> ModelSpec:
+    """Return the model that was asked for. Raises UsageError if there is none, or it cannot be."""
+    try:
+        return open_model(config.model or DEFAULT_MODEL, config.overrides())
+    except ModelError as error:
+        raise UsageError(error.told(MODEL_FLAG)) from None
+
+
+def resolve_common(config: RunConfig) -> RunConfig:
+    """Return the configuration with what no backend decides. Raises UsageError."""
+    _check_common(config)
+    config = replace(config, optimizer=_with_betas(config.optimizer))
+    if config.log.eval_batches is not None:
+        return config
+    most = config.max_steps or 0 if config.data.data_source == "fake" else 0
+    return replace(config, log=replace(config.log, eval_batches=most))
+
+
+_BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
+"""By optimizer; of the last two timm's defaults."""
+
+
+def _with_betas(optimizer: OptimizerConfig) -> OptimizerConfig:
+    if optimizer.betas is not None:
+        return optimizer
+    return replace(optimizer, betas=_BETAS[optimizer.optimizer])
+
+
+def _check_common(config: RunConfig) -> None:
+    data = config.data
+    for name, (low, high) in (("--scale", data.scale), ("--ratio", data.ratio)):
+        if low > high:
+            raise UsageError(f"{name} {low} {high}: the first must not be above the second")
+    if data.data_source != "volumes":
+        for name, values in (("--mean", data.mean), ("--std", data.std)):
+            wrong = next((each for each in values or () if not 0 <= each <= 1), None)
+            if wrong is not None:
+                raise UsageError(f"{name}: {wrong:g} must be at least 0 and at most 1")
+    check_augmentations(data)
+    if data.scale[1] == 0:
+        raise UsageError("--scale 0 0 leaves no image to crop")
+    _check_schedule(config)
+    if config.log.wandb:
+        _check_wandb()
+
+
+def _check_schedule(config: RunConfig) -> None:
+    schedule, peak = config.schedule, config.optimizer.lr
+    for name, rate in (("--min_lr", schedule.min_lr), ("--warmup_lr", schedule.warmup_lr)):
+        if rate > peak:
+            raise UsageError(f"{name} {rate:g} is above --lr {peak:g}")
+    epochs = schedule.warmup_epochs
+    if schedule.warmup_lr and not (config.optimizer.warmup_steps if epochs is None else epochs):
+        raise UsageError("--warmup_lr needs a warmup: --warmup_steps or --warmup_epochs above 0")
+    if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
+        raise UsageError("--lr_schedule wsd needs --decay_steps")
+
+
+def check_batch(run: Run) -> None:
+    """Raises UsageError if the batch cannot be divided over the devices and the passes, or what a
+    device then has of it cannot be mixed."""
+    data, mesh = run.config.data, run.mesh
+    if data.batch_size % (mesh.batch_parts * data.grad_accum_steps):
+        together = "".join(
+            f" / --mesh_{axis} {size}"
+            for axis, size in (("domain", mesh.domain), ("tensor", mesh.tensor))
+            if size > 1
+        )
+        passes = (
+            f" x --grad_accum_steps {data.grad_accum_steps}" if data.grad_accum_steps > 1 else ""
+        )
+        raise UsageError(
+            f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
+            f"{together}{passes}"
+        )
+    images = run.images_a_pass // mesh.batch_parts
+    check_mixing(run.config.loss, images, run.model.sizes.input_shape)
+
+
+def check_rows(mesh: Mesh, model: ModelSpec) -> None:
+    """Raises UsageError if there are not as many rows of patches as devices to shard them over."""
+    rows = model.sizes.grid[0]
+    if mesh.domain > rows:
+        raise UsageError(
+            f"--mesh_domain {mesh.domain} is more than the {rows} rows of patches of an image"
+        )
+
+
+def _check_wandb() -> None:
+    """Raises UsageError without wandb, or a login for it; asks no server."""
+    if importlib.util.find_spec("wandb") is None:
+        raise UsageError("--wandb needs the package wandb: python3 -m pip install wandb")
+    if not is_first_of_torchrun():  # the others do not log
+        return
+    from wandb.sdk import wandb_setup
+
+    try:
+        from wandb.sdk.lib.wbauth import authenticate_session
+    except ImportError:  # another version: wandb itself will say so, later
+        return
+    try:
+        settings = wandb_setup.singleton().settings
+        logged_in = settings.mode in ("offline", "disabled", "dryrun") or authenticate_session(
+            host=settings.base_url, source="--wandb", prompt=False, update_session=False
+        )
+    except TypeError:  # another version's function
+        return
+    except Exception as error:  # noqa: BLE001 - of a key or variable that cannot be
+        raise UsageError("--wandb: " + ", ".join(str(error).splitlines()[:3])) from None
+    if not logged_in:
+        raise UsageError(
+            "--wandb needs a login on this host: wandb login, or WANDB_API_KEY; WANDB_MODE=offline "
+            "goes without"
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+FLAG = "--teacher_weights"
+
+
+def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run[Any]:
+    """Return the run with that of its teacher, if it has one and is a training.
+
+    ``resolve`` makes a run of a configuration as the backend does. Raises UsageError for a teacher
+    that cannot run so, whose weights do not fit it, or that is for other images or classes than
+    the student.
+    """
+    loss, config = run.config.loss, run.config
+    if loss.teacher is None or config.use.eval_only or config.self_check:
+        return run
+    if run.mesh.domain > 1:
+        raise UsageError(
+            f"--teacher does not go with --mesh_domain {run.mesh.domain}: drop one of the two"
+        )
+    from training.weights import weights_in, with_preprocessing_of
+
+    assert loss.teacher_weights is not None  # the flag needs it
+    weights = weights_in(folder_at(loss.teacher_weights), FLAG)
+    try:
+        teacher = resolve(_configuration(run, weights))
+        weights.check_fits(teacher.model)
+    except UsageError as error:
+        raise UsageError(f"--teacher {loss.teacher}: {error}") from None
+    _check_alike(loss.teacher, teacher.model, run.model)
+    return replace(run, teacher=with_preprocessing_of(weights, teacher)[1])
+
+
+def _configuration(run: Run[Any], weights: Weights) -> RunConfig:
+    """Return what the teacher is resolved from: it is used, not trained, and shards as ZeRO-3."""
+    config = run.config
+    return replace(
+        config,
+        model=_model(run, weights),
+        data=replace(config.data, mean=None, std=None),  # the weights' own
+        loss=LossConfig(),
+        ema=EmaConfig(),
+        optimizer=replace(config.optimizer, linear_probe=False),
+        checkpoints=replace(config.checkpoints, resume=str(weights.path), resume_epoch=0),
+        sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
+    )
+
+
+def _model(run: Run[Any], weights: Weights) -> ModelConfig:
+    """Return the teacher's model: as a checkpoint has it, else made for what the student is."""
+    name = run.config.loss.teacher
+    if weights.run is not None:
+        saved: ModelConfig = from_values(ModelConfig, weights.run.arguments)
+        if saved.model != name:
+            raise UsageError(f"{weights.path} is of --model {saved.model}")
+        return saved
+    channels, *spatial = run.model.sizes.input_shape
+    return ModelConfig(
+        model=name,
+        img_size=tuple(spatial),
+        dimension=len(spatial) if len(spatial) > 2 else None,
+        in_chans=channels,
+        num_classes=run.model.sizes.num_classes,
+    )
+
+
+def _check_alike(name: str, teacher: ModelSpec, student: ModelSpec) -> None:
+    there, here = teacher.sizes, student.sizes
+    if there.input_shape != here.input_shape:
+        images, wanted = (" x ".join(map(str, each.input_shape)) for each in (here, there))
+        raise UsageError(
+            f"--teacher {name} is for images of {wanted} (channels first), the student for "
+            f"{images}: give the student --image_size and --in_chans of the teacher"
+        )
+    if there.num_classes != here.num_classes:
+        raise UsageError(
+            f"--teacher {name} has {there.num_classes} classes, the student {here.num_classes}: "
+            "give another teacher, or --num_classes"
+        )
