@@ -212,9 +212,9 @@ class ModelSpec(abc.ABC):
         """Return the kinds of the dimensions of each parameter of a block, by its name there.
 
         "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of
-        the MLP), which says how they are sharded (``training.mesh.LIES_ALONG``). A dimension of
-        ``models.blocks.FOLDED`` is folded into the next one: the parameter has one fewer than its
-        kinds. Empty where ``why_no_tensor_parallel`` has a reason.
+        the MLP). ``training.mesh.LOGICAL_AXIS_RULES`` says which mesh axes shard each. A dimension
+        of ``models.blocks.FOLDED`` is folded into the next one: the parameter has one fewer than
+        its kinds. Empty where ``why_no_tensor_parallel`` has a reason.
         """
         return {} if self.why_no_tensor_parallel() else blocks.dimensions(self._block)
 

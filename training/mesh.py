@@ -17,7 +17,7 @@ Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 """The mesh axes that each dimension is sharded along, the outermost first; () for none."""
 
-LIES_ALONG: dict[str, Axes] = {
+LOGICAL_AXIS_RULES: dict[str, Axes] = {
     "batch": ("dcn", "fsdp"),
     "tokens": ("domain",),
     "tokens between the halves of a block": ("domain", "tensor"),
@@ -28,10 +28,9 @@ LIES_ALONG: dict[str, Axes] = {
     "qkv": (),
     "glu": (),
 }
-"""The axes that each kind of dimension lies along: of activations, and of weights while a block
-computes with them. Which kinds a model's weights have, ``ModelSpec.block_dimensions`` says by
-their names. In between, weights are sharded along "fsdp" and "domain" too
-(``Mesh.parameter_spec``)."""
+"""The mesh axes that shard each logical dimension: of activations, and of weights while a block
+computes with them. ``ModelSpec.block_dimensions`` names the dimensions of a model's weights. At
+rest, weights are sharded along "fsdp" and "domain" too (``Mesh.parameter_spec``)."""
 
 
 _GATHERED: Axes = ("fsdp", "domain")
@@ -61,7 +60,7 @@ class Mesh:
     def batch_parts(self) -> int:
         """Return into how many parts a batch is divided: devices that differ along the other axes
         only work on the same images."""
-        return math.prod(getattr(self, axis) for axis in LIES_ALONG["batch"])
+        return math.prod(getattr(self, axis) for axis in LOGICAL_AXIS_RULES["batch"])
 
     @property
     def devices_a_part(self) -> int:
@@ -100,9 +99,9 @@ class Mesh:
         first = index * each + min(index, more)
         return range(first, first + each + (index < more))
 
-    def lying(self, *kinds: str) -> Spec:
-        """Return the spec of a tensor whose dimensions are of these kinds, see ``LIES_ALONG``."""
-        return self.spec(*(LIES_ALONG[kind] for kind in kinds))
+    def logical_spec(self, *kinds: str) -> Spec:
+        """Return the spec of a tensor with these logical dimensions (``LOGICAL_AXIS_RULES``)."""
+        return self.spec(*(LOGICAL_AXIS_RULES[kind] for kind in kinds))
 
     def parts(self, spec: Sequence[Axes]) -> int:
         """Return how many different parts a tensor of this spec is divided into."""
@@ -111,18 +110,20 @@ class Mesh:
     @property
     def parts_axes(self) -> Axes:
         """Return the axes of what attention over "domain" has, (domain x images, ...)."""
-        return tuple(a for axes in self.lying("tokens", "batch") for a in axes)
+        return tuple(a for axes in self.logical_spec("tokens", "batch") for a in axes)
 
-    def kept_spec(self, shape: Sequence[int], images: int, tokens: int) -> Spec | None:
-        """Return how a tensor of a block lies that is kept for the backward pass, without "tensor";
-        None if its shape does not tell."""
+    def saved_activation_spec(self, shape: Sequence[int], images: int, tokens: int) -> Spec | None:
+        """Return the spec of an activation that is saved for the backward pass, without "tensor".
+
+        None if its shape does not tell which dimensions it has.
+        """
         rest: Spec = ((),) * (len(shape) - 1)
         if not shape or shape[0] % images:
             return None
         if self.domain == 1:
-            return (*self.lying("batch"), *rest)
+            return (*self.logical_spec("batch"), *rest)
         if tuple(shape[:2]) == (images, tokens):
-            return (*self.lying("batch", "tokens"), *rest[1:])
+            return (*self.logical_spec("batch", "tokens"), *rest[1:])
         return (self.parts_axes, *rest) if shape[0] == self.domain * images else None
 
     # -- parameters -------------------------------------------------------------------

@@ -147,7 +147,7 @@ class SpmdBackend(XlaBackend):
             for attention in attentions(block):
                 use_product(attention, product)
         elif self._own.attention != "sdpa" and self._shape.tensor == 1:
-            shards = self._shards(*self._shape.lying("batch"))
+            shards = self._shards(*self._shape.logical_spec("batch"))
             if self._own.attention == "flash":
                 use_flash(block, shards)
             else:
@@ -164,7 +164,7 @@ class SpmdBackend(XlaBackend):
             return self._mark(x, (self._shape.parts_axes, *((),) * (x.dim() - 1)))
 
         def mark_tokens(x: torch.Tensor) -> torch.Tensor:
-            return self._mark(x, self._shape.lying("batch", "width", "tokens", "width"))
+            return self._mark(x, self._shape.logical_spec("batch", "width", "tokens", "width"))
 
         shards = self._shards(self._shape.parts_axes)
         flash = self._own.attention == "flash"
@@ -260,7 +260,9 @@ class SpmdBackend(XlaBackend):
         """Make a parameter whole, or, of one with an entry for each token, those of the tokens."""
         mark = self._mark_replicated
         if self._lies_with_tokens(name, parameter):
-            mark = functools.partial(self._mark, spec=self._shape.lying("width", "tokens", "width"))
+            mark = functools.partial(
+                self._mark, spec=self._shape.logical_spec("width", "tokens", "width")
+            )
         return MarkBoth.apply(parameter, mark)
 
     def _place(self, module: nn.Module, tensor_dims: dict[str, int]) -> None:
@@ -291,7 +293,7 @@ class SpmdBackend(XlaBackend):
     def _activations(self, dimensions: int, *last: str) -> Spec:
         """Return the spec of activations: the batch first, the last ones of the kinds given."""
         between: tuple[Axes, ...] = ((),) * (dimensions - 1 - len(last))
-        return (*self._shape.lying("batch"), *between, *self._shape.lying(*last))
+        return (*self._shape.logical_spec("batch"), *between, *self._shape.logical_spec(*last))
 
     def _mark_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Mark what lies between blocks, and between their halves: (batch, tokens, width)."""
@@ -303,23 +305,27 @@ class SpmdBackend(XlaBackend):
         if self._shape.tensor > 1:
             return self._mark_columns(x) if isinstance(self._kept, KeptResults) else x
         sizes = self._run.images_a_pass, self._run.model.sizes.num_tokens
-        return self._mark(x, spec) if (spec := self._shape.kept_spec(x.shape, *sizes)) else x
+        return (
+            self._mark(x, spec)
+            if (spec := self._shape.saved_activation_spec(x.shape, *sizes))
+            else x
+        )
 
     def _mark_columns(self, x: torch.Tensor) -> torch.Tensor:
         """Mark (batch, tokens, ..., features) of heads, or of an MLP's columns."""
-        first, last = self._shape.lying("batch", "tokens"), self._shape.lying("heads")
+        first, last = self._shape.logical_spec("batch", "tokens"), self._shape.logical_spec("heads")
         return self._mark(x, (*first, *((),) * (x.dim() - 3), *last))
 
     def _mark_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Mark (images, rows, ...)."""
-        return self._mark(x, (*self._shape.lying("batch", "tokens"), *((),) * (x.dim() - 2)))
+        return self._mark(x, (*self._shape.logical_spec("batch", "tokens"), *((),) * (x.dim() - 2)))
 
     def _mark_images(self, x: torch.Tensor) -> torch.Tensor:
         """Mark what is whole for each image: features, logits."""
         return self._mark(x, self._activations(x.dim()))
 
     def _adapt(self, block: nn.Module) -> None:
-        parts = self._shape.parts(self._shape.lying("batch"))
+        parts = self._shape.parts(self._shape.logical_spec("batch"))
         int8 = self._int8_marks if self._own.matmul == "int8" else None
         if int8:
             self._in_int8 = linear_weights(block)
@@ -332,7 +338,7 @@ class SpmdBackend(XlaBackend):
             multiply_unfolded(block, functools.partial(self._gather, ""), parts=parts)
 
     def _tensor_marks(self, parts: int) -> Marks:
-        shards = self._shards(*self._shape.lying("batch", "heads"))
+        shards = self._shards(*self._shape.logical_spec("batch", "heads"))
         return Marks(
             gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_rows),
             scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_rows),
@@ -370,7 +376,9 @@ class SpmdBackend(XlaBackend):
     def _batch_spec(self, dimensions: int) -> Spec:
         """Return the spec of images, whose rows lie as tokens do, or of labels."""
         spec = self._activations(dimensions)
-        return (*spec[:2], *self._shape.lying("tokens"), *spec[3:]) if dimensions > 1 else spec
+        return (
+            (*spec[:2], *self._shape.logical_spec("tokens"), *spec[3:]) if dimensions > 1 else spec
+        )
 
     def _put(self, share: torch.Tensor) -> torch.Tensor:
         spec = self._batch_spec(share.dim())

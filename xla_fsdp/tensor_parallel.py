@@ -17,7 +17,7 @@ from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
 from models.blocks import FOLDED
-from training.mesh import LIES_ALONG
+from training.mesh import LOGICAL_AXIS_RULES
 from xla_fsdp.attention.sharded import HeadsAttention
 from xla_fsdp.attention.whole import Qkv
 from xla_fsdp.products import Int8Marks, add_bias, product
@@ -37,7 +37,7 @@ def tensor_dims(dimensions: Dimensions) -> dict[str, int]:
         name: index
         for name, kinds in dimensions.items()
         for index, kind in enumerate(kinds)
-        if "tensor" in LIES_ALONG[kind]
+        if "tensor" in LOGICAL_AXIS_RULES[kind]
     }
 
 
