@@ -110,7 +110,7 @@ bench-domain: $(INSTALLED)
 		--domain_sizes 1 2 4 8 --use_mixed_precision --csv runs/domain.csv --plot runs/domain.png $(ARGS)
 
 faults: $(INSTALLED) datasets/digits
-	$(BIN)/python -m benchmarks.faults $(ARGS)
+	$(BIN)/python -m tests.faults $(ARGS)
 
 clean:
 	rm -rf .venv datasets runs

@@ -1,6 +1,6 @@
 """Do to real runs what spoils runs, and write the table of docs/reliability.md.
 
-    python -m benchmarks.faults        # or make faults, some hours on 2 cores
+    python -m tests.faults        # or make faults, some hours on 2 cores
 
 A try starts the program on digits, does something to it at a moment that the seed chooses, starts
 the same command again until it completes, and compares metrics.jsonl with that of an uninterrupted
@@ -21,10 +21,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit
-from benchmarks.faults import damage, kills, others, table
-from benchmarks.faults.damage import damaged
-from benchmarks.faults.program import SETUPS
-from benchmarks.faults.tries import Fault, NotSurvived, Reference, Skipped, Try, reference_run
+from tests.faults import damage, kills, others, table
+from tests.faults.damage import damaged
+from tests.faults.program import SETUPS
+from tests.faults.tries import Fault, NotSurvived, Reference, Skipped, Try, reference_run
 
 FAULTS = {
     "sigkill": Fault("SIGKILL at a random moment", kills.sigkill, tries=30),
@@ -60,7 +60,7 @@ FAULTS = {
 # What the results depend on.
 CODE = (
     "run_vit_training.py config_fields.py training models data xla_fsdp gpu_fsdp launch "
-    "benchmarks/faults "
+    "tests/faults "
     "tests/cli.py tests/fault_at_step.py tests/megatron_on_cpu.py"
 ).split()
 Job = tuple[str, str, int]
@@ -96,7 +96,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults",
+        prog="python -m tests.faults",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

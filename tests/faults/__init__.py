@@ -1,4 +1,4 @@
 """Puts faults into real runs, again and again, and compares each with a run without them.
 
-python -m benchmarks.faults        # or make faults
+python -m tests.faults        # or make faults
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from benchmarks.faults.program import (
+from tests.faults.program import (
     EVALUATED,
     SAVE_INTERVAL,
     STEPS,
@@ -14,7 +14,7 @@ from benchmarks.faults.program import (
     newest_step,
     running,
 )
-from benchmarks.faults.tries import (
+from tests.faults.tries import (
     NotSurvived,
     Outcome,
     Try,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.program import (
+from tests.faults.program import (
     LIMIT_S,
     STEPS,
     Setup,

@@ -17,8 +17,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.faults.program import SAVE_INTERVAL, SETUPS, STEPS
-from benchmarks.faults.tries import Fault
+from tests.faults.program import SAVE_INTERVAL, SETUPS, STEPS
+from tests.faults.tries import Fault
 from training.processes.exchange import versions
 
 BEGIN, END = "<!-- begin: make faults -->", "<!-- end: make faults -->"

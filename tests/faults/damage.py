@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.faults.kills import stop_after
-from benchmarks.faults.program import DIGITS, STEPS, last_step, newest_step, running
-from benchmarks.faults.tries import NotSurvived, Outcome, Skipped, Try, last_words
+from tests.faults.kills import stop_after
+from tests.faults.program import DIGITS, STEPS, last_step, newest_step, running
+from tests.faults.tries import NotSurvived, Outcome, Skipped, Try, last_words
 from training.checkpoints.choose import complete_checkpoints
 from training.checkpoints.format import MANIFEST
 

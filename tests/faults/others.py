@@ -8,7 +8,7 @@ import signal
 import socket
 from pathlib import Path
 
-from benchmarks.faults.program import (
+from tests.faults.program import (
     FAULTY,
     LIMIT_S,
     STEPS,
@@ -18,7 +18,7 @@ from benchmarks.faults.program import (
     resumed_step,
     running,
 )
-from benchmarks.faults.tries import NotSurvived, Outcome, Try, last_words
+from tests.faults.tries import NotSurvived, Outcome, Try, last_words
 from training.files import LOCK_FILE
 from training.logs.records import read_metrics
 
