@@ -260,7 +260,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"no default batch size for {unknown[0]}: give --batch_sizes")
         options.batch_sizes = [BATCH_SIZES[model] for model in options.models]
     if len(options.batch_sizes) != len(options.models):
-        parser.error("--batch_sizes needs one number a model")
+        parser.error("--batch_sizes requires one number a model")
     return options, flags
 
 

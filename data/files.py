@@ -244,7 +244,7 @@ def _problem_of_kind(protocol: str) -> str | None:
         package = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
         if package in ("", "fsspec"):  # whose own text names the packages
             return str(error).splitlines()[0]
-        return f"needs the package {package}: python3 -m pip install {package}"
+        return f"requires the package {package}: python3 -m pip install {package}"
     return None
 
 

@@ -156,7 +156,7 @@ def _load(root: str) -> dict[str, Any]:
         ) from error
     if not isinstance(found, datasets.DatasetDict):
         raise DataFolderError(
-            f"{root} holds a single data set: --data_dir needs a DatasetDict with train and "
+            f"{root} holds a single data set: --data_dir requires a DatasetDict with train and "
             "validation"
         )
     return dict(found)
@@ -172,7 +172,7 @@ def _package() -> Any:
         if found.__file__ is not None:
             return found
     raise DataFolderError(
-        "--data_source huggingface needs the package datasets: python3 -m pip install datasets"
+        "--data_source huggingface requires the package datasets: python3 -m pip install datasets"
     )
 
 

@@ -393,11 +393,11 @@ def check_folder(
         if names is None:
             what = "is not a folder" if os.path.exists(path) else "does not exist"
             needed = " and ".join(f"{name}/<class>/*" for name in splits)
-            raise DataFolderError(f"{path} {what}: --data_dir needs {needed} images")
+            raise DataFolderError(f"{path} {what}: --data_dir requires {needed} images")
         classes[split] = names
         if not names:
             raise DataFolderError(
-                f"{path} holds no class folders: --data_dir needs {split}/<class>/* images "
+                f"{path} holds no class folders: --data_dir requires {split}/<class>/* images "
                 f"({', '.join(suffixes)})"
             )
     for split, other in itertools.permutations(splits, 2):
@@ -584,7 +584,7 @@ def _rows(file: str) -> list[tuple[str, str, str]]:
             missing = [name for name in _COLUMNS if name not in (table.fieldnames or ())]
             if missing:
                 raise DataFolderError(
-                    f"{file} has no column {missing[0]}: --labels needs path,label,split in its "
+                    f"{file} has no column {missing[0]}: --labels requires path,label,split in its "
                     "first line"
                 )
             for row in table:

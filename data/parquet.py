@@ -23,7 +23,7 @@ try:
     from data.parquet_files import ParquetFiles, split_files
 except ImportError:
     raise DataFolderError(
-        "--data_source parquet needs the package pyarrow: python3 -m pip install pyarrow"
+        "--data_source parquet requires the package pyarrow: python3 -m pip install pyarrow"
     ) from None
 
 

@@ -47,7 +47,7 @@ def split_files(root: str, names: Sequence[str]) -> list[str]:
             return [f"{root.rstrip('/')}/{path}" for path in chosen]
     what = f"no {' or '.join(f'{name}-*.parquet' for name in names)}" if found else "no .parquet"
     raise DataFolderError(
-        f"{root} holds {what} files: --data_dir needs train-*.parquet and validation-*.parquet, "
+        f"{root} holds {what} files: --data_dir requires train-*.parquet and validation-*.parquet, "
         "or folders of these names"
     )
 

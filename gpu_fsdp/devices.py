@@ -151,7 +151,7 @@ class Cpu:
 
     def lacks(self, precision: str) -> str | None:
         if precision == "fp16":
-            return "--precision fp16 needs CUDA: on the CPU use bf16 or fp32"
+            return "--precision fp16 requires CUDA: on the CPU use bf16 or fp32"
         return None
 
     def set_tf32(self, allowed: bool) -> None:

@@ -48,14 +48,14 @@ def resolve_domain(config: RunConfig, own: GpuConfig, mesh: Mesh, model: ModelSp
     given = f"--mesh_domain {mesh.domain}"
     check_rows(mesh, model)
     if own.fsdp == "megatron":
-        raise UsageError(f"{given} needs --fsdp fsdp2: Megatron-FSDP shards no images here")
+        raise UsageError(f"{given} requires --fsdp fsdp2: Megatron-FSDP shards no images here")
     if own.block == "te":
-        raise UsageError(f"{given} does not go with --block te: use --block timm")
+        raise UsageError(f"{given} is incompatible with --block te: use --block timm")
     if own.compile and config.sharding.grad_ckpt == "selective":
         # Seen with PyTorch 2.9: what is compiled is not run where a policy looks at operations.
         raise UsageError(
-            f"--compile with {given} needs --grad_ckpt full or none: selective would leave nothing "
-            "compiled"
+            f"--compile with {given} requires --grad_ckpt full or none: selective would leave "
+            "nothing compiled"
         )
     reason = model.why_no_token_part()
     for name in _DROPOUTS:
@@ -63,13 +63,13 @@ def resolve_domain(config: RunConfig, own: GpuConfig, mesh: Mesh, model: ModelSp
             reason = f"processes would drop the same places of their tokens (<{name}>)"
     if reason:
         reason = ModelError(reason).told(MODEL_FLAG)
-        raise UsageError(f"{given} on GPUs does not go with --model {model.name}: {reason}")
+        raise UsageError(f"{given} on GPUs is incompatible with --model {model.name}: {reason}")
     form, heads = config.sharding.domain_attention, model.sizes.num_heads
     if form == "gather":
-        raise UsageError("--domain_attention gather needs --backend xla: use ring or ulysses")
+        raise UsageError("--domain_attention gather requires --backend xla: use ring or ulysses")
     if form == "ulysses" and heads % mesh.domain:
         raise UsageError(
-            f"--domain_attention ulysses needs heads that {given} divides, not {heads}: use ring"
+            f"--domain_attention ulysses requires heads that {given} divides, not {heads}: use ring"
         )
     if form == "auto":
         form = "ring" if heads % mesh.domain else "ulysses"
@@ -121,7 +121,7 @@ def _resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
 def _resolve_policy(config: RunConfig) -> RunConfig:
     """Decide ``--grad_ckpt``. Raises UsageError."""
     if config.sharding.grad_ckpt == "offload":
-        raise UsageError("--grad_ckpt offload needs --backend xla, this is cuda: use full")
+        raise UsageError("--grad_ckpt offload requires --backend xla, this is cuda: use full")
     if config.sharding.grad_ckpt == "auto":
         return replace(config, sharding=replace(config.sharding, grad_ckpt="full"))
     return config
@@ -188,7 +188,7 @@ def _check_strategy(config: RunConfig, own: GpuConfig) -> None:
     strategy = own.zero_dp_strategy
     if config.sharding.mesh_tensor > 1:
         raise UsageError(
-            f"--mesh_tensor {config.sharding.mesh_tensor} needs --backend xla, this is cuda"
+            f"--mesh_tensor {config.sharding.mesh_tensor} requires --backend xla, this is cuda"
         )
     if strategy == 1 and own.fsdp == "fsdp2":
         raise UsageError("--fsdp fsdp2 has no --zero_dp_strategy 1: use 2 or 3, or --fsdp megatron")
@@ -200,33 +200,35 @@ def _check_strategy(config: RunConfig, own: GpuConfig) -> None:
 def _check_form(config: RunConfig, own: GpuConfig) -> None:
     """Raises UsageError for what the form of FSDP cannot do, here or at all."""
     if own.cpu_offload and config.optimizer.optimizer == "muon":
-        raise UsageError("--optimizer muon does not go with --cpu_offload: drop one of the two")
+        raise UsageError("--optimizer muon is incompatible with --cpu_offload: drop one of the two")
     if own.fsdp == "megatron" and config.optimizer.linear_probe:
-        raise UsageError("--linear_probe needs --fsdp fsdp2, this is megatron")
+        raise UsageError("--linear_probe requires --fsdp fsdp2, this is megatron")
     if own.fsdp == "megatron" and config.loss.teacher is not None:
-        raise UsageError("--teacher needs --fsdp fsdp2, this is megatron")
+        raise UsageError("--teacher requires --fsdp fsdp2, this is megatron")
     if own.fsdp == "fsdp2":
         if own.meta_init is False:
-            raise UsageError("--no-meta_init needs --fsdp megatron, this is fsdp2")
+            raise UsageError("--no-meta_init requires --fsdp megatron, this is fsdp2")
         if own.cpu_offload and devices.choose().is_host:
-            raise UsageError("--cpu_offload needs CUDA: here everything is in host memory anyway")
+            raise UsageError("--cpu_offload requires CUDA: here all is in host memory anyway")
         return
     check_megatron_runs_here()
     if own.zero_dp_strategy == 0 and own.meta_init:
-        raise UsageError("--meta_init needs --zero_dp_strategy 1, 2 or 3: Megatron-FSDP refuses 0")
+        raise UsageError(
+            "--meta_init requires --zero_dp_strategy 1, 2 or 3: Megatron-FSDP refuses 0"
+        )
 
 
 def check_megatron_runs_here() -> None:
     """Raises UsageError where Megatron-FSDP cannot run."""
     if not devices.choose().runs_megatron:
-        raise UsageError("--fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2")
+        raise UsageError("--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2")
     try:
         with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
             warnings.simplefilter("ignore")
             import megatron_fsdp  # noqa: F401
     except ImportError:
         raise UsageError(
-            "--fsdp megatron needs the package megatron-fsdp: python3 -m pip install "
+            "--fsdp megatron requires the package megatron-fsdp: python3 -m pip install "
             "-r requirements-gpu.txt, or use --fsdp fsdp2"
         ) from None
     except (OSError, RuntimeError, AssertionError) as error:  # it imports TransformerEngine
@@ -243,12 +245,13 @@ def _check_precision(config: RunConfig, own: GpuConfig, mesh: Mesh) -> None:
         if reason := device.lacks(used):
             raise UsageError(reason)
     if precision == "fp16" and own.fsdp == "megatron":
-        raise UsageError("--precision fp16 needs --fsdp fsdp2: with megatron use bf16")
+        raise UsageError("--precision fp16 requires --fsdp fsdp2: with megatron use bf16")
     if own.fsdp == "megatron" and own.reduce_dtype != "fp32" and mesh.fsdp == 1:
         raise UsageError(
-            f"--reduce_dtype {own.reduce_dtype} needs --mesh_fsdp of 2 or more with --fsdp megatron"
+            f"--reduce_dtype {own.reduce_dtype} requires --mesh_fsdp of 2 or more with --fsdp "
+            "megatron"
         )
     if own.tf32 and not device.has_tf32:
-        raise UsageError("--tf32 needs CUDA")
+        raise UsageError("--tf32 requires CUDA")
     if own.reduce_dtype == "fp16" and precision != "fp16":
-        raise UsageError("--reduce_dtype fp16 needs --precision fp16, whose loss is scaled")
+        raise UsageError("--reduce_dtype fp16 requires --precision fp16, whose loss is scaled")

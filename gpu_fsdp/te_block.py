@@ -63,7 +63,7 @@ def import_te() -> Any:
             f"--block te: TransformerEngine is broken ({reason}): {_INSTALL}"
         ) from None
     if not torch.cuda.is_available():
-        raise UsageError("--block te needs a CUDA GPU: on the CPU use --block timm")
+        raise UsageError("--block te requires a CUDA GPU: on the CPU use --block timm")
     return te
 
 

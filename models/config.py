@@ -54,10 +54,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     check_width(arguments)
     width, heads = arguments["embed_dim"], arguments["num_heads"]
     if arguments["global_pool"] == "token" and not arguments["class_token"]:
-        raise ModelError("<global_pool> token needs <class_token>")
+        raise ModelError("<global_pool> token requires <class_token>")
     if arguments.get("use_rot_pos_emb") and width // heads % 4:
         raise ModelError(
-            f"rotary position embedding needs heads whose width is a multiple of 4: <embed_dim> "
+            f"rotary position embedding requires heads whose width is a multiple of 4: <embed_dim> "
             f"{width} / <num_heads> {heads} is {width // heads}"
         )
     rate = arguments["patch_drop_rate"]

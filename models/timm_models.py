@@ -253,13 +253,13 @@ def _check_key_heads(
     remedy = "leave <{}> out, or choose another model"
     if given.get("depth", depth) != depth:
         raise ModelError(
-            f"<depth> {given['depth']} does not go with {full_name}: timm gives each of its "
+            f"<depth> {given['depth']} is incompatible with {full_name}: timm gives each of its "
             f"{depth} blocks a number of key heads (num_kv_heads); {remedy.format('depth')}"
         )
     if given.get("num_heads", heads) % heads:
         raise ModelError(
-            f"<num_heads> {given['num_heads']} does not go with {full_name}: timm gives it {heads} "
-            f"key heads (num_kv_heads), which must divide it; {remedy.format('num_heads')}"
+            f"<num_heads> {given['num_heads']} is incompatible with {full_name}: timm gives it "
+            f"{heads} key heads (num_kv_heads), which must divide it; {remedy.format('num_heads')}"
         )
 
 

@@ -270,8 +270,8 @@ def test_pictures_that_cannot_be_drawn(capsys, tmp_path):
         ("--fake_data --repeated_aug 3", "--aug_repeats 3 does nothing with"),
         ("--color_jitter 0.4 0.4", "--color_jitter takes one number, three"),
         ("--color_jitter 0 0 0 0.6", "--color_jitter: the hue, 0.6, must be at most 0.5"),
-        ("--color_jitter 0.4 --aa v0", "--color_jitter does not go with --aa v0, which has"),
-        ("--remode const", "--remode const needs --reprob"),
+        ("--color_jitter 0.4 --aa v0", "--color_jitter is incompatible with --aa v0, which has"),
+        ("--remode const", "--remode const requires --reprob"),
         ("--data_source digits --aa rand-n99-t3aw", "--aa rand-n99-t3aw cannot be drawn: "),
     ],
 )

@@ -238,7 +238,7 @@ def test_mistakes(trained, weights, tmp_path, capsys):
     assert said(source, tmp_path / "there.pt").endswith("there already: name another, or remove it")
     assert (tmp_path / "there.pt").read_text() == "mine"
     assert "give --to dcp or --to safetensors" in said(source, tmp_path / "x")
-    assert "--to dcp does not go with" in said(source, tmp_path / "x.pt", "--to", "dcp")
+    assert "--to dcp is incompatible with" in said(source, tmp_path / "x.pt", "--to", "dcp")
     assert "make it first" in said(source, tmp_path / "none" / "x.pt")
     assert "no such file or folder" in said(tmp_path / "none", tmp_path / "x.pt")
     size = ("--max_shard_size", "1GB")

@@ -47,8 +47,8 @@ def test_its_checkpoint_is_resumed_on_the_cpu(on_the_cpu, tmp_path):
     ("flags", "processes", "words"),
     [
         ("--precision fp16", 2, "an abacus has no fp16"),
-        ("--reduce_dtype bf16 --tf32", 2, "--tf32 needs CUDA"),
-        ("--fsdp megatron", 2, "--fsdp megatron needs CUDA"),
+        ("--reduce_dtype bf16 --tf32", 2, "--tf32 requires CUDA"),
+        ("--fsdp megatron", 2, "--fsdp megatron requires CUDA"),
         ("", 3, "processes on this node, which has 2 x abacus: "),
     ],
 )

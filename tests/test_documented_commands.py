@@ -174,7 +174,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
                 rf"^\| vit_tiny_patch16_224 \| {variant} \| 4 \| \d+\.\d+ \| [\d.]+ \| [\d.]+ \|"
                 for variant in ("timm", "fsdp2", r"fsdp2\+compile")
             ),
-            r"\| megatron \| 4 \| --fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2 \|",
+            r"\| megatron \| 4 \| --fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2 \|",
             r"\| te \| 4 \| --block te: TransformerEngine is not installed",
             r"\| te\+fp8 \| 4 \| --block te: TransformerEngine is not installed",
         ),

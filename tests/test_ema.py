@@ -240,12 +240,12 @@ def check_use(run, tmp_path):
     ("flags", "words"),
     [
         ("--model_ema --model_ema_decay 1", "1 must be at least 0 and below 1"),
-        ("--model_ema_decay 0.9", "--model_ema_decay 0.9 needs --model_ema"),
-        ("--model_ema_warmup", "--model_ema_warmup needs --model_ema"),
-        ("--use_ema", "--use_ema needs --predict or --eval_only"),
+        ("--model_ema_decay 0.9", "--model_ema_decay 0.9 requires --model_ema"),
+        ("--model_ema_warmup", "--model_ema_warmup requires --model_ema"),
+        ("--use_ema", "--use_ema requires --predict or --eval_only"),
         (
             "--model_ema --backend cuda --fsdp megatron --no_preserve_fp32_weights",
-            "--model_ema does not go with --no_preserve_fp32_weights: drop one of the two",
+            "--model_ema is incompatible with --no_preserve_fp32_weights: drop one of the two",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_mistakes(trained, capsys, tmp_path):
     def said(*flags):
         return told_in_one_line(capsys, *flags, "--data_dir", DIGITS)
 
-    assert "needs --eval_only" in said("--eval_report", tmp_path)
+    assert "requires --eval_only" in said("--eval_report", tmp_path)
     evaluate = ("--eval_only", "--backend", "cuda", "--resume", trained.ckpt_dir)
     (tmp_path / "file").touch()
     told = said(*evaluate, "--eval_report", tmp_path / "file")

@@ -260,5 +260,5 @@ def test_mistakes(source, capsys, tmp_path):
     neither = f"{DIGITS} is neither a checkpoint nor the folder of a run that has one"
     assert said("--init_from", DIGITS).endswith(neither)
     told = said("--init_from", path, "--eval_only")
-    assert told.endswith("does not go with --eval_only: drop one of the two")
+    assert told.endswith("is incompatible with --eval_only: drop one of the two")
     assert not (tmp_path / "x").exists()

@@ -111,11 +111,11 @@ def test_nested():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--fake_data", "--attention flash needs a TPU: its kernels run nowhere else"),
-        ("--backend cuda", "--attention needs --backend xla, this is cuda"),
+        ("--fake_data", "--attention flash requires a TPU: its kernels run nowhere else"),
+        ("--backend cuda", "--attention requires --backend xla, this is cuda"),
         (
             "--compile_only --tpu_topology v5e:2x2 --mesh_tensor 2 --mesh_domain 2",
-            "--attention flash does not go with --mesh_domain 2 and --mesh_tensor 2 at once: use",
+            "--attention flash is incompatible with --mesh_domain 2 and --mesh_tensor 2 at once",
         ),
         (
             "--compile_only --tpu_topology v5e:2x2 --att_dropout 0.1",

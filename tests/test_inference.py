@@ -446,10 +446,10 @@ def test_eval_only_tells_what_classes_have_no_image_left(as_json, trained, words
 def test_flags_that_do_not_go_together(capsys, files, tmp_path):
     plain = files / "plain.pt"
     told = told_in_one_line(capsys, "--predict", IMAGE, "--eval_only")
-    assert told == f"--predict {IMAGE} does not go with --eval_only: drop one of the two"
+    assert told == f"--predict {IMAGE} is incompatible with --eval_only: drop one of the two"
     assert (
         told_in_one_line(capsys, "--json")
-        == "--json needs --predict, --eval_only, --compile_only or --plan"
+        == "--json requires --predict, --eval_only, --compile_only or --plan"
     )
     evaluate = ("--eval_only", "--resume", plain, "--data_dir")
     assert "number 0 is eight there, 0 here" in told_in_one_line(capsys, *evaluate, DIGITS)

@@ -148,15 +148,15 @@ def test_what_the_compiler_says():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--gather_dtype fp8 --no-scan_blocks", "needs scanned blocks, here is --no-scan_blocks"),
-        ("--gather_dtype fp8 --xla_fsdp nested", "needs --xla_fsdp spmd, this is nested"),
-        ("--gather_dtype fp8 --run_without_fsdp", "does not go with --run_without_fsdp: drop one"),
+        ("--gather_dtype fp8 --no-scan_blocks", "requires scanned blocks, here is --no-scan"),
+        ("--gather_dtype fp8 --xla_fsdp nested", "requires --xla_fsdp spmd, this is nested"),
+        ("--gather_dtype fp8 --run_without_fsdp", "is incompatible with --run_without_fsdp: drop"),
         ("--gather_dtype fp8 --precision bf16 --matmul int8", "with --matmul int8: drop one"),
-        ("--gather_dtype fp8 --backend cuda", "--gather_dtype needs --backend xla, this is cuda"),
+        ("--gather_dtype fp8 --backend cuda", "requires --backend xla, this is cuda"),
         (
             "--backend cuda --optimizer_dtype bf16 --no_preserve_fp32_weights --fsdp megatron "
             "--precision bf16 --reduce_dtype bf16",
-            "--optimizer_dtype bf16 does not go with --no_preserve_fp32_weights: drop one",
+            "--optimizer_dtype bf16 is incompatible with --no_preserve_fp32_weights: drop one",
         ),
     ],
 )

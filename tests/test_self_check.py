@@ -172,9 +172,9 @@ def test_folder_of_a_run_stays_as_it_is_and_another_job_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--predict x.png", "--self_check does not go with --predict x.png: drop"),
-        ("--eval_only", "--self_check does not go with --eval_only: drop"),
-        ("--compile_only", "--self_check does not go with --compile_only: drop"),
+        ("--predict x.png", "--self_check is incompatible with --predict x.png: drop"),
+        ("--eval_only", "--self_check is incompatible with --eval_only: drop"),
+        ("--compile_only", "--self_check is incompatible with --compile_only: drop"),
         ("--data_dir /nowhere", "/nowhere"),
         (
             "--model timm/vit_base_patch16_sapiens2 --image_size 64 --patch_size 16 "

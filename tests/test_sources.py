@@ -304,19 +304,19 @@ def test_urls_that_cannot_be_used(capsys, monkeypatch, sources):
 
     for source in ("folder", "webdataset"):
         line = told("--data_source", source, "--data_dir", "gs://bucket/imagenet")
-        assert line.endswith(": needs the package gcsfs: python3 -m pip install gcsfs")
+        assert line.endswith(": requires the package gcsfs: python3 -m pip install gcsfs")
         line = told("--data_source", source, "--data_dir", "nowhere://bucket/imagenet")
         assert line.endswith(": nowhere:// is no kind of URL that fsspec knows")
     line = told("--data_dir", "memory://no/such")
-    assert "memory://no/such/train does not exist: --data_dir needs train/<class>/*" in line
+    assert "memory://no/such/train does not exist: --data_dir requires train/<class>/*" in line
     line = told("--data_dir", sources["URL"]["data_dir"], "--num_classes", 2)
     assert line.endswith("has 3 classes, --num_classes is 2")
     line = told("--data_dir", sources["URL"]["data_dir"], "--data_source", "volumes")
     assert "--data_source volumes reads parts of files" in line
     line = told(*"--data_source volumes --labels x.csv --index_dir y".split())
-    assert line == "--index_dir y does not go with --labels x.csv: drop one of the two"
+    assert line == "--index_dir y is incompatible with --labels x.csv: drop one of the two"
     line = told("--train_shards", "x")
-    assert line == "--train_shards x needs --data_source webdataset, this is folder"
+    assert line == "--train_shards x requires --data_source webdataset, this is folder"
 
 
 # -- real command lines ---------------------------------------------------------------

@@ -188,7 +188,9 @@ def test_names_of_files_and_splits(tmp_path):
     assert [path.removeprefix(f"{tmp_path}/") for path in found] == names[:2]
     found = split_files(f"file://{tmp_path}/", ("validation", "val", "test"))
     assert [path.removeprefix(f"file://{tmp_path}/") for path in found] == names[4:5]
-    with pytest.raises(DataFolderError, match=r"holds no dev-\*.parquet files: --data_dir needs"):
+    with pytest.raises(
+        DataFolderError, match=r"holds no dev-\*.parquet files: --data_dir requires"
+    ):
         split_files(str(tmp_path), ("dev",))
     for root in (str(tmp_path / "none"), "nothing://here"):
         with pytest.raises(DataFolderError, match=r"no .parquet files|is no kind of URL"):
@@ -304,7 +306,7 @@ def test_wrong_folders(tables, tmp_path):
     datasets.load_from_disk(tables / "saved")["train"].save_to_disk(single)
     datasets.DatasetDict(train=datasets.load_from_disk(single)).save_to_disk(partial)
     for folder, message in (
-        (single, "holds a single data set: --data_dir needs a DatasetDict"),
+        (single, "holds a single data set: --data_dir requires a DatasetDict"),
         (partial, "has no split validation or val or valid or test: it has train"),
         (damaged, "is no folder that datasets.DatasetDict.save_to_disk wrote"),
     ):
@@ -312,8 +314,11 @@ def test_wrong_folders(tables, tmp_path):
             open_data(wanted(folder, "huggingface"))
     for flags, message in (
         (f"--data_source parquet --data_dir {damaged}", "train-0.parquet cannot be read: "),
-        (f"--data_dir {DIGITS} --images_per_read 2", "--images_per_read 2 needs --data_source pa"),
-        (f"--data_dir {DIGITS} --columns a b", "--columns a b needs --data_source"),
+        (
+            f"--data_dir {DIGITS} --images_per_read 2",
+            "--images_per_read 2 requires --data_source p",
+        ),
+        (f"--data_dir {DIGITS} --columns a b", "--columns a b requires --data_source"),
     ):
         done = run_program("run_vit_training.py", *tiny(tmp_path / "out"), *flags.split())
         assert done.returncode == 2, done.stderr
@@ -327,13 +332,13 @@ def test_without_the_packages(tables, tmp_path, monkeypatch):
     (tmp_path / "datasets").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "datasets")
-    with pytest.raises(DataFolderError, match="needs the package datasets: python3 -m pip install"):
+    with pytest.raises(DataFolderError, match="requires the package datasets: python3 -m pip"):
         opened(tables, "huggingface")
     for name in ("data.parquet", "data.parquet_files"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr(sys, "path", [str(ROOT)])
-    with pytest.raises(DataFolderError, match="needs the package pyarrow: python3 -m pip install"):
+    with pytest.raises(DataFolderError, match="requires the package pyarrow: python3 -m pip"):
         opened(tables, "parquet")
 
 

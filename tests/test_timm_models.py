@@ -130,7 +130,7 @@ def test_every_family_on_every_form(family, form, precision, tmp_path):
         ),
         (
             "--model timm/vit_base_patch16_xp_224 --cpu_devices 2 --mesh_tensor 2",
-            "--mesh_tensor 2 does not go with --model timm/vit_base_patch16_xp_224: its blocks",
+            "--mesh_tensor 2 is incompatible with --model timm/vit_base_patch16_xp_224: its blocks",
         ),
         (
             "--model timm/vit_small_patch16_dinov3 --cpu_devices 4 --mesh_tensor 4",

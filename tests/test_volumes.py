@@ -193,7 +193,7 @@ GOOD = "path,label,split\ntrain/a/00.npy,x,train\nval/a/12.npy,x,val\n"
     ("content", "told"),
     [
         (None, "labels.csv cannot be read: No such file or directory"),
-        ("", "has no column path: --labels needs path,label,split in its first line"),
+        ("", "has no column path: --labels requires path,label,split in its first line"),
         ("path,split\n", "has no column label"),
         (GOOD.replace(",x,val", ",x,test"), "line 3 of .* has the split 'test': it is train or"),
         (GOOD.replace(",x,train", ",,train"), "line 2 of .* has no label"),
@@ -291,7 +291,7 @@ def test_typed(tmp_path, capsys):
         lines.append(f"{number}.npy,{number % 2},{'train' if number < 4 else 'val'}")
     (tmp_path / "labels.csv").write_text("\n".join(lines))
     typed = ["--labels", str(tmp_path / "labels.csv"), "--data_dir", str(tmp_path)]
-    assert "needs --data_source volumes, this is folder" in told_in_one_line(capsys, *typed)
+    assert "requires --data_source volumes, this is folder" in told_in_one_line(capsys, *typed)
     typed += ["--data_source", "volumes", "--batch_size", "4", "--warmup_steps", "1"]
     run = train_tiny_gpu(tmp_path / "run", *typed)
     assert "labels.csv: 4 training, 2 validation images" in run.stdout

@@ -464,7 +464,7 @@ class LogConfig:
     )
     wandb: str | None = flag(
         None,
-        "log to this Weights & Biases project too; needs the package wandb (default: none)",
+        "log to this Weights & Biases project too; requires the package wandb (default: none)",
         metavar="PROJECT",
     )
     profile: tuple[int, int] | None = flag(

@@ -205,15 +205,15 @@ def _check_one(
     for condition in option.flag.needs:
         alternatives = condition.split("|")
         if not any(_holds(each, values, known) for each in alternatives):
-            raise UsageError(f"{given} needs {_needed(alternatives, values, known)}")
+            raise UsageError(f"{given} requires {_needed(alternatives, values, known)}")
     for other in option.flag.conflicts:
         if other in known and values[other] != known[other].field.default:
             excluded = known[other].typed(values[other])
-            raise UsageError(f"{given} does not go with {excluded}: drop one of the two")
+            raise UsageError(f"{given} is incompatible with {excluded}: drop one of the two")
     for other in option.flag.instead_of:
         if other in given_fields:
             excluded = known[other].typed(values[other])
-            raise UsageError(f"{given} takes the place of {excluded}: drop one of the two")
+            raise UsageError(f"{given} replaces {excluded}: drop one of the two")
 
 
 def _holds(condition: str, values: Mapping[str, Any], known: Mapping[str, Option]) -> bool:
@@ -247,7 +247,7 @@ def check_foreign(others: Mapping[str, Any], backend: str, given: Collection[str
         for option in options(type(config)):
             name = option.field.name
             if name in given and getattr(config, name) != option.field.default:
-                raise UsageError(f"{option.names[0]} needs --backend {owner}, this is {backend}")
+                raise UsageError(f"{option.names[0]} requires --backend {owner}, this is {backend}")
 
 
 # ------------------------------------------------------------------------------------------------

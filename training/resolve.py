@@ -60,8 +60,8 @@ def check_augmentations(data: DataConfig) -> None:
         raise UsageError(f"--color_jitter: the hue, {jitter[3]:g}, must be at most {_MOST_HUE}")
     if data.aa and data.color_jitter and "3a" not in data.aa:
         raise UsageError(
-            f"--color_jitter does not go with --aa {data.aa}, which has such changes itself (timm "
-            "leaves it out then): drop one of the two"
+            f"--color_jitter is incompatible with --aa {data.aa}, which has such changes itself "
+            "(timm leaves it out then): drop one of the two"
         )
 
 
@@ -80,9 +80,9 @@ def check_buckets(config: RunConfig, model: ModelSpec) -> None:
     if not sizes:
         return
     if reason := model.why_one_grid():
-        raise UsageError(f"--buckets does not go with --model {model.name}: {reason}")
+        raise UsageError(f"--buckets is incompatible with --model {model.name}: {reason}")
     if config.sharding.grad_ckpt == "auto":
-        raise UsageError("--buckets does not go with --grad_ckpt auto: name what is to be kept")
+        raise UsageError("--buckets is incompatible with --grad_ckpt auto: name what is to be kept")
     own, grid = model.sizes.input_shape[1:], model.sizes.grid
     patch = [side // count for side, count in zip(own, grid, strict=True)]
     if own not in sizes:
@@ -243,7 +243,7 @@ def _check_linear_probe(model: ModelSpec) -> None:
     for name, rate in model.settings.items():
         if name.endswith("_rate") and name != "drop_rate" and rate:
             flag = MODEL_FLAG[name]
-            raise UsageError(f"--linear_probe does not go with {flag} {rate:g}: give {flag} 0")
+            raise UsageError(f"--linear_probe is incompatible with {flag} {rate:g}: give {flag} 0")
 
 
 def model_of(config: ModelConfig) -> ModelSpec:
@@ -299,9 +299,9 @@ def _check_schedule(config: RunConfig) -> None:
             raise UsageError(f"{name} {rate:g} is above --lr {peak:g}")
     epochs = schedule.warmup_epochs
     if schedule.warmup_lr and not (config.optimizer.warmup_steps if epochs is None else epochs):
-        raise UsageError("--warmup_lr needs a warmup: --warmup_steps or --warmup_epochs above 0")
+        raise UsageError("--warmup_lr requires a warmup: --warmup_steps or --warmup_epochs above 0")
     if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
-        raise UsageError("--lr_schedule wsd needs --decay_steps")
+        raise UsageError("--lr_schedule wsd requires --decay_steps")
 
 
 def check_batch(run: Run) -> None:
@@ -337,7 +337,7 @@ def check_rows(mesh: Mesh, model: ModelSpec) -> None:
 def _check_wandb() -> None:
     """Raises UsageError without wandb, or a login for it; asks no server."""
     if importlib.util.find_spec("wandb") is None:
-        raise UsageError("--wandb needs the package wandb: python3 -m pip install wandb")
+        raise UsageError("--wandb requires the package wandb: python3 -m pip install wandb")
     if not is_first_of_torchrun():  # the others do not log
         return
     from wandb.sdk import wandb_setup
@@ -357,8 +357,8 @@ def _check_wandb() -> None:
         raise UsageError("--wandb: " + ", ".join(str(error).splitlines()[:3])) from None
     if not logged_in:
         raise UsageError(
-            "--wandb needs a login on this host: wandb login, or WANDB_API_KEY; WANDB_MODE=offline "
-            "goes without"
+            "--wandb requires a login on this host: wandb login, or WANDB_API_KEY; "
+            "WANDB_MODE=offline goes without"
         )
 
 
@@ -380,7 +380,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
         return run
     if run.mesh.domain > 1:
         raise UsageError(
-            f"--teacher does not go with --mesh_domain {run.mesh.domain}: drop one of the two"
+            f"--teacher is incompatible with --mesh_domain {run.mesh.domain}: drop one of the two"
         )
     from training.weights import weights_in, with_preprocessing_of
 

@@ -81,9 +81,9 @@ def resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfig
     if model.sizes.attn_drop_rate:
         hindered = f"has no dropout, here --att_dropout {model.sizes.attn_drop_rate}"
     if mesh.tensor > 1:
-        hindered = f"does not go with --mesh_tensor {mesh.tensor}"
+        hindered = f"is incompatible with --mesh_tensor {mesh.tensor}"
     if form == "ulysses":
-        raise UsageError("--domain_attention ulysses needs --backend cuda: use ring or gather")
+        raise UsageError("--domain_attention ulysses requires --backend cuda: use ring or gather")
     if form == "ring" and hindered:
         raise UsageError(f"--domain_attention ring {hindered}: use gather")
     if form == "auto":
@@ -96,7 +96,7 @@ def _hinders_whole(config: RunConfig, sizes: ModelSizes, generation: int) -> str
     if sizes.num_tokens >= FLASH_FROM:
         return f"takes up to {FLASH_FROM - 1:,} tokens, this model has {sizes.num_tokens:,}"
     if config.sharding.mesh_domain > 1:
-        return f"does not go with --mesh_domain {config.sharding.mesh_domain}"
+        return f"is incompatible with --mesh_domain {config.sharding.mesh_domain}"
     tokens, dtype = sizes.num_tokens, torch.float32
     if config.sharding.precision == "bf16":
         dtype = torch.bfloat16
@@ -108,12 +108,12 @@ def _hinders_whole(config: RunConfig, sizes: ModelSizes, generation: int) -> str
 
 def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
     if generation is None:
-        return "needs a TPU: its kernels run nowhere else"
+        return "requires a TPU: its kernels run nowhere else"
     if sizes.attn_drop_rate:
         return f"has no dropout, here --att_dropout {sizes.attn_drop_rate}"
     tensor, domain = config.sharding.mesh_tensor, config.sharding.mesh_domain
     if tensor > 1 and domain > 1:
-        return f"does not go with --mesh_domain {domain} and --mesh_tensor {tensor} at once"
+        return f"is incompatible with --mesh_domain {domain} and --mesh_tensor {tensor} at once"
     if sizes.head_dim > WIDEST_HEAD:
         return f"takes heads up to {WIDEST_HEAD} wide, this model's are {sizes.head_dim}"
     if sizes.value_dim != sizes.head_dim:
@@ -233,21 +233,21 @@ def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaCon
     if policy in ("selective", "offload") and not scan:
         reason = hindered_by or differ or "--no-scan_blocks"
         raise UsageError(
-            f"--grad_ckpt {policy} needs scanned blocks, here is {reason}: use --grad_ckpt full"
+            f"--grad_ckpt {policy} requires scanned blocks, here is {reason}: use --grad_ckpt full"
         )
     if own.matmul == "int8" and not scan:
         reason = hindered_by or differ or "--no-scan_blocks"
-        raise UsageError(f"--matmul int8 needs scanned blocks, here is {reason}: drop one of them")
+        raise UsageError(f"--matmul int8 requires scanned blocks, here is {reason}: drop one")
     if policy == "offload" and own.mark_step_after_forward:  # the host's memory is the graph's own
         raise UsageError(
-            "--grad_ckpt offload does not go with --mark_step_after_forward: drop one of the two"
+            "--grad_ckpt offload is incompatible with --mark_step_after_forward: drop one"
         )
     if own.scan_blocks is None:
         return replace(own, scan_blocks=scan)
     if own.scan_blocks and hindered_by:
-        raise UsageError(f"--scan_blocks does not go with {hindered_by}: drop one of the two")
+        raise UsageError(f"--scan_blocks is incompatible with {hindered_by}: drop one of the two")
     if own.scan_blocks and differ:
-        raise UsageError(f"--scan_blocks needs blocks that are alike: {differ}")
+        raise UsageError(f"--scan_blocks requires blocks that are alike: {differ}")
     return own
 
 
@@ -255,7 +255,7 @@ def _check_gather(config: RunConfig, own: XlaConfig) -> None:
     if own.gather_dtype != "auto" and not own.scan_blocks:
         hindered_by = _hinders_scan(config, own) or "--no-scan_blocks"
         raise UsageError(
-            f"--gather_dtype {own.gather_dtype} needs scanned blocks, here is {hindered_by}"
+            f"--gather_dtype {own.gather_dtype} requires scanned blocks, here is {hindered_by}"
         )
 
 
@@ -269,7 +269,7 @@ def _hinders_scan(config: RunConfig, own: XlaConfig) -> str | None:
 
 def _check_precision(config: RunConfig) -> None:
     if config.sharding.precision == "fp16":
-        raise UsageError("--precision fp16 needs --backend cuda: on XLA use bf16")
+        raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
 
 
 def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
@@ -278,11 +278,11 @@ def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
         for name in ("mesh_dcn", "mesh_fsdp", "mesh_domain", "mesh_tensor"):
             if getattr(sharding, name) != known[name].field.default:
                 raise UsageError(
-                    f"{known[name].names[0]} needs --xla_fsdp spmd: nested FSDP shards over all "
+                    f"{known[name].names[0]} requires --xla_fsdp spmd: nested FSDP shards over all "
                     "devices"
                 )
     elif not sharding.reshard_after_forward:
-        raise UsageError("--no_reshard_after_forward needs --xla_fsdp nested, not spmd")
+        raise UsageError("--no_reshard_after_forward requires --xla_fsdp nested, not spmd")
     if device == "CPU" and own.xla_fsdp == "nested" and own.cpu_devices > 1:
         raise UsageError(
             f"nested FSDP runs on 1 CPU device, not {own.cpu_devices} (XLA's CPU collectives "
@@ -290,7 +290,7 @@ def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
         )
     if config.optimizer.optimizer == "muon" and own.flatten_parameters:
         raise UsageError(
-            "--optimizer muon does not go with --flatten_parameters: drop one of the two"
+            "--optimizer muon is incompatible with --flatten_parameters: drop one of the two"
         )
     if own.compile_cache_dir and (cache := Path(own.compile_cache_dir)).exists():
         if not cache.is_dir():
@@ -324,7 +324,7 @@ def check_mesh(mesh: Mesh, model: ModelSpec) -> None:
         return
     if reason := model.why_no_tensor_parallel():
         raise UsageError(
-            f"--mesh_tensor {mesh.tensor} does not go with --model {model.name}: {reason}"
+            f"--mesh_tensor {mesh.tensor} is incompatible with --model {model.name}: {reason}"
         )
     heads, hidden = model.sizes.num_heads, model.sizes.hidden
     if heads % mesh.tensor:

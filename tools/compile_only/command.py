@@ -45,7 +45,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     """
     libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds to them
     if not own.tpu_topology:
-        raise UsageError(f"--compile_only needs --tpu_topology. Known, for example: {KNOWN}")
+        raise UsageError(f"--compile_only requires --tpu_topology. Known, for example: {KNOWN}")
     if "," in own.tpu_topology:
         raise UsageError(
             f"--compile_only takes one slice, not {own.tpu_topology}: --plan takes several"
@@ -78,7 +78,7 @@ def _check_breaks(run: XlaRun) -> None:
     breaks = run.own.mark_step_after_forward or run.own.mark_step_every_n_blocks
     if breaks and run.config.sharding.grad_ckpt != "full":
         raise UsageError(
-            "--compile_only with a broken graph needs --grad_ckpt full: of activations that are "
+            "--compile_only with a broken graph requires --grad_ckpt full: of activations that are "
             "kept, PyTorch does not show all"
         )
 

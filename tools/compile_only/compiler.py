@@ -218,7 +218,7 @@ def check_installed() -> None:
     for name in ("libtpu", "jax", "jaxlib"):
         if importlib.util.find_spec(name) is None:
             raise UsageError(
-                f"--compile_only needs {name}: python3 -m pip install -r requirements-tpu.txt"
+                f"--compile_only requires {name}: python3 -m pip install -r requirements-tpu.txt"
             )
 
 

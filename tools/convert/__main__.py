@@ -138,7 +138,7 @@ def _writer(dst: Path, to: str | None, max_shard_size: str | None) -> Write:
     """Return what writes the wanted form. Raises UsageError if it is not clear, or cannot be."""
     told = _SUFFIXES.get(dst.suffix)
     if told and to and told != to:
-        raise UsageError(f"--to {to} does not go with {dst}: a {dst.suffix} file is {told}")
+        raise UsageError(f"--to {to} is incompatible with {dst}: a {dst.suffix} file is {told}")
     form = to or told
     if form is None:
         raise UsageError(

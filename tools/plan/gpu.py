@@ -172,7 +172,7 @@ def plan_gpus(config: RunConfig, own: GpuConfig) -> int:
     check_prices(prices, tuple(gpu.name for gpu in GPUS), asked)
     if config.sharding.mesh_tensor > 1:
         raise UsageError(
-            f"--mesh_tensor {config.sharding.mesh_tensor} needs --backend xla, this is cuda"
+            f"--mesh_tensor {config.sharding.mesh_tensor} requires --backend xla, this is cuda"
         )
     resolve_common(config)  # for its checks
     config, model = resolve_model(config)

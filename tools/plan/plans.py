@@ -70,7 +70,9 @@ def _price(path: Path, kind: str, table: Any) -> Price:
     value = table.get("price") if isinstance(table, Mapping) else None
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
     if not 0 <= number < math.inf:
-        raise UsageError(f'--price {path}: "{kind}" needs a "price", dollars an hour of one chip')
+        raise UsageError(
+            f'--price {path}: "{kind}" requires a "price", dollars an hour of one chip'
+        )
     told = {name: str(table.get(name, f"no {name}")) for name in ("date", "source")}
     return Price(float(number), told["date"], told["source"])
 

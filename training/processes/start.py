@@ -74,8 +74,8 @@ def choose_checkpoint(
 ) -> Start:
     """Choose, for all processes, the first of the first process's candidates that is whole.
 
-    ``check`` raises UsageError for one that does not go with the arguments. Raises UsageError in
-    all processes if there are candidates and none is whole.
+    ``check`` raises UsageError for one that is incompatible with the arguments. Raises UsageError
+    in all processes if there are candidates and none is whole.
     """
     mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
     named, told, explicit = exchange.gather(mine)[0]
