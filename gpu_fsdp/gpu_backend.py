@@ -361,7 +361,7 @@ class GpuBackend(abc.ABC):
             dist.all_reduce(square, group=group)
         return square
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
+    def ema_weights(self) -> AbstractContextManager[None]:
         assert self._ema is not None
         return self._ema.in_place_of_weights(self._after_load)
 
@@ -443,7 +443,7 @@ class GpuBackend(abc.ABC):
     def _parameter_bytes(self) -> int:
         return sum(part.nbytes for part in self._locals.values())
 
-    def rounding(self) -> float:
+    def unit_roundoff(self) -> float:
         own, precision = self._own, self._sharding.precision
         used = [torch.finfo(DTYPES[each]).eps for each in (precision, own.reduce_dtype)]
         used += [torch.finfo(torch.float16).eps] if own.tf32 else []  # as many bits as TF32
@@ -476,7 +476,7 @@ class GpuBackend(abc.ABC):
         state = State(model, optimizer, self._step_state())
         return state if self._ema is None else self._ema.added_to(state, self._global_view)
 
-    def take(self, state: State) -> None:
+    def load_state(self, state: State) -> None:
         self._restore_step_state(state.step)
         if self._ema is not None:
             self._ema.take(state)

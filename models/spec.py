@@ -209,12 +209,12 @@ class ModelSpec(abc.ABC):
     # -- for all families -------------------------------------------------------------
 
     def block_dimensions(self) -> dict[str, tuple[str, ...]]:
-        """Return the kinds of the dimensions of each parameter of a block, by its name there.
+        """Return the logical axes of each parameter of a block, by its name there.
 
         "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of
-        the MLP). ``training.mesh.LOGICAL_AXIS_RULES`` says which mesh axes shard each. A dimension
-        of ``models.blocks.FOLDED`` is folded into the next one: the parameter has one fewer than
-        its kinds. Empty where ``why_no_tensor_parallel`` has a reason.
+        the MLP): ``training.mesh.LOGICAL_AXIS_RULES`` says which mesh axes shard each. An axis of
+        ``models.blocks.FOLDED`` is folded into the next one: the parameter has one dimension fewer
+        than axes. Empty where ``why_no_tensor_parallel`` has a reason.
         """
         return {} if self.why_no_tensor_parallel() else blocks.dimensions(self._block)
 

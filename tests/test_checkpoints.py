@@ -77,7 +77,7 @@ class OneWeight:
             step={name: torch.tensor(self.value) for name in self.step_names},
         )
 
-    def take(self, state):
+    def load_state(self, state):
         self.taken = state
 
 

@@ -23,9 +23,9 @@ from tools.convert.__main__ import main as to_other_form
 from tools.plan import gpu as gpu_model
 from tools.plan.tpu import compile_words
 from tools.plan.tpu_search import Candidate
-from training.block_sizes import shape_of, state_bytes
 from training.checkpoints.choose import find_resume
 from training.mesh import Mesh
+from training.step_sizes import state_bytes, step_sizes
 from training.validation import wanted_images
 from training.weights import load_file_of_weights
 from xla_fsdp import estimates as xla_model
@@ -267,7 +267,7 @@ def test_what_is_planned():
         asked = read_flags(flags)
         topology = parse_topology("v5e:2x4")
         run = resolve_for_slice(asked.run, asked.xla, topology)
-        shape = shape_of(run.model)
+        shape = step_sizes(run.model)
         candidate = Candidate(topology, run.mesh, "full", 1, "sdpa")
         on_tpu = xla_model.estimate(shape, candidate.layout(run.config), topology.chip)
         how = (Mesh(fsdp=over), 64, 1, "full", "fp32", state_bytes(run.config))

@@ -9,7 +9,7 @@ from run_vit_training import read_flags
 from tests.cli import run_program, train_tiny, train_tiny_gpu
 from tests.resolved import on_xla
 from tools.plan.tpu_search import Candidate
-from training.block_sizes import shape_of
+from training.step_sizes import step_sizes
 from xla_fsdp.estimates import POLICIES, estimate
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
@@ -76,7 +76,7 @@ def test_auto_takes_the_fastest_that_fits(flags, topology):
     chosen = run.config.sharding.grad_ckpt
     found = {
         policy: estimate(
-            shape_of(run.model),
+            step_sizes(run.model),
             Candidate(slice_, run.mesh, policy, 1, run.own.attention).layout(run.config),
             slice_.chip,
         )

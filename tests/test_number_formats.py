@@ -15,8 +15,8 @@ from tests.test_resume import DROPOUT, EPOCHS_OF_5
 from tools.plan import gpu as gpu_model
 from tools.plan.gpu import GPUS
 from tools.plan.tpu_search import Candidate
-from training.block_sizes import state_bytes
 from training.mesh import Mesh
+from training.step_sizes import state_bytes
 from xla_fsdp.estimates import estimate
 from xla_fsdp.tpu import parse_topology
 

@@ -24,11 +24,11 @@ from tools.plan.tpu_search import (
     candidates,
     corrections,
 )
-from training.block_sizes import shape_of
 from training.errors import UsageError
 from training.flags import flat
 from training.mesh import Mesh
 from training.resolve import resolve_model
+from training.step_sizes import step_sizes
 from xla_fsdp.estimates import POLICIES, estimate
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
@@ -57,7 +57,7 @@ COMPILED = [
 def asked(*words):
     flags = read_flags(["--plan", *words])
     config, model = resolve_model(flags.run)
-    return config, flags.xla, shape_of(model)
+    return config, flags.xla, step_sizes(model)
 
 
 @pytest.fixture(scope="module")

@@ -384,7 +384,7 @@ class Evaluations:
         if result is None:
             return None
         if self.with_ema:
-            with session.backend.averaged_weights():
+            with session.backend.ema_weights():
                 ema = self._measure()
             if ema is None:
                 return None

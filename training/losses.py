@@ -117,7 +117,7 @@ class Mixing:
         self._config, self._seed = run.config.loss, run.config.seed
         self._constant, self._rows = constant, rows
         self._spatial = run.model.sizes.input_shape[1:]
-        self._of_device = run.images_a_pass // run.mesh.batch_parts
+        self._of_device = run.config.data.pass_size // run.mesh.batch_parts
 
     def draw(self, pass_index: int) -> torch.Tensor:
         """Return the numbers of a ``Mix``, on the devices; they follow from the seed and the number

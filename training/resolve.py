@@ -170,11 +170,6 @@ class Run(Generic[Own]):
         return flat(self.config, self.own)
 
     @property
-    def images_a_pass(self) -> int:
-        """Return how many images one pass forward and back has, on all devices together."""
-        return self.config.data.batch_size // self.config.data.grad_accum_steps
-
-    @property
     def ckpt_dir(self) -> Path:
         return folder_at(self.config.checkpoints.ckpt_dir)
 
@@ -321,7 +316,7 @@ def check_batch(run: Run) -> None:
             f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
             f"{together}{passes}"
         )
-    images = run.images_a_pass // mesh.batch_parts
+    images = run.config.data.pass_size // mesh.batch_parts
     check_mixing(run.config.loss, images, run.model.sizes.input_shape)
 
 

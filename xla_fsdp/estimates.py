@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from training.block_sizes import Shape, shape_of, state_bytes
 from training.config import RunConfig
 from training.mesh import Mesh
+from training.step_sizes import StepSizes, state_bytes, step_sizes
 from xla_fsdp.attention.sizes import LANES, SUBLANES, padded_tokens, padded_width
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.tpu import Chip
@@ -145,7 +145,7 @@ class Shares:
 SHARES = Shares()
 
 
-def estimate(shape: Shape, layout: Layout, chip: Chip, shares: Shares = SHARES) -> Estimate:
+def estimate(shape: StepSizes, layout: Layout, chip: Chip, shares: Shares = SHARES) -> Estimate:
     """Return what a step is expected to need on each device."""
     part = _Part(shape, layout, chip)
     policy = POLICIES[layout.policy]
@@ -184,7 +184,7 @@ def estimate(shape: Shape, layout: Layout, chip: Chip, shares: Shares = SHARES) 
 class _Part:
     """What one device computes of one block in one pass."""
 
-    shape: Shape
+    shape: StepSizes
     layout: Layout
     chip: Chip
 
@@ -383,7 +383,7 @@ def resolve_policy(
         state_bytes=state_bytes(config),
     )
     found = {
-        name: estimate(shape_of(model), replace(layout, policy=name), chip) for name in POLICIES
+        name: estimate(step_sizes(model), replace(layout, policy=name), chip) for name in POLICIES
     }
     fitting = {
         name: each for name, each in found.items() if each.peak_bytes <= _USABLE * chip.hbm_bytes

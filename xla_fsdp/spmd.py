@@ -55,7 +55,7 @@ from xla_fsdp.xla_backend import XlaBackend, device_part, is_stacked, name_in_bl
 class SpmdBackend(XlaBackend):
     def __init__(self, run: XlaRun) -> None:
         self._shape = run.mesh
-        live = self._shape.live
+        live = self._shape.axis_sizes
         order = self._device_order()
         self.rank, self.world_size = xr.process_index(), xr.process_count()
         self._host: HostPart | None = None
@@ -94,7 +94,7 @@ class SpmdBackend(XlaBackend):
             if self._replicated_bytes:
                 form += (
                     f", {self._replicated_bytes:,} bytes of parameters replicated "
-                    f"(no dimension is a multiple of {self._shape.fewest_parts})"
+                    f"(no dimension is a multiple of {self._shape.min_shards})"
                 )
         form += ", residuals in bf16" if self._own.residual_dtype == "bf16" else ""
         form += ", weights gathered in fp8" if self._own.gather_dtype == "fp8" else ""
@@ -161,12 +161,12 @@ class SpmdBackend(XlaBackend):
         """Return how attention is computed among the devices that share an image."""
 
         def mark_parts(x: torch.Tensor) -> torch.Tensor:
-            return self._mark(x, (self._shape.parts_axes, *((),) * (x.dim() - 1)))
+            return self._mark(x, (self._shape.domain_batch_axes, *((),) * (x.dim() - 1)))
 
         def mark_tokens(x: torch.Tensor) -> torch.Tensor:
             return self._mark(x, self._shape.logical_spec("batch", "width", "tokens", "width"))
 
-        shards = self._shards(self._shape.parts_axes)
+        shards = self._shards(self._shape.domain_batch_axes)
         flash = self._own.attention == "flash"
         products: PartProducts = FlashProducts(shards) if flash else PlainProducts()
         how = (self._shape.domain, products, mark_tokens, mark_parts)
@@ -196,7 +196,7 @@ class SpmdBackend(XlaBackend):
         """Make a parameter of values that lie on the devices as ``spec`` says."""
         parameter = nn.Parameter(values, requires_grad=trains)
         self._specs[parameter] = spec
-        if self._shape.parts(spec) < self._shape.fewest_parts:
+        if self._shape.shard_count(spec) < self._shape.min_shards:
             self._replicated_bytes += parameter.nbytes
         outlives = self._run.config.data.grad_accum_steps > 1 or self._own.mark_step_every_n_blocks
         if trains and outlives:
@@ -214,7 +214,7 @@ class SpmdBackend(XlaBackend):
     def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name in self._in_int8:
             return weight  # the product rounds and gathers it
-        whole = self._shape.gathered_spec(weight.shape, self._tensor_dims.get(name))
+        whole = self._shape.unsharded_spec(weight.shape, self._tensor_dims.get(name))
         lower = self._sharding.precision == "bf16" and weight.dim() > 1
         used = torch.bfloat16 if lower else weight.dtype
         how = gather_in_fp8 if self._own.gather_dtype == "fp8" and weight.dim() > 1 else gather
@@ -223,7 +223,7 @@ class SpmdBackend(XlaBackend):
     def _shard_root(self, model: nn.Module) -> nn.Module:
         self._place(model, {})
         convolve_by_product(model, self._mark_rows)
-        if len(self._shape.live) > 1 or self._shape.domain > 1:
+        if len(self._shape.axis_sizes) > 1 or self._shape.domain > 1:
             compute_with_whole(model, self._whole_in_root)
             after_forward(model, lambda logits: MarkBoth.apply(logits, self._mark_images))
         if self._shape.tensor > 1:
@@ -273,7 +273,7 @@ class SpmdBackend(XlaBackend):
             owner, _, key = name.rpartition(".")
             spec = self._spec(parameter.shape, tensor_dims.get(name))
             if self._lies_with_tokens(name, parameter):
-                spec = self._shape.positions_spec(parameter.shape)
+                spec = self._shape.position_embedding_spec(parameter.shape)
             values = self._send(parameter.detach(), spec)
             placed = self._keep(values, spec, parameter.requires_grad)
             module.get_submodule(owner)._parameters[key] = placed
@@ -304,12 +304,9 @@ class SpmdBackend(XlaBackend):
         # Unmarked, the partitioner would exchange it between devices.
         if self._shape.tensor > 1:
             return self._mark_columns(x) if isinstance(self._kept, KeptResults) else x
-        sizes = self._run.images_a_pass, self._run.model.sizes.num_tokens
-        return (
-            self._mark(x, spec)
-            if (spec := self._shape.saved_activation_spec(x.shape, *sizes))
-            else x
-        )
+        sizes = self._run.config.data.pass_size, self._run.model.sizes.num_tokens
+        spec = self._shape.saved_activation_spec(x.shape, *sizes)
+        return self._mark(x, spec) if spec else x
 
     def _mark_columns(self, x: torch.Tensor) -> torch.Tensor:
         """Mark (batch, tokens, ..., features) of heads, or of an MLP's columns."""
@@ -325,7 +322,7 @@ class SpmdBackend(XlaBackend):
         return self._mark(x, self._activations(x.dim()))
 
     def _adapt(self, block: nn.Module) -> None:
-        parts = self._shape.parts(self._shape.logical_spec("batch"))
+        parts = self._shape.shard_count(self._shape.logical_spec("batch"))
         int8 = self._int8_marks if self._own.matmul == "int8" else None
         if int8:
             self._in_int8 = linear_weights(block)
@@ -349,7 +346,7 @@ class SpmdBackend(XlaBackend):
 
     def _int8_marks(self, name: str) -> Int8Marks:
         """Return how numbers of a weight of a block are marked."""
-        dim, whole = self._tensor_dims.get(name), self._shape.gathered_spec
+        dim, whole = self._tensor_dims.get(name), self._shape.unsharded_spec
         return int8_marks(lambda n: self._spec(n, dim), lambda n: whole(n, dim), self._mark)
 
     def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
@@ -398,7 +395,7 @@ class SpmdBackend(XlaBackend):
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
 
     def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
-        axes, devices = tuple(self._shape.live), self._shape.devices
+        axes, devices = tuple(self._shape.axis_sizes), self._shape.devices
         return distributed(momenta, how, self._specs, axes, devices, self._mark)
 
     # -- state ------------------------------------------------------------------------

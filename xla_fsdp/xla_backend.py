@@ -416,7 +416,7 @@ class XlaBackend(abc.ABC):
         self.end_step()
         return norm, self._skipped
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
+    def ema_weights(self) -> AbstractContextManager[None]:
         assert self._ema is not None
         return self._ema.in_place_of_weights(self._let_go_of_gathered)
 
@@ -492,7 +492,7 @@ class XlaBackend(abc.ABC):
     def _parameter_bytes(self) -> int:
         return sum(map(self._local_bytes, self._named_parameters().values()))
 
-    def rounding(self) -> float:
+    def unit_roundoff(self) -> float:
         # A TPU takes fp32 products as bf16, too.
         lower = self._sharding.precision == "bf16" or xr.device_type() == "TPU"
         used = [torch.finfo(torch.bfloat16 if lower else torch.float32).eps]
@@ -539,7 +539,7 @@ class XlaBackend(abc.ABC):
         optimizer = self._optimizer if with_optimizer else None
         return copy_to_host(self._named_parameters(), optimizer, self._ema, self._to_host)
 
-    def take(self, state: State) -> None:
+    def load_state(self, state: State) -> None:
         assert isinstance(state, HostState)
         for origin in state.origins:
             self._to_device(origin.name, origin.tensor, origin.values)

@@ -25,11 +25,11 @@ from tools.plan.plans import (
     typed,
     words_of,
 )
-from training.block_sizes import Shape, shape_of, state_bytes
 from training.config import PlanConfig, RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh, make_mesh
 from training.resolve import Run, check_batch, check_rows, resolve_common, resolve_model
+from training.step_sizes import StepSizes, state_bytes, step_sizes
 
 # ------------------------------------------------------------------------------------------------
 # Bytes and seconds of a training step on NVIDIA GPUs by arithmetic: memory, and a roofline.
@@ -102,7 +102,7 @@ class Estimate:
 
 
 def estimate(
-    shape: Shape,
+    shape: StepSizes,
     gpu: Gpu,
     mesh: Mesh,
     batch_size: int,
@@ -138,7 +138,7 @@ def estimate(
     return Estimate(peak, step_s)
 
 
-def _exchanged_s(shape: Shape, gpu: Gpu, mesh: Mesh, passes: int, size: int) -> float:
+def _exchanged_s(shape: StepSizes, gpu: Gpu, mesh: Mesh, passes: int, size: int) -> float:
     """Return the seconds of gathering weights twice and reducing gradients, in every pass."""
     over = mesh.fsdp * mesh.domain
     received = shape.parameters * (over - 1) / over * (2 * size + _FP32)
@@ -235,7 +235,7 @@ def _plan(
     check_rows(mesh, model)
     check_batch(Run(run_config, own, model, mesh))
     found: Estimate = estimate(
-        shape_of(model),
+        step_sizes(model),
         gpu,
         mesh,
         work.batch_size,
@@ -262,7 +262,7 @@ def _plan(
 
 
 def _settings(mesh: Mesh, chosen: dict[str, Any]) -> str:
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.live.items())
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.axis_sizes.items())
     passes = chosen["grad_accum_steps"]
     return f"{axes}, {chosen['grad_ckpt']}" + (f", {passes} passes" if passes > 1 else "")
 

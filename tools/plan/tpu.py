@@ -37,10 +37,10 @@ from tools.plan.plans import (
     words_of,
 )
 from tools.plan.tpu_search import CHOICES, Candidate, Found, Option, Search, candidates
-from training.block_sizes import shape_of
 from training.config import EmaConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
 from training.resolve import resolve_common, resolve_model
+from training.step_sizes import step_sizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.estimates import estimate
 from xla_fsdp.resolve_xla import resolve_for_slice
@@ -225,7 +225,7 @@ class Planner:
 
     def options(self, choices: Mapping[str, tuple[Any, ...]] = CHOICES) -> list[Option]:
         """Return all that the flags leave open of these choices, with what the arithmetic says."""
-        shape = shape_of(self.model)
+        shape = step_sizes(self.model)
         return [
             Option(
                 each,

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from tools.plan.plans import combinations
-from training.block_sizes import state_bytes
 from training.config import PlanConfig, RunConfig, UseConfig
 from training.errors import UsageError
 from training.mesh import Mesh
+from training.step_sizes import state_bytes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.estimates import POLICIES, Estimate, Layout
 from xla_fsdp.tpu import Topology, parse_topology
@@ -72,7 +72,7 @@ class Candidate:
     @property
     def settings(self) -> str:
         """Return what is chosen beside the slice, in a few words."""
-        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.live.items())
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.axis_sizes.items())
         passes = f", {self.grad_accum_steps} passes" if self.grad_accum_steps > 1 else ""
         return f"{axes}, {self.grad_ckpt}, {self.attention}{passes}"
 

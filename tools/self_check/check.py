@@ -383,7 +383,7 @@ def _check_going_on(devices: Devices, checkpoints: Checkpoints, table: Table) ->
     off = apart(list(again), list(first))
     everyone = exchange.gather(repr(off))
     what = "apart, loss and norm of an update before and after the loading"
-    allowed = max(EQUAL, devices.backend.rounding())  # GPUs may sum in another order
+    allowed = max(EQUAL, devices.backend.unit_roundoff())  # GPUs may sum in another order
     table.within("resumed", max(map(float, everyone)), allowed, what)
 
 
@@ -393,7 +393,7 @@ def _reference(run: Run, backend: Backend) -> tuple[Settings, Outcome | None, To
     told: list[float] = []
     if backend.is_main:
         settings, plain, rounded = compute(run)
-        allowed = Tolerances(backend.rounding(), plain, rounded)
+        allowed = Tolerances(backend.unit_roundoff(), plain, rounded)
         told = [settings.lr, settings.eps, settings.max_norm]
     return Settings(*exchange.gather(told)[0]), plain, allowed
 

@@ -219,5 +219,5 @@ def load_state(
         dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     if with_optimizer:
         torch.set_rng_state(training[RNG])
-    backend.take(state)
+    backend.load_state(state)
     return has_ema

@@ -1,4 +1,4 @@
-"""The sizes of a model that the bytes and seconds of its step follow from."""
+"""The sizes of a model from which the bytes and seconds of a training step are estimated."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from training.config import RunConfig
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Plain numbers, so that arithmetic on them needs no model."""
+class StepSizes:
+    """Sizes of a model as plain numbers: estimates need no model."""
 
     depth: int
     width: int
     hidden: int
-    """Width inside the MLP."""
+    """Width of the MLP."""
     heads: int
     head_dim: int
     tokens: int
-    """Of an image, in training."""
+    """Tokens of an image, in training."""
     block_parameters: int
-    """Of one block."""
+    """Parameters of one block."""
     other_parameters: int
     classes: int
     pixels: int
     """Values of one image."""
     train_flops: float
-    """Of one image, forward and backward, as MFU counts them."""
+    """FLOPs of one image, forward and backward, as MFU counts them."""
 
     @property
     def parameters(self) -> int:
@@ -37,20 +37,20 @@ class Shape:
 
 
 def state_bytes(config: RunConfig) -> int:
-    """Return the bytes of a parameter's state: the fp32 weight, AdamW's two moments or the one of
-    Lion and Muon (of whose parameters the few that are AdamW's are not counted apart), the EMA."""
+    """Return the bytes of state per parameter: fp32 weight, moments (AdamW two, Lion and Muon one;
+    the few parameters that AdamW updates under Muon are counted as Muon's) and EMA."""
     moments = 2 if config.optimizer.optimizer == "adamw" else 1
     each = {"fp32": 4, "bf16": 2}[config.optimizer.optimizer_dtype]
     return 4 + moments * each + (4 if config.ema.model_ema else 0)
 
 
 @functools.cache
-def shape_of(model: ModelSpec) -> Shape:
+def step_sizes(model: ModelSpec) -> StepSizes:
     """Return the sizes of a model."""
     sizes = model.sizes
     parameters = [p for block in model.meta.blocks for p in block.parameters()]  # type: ignore[union-attr]
     blocks = sum(parameter.numel() for parameter in parameters)
-    return Shape(
+    return StepSizes(
         depth=sizes.depth,
         width=sizes.embed_dim,
         hidden=sizes.hidden,
