@@ -22,12 +22,12 @@ def train(folder, monkeypatch, flags, devices, **variables):
     [
         ("", 2),
         ("--xla_fsdp nested --precision bf16 --optimizer_dtype bf16", 1),
-        ("--mesh_tensor 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
         ("--optimizer muon --layer_decay 0.5 --no_decay norms biases", 2),
         *(
             pytest.param(flags, devices, marks=pytest.mark.long)
             for flags, devices in [
                 ("--precision bf16", 1),
+                ("--mesh_tensor 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
                 ("--xla_fsdp nested --precision bf16 --optimizer muon", 1),
                 ("--mesh_tensor 2 --grad_accum_steps 2 --optimizer lion --layer_decay 0.5", 4),
                 ("--linear_probe --no-scan_blocks", 2),

@@ -232,7 +232,7 @@ def flags(folder, *more):
     [
         ("--precision bf16 --optimizer_dtype bf16 --mixup 0.4", 2, 1),
         pytest.param("--no-scan_blocks --mesh_tensor 2", 4, 1, marks=pytest.mark.long),
-        ("--xla_fsdp nested --grad_accum_steps 2", 1, 2),
+        pytest.param("--xla_fsdp nested --grad_accum_steps 2", 1, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_compilation_for_each_bucket_then_none(how, devices, graphs, folder, tmp_path):
@@ -253,6 +253,7 @@ def test_a_compilation_for_each_bucket_then_none(how, devices, graphs, folder, t
     assert sum("sec_per_iter" not in step for step in steps) == 3  # a compiler's time is no pace
 
 
+@pytest.mark.long
 def test_a_resume_in_mid_epoch_on_another_backend(folder, tmp_path):
     """The losses are those of a run in one go: of SPMD, and of FSDP2 in two processes after it."""
     plain = flags(folder, "--max_steps", "8", "--drop_path_rate", "0")

@@ -126,6 +126,7 @@ SMALL = "--num_blocks 1 --batch_size 32".split()
 """The nested form has a copy of each block in the graph, which takes the compiler its time."""
 
 
+@pytest.mark.long
 def test_nested():
     """A process a chip: the same state and work as SPMD, weights gathered, gradients scattered."""
     nested = compile_for("v5p:2x2x1", "--xla_fsdp", "nested", *SMALL)

@@ -144,7 +144,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     ),
     "make test-long": Elsewhere("it runs this test", make_knows),
     # docs/contributing.md
-    ".venv/bin/python -m pytest": Run((r"^\d+ passed in ",)),
+    ".venv/bin/python -m pytest": Run((r"^\d+ passed in ",), long=True),
     # docs/slurm.md
     "make rehearse": Elsewhere("minutes of tests of their own", make_knows),
     "make coverage": Elsewhere("an hour of all tests", make_knows),

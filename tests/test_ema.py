@@ -141,6 +141,7 @@ def test_as_timm(train, flags, devices, how, bad, tmp_path, monkeypatch):
             assert steps[6]["compilations"] == steps[4]["compilations"]
 
 
+@pytest.mark.long
 def test_goes_on_and_moves(tmp_path):
     """On in mid-epoch, as if never stopped; from XLA to FSDP2, from 2 devices to 4, as timm's."""
     flags = [*EACH_STEP, "--model_ema_decay", "0.8", "--model_ema_warmup"]

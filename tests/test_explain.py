@@ -173,14 +173,13 @@ def test_the_step_is_the_same_without_names(explained):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "distinct"),
     [
         ("--xla_fsdp nested", 1),
-        pytest.param("--mesh_tensor 2", 1, marks=pytest.mark.long),
-        pytest.param(
-            "--grad_accum_steps 4", 3, marks=pytest.mark.long
-        ),  # a first micro-batch, two in between, a last
+        ("--mesh_tensor 2", 1),
+        ("--grad_accum_steps 4", 3),  # a first micro-batch, two in between, a last
     ],
 )
 def test_every_product_is_named_and_the_graph_is_the_same(flags, distinct):

@@ -28,6 +28,7 @@ def results(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_one_kill(results, tmp_path, monkeypatch, capsys):
     document = tmp_path / "reliability.md"
     document.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")

@@ -25,6 +25,7 @@ def test_mid_epoch_resume_is_exact(tmp_path):
     assert resumed.evaluations[-1] == whole.evaluations[-1]
 
 
+@pytest.mark.long
 def test_checkpoint_moves_between_backends_and_process_counts(tmp_path):
     """XLA on 2, 4 GPU processes with HSDP, 3 with ZeRO-2, XLA on 4 and on 1: no loss changes."""
     flags = ["--batch_size", "48", "--max_steps"]

@@ -252,6 +252,7 @@ if "RANK" in os.environ:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "nodes",
     [

@@ -128,6 +128,7 @@ def test_mid_epoch_resume_is_exact(tmp_path):
     assert resumed.evaluations[-1] == whole.evaluations[-1]
 
 
+@pytest.mark.long
 def test_checkpoint_moves_between_forms(fsdp2, tmp_path):
     """HSDP with a sharded outer dimension, FSDP2 in 3 processes, ZeRO-1: no loss changes."""
     flags = ["--batch_size", "48", "--max_steps"]

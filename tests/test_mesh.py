@@ -62,6 +62,7 @@ def test_dropped_patches(tmp_path):
     assert_same_curves(sharded, plain, rel=1e-5)
 
 
+@pytest.mark.long
 def test_checkpoint_moves_between_meshes(one_device, tmp_path):
     """Shards in two dimensions, of stacked and of single blocks, and of one dimension."""
     train_tiny(tmp_path, *FULL_BLOCK, "--mesh_tensor", "2", "--max_steps", "2", devices=4)

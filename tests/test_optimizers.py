@@ -203,6 +203,7 @@ def test_bf16_is_near_timms(asked, form, tmp_path):
     assert result.column("loss") != pytest.approx(exactly["loss"], rel=1e-6)
 
 
+@pytest.mark.long
 def test_muon_resumes_elsewhere_and_no_other_optimizer_does(tmp_path):
     """In mid-epoch: stacked on 4 devices, FSDP2, nested; then bit for bit on what wrote it."""
     flags = [*ASKED["muon"].split(), "--max_steps"]

@@ -409,6 +409,7 @@ def test_on_gpus(tmp_path):
     assert "nothing was compiled" in found["notes"][0]
 
 
+@pytest.mark.long
 def test_with_the_compiler_and_again_without(tmp_path):
     """One step is compiled; asked again, with other epochs, none is."""
     # Without scanned blocks a step takes minutes to compile.

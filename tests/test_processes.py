@@ -130,6 +130,7 @@ def test_a_node_with_other_code(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_folders_that_nodes_do_not_share(tmp_path, monkeypatch):
     """The same relative name in two folders, as on disks of two nodes."""
     for name in ("a", "b"):

@@ -42,6 +42,7 @@ def test_one_host(slice_of, tmp_path):
     )
 
 
+@pytest.mark.rehearse
 def test_one_chip_nested(slice_of, tmp_path):
     """A process a chip, started by torch_xla itself."""
     chip = slice_of(ONE_CHIP)
@@ -50,6 +51,7 @@ def test_one_chip_nested(slice_of, tmp_path):
     assert_same_training(result, train_tiny(tmp_path / "cpu"))
 
 
+@pytest.mark.rehearse
 def test_hosts_train_as_one_and_hand_over(slice_of, tmp_path, eight_devices):
     """Two hosts, then one with another mesh, then four: the losses are those of one process."""
     run = tmp_path / "run"

@@ -130,6 +130,7 @@ def test_rerun_of_a_finished_run_changes_nothing(copy_of_stopped, stopped):
         assert len(list(copy_of_stopped.glob("step_*"))) == 2
 
 
+@pytest.mark.long
 def test_checkpoint_moves_between_forms_and_device_counts(tmp_path):
     """Flat nested shards, 4 SPMD devices, blocks as one stack on 2, plain nested shards."""
     flags = [*EPOCHS_OF_5, "--max_steps"]
@@ -144,6 +145,7 @@ def test_checkpoint_moves_between_forms_and_device_counts(tmp_path):
     assert moved + last.column("loss") == pytest.approx(reference, rel=1e-5)
 
 
+@pytest.mark.long
 def test_changed_batch_size_keeps_place_in_data_and_schedule(copy_of_stopped):
     """Step 7 at 5 steps an epoch is 512 images into epoch 2, where a run of 11 an epoch is after
     15. Steps are counted on; then the larger batch again, and each time the newest is resumed."""

@@ -66,6 +66,7 @@ def on_xla(*flags):
 # -- write, resume, prune -------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_on_xla_is_that_of_a_folder(s3, tmp_path):
     """SPMD: written, pruned, resumed, as in a folder; nothing is copied, renamed or read back."""
     flags = [*EVERY_TWO, "--keep_checkpoints", "1"]
@@ -161,6 +162,7 @@ def test_without_the_right_to_remove_on_xla(s3):
     assert s3.folders("run/") == ["step_2", "step_4", "step_6", "tensorboard"]
 
 
+@pytest.mark.long
 def test_without_the_right_to_remove(s3):
     """Two processes, none of which waits for the other; what was begun is written over."""
 
