@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpu_fsdp.config import GpuConfig
+from torch_fsdp.config import TorchConfig
 from training.config import RunConfig
 from training.errors import (
     RunFailed,
@@ -25,7 +25,7 @@ from training.flags import PROGRAM, check_foreign, check_switches, parse
 from training.processes.parent import end_with_torchrun
 from xla_fsdp.config import XlaConfig
 
-OWN = {"xla": XlaConfig, "cuda": GpuConfig}
+OWN = {"xla": XlaConfig, "cuda": TorchConfig}
 """The configuration of each backend, by its name. A new backend is a folder with one of these, a
 function ``resolve`` and a function ``launch``, and its lines here, in ``choose_backend`` and in
 ``start``."""
@@ -37,7 +37,7 @@ class Flags:
 
     run: RunConfig
     xla: XlaConfig
-    cuda: GpuConfig
+    cuda: TorchConfig
 
     @property
     def own(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def choose_backend(choice: str) -> str:
     """Return "xla" or "cuda": what was asked for; for auto TPU, else CUDA, else XLA on the CPU."""
     if choice != "auto":
         return choice
-    from gpu_fsdp import devices
+    from torch_fsdp import devices
     from xla_fsdp.resolve_xla import device_type
 
     if device_type() == "CPU" and not devices.choose().is_host:
@@ -93,7 +93,7 @@ def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> No
         launch_on_xla(_naming_itself(body), run)
     else:
         from gpu_fsdp import resolve_gpu
-        from gpu_fsdp.launch_gpu import launch as launch_on_gpus
+        from torch_fsdp.launch_torch import launch as launch_on_gpus
 
         run, body = prepare(resolve_gpu.resolve(config, flags.cuda))
         launch_on_gpus(_naming_itself(body), run)

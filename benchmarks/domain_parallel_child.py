@@ -22,8 +22,8 @@ import torch
 
 from data.loader import Batch
 from gpu_fsdp import resolve_gpu
-from gpu_fsdp.launch_gpu import launch as launch_gpu
 from run_vit_training import read_flags
+from torch_fsdp.launch_torch import launch as launch_gpu
 from training.backend import Backend
 from training.errors import UsageError
 from training.losses import Objective

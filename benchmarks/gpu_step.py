@@ -10,7 +10,7 @@ a model take turns --repeats times. The table gives medians:
 - s/step: wall clock from device idle to device idle over --steps steps, divided by them
 - ratio: images/s over those of timm's loop with the same model and batch in the same run
 - MFU: images/s x models.spec.train_flops_per_image (forward and backward, matrix products,
-  nothing recomputed) over the dense peak in gpu_fsdp/devices.py for the precision: with FP8
+  nothing recomputed) over the dense peak in torch_fsdp/devices.py for the precision: with FP8
   that of FP8
 - peak GiB: torch.cuda.max_memory_allocated of a timed step
 

@@ -20,8 +20,8 @@ if __name__ == "__main__":
     if "megatron" in sys.argv:
         without_cuda()
     from gpu_fsdp import resolve_gpu
-    from gpu_fsdp.launch_gpu import launch
     from tests.resolved import on_gpus
+    from torch_fsdp.launch_torch import launch
     from training.checkpoints.state import save_state
     from training.step import shard_and_optimize
 

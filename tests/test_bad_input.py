@@ -10,17 +10,17 @@ from PIL import Image
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
-from gpu_fsdp.devices import Cpu
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
+from torch_fsdp.devices import Cpu
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
-    monkeypatch.setattr("gpu_fsdp.devices.choose", Cpu)
+    monkeypatch.setattr("torch_fsdp.devices.choose", Cpu)
 
 
 def complaint(capsys, ckpt_dir, *flags):

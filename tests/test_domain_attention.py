@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu_fsdp import domain
 from tests.cli import run_program
+from torch_fsdp import domain
 from xla_fsdp.attention.sharded import PlainProducts, Ring
 
 REL = 1e-6

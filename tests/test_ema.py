@@ -11,7 +11,6 @@ from timm.utils import ModelEmaV3
 
 from data.loader import Share
 from data.source import open_data
-from gpu_fsdp.devices import Cpu
 from run_vit_training import read_flags
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.normalized import normalized
@@ -23,6 +22,7 @@ from tools.convert.__main__ import main as to_other_form
 from tools.plan import gpu as gpu_model
 from tools.plan.tpu import compile_words
 from tools.plan.tpu_search import Candidate
+from torch_fsdp.devices import Cpu
 from training.checkpoints.choose import find_resume
 from training.mesh import Mesh
 from training.step_sizes import state_bytes, step_sizes
@@ -252,7 +252,7 @@ def check_use(run, tmp_path):
 )
 def test_refused(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setattr("gpu_fsdp.devices.choose", Cpu)
+    monkeypatch.setattr("torch_fsdp.devices.choose", Cpu)
     monkeypatch.setattr("gpu_fsdp.resolve_gpu.check_megatron_runs_here", lambda: None)
     line = told_in_one_line(capsys, *tiny(tmp_path / "none"), *flags.split())
     assert words in line

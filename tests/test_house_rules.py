@@ -14,8 +14,9 @@ MAY_IMPORT = {
     "data": {"config_fields"},
     "training": {"config_fields", "models", "data"},
     "xla_fsdp": {"config_fields", "models", "data", "training"},
-    "gpu_fsdp": {"config_fields", "models", "data", "training"},
-    "tools": {"config_fields", "models", "data", "training", "xla_fsdp", "gpu_fsdp"},
+    "torch_fsdp": {"config_fields", "models", "data", "training"},
+    "gpu_fsdp": {"config_fields", "models", "data", "training", "torch_fsdp"},
+    "tools": {"config_fields", "models", "data", "training", "xla_fsdp", "torch_fsdp", "gpu_fsdp"},
     "launch": set(),
 }
 """Of the program's own parts, besides itself: the core imports no tool."""
@@ -49,7 +50,7 @@ def test_imports_go_one_way(part):
 
 
 def test_no_namespace_below_the_entrypoint():
-    parts = ("models", "data", "training", "xla_fsdp", "gpu_fsdp")
+    parts = ("models", "data", "training", "xla_fsdp", "torch_fsdp", "gpu_fsdp")
     named = [p for p in sources() if p.relative_to(ROOT).parts[0] in parts]
     found = {str(p.relative_to(ROOT)) for p in named if re.search(r"\bNamespace\b", p.read_text())}
     assert found <= {"training/flags.py"}

@@ -1,4 +1,4 @@
-"""launch/meet.py and gpu_fsdp/launch_gpu.py: nodes and processes that wait, and restarts."""
+"""launch/meet.py and torch_fsdp/launch_torch.py: nodes and processes that wait, and restarts."""
 
 import argparse
 import contextlib

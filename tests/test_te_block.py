@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from gpu_fsdp import te_block
+from gpu_fsdp.te_block import TeBlocks
 from models.registry import open_model
 from tests.cli import TINY_MODEL, train_tiny_gpu
 from tests.filled import filled
@@ -49,7 +50,7 @@ def test_same_logits(options, stand_in):
     replaced = copy.deepcopy(timm)
     for index, block in enumerate(timm.blocks):
         replaced.blocks[index] = te_block.replace_block(block, "cpu")
-    names = {te_block.timm_name(name) for name, _ in replaced.named_parameters()}
+    names = {TeBlocks("none").timm_name(name) for name, _ in replaced.named_parameters()}
     assert names == {name for name, _ in timm.named_parameters()}
     images = torch.randn(4, 3, 16, 16)
     assert torch.allclose(replaced(images), timm(images), atol=2e-2)
@@ -64,9 +65,10 @@ def test_meta_block_gives_meta_layer(stand_in):
 
 
 def test_names_outside_of_blocks_stay():
-    assert te_block.timm_name("norm.weight") == "norm.weight"
-    assert te_block.timm_name("blocks.11.layernorm_mlp.fc1_bias") == "blocks.11.mlp.fc1.bias"
-    assert te_block.timm_name("blocks.0.mlp.fc1.bias") == "blocks.0.mlp.fc1.bias"
+    timm_name = TeBlocks("none").timm_name
+    assert timm_name("norm.weight") == "norm.weight"
+    assert timm_name("blocks.11.layernorm_mlp.fc1_bias") == "blocks.11.mlp.fc1.bias"
+    assert timm_name("blocks.0.mlp.fc1.bias") == "blocks.0.mlp.fc1.bias"
 
 
 def test_checkpoint_moves_between_blocks(tmp_path):

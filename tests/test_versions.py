@@ -30,7 +30,7 @@ def test_they_were_written_for_what_is_pinned(requirements):
             assert pinned[package] == version
 
 
-@pytest.mark.parametrize("folder", ["xla_fsdp", "gpu_fsdp", "training"])
+@pytest.mark.parametrize("folder", ["xla_fsdp", "torch_fsdp", "gpu_fsdp", "training"])
 def test_they_stand_nowhere_else(folder):
     for path in (ROOT / folder).rglob("*.py"):
         if not path.name.endswith("_private.py"):

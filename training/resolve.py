@@ -127,8 +127,8 @@ def _shown(size: object) -> str:
 # ------------------------------------------------------------------------------------------------
 # From what was asked to what is done: every choice made, and checked, before a device starts.
 #
-# A backend's ``resolve`` (``xla_fsdp/resolve_xla.py``, ``gpu_fsdp/resolve_gpu.py``) makes a ``Run``
-# by these functions and its own choices. Nothing below asks again.
+# A backend's ``resolve`` (``xla_fsdp/resolve_xla.py``, ``torch_fsdp/resolve_torch.py``) makes a
+# ``Run`` by these functions and its own choices. Nothing below asks again.
 
 
 class BackendConfig(Protocol):
@@ -361,9 +361,10 @@ def _check_wandb() -> None:
 
 
 FLAG = "--teacher_weights"
+AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
 
-def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run[Any]:
+def with_teacher(run: AnyRun, resolve: Callable[[RunConfig], AnyRun]) -> AnyRun:
     """Return the run with that of its teacher, if it has one and is a training.
 
     ``resolve`` makes a run of a configuration as the backend does. Raises UsageError for a teacher

@@ -59,7 +59,7 @@ FAULTS = {
 }
 # What the results depend on.
 CODE = (
-    "run_vit_training.py config_fields.py training models data xla_fsdp gpu_fsdp launch "
+    "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp launch "
     "tests/faults "
     "tests/cli.py tests/fault_at_step.py tests/megatron_on_cpu.py"
 ).split()

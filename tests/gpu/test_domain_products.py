@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu_fsdp import domain
+from torch_fsdp import domain
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from gpu_fsdp import devices
 from tests.cli import DIGITS, run_program, train_tiny_gpu
 from tests.gpu.helpers import need_form
+from torch_fsdp import devices
 
 pytestmark = pytest.mark.gpu
 

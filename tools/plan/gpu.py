@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_fsdp.config import GpuConfig
-from gpu_fsdp.devices import peak_of
 from models.spec import ModelSpec
 from tools.plan.plans import (
     ALWAYS,
@@ -25,6 +23,8 @@ from tools.plan.plans import (
     typed,
     words_of,
 )
+from torch_fsdp.config import TorchConfig
+from torch_fsdp.devices import peak_of
 from training.config import PlanConfig, RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh, make_mesh
@@ -162,7 +162,7 @@ _NOT_COMPILED = (
 )
 
 
-def plan_gpus(config: RunConfig, own: GpuConfig) -> int:
+def plan_gpus(config: RunConfig, own: TorchConfig) -> int:
     """Print the plans for GPUs, or with ``--json`` their figures, and return the exit code.
 
     Raises UsageError.
@@ -204,7 +204,7 @@ def plan_gpus(config: RunConfig, own: GpuConfig) -> int:
     return tell(outcome)
 
 
-def _candidates(config: RunConfig, own: GpuConfig) -> Iterator[tuple[Gpu, int, dict[str, Any]]]:
+def _candidates(config: RunConfig, own: TorchConfig) -> Iterator[tuple[Gpu, int, dict[str, Any]]]:
     most = config.planning.chips_at_most
     numbers = [2**power for power in range(most.bit_length())]
     for gpu in GPUS:
@@ -216,7 +216,7 @@ def _candidates(config: RunConfig, own: GpuConfig) -> Iterator[tuple[Gpu, int, d
 
 def _plan(
     config: RunConfig,
-    own: GpuConfig,
+    own: TorchConfig,
     model: ModelSpec,
     gpu: Gpu,
     number: int,
@@ -267,7 +267,7 @@ def _settings(mesh: Mesh, chosen: dict[str, Any]) -> str:
     return f"{axes}, {chosen['grad_ckpt']}" + (f", {passes} passes" if passes > 1 else "")
 
 
-def _command(number: int, config: RunConfig, own: GpuConfig) -> str:
+def _command(number: int, config: RunConfig, own: TorchConfig) -> str:
     """Return the line that starts the training, to be typed on each node."""
     nodes = math.ceil(number / NODE)
     start = f"NPROC_PER_NODE={min(number, NODE)}"

@@ -157,6 +157,7 @@ _CODE = (
     "models",
     "data",
     "xla_fsdp",
+    "torch_fsdp",
     "gpu_fsdp",
 )
 

@@ -45,7 +45,7 @@ def peak_of(name: str, kind: str) -> float | None:
 
 
 class Device(Protocol):
-    """One kind of device: a file beside this one, and a line in ``gpu_fsdp.devices.KINDS``.
+    """One kind of device: a file beside this one, and a line in ``torch_fsdp.devices.KINDS``.
 
     Making one starts nothing. Until ``start`` only the attributes, ``is_available``, ``count`` and
     ``lacks`` may be used; afterwards it is the one device of this process.
@@ -125,7 +125,7 @@ class Device(Protocol):
 
 
 class Cpu:
-    """The host's processor as a ``gpu_fsdp.devices.Device``: nothing has to be copied."""
+    """The host's processor as a ``torch_fsdp.devices.Device``: nothing has to be copied."""
 
     where = torch.device("cpu")
     is_host = True
@@ -181,7 +181,7 @@ class Cpu:
 
 
 class Cuda:
-    """A CUDA GPU as a ``gpu_fsdp.devices.Device``."""
+    """A CUDA GPU as a ``torch_fsdp.devices.Device``."""
 
     is_host = False
     noun = "CUDA GPU"

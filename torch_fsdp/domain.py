@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.loader import BadImage, Batch, BatchLoader, Share
-from gpu_fsdp.resolve_gpu import GpuRun
 from models.blocks import attentions, use_product
 from models.timm_private import has_own_queries
 from training.mesh import Mesh
+from training.resolve import Run
 
 # ------------------------------------------------------------------------------------------------
 # The processes that share an image, and what they tell each other: with gradients.
@@ -397,7 +397,7 @@ def _tokens_of_this(x: torch.Tensor, group: DomainGroup) -> torch.Tensor:
 # Lets the attention of a model see the tokens of all processes that share an image.
 
 
-def see_all_tokens(model: nn.Module, form: str, group: DomainGroup) -> None:
+def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> None:
     """Let every attention in ``model``, which is given a part of the tokens, see all of them.
 
     ``form`` is "ring" or "ulysses".
@@ -469,10 +469,15 @@ class SharedImages:
         return torch.cat(exchanged(given, shapes, self.group)[: self.sources])
 
 
-# ------------------------------------------------------------------------------------------------
+def domain_group(run: Run[Any], group: dist.ProcessGroup) -> DomainGroup:
+    """Return ``group``, which is that of the processes that share an image with this one."""
+    mesh, sizes = run.mesh, run.model.sizes
+    places, index = places_of_part(mesh, dist.get_rank())
+    patches = (len(mesh.rows_of(sizes.grid[0], p)) * sizes.row_patches for p in places)
+    return DomainGroup(group, index, tuple(patches))
 
 
-def rows_of(run: GpuRun, place: int) -> range:
+def image_rows(run: Run[Any], place: int) -> range:
     """Return which rows of each image the process at this place of the mesh has."""
     sizes = run.model.sizes
     patch = sizes.input_shape[1] // sizes.grid[0]
@@ -489,7 +494,7 @@ def places_of_part(mesh: Mesh, here: int) -> tuple[range, int]:
 
 
 def open_loader(
-    run: GpuRun, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
+    run: Run[Any], open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
 ) -> BatchLoader:
     """Open this process's loader, as ``training.backend.Backend.loader`` says."""
     mesh, here = run.mesh, dist.get_rank()
@@ -497,7 +502,7 @@ def open_loader(
     if mesh.domain == 1:
         return open_share(Share(part, mesh.batch_parts, of_host=of_host))
     if reads_rows:
-        return open_share(Share(part, mesh.batch_parts, rows_of(run, here), of_host=of_host))
+        return open_share(Share(part, mesh.batch_parts, image_rows(run, here), of_host=of_host))
     of_part = images // mesh.batch_parts
     sources = math.gcd(mesh.domain, of_part)
     places, index = places_of_part(mesh, here)
@@ -507,7 +512,7 @@ def open_loader(
         loads=index < sources,
         of_host=of_host,
     )
-    rows = [rows_of(run, place) for place in places]
+    rows = [image_rows(run, place) for place in places]
     group, each = _group_of_hosts(mesh), of_part // sources
     return SharedImages(open_share(share), group, rows, sources, each)
 

@@ -1,10 +1,8 @@
-"""What both forms of FSDP on GPUs share: steps, transfers, reports, checkpoints."""
+"""What every form of FSDP shares: steps, transfers, reports, checkpoints."""
 
 from __future__ import annotations
 
 import abc
-import copy
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -13,164 +11,62 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.distributed.tensor import DTensor
 
 from data.loader import Batch, BatchLoader, Share
-from gpu_fsdp import optimizers, te_block
-from gpu_fsdp.devices import Device
-from gpu_fsdp.domain import open_loader, rows_of
-from gpu_fsdp.optimizers import Muon, PartsAverage
-from gpu_fsdp.resolve_gpu import DTYPES, GpuRun
+from torch_fsdp import optimizers
+from torch_fsdp.devices import Device
+from torch_fsdp.domain import image_rows, open_loader
+from torch_fsdp.optimizers import Muon, WeightAverage
+from torch_fsdp.resolve_torch import DTYPES, TorchRun
 from training.backend import InitializeModule, State, pass_seed
 from training.optimizers import Updates, count_skipped, key_of, no_counts, not_finite, ns_dtype
 from training.processes.stopping import largest_of_all
-
-# ------------------------------------------------------------------------------------------------
-# Wrappers around each transformer block: recomputation of activations, torch.compile.
-#
-# Both replace ``block.forward`` and leave the module as it is, so parameter names stay
-# those of the plain model and FSDP's hooks stay outside of what is compiled.
+from training.resolve import Run
 
 
-_aten: Any = torch.ops.aten
-_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-}
-_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
-
-
-def checkpoint_activations(block: nn.Module, mode: str) -> None:
-    """Recompute the block in the backward pass: all of it ("full"), or "selective".
-
-    Selective keeps the results of attention and of every second matrix product (the
-    choice of torchtitan): they cost the most time for the memory they take.
-    """
-    options: dict[str, Any] = {}
-    if mode == "selective":
-        options["context_fn"] = _selective_contexts
-    forward = block.forward
-    block.forward = functools.partial(checkpoint, forward, use_reentrant=False, **options)
-
-
-def _selective_contexts() -> Any:
-    products = {True: 0, False: 0}  # in the forward pass, in the recomputation
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _ATTENTION:
-            return CheckpointPolicy.MUST_SAVE
-        if op in _MATRIX_PRODUCTS:
-            products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def compile_block(block: nn.Module, *, whole: bool) -> None:
-    """Let torch.compile make one graph of the block's forward pass, and one of its backward.
-
-    Not ``whole``: of what is before and after its attention, which talks with other processes.
-    """
-    block.forward = torch.compile(block.forward, fullgraph=whole)
-
-
-# ------------------------------------------------------------------------------------------------
-# The values a fresh model begins with, made on the CPU one unit at a time.
-
-
-class InitialValues:
-    """The values that ``initialize`` gives each parameter, by its name in the plain model.
-
-    It serves forms of FSDP that ask for single modules or shards, in an order of their own. It
-    holds the values of one unit: asking unit by unit computes each of them once.
-    """
-
-    def __init__(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
-    ) -> None:
-        """Remember the structure of ``model``, which must still be on the meta device."""
-        self._initialize = initialize
-        root = copy.deepcopy(model)
-        self._units = {}
-        for name, unit in units:
-            if unit is not model:
-                self._units[name] = copy.deepcopy(unit)
-                root.set_submodule(name, nn.Identity())
-        self._units[""] = root
-        self._current = ""
-        self._values: dict[str, torch.Tensor] = {}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        unit = max((u for u in self._units if f"{name}.".startswith(f"{u}.")), key=len, default="")
-        if unit != self._current or not self._values:
-            module = copy.deepcopy(self._units[unit])
-            self._initialize(module, unit)
-            self._current = unit
-            self._values = {
-                f"{unit}.{inner}" if unit else inner: parameter.detach()
-                for inner, parameter in module.named_parameters()
-            }
-        return self._values[name]
-
-
-# ------------------------------------------------------------------------------------------------
-
-
-OUTER, SHARD, DOMAIN = "dcn", "fsdp", "domain"
-"""The mesh's axes of copies, of the shards of a copy, and of the rows of an image."""
-
-
-class GpuBackend(abc.ABC):
+class TorchBackend(abc.ABC):
     """The parts of ``training.backend.Backend`` that do not depend on the form of FSDP.
 
-    The optimizer works on plain tensors, each process's own part of each parameter:
-    DTensors would cost the host their dispatch at every step.
+    The optimizer works on plain tensors, each process's own part of each parameter: DTensors would
+    cost the host their dispatch at every step.
     """
 
-    def __init__(self, run: GpuRun, device: Device) -> None:
-        self._run, self._device = run, device
+    _parameters: dict[str, DTensor]
+    """What the form shards, by names in the plain model."""
+
+    def __init__(self, run: TorchRun, device: Device) -> None:
+        self._run, self._device, self._recipe = run, device, run.recipe
         self._own, self._sharding = run.own, run.config.sharding
         rank, mesh = dist.get_rank(), run.mesh
         self.rank, self.world_size = mesh.batch_part(rank), mesh.batch_parts
-        self.image_rows = rows_of(run, rank)
+        self.image_rows = image_rows(run, rank)
         self.device_count, self.is_main = mesh.devices, rank == 0
         self.compiles = run.own.compile
-        assert run.own.zero_dp_strategy is not None  # resolved
-        self._zero = run.own.zero_dp_strategy
+        self._zero = run.recipe.zero
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._locals: dict[str, nn.Parameter] = {}
-        self._ema: PartsAverage | None = None
-        self._frozen: GpuBackend | None = None
+        """This process's part of each parameter, by names in the plain model."""
+        self._ema: WeightAverage | None = None
+        self._frozen: TorchBackend | None = None
         self._skipped = no_counts().to(device.where)
 
     # -- the form of FSDP -------------------------------------------------------------
 
     @abc.abstractmethod
-    def _shard_units(
+    def _parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        """Fill, shard and place the model."""
+        """Fill, change and shard the model; set ``_parameters``."""
 
     @abc.abstractmethod
-    def _local_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield each parameter's plain name, and the part of it that this process updates."""
-
-    @abc.abstractmethod
-    def _take_gradients(self) -> None:
+    def _collect_gradients(self) -> None:
         """Give each of ``_locals`` its part of the complete gradient."""
 
     @abc.abstractmethod
     def _drop_gradients(self) -> None:
-        """Free or zero the gradients that ``_take_gradients`` took from."""
+        """Free or zero the gradients that ``_collect_gradients`` read."""
 
     @abc.abstractmethod
     def _squares(self) -> Iterator[torch.Tensor]:
@@ -181,7 +77,7 @@ class GpuBackend(abc.ABC):
         """Return ``values``, laid out as a local parameter, as a part of the global tensor."""
 
     @abc.abstractmethod
-    def _sharded_over(self) -> list[dist.ProcessGroup]:
+    def _shard_groups(self) -> list[dist.ProcessGroup]:
         """Return the group of the processes that a parameter is sharded over, if it is."""
 
     @abc.abstractmethod
@@ -192,43 +88,29 @@ class GpuBackend(abc.ABC):
         return {}
 
     def _after_load(self) -> None:  # noqa: B027
-        """Let what steps compute with follow ``_locals``, which have new values."""
+        """Update what the model computes with: ``_locals`` have new values."""
 
     def _restore_step_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
-        """Take back what ``_step_state`` gave, as far as a checkpoint had it."""
+        """Restore what ``_step_state`` returned, as far as a checkpoint has it."""
 
     # -- model and optimizer ----------------------------------------------------------
 
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        sharded = self._shard_units(model, units, initialize)
-        self._locals = {name: nn.Parameter(part) for name, part in self._local_parameters()}
-        if self._own.fp8 != "none":
-            te_block.compute_in_fp8(sharded, self._own.fp8)
+        sharded = self._parallelize(model, units, initialize)
+        self._locals = {
+            name: nn.Parameter(parameter.to_local().detach())
+            for name, parameter in self._parameters.items()
+        }
         return sharded
 
     def shard_frozen(
-        self, run: GpuRun, model: nn.Module, initialize: InitializeModule
+        self, run: Run[Any], model: nn.Module, initialize: InitializeModule
     ) -> nn.Module:
+        assert isinstance(run, TorchRun)
         self._frozen = type(self)(run, self._device)
         return self._frozen.shard(model, list(run.model.units(model)), initialize)
-
-    def _prepare_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
-        """Return the block that is to be sharded: timm's, or TransformerEngine's in its place."""
-        in_parts = self._run.mesh.domain > 1
-        if self._own.compile and in_parts:  # inside: a recomputation that breaks is not compiled
-            compile_block(block, whole=False)
-        if self._own.block == "te":
-            block = te_block.replace_block(block, str(self._device.where))
-            model.set_submodule(name, block)
-            if self._sharding.grad_ckpt != "none":
-                te_block.checkpoint_activations(block)
-        elif self._sharding.grad_ckpt != "none":
-            checkpoint_activations(block, self._sharding.grad_ckpt)
-        if self._own.compile and not in_parts:
-            compile_block(block, whole=True)
-        return block
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         self._optimizer = optimizers.build_optimizer(
@@ -239,7 +121,7 @@ class GpuBackend(abc.ABC):
             fused=self._device.fused_adamw and not self._rounds_moments,
             dtype=torch.bfloat16 if self._rounds_moments else None,
         )
-        self._rounding_keys = self._keys() if self._rounds_moments else None
+        self._rounding_keys = self._make_rounding_keys() if self._rounds_moments else None
         rules = {update.rule for update in updates.values()}
         self._is_lion = "lion" in rules
         self._muon: Muon | None = None
@@ -249,22 +131,21 @@ class GpuBackend(abc.ABC):
                 self._locals,
                 lambda name: self._global_view(name, self._locals[name].detach()),
                 updates,
-                next(iter(self._sharded_over()), None),
+                next(iter(self._shard_groups()), None),
                 ns_dtype(self._sharding.precision),
                 eps,
             )
         if self._run.config.ema.model_ema:
-            self._ema = PartsAverage(self._locals, self._run.config.ema)
+            self._ema = WeightAverage(self._locals, self._run.config.ema)
 
-    def _keys(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return what bits for rounding follow from: the same for the same part of a parameter,
-        wherever it is, or copies would go apart."""
+    def _make_rounding_keys(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the key of the random bits that round each part's moments: the same for the same
+        part of a parameter in all replicas, which would diverge otherwise."""
         keys: dict[torch.Tensor, torch.Tensor] = {}
-        seed = self._run.config.seed
         for name, part in self._locals.items():
             view = self._global_view(name, part.detach())
             offsets = [chunk.offsets for chunk in getattr(view, "chunks", ())]
-            key = key_of(seed, name, *offsets)
+            key = key_of(self._run.config.seed, name, *offsets)
             keys[part] = torch.tensor(key, dtype=torch.int32, device=part.device)
         return keys
 
@@ -299,12 +180,15 @@ class GpuBackend(abc.ABC):
         self, lr: float, max_norm: float, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         optimizers.set_lr(self._optimizer, lr)
-        self._take_gradients()
+        self._collect_gradients()
         norm = self._clip_grad_norm(max_norm)
         skipped = not_finite(loss, norm)
-        if self._has_copies():  # each has computed a norm of its own: they must decide alike
+        mesh = self._run.mesh
+        if self._zero == 0 or mesh.dcn > 1 or mesh.domain > 1:
+            # Several processes hold the same part of a parameter, or compute the loss of the same
+            # images: each has computed a norm of its own, and they must decide alike.
             dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
-        self._skipped = count_skipped(self._skipped, self._judge(loss, skipped))
+        self._skipped = count_skipped(self._skipped, self._count_as_bad(loss, skipped))
         self._update(skipped)
         if self._ema is not None:
             self._ema.update(skipped)
@@ -330,14 +214,8 @@ class GpuBackend(abc.ABC):
         optimizer.found_inf = skipped.to(part.device)
         optimizer.step()
 
-    def _has_copies(self) -> bool:
-        """Tell whether several processes decide for themselves on what they must decide alike: they
-        hold the same part of a parameter, or compute the loss of the same images."""
-        mesh = self._run.mesh
-        return self._zero == 0 or mesh.dcn > 1 or mesh.domain > 1
-
-    def _judge(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
-        """Return 1.0 if the step counts as a bad one, else 0.0; asked before the update."""
+    def _count_as_bad(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+        """Return 1.0 if the step counts as a bad one, else 0.0; called before the update."""
         return skipped
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -374,7 +252,7 @@ class GpuBackend(abc.ABC):
         return total / self._run.mesh.devices_a_part  # which have all added the same
 
     def end_step(self) -> None:  # noqa: B027
-        """Do nothing: an eager device was handed each operation as it was called."""
+        """Do nothing: an eager device runs each operation as it is called."""
 
     def wait(self) -> None:
         self._device.synchronize()
@@ -390,7 +268,7 @@ class GpuBackend(abc.ABC):
         return self._reader.submit(arrived)
 
     def close(self) -> None:
-        """Let go of what Python's garbage collector cannot find; nothing works afterwards."""
+        """Free what Python's garbage collector cannot find; nothing works afterwards."""
         self._reader.shutdown()
 
     def barrier(self) -> None:
@@ -447,7 +325,7 @@ class GpuBackend(abc.ABC):
         own, precision = self._own, self._sharding.precision
         used = [torch.finfo(DTYPES[each]).eps for each in (precision, own.reduce_dtype)]
         used += [torch.finfo(torch.float16).eps] if own.tf32 else []  # as many bits as TF32
-        # Up or down, so by a whole distance.
+        # Rounded up or down, so by a whole distance.
         used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
         used += [torch.finfo(torch.float8_e4m3fn).eps] if own.fp8 != "none" else []
         return max(used) / 2
@@ -462,7 +340,7 @@ class GpuBackend(abc.ABC):
     # -- checkpoints ------------------------------------------------------------------
 
     def state(self, *, with_optimizer: bool = True) -> State:
-        """Hand over the very tensors that steps compute with, under plain names."""
+        """Return the very tensors that steps compute with, by names in the plain model."""
         model, optimizer = {}, {}
         for name, part in self._locals.items():
             model[name] = self._global_view(name, part.detach())
@@ -479,5 +357,5 @@ class GpuBackend(abc.ABC):
     def load_state(self, state: State) -> None:
         self._restore_step_state(state.step)
         if self._ema is not None:
-            self._ema.take(state)
+            self._ema.restore(state)
         self._after_load()

@@ -31,7 +31,7 @@ def outer_strategy(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class GpuConfig:
+class TorchConfig:
     """How PyTorch runs a training on GPUs, or with gloo on the CPU."""
 
     group: ClassVar[str] = "GPU (--backend cuda)"
@@ -115,7 +115,7 @@ class GpuConfig:
     channels_last: bool = flag(False, "images and patch embedding in channels-last memory order")
     tf32: bool = flag(False, "allow TF32 in fp32 matrix products and convolutions")
 
-    def shrunk(self) -> GpuConfig:
+    def shrunk(self) -> TorchConfig:
         """Return the same for a model of a few blocks."""
         return self
 

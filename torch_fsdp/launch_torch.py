@@ -13,11 +13,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from gpu_fsdp import devices, megatron_private
-from gpu_fsdp.devices import Device
-from gpu_fsdp.gpu_backend import GpuBackend
-from gpu_fsdp.resolve_gpu import GpuRun
 from models import timm_private
+from torch_fsdp import devices
+from torch_fsdp.devices import Device
+from torch_fsdp.resolve_torch import TorchRun
 from training import errors
 from training.backend import Backend
 from training.errors import UsageError, is_first_of_torchrun
@@ -138,20 +137,19 @@ class _Patience:
 # ------------------------------------------------------------------------------------------------
 
 
-Body = Callable[[GpuRun, Backend], None]
+Body = Callable[[TorchRun, Backend], None]
 
 
-def launch(body: Body, run: GpuRun) -> None:
+def launch(body: Body, run: TorchRun) -> None:
     """Call ``body(run, backend)`` in this process, one of a process group's."""
     device = devices.choose()
     device.start()
     if is_first_of_torchrun():
-        used = [timm_private, *([megatron_private] if run.own.fsdp == "megatron" else [])]
-        errors.warn_of_others(*(each.WRITTEN_FOR for each in used))
+        errors.warn_of_others(timm_private.WRITTEN_FOR, run.form.written_for)
     device.set_tf32(run.own.tf32)
     with without_greetings():
         _join(device)
-        backend = _backend(run, device)
+        backend = run.form.open_backend(run, device)
     try:
         body(run, backend)
         dist.barrier()  # no process leaves while another still talks to it
@@ -205,13 +203,3 @@ def _check_devices_alike(store: dist.Store, world_size: int, device: Device) -> 
             "there, or start without that node",
             agreed=True,
         )
-
-
-def _backend(run: GpuRun, device: Device) -> GpuBackend:
-    if run.own.fsdp == "megatron":
-        from gpu_fsdp.megatron import MegatronBackend
-
-        return MegatronBackend(run, device)
-    from gpu_fsdp.fsdp2 import Fsdp2Backend
-
-    return Fsdp2Backend(run, device)

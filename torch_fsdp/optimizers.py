@@ -19,7 +19,7 @@ import torch.distributed as dist
 from timm.optim.lion import Lion, lion
 from torch import nn
 
-from gpu_fsdp.domain import exchanged
+from torch_fsdp.domain import exchanged
 from training.backend import State
 from training.checkpoints.state import ShardedTensor
 from training.config import EmaConfig
@@ -152,7 +152,7 @@ def _round(new: dict[str, torch.Tensor], state: dict[str, torch.Tensor], key: to
 # The moving average of the weights (EMA) on GPUs: of each process's own part of each parameter.
 
 
-class PartsAverage:
+class WeightAverage:
     """Keeps, in fp32, an average of each part, where the part is."""
 
     def __init__(self, parts: Mapping[str, torch.Tensor], config: EmaConfig) -> None:
@@ -188,7 +188,7 @@ class PartsAverage:
         return replace(state, step=state.step | {UPDATES: self.updates.cpu()}, ema=ema)
 
     @torch.no_grad()
-    def take(self, state: State) -> None:
+    def restore(self, state: State) -> None:
         """Go on with the values that were read; where there were none, begin with the weights."""
         if state.ema is not None:
             self.updates.copy_(state.step[UPDATES])
