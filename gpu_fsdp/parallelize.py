@@ -53,14 +53,18 @@ def parallelize(
     """
     recipe = run.recipe
     initial = InitialValues(model, units, initialize, recipe.blocks)
-    for name, block in units[:-1]:
-        block = parallelize_block(model, name, block, recipe, device)
+
+    # Each block: TransformerEngine's or timm's, recomputation, torch.compile.
+    blocks = [parallelize_block(model, n, block, recipe, device) for n, block in units[:-1]]
+
+    # Weights, in the precision that is computed in.
     model.to(recipe.dtype)
     _fill(model, initial, recipe.dtype, device, meta_init=meta_init)
     model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(recipe.dtype),))
-    # With the patch embedding a unit of its own, no part begins inside a row of another parameter,
-    # on which the package fails for some widths.
-    fsdp_units = [type(block), PatchEmbed]
+
+    # Shards. With the patch embedding a unit of its own, no part begins inside a row of another
+    # parameter, on which the package fails for some widths.
+    fsdp_units = [type(blocks[0]), PatchEmbed]
     options = _options(run, mesh, group, device, meta_init=meta_init)
     sharded = fully_shard_model(model, fsdp_unit_modules=fsdp_units, **options)
     if recipe.dtype != torch.float32 and run.own.preserve_fp32_weights:

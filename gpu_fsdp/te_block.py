@@ -73,7 +73,41 @@ class TeBlocks(TimmBlocks):
             _check_fp8(te, self._fp8, run.model.sizes, images)
 
     def replace(self, block: nn.Module, device: str) -> nn.Module:
-        return replace_block(block, device)
+        """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
+
+        Copies the weights, unless the block is on meta: then the layer is too, and empty.
+        """
+        te = import_te()
+        timm: Any = block
+        attention = timm.attn
+        has_qk_norm = not isinstance(attention.q_norm, nn.Identity)
+        weight = attention.qkv.weight
+        layer = te.TransformerLayer(
+            hidden_size=weight.shape[1],
+            ffn_hidden_size=timm.mlp.fc1.weight.shape[0],
+            num_attention_heads=attention.num_heads,
+            layernorm_epsilon=timm.norm1.eps,
+            hidden_dropout=0.0,
+            attention_dropout=attention.attn_drop.p,
+            drop_path_rate=getattr(timm.drop_path1, "drop_prob", 0.0),
+            self_attn_mask_type="no_mask",
+            attn_input_format="bshd",
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            bias=attention.qkv.bias is not None,
+            activation="gelu",
+            normalization="LayerNorm",
+            qk_norm_type="LayerNorm" if has_qk_norm else None,
+            qk_norm_eps=attention.q_norm.eps if has_qk_norm else 1e-6,
+            params_dtype=weight.dtype,
+            device="meta" if weight.is_meta else device,
+        )
+        if not weight.is_meta:
+            target = dict(layer.named_parameters())
+            with torch.no_grad():
+                for name, parameter in block.named_parameters():
+                    target[TE_NAME[name]].copy_(parameter)
+        return layer
 
     def checkpoint(self, block: nn.Module, mode: str) -> None:
         """Recompute all of it in the backward pass, with the FP8 scales of the forward pass."""
@@ -147,41 +181,3 @@ def _check_fp8(te: Any, fp8: str, sizes: ModelSizes, images: int) -> None:
             f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
             f"{multiple} images"
         )
-
-
-def replace_block(block: nn.Module, device: str) -> nn.Module:
-    """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
-
-    Copies the weights, unless the block is on meta: then the layer is too, and empty.
-    """
-    te = import_te()
-    timm: Any = block
-    attention = timm.attn
-    has_qk_norm = not isinstance(attention.q_norm, nn.Identity)
-    weight = attention.qkv.weight
-    layer = te.TransformerLayer(
-        hidden_size=weight.shape[1],
-        ffn_hidden_size=timm.mlp.fc1.weight.shape[0],
-        num_attention_heads=attention.num_heads,
-        layernorm_epsilon=timm.norm1.eps,
-        hidden_dropout=0.0,
-        attention_dropout=attention.attn_drop.p,
-        drop_path_rate=getattr(timm.drop_path1, "drop_prob", 0.0),
-        self_attn_mask_type="no_mask",
-        attn_input_format="bshd",
-        fuse_qkv_params=True,
-        qkv_weight_interleaved=False,
-        bias=attention.qkv.bias is not None,
-        activation="gelu",
-        normalization="LayerNorm",
-        qk_norm_type="LayerNorm" if has_qk_norm else None,
-        qk_norm_eps=attention.q_norm.eps if has_qk_norm else 1e-6,
-        params_dtype=weight.dtype,
-        device="meta" if weight.is_meta else device,
-    )
-    if not weight.is_meta:
-        target = dict(layer.named_parameters())
-        with torch.no_grad():
-            for name, parameter in block.named_parameters():
-                target[TE_NAME[name]].copy_(parameter)
-    return layer

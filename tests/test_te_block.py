@@ -49,7 +49,7 @@ def test_same_logits(options, stand_in):
     timm = shaken(**options)
     replaced = copy.deepcopy(timm)
     for index, block in enumerate(timm.blocks):
-        replaced.blocks[index] = te_block.replace_block(block, "cpu")
+        replaced.blocks[index] = TeBlocks("none").replace(block, "cpu")
     names = {TeBlocks("none").timm_name(name) for name, _ in replaced.named_parameters()}
     assert names == {name for name, _ in timm.named_parameters()}
     images = torch.randn(4, 3, 16, 16)
@@ -60,7 +60,7 @@ def test_same_logits(options, stand_in):
 
 
 def test_meta_block_gives_meta_layer(stand_in):
-    layer = te_block.replace_block(open_model("vit_10b", SMALL).build().blocks[0], "cpu")
+    layer = TeBlocks("none").replace(open_model("vit_10b", SMALL).build().blocks[0], "cpu")
     assert all(parameter.is_meta for parameter in layer.parameters())
 
 

@@ -1,4 +1,8 @@
-"""Which images, and which rows of them, each process loads: alone, or for those it shares with."""
+"""Domain parallelism by processes: each has some rows of an image, and their tokens.
+
+Attention must see the tokens of all processes that share the image (ring or Ulysses attention), and
+each process loads its rows, alone or for all of them.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,15 @@ from training.mesh import Mesh
 from training.resolve import Run
 
 # ------------------------------------------------------------------------------------------------
-# The processes that share an image, and what they tell each other: with gradients.
+# The processes that share an image, and their collectives, which pass gradients back.
 
 
 @dataclass(frozen=True)
 class DomainGroup:
     """The processes that hold the rows of the same images, of which this is number ``index``.
 
-    In each of them a loss of the same value is computed, and gradients are those of the sum of
-    these losses: what is passed forward to all is added up from all on the way back.
+    Each of them computes a loss of the same value, and gradients are those of the sum of these
+    losses: what a collective passes forward to all is summed over all on the way back.
     """
 
     group: dist.ProcessGroup
@@ -41,63 +45,70 @@ class DomainGroup:
     def size(self) -> int:
         return len(self.patches)
 
-    def patches_after(self, steps: int) -> int:
-        """Return how many patches the process has that is ``steps`` places before this one."""
-        return self.patches[(self.index - steps) % self.size]
-
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all of them."""
         return _Sum.apply(x, self.group)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over all of them, of each number."""
+        """Return the element-wise maximum over all of them."""
         return _Largest.apply(x, self.group)
 
     def exchange(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Give each of them one of ``parts``; return what each gives, of these shapes."""
+        """Send one of ``parts`` to each of them; return what each sends, of these shapes."""
         return list(_Exchange.apply(self.group, [tuple(shape) for shape in shapes], *parts))
 
-    def pass_on(self, x: torch.Tensor, shape: Sequence[int]) -> Callable[[], torch.Tensor]:
-        """Begin to give ``x`` to the next one; return what waits for what the one before gives.
+    def rotate(self, x: torch.Tensor, step: int) -> Callable[[], torch.Tensor]:
+        """Start to send ``x``, (batch, heads, patches, width), to the next process.
 
-        That has the shape ``shape``. It has no gradient.
+        Returns a function that waits for what the process before sends: what belongs, in a ring's
+        ``step``, to the one ``step`` places before this one. It has no gradient.
         """
-        given, taken = x.contiguous(), x.new_empty(tuple(shape))
+        batch, heads, _, width = x.shape
+        patches = self.patches[(self.index - step) % self.size]
+        sent, received = x.contiguous(), x.new_empty(batch, heads, patches, width)
         after = dist.get_global_rank(self.group, (self.index + 1) % self.size)
         before = dist.get_global_rank(self.group, (self.index - 1) % self.size)
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, given, after, self.group),
-                dist.P2POp(dist.irecv, taken, before, self.group),
+                dist.P2POp(dist.isend, sent, after, self.group),
+                dist.P2POp(dist.irecv, received, before, self.group),
             ]
         )
-        return functools.partial(_arrived, works, taken, given)
+        return functools.partial(_wait, works, received, sent)
 
 
-def _arrived(works: list[dist.Work], taken: torch.Tensor, _given: torch.Tensor) -> torch.Tensor:
-    """Wait for what is taken; what is given is held until it is sent."""
+def domain_group(run: Run[Any], group: dist.ProcessGroup) -> DomainGroup:
+    """Return ``group``, the processes that share an image with this one, as a ``DomainGroup``."""
+    mesh, sizes = run.mesh, run.model.sizes
+    places, index = places_of_part(mesh, dist.get_rank())
+    patches = (len(mesh.rows_of(sizes.grid[0], p)) * sizes.row_patches for p in places)
+    return DomainGroup(group, index, tuple(patches))
+
+
+def _wait(works: list[dist.Work], received: torch.Tensor, _sent: torch.Tensor) -> torch.Tensor:
+    """Wait for what is received; what is sent must live until then."""
     for work in works:
         work.wait()
-    return taken
+    return received
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _all_reduced(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return _all_reduced(grad, ctx.group), None
+        return _all_reduce(grad, ctx.group), None
 
 
 class _Largest(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        largest = _all_reduced(x, group, dist.ReduceOp.MAX)
+        largest = _all_reduce(x, group, dist.ReduceOp.MAX)
         ctx.group = group
         ctx.save_for_backward(x == largest)
         return largest
@@ -106,11 +117,11 @@ class _Largest(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         (here,) = ctx.saved_tensors
         here = here.to(grad.dtype)
-        equal = _all_reduced(here, ctx.group)  # divided among equals, as amax does
-        return _all_reduced(grad, ctx.group) * here / equal, None
+        equal = _all_reduce(here, ctx.group)  # divided among equals, as amax does
+        return _all_reduce(grad, ctx.group) * here / equal, None
 
 
-def _all_reduced(
+def _all_reduce(
     x: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
@@ -121,42 +132,40 @@ def _all_reduced(
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group: dist.ProcessGroup, shapes: list[tuple[int, ...]], *parts):
-        ctx.group, ctx.given = group, [tuple(part.shape) for part in parts]
-        return exchanged(parts, shapes, group)
+        ctx.group, ctx.sent = group, [tuple(part.shape) for part in parts]
+        return all_to_all(parts, shapes, group)
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
-        return None, None, *exchanged(grads, ctx.given, ctx.group)
+        return None, None, *all_to_all(grads, ctx.sent, ctx.group)
 
 
-def exchanged(
+def all_to_all(
     parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, ...]:
-    """Give each process of ``group`` one of ``parts``; return what each gives, of these shapes."""
-    given = torch.cat([part.reshape(-1) for part in parts])
+    """Send one of ``parts`` to each process of ``group``; return what each sends, of ``shapes``."""
+    sent = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
-    taken = given.new_empty(sum(sizes))
-    dist.all_to_all_single(taken, given, sizes, [part.numel() for part in parts], group=group)
-    return tuple(part.view(shape) for part, shape in zip(taken.split(sizes), shapes, strict=True))
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group=group)
+    split = received.split(sizes)
+    return tuple(part.view(shape) for part, shape in zip(split, shapes, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------
-# Attention to a part of the keys, with what is needed to put such parts together.
+# Attention to a part of the keys, and the statistics by which such parts are combined.
 #
-# ``forward`` gives each query's output over these keys alone, and the logarithm of its sum of
-# exponentials; ``backward`` is given that of all keys, and then gives these keys' share of the
-# gradients (Dao, FlashAttention-2, arXiv 2307.08691, section 3.1). Both take PyTorch's own flash
-# kernels where there are any for the device, else plain products of a few queries at a time.
-
+# ``forward`` returns each query's output over these keys alone, and the logarithm of its sum of
+# exponentials. ``backward`` is given that of all keys, and returns these keys' share of the
+# gradients (Dao, FlashAttention-2, arXiv 2307.08691, section 3.1). Both use PyTorch's own flash
+# kernels where the device has them, else plain products of some queries at a time.
 
 _aten: Any = torch.ops.aten
 _WIDEST_HEAD = 256
-"""PyTorch's flash kernels on CUDA take heads up to this width, multiples of 8."""
+"""Largest head width of PyTorch's flash kernels on CUDA, which must be a multiple of 8."""
 _WIDTH_MULTIPLE = 8
 _QUERIES = 1024
 """How many queries' scores the plain products hold at a time."""
-
-Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def forward(
@@ -173,7 +182,7 @@ def forward(
         return output, statistics
     outputs, statistics = [], []
     for part in q.split(_QUERIES, dim=2):
-        scores = _scores(part, k, scale)
+        scores = (part @ k.mT).float() * scale
         total = scores.logsumexp(-1)
         outputs.append((scores - total[..., None]).exp_().to(v.dtype) @ v)
         statistics.append(total)
@@ -188,8 +197,8 @@ def backward(
     output: torch.Tensor,
     statistics: torch.Tensor,
     scale: float,
-) -> Tensors3:
-    """Return what these keys contribute to the gradients of q, k and v.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of k and v, and what these keys contribute to that of q.
 
     ``output`` and ``statistics`` are over all keys, ``grad`` is the gradient of ``output``.
     """
@@ -207,7 +216,7 @@ def backward(
     grad_k, grad_v, grads_q = torch.zeros_like(k), torch.zeros_like(v), []
     whole = (each.split(_QUERIES, dim=2) for each in (grad, q, output, statistics))
     for grad_part, part, output_part, total in zip(*whole, strict=True):
-        weights = (_scores(part, k, scale) - total[..., None]).exp_()
+        weights = ((part @ k.mT).float() * scale - total[..., None]).exp_()
         grad_v += weights.to(v.dtype).mT @ grad_part
         inner = (grad_part.float() * output_part.float()).sum(-1, keepdim=True)
         grad_scores = weights * ((grad_part @ v.mT).float() - inner) * scale
@@ -215,15 +224,6 @@ def backward(
         grads_q.append(grad_scores @ k)
         grad_k += grad_scores.mT @ part
     return torch.cat(grads_q, dim=2), grad_k, grad_v
-
-
-def padded(width: int, where: torch.Tensor) -> int:
-    """Return the width that heads must be padded to, with zeros, for the kernels of ``where``."""
-    return -(-width // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE if where.is_cuda else width
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    return (q @ k.mT).float() * scale
 
 
 def _on_cpu(q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -239,32 +239,34 @@ def _on_cuda(q: torch.Tensor, v: torch.Tensor) -> bool:
 # Ring attention: keys and values go from process to process while each one's queries stay.
 #
 # A process holds its own keys and values and those of one other, whatever the size of the image
-# (Liu, Zaharia, Abbeel, arXiv 2310.01889). What comes next is on its way while attention to what is
-# here is computed.
+# (Liu, Zaharia, Abbeel, arXiv 2310.01889). The next ones are received while attention to those that
+# are here is computed.
 
 
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float, group: DomainGroup
 ) -> torch.Tensor:
-    """Compute attention of the queries that are here to the keys of all processes of ``group``.
+    """Compute attention of this process's queries to the keys of all processes of ``group``.
 
     Each tensor is (batch, heads, tokens, width); the first ``prefix`` keys are those of class and
     register tokens, the same in all processes: each uses its own.
     """
     width = v.shape[-1]
-    pad = padded(max(q.shape[-1], width), v)
-    if pad > q.shape[-1] == width:
-        q, k, v = (torch.nn.functional.pad(x, (0, pad - x.shape[-1])) for x in (q, k, v))
+    if v.is_cuda and q.shape[-1] == width:  # PyTorch's kernels there are for some widths only
+        missing = -width % _WIDTH_MULTIPLE
+        q, k, v = (F.pad(x, (0, missing)) if missing else x for x in (q, k, v))
     return _Ring.apply(q, k, v, prefix, scale, group)[..., :width]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, prefix: int, scale: float, group: DomainGroup):
-        here, output, statistics = _joined(k, v, prefix), None, None
-        for step in range(group.size):
-            coming = _pass_on(here, step, group)
-            keys, values = (k, v) if step == 0 else _apart(here, k)
+        # Keys and values of the patches are sent in one tensor.
+        here = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
+        keys, values = k, v  # in the first step with the prefix
+        output, statistics = None, None
+        for step in range(1, group.size + 1):
+            coming = group.rotate(here, step) if step < group.size else None
             found, total = forward(q, keys, values, scale)
             found = found.float()
             if output is None or statistics is None:
@@ -276,6 +278,7 @@ class _Ring(torch.autograd.Function):
                 statistics = together
             if coming is not None:
                 here = coming()
+                keys, values = _split(here, k.shape[-1])
         assert output is not None
         output = output.to(v.dtype)
         ctx.save_for_backward(q, k, v, output, statistics)
@@ -285,59 +288,45 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, output, statistics = ctx.saved_tensors
-        group, prefix = ctx.group, ctx.prefix
-        grad, here = grad.contiguous(), _joined(k, v, prefix)
+        group, prefix, width = ctx.group, ctx.prefix, k.shape[-1]
+        grad = grad.contiguous()
+        here = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
+        keys, values, before = k, v, prefix  # in the first step with the prefix
         grad_q, so_far = torch.zeros_like(q, dtype=torch.float32), None
-        of_prefix: tuple[torch.Tensor, torch.Tensor] = (k[:, :, :0], v[:, :, :0])
-        for step in range(group.size):
-            coming = _pass_on(here, step, group)
-            keys, values = (k, v) if step == 0 else _apart(here, k)
+        prefix_grads = []
+        for step in range(1, group.size + 1):
+            coming = group.rotate(here, step) if step < group.size else None
             own_q, own_k, own_v = backward(grad, q, keys, values, output, statistics, ctx.scale)
             grad_q += own_q
-            if step == 0:
-                of_prefix = own_k[:, :, :prefix], own_v[:, :, :prefix]
-            own = _joined(own_k, own_v, prefix if step == 0 else 0).float()
-            if so_far is not None:  # what the processes before have found for these keys
+            if step == 1:
+                prefix_grads = [own_k[:, :, :prefix], own_v[:, :, :prefix]]
+            own = torch.cat([own_k[:, :, before:], own_v[:, :, before:]], dim=-1).float()
+            if so_far is not None:  # what the processes before have computed for these keys
                 own += so_far()
             # One step behind the keys that it is for: with the last, it comes home.
-            so_far = group.pass_on(own, _shape_after(own, step + 1, group))
+            so_far = group.rotate(own, step)
             if coming is not None:
                 here = coming()
+                (keys, values), before = _split(here, width), 0
         assert so_far is not None
-        grad_k, grad_v = _apart(so_far(), k)
-        grad_k = torch.cat([of_prefix[0], grad_k.to(k.dtype)], dim=2)
-        grad_v = torch.cat([of_prefix[1], grad_v.to(v.dtype)], dim=2)
+        own_grads = _split(so_far(), width)
+        grad_k, grad_v = (
+            torch.cat([first, rest.to(k.dtype)], dim=2)
+            for first, rest in zip(prefix_grads, own_grads, strict=True)
+        )
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-def _joined(k: torch.Tensor, v: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return keys and values of the patches in one tensor, to be passed on together."""
-    return torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
-
-
-def _apart(joined: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    width = k.shape[-1]
+def _split(joined: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys, of this width, and values."""
     return joined[..., :width].contiguous(), joined[..., width:].contiguous()
 
 
-def _pass_on(here: torch.Tensor, step: int, group: DomainGroup):
-    """Begin to pass keys and values on, if this is not the last step."""
-    if step + 1 == group.size:
-        return None
-    return group.pass_on(here, _shape_after(here, step + 1, group))
-
-
-def _shape_after(x: torch.Tensor, steps: int, group: DomainGroup) -> tuple[int, ...]:
-    """Return the shape of what comes in the place of ``x`` from that many processes before."""
-    batch, heads, _, width = x.shape
-    return batch, heads, group.patches_after(steps), width
-
-
 # ------------------------------------------------------------------------------------------------
-# Attention by exchanging tokens for heads: each process takes some heads of all tokens.
+# Ulysses attention: an exchange of tokens for heads, so that each process has some heads of all.
 #
-# Two exchanges a call in the place of a ring's many, and PyTorch's attention as it is on whole
-# sequences (DeepSpeed Ulysses, arXiv 2309.14509). The processes must divide the heads.
+# Two exchanges a call in the place of a ring's many, and PyTorch's attention on whole sequences
+# (DeepSpeed Ulysses, arXiv 2309.14509). The processes must divide the heads.
 
 
 def ulysses_attention(
@@ -348,53 +337,40 @@ def ulysses_attention(
     scale: float,
     group: DomainGroup,
 ) -> torch.Tensor:
-    """Compute attention of the queries that are here to the keys of all processes of ``group``.
+    """Compute attention of this process's queries to the keys of all processes of ``group``.
 
     Each tensor is (batch, heads, tokens, width). ``prefix``: how many of the queries, and of the
     keys, come first that are the same in all processes.
     """
     first, before = prefix
-    each = k.shape[1] // group.size
-    mine = slice(group.index * each, (group.index + 1) * each)
-    widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
-    patches = [k[:, :, before:], v[:, :, before:]]
-    if first < q.shape[2]:
+    heads = k.shape[1] // group.size
+    mine = slice(group.index * heads, (group.index + 1) * heads)
+    # Of all heads of the patches here to some heads of all patches.
+    patches, widths = [k[:, :, before:], v[:, :, before:]], [k.shape[-1], v.shape[-1]]
+    if first < q.shape[2]:  # else there are learned queries only
         patches.insert(0, q[:, :, first:])
-    else:
-        del widths[0]  # there are learned queries only
-    whole = _heads_of_all(torch.cat(patches, dim=-1), each, group).split(widths, dim=-1)
-    *queries, keys, values = whole
+        widths.insert(0, q.shape[-1])
+    here = torch.cat(patches, dim=-1)
+    batch, width = len(here), here.shape[-1]
+    shapes = [(batch, heads, count, width) for count in group.patches]
+    whole = torch.cat(group.exchange(here.split(heads, dim=1), shapes), dim=2)
+    *queries, keys, values = whole.split(widths, dim=-1)
+
     keys = torch.cat([k[:, mine, :before], keys], dim=2)
     values = torch.cat([v[:, mine, :before], values], dim=2)
     asked = torch.cat([q[:, mine, :first], *queries], dim=2)
     found = F.scaled_dot_product_attention(asked, keys, values, scale=scale)
+
     output = []
     if first:
         part = found[:, :, :first]
         parts = group.exchange([part] * group.size, [part.shape] * group.size)
         output.append(torch.cat(parts, dim=1))
-    if queries:
-        output.append(_tokens_of_this(found[:, :, first:], group))
+    if queries:  # and back
+        own = (batch, heads, group.patches[group.index], found.shape[-1])
+        given = found[:, :, first:].split(group.patches, dim=2)
+        output.append(torch.cat(group.exchange(given, [own] * group.size), dim=1))
     return torch.cat(output, dim=2)
-
-
-def _heads_of_all(x: torch.Tensor, each: int, group: DomainGroup) -> torch.Tensor:
-    """Make of all heads of the tokens here, (batch, heads, tokens, width), some of all tokens."""
-    batch, _, _, width = x.shape
-    shapes = [(batch, each, count, width) for count in group.patches]
-    return torch.cat(group.exchange(x.split(each, dim=1), shapes), dim=2)
-
-
-def _tokens_of_this(x: torch.Tensor, group: DomainGroup) -> torch.Tensor:
-    """Do the inverse of ``_heads_of_all``."""
-    batch, each, _, width = x.shape
-    shape = (batch, each, group.patches[group.index], width)
-    parts = group.exchange(x.split(group.patches, dim=2), [shape] * group.size)
-    return torch.cat(parts, dim=1)
-
-
-# ------------------------------------------------------------------------------------------------
-# Lets the attention of a model see the tokens of all processes that share an image.
 
 
 def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> None:
@@ -402,79 +378,23 @@ def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> No
 
     ``form`` is "ring" or "ulysses".
     """
+
+    def product(own_queries: bool, q, k, v) -> torch.Tensor:
+        scale, before = q.shape[-1] ** -0.5, k.shape[2] - group.patches[group.index]
+        first = q.shape[2] if own_queries else before
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if form == "ring":
+            return ring_attention(q, k, v, before, scale, group)
+        return ulysses_attention(q, k, v, (first, before), scale, group)
+
     for part in attentions(model):
-        use_product(part, functools.partial(_over_processes, form, group, has_own_queries(part)))
-        # torch.compile knows neither the exchange between processes nor the mode around it.
+        use_product(part, functools.partial(product, has_own_queries(part)))
+        # torch.compile supports neither the exchange between processes nor the mode around it.
         part.forward = torch.compiler.disable(part.forward)
 
 
-def _over_processes(form: str, group: DomainGroup, own_queries: bool, q, k, v) -> torch.Tensor:
-    scale, before = q.shape[-1] ** -0.5, k.shape[2] - group.patches[group.index]
-    first = q.shape[2] if own_queries else before
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    if form == "ring":
-        return ring_attention(q, k, v, before, scale, group)
-    return ulysses_attention(q, k, v, (first, before), scale, group)
-
-
 # ------------------------------------------------------------------------------------------------
-# Images that are decoded by one process of those that share them, and given to each in rows.
-
-
-@dataclass
-class SharedImages:
-    """Gives the rows of this process, of whole images that the processes of a group load together.
-
-    The first ``sources`` of them load ``each`` images, the others none: each image is decoded
-    once. What they tell each other goes through ``group``, by tensors on the CPU.
-    """
-
-    loader: BatchLoader
-    group: dist.ProcessGroup
-    rows: Sequence[range]
-    """The rows of each process."""
-    sources: int
-    each: int
-    """How many images of each batch a source loads."""
-    prefetch_depth: int = 0
-    """None: threads that are ahead of the step would end at different batches, and wait for ever.
-    Workers decode ahead all the same."""
-
-    @property
-    def workers(self) -> int:
-        return self.loader.workers
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def bad_images(self) -> list[BadImage]:
-        return self.loader.bad_images()
-
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        for images, labels in self.loader.epoch(epoch, first_batch):
-            yield self._rows_of(images), self._all_of(labels)
-
-    def _rows_of(self, images: torch.Tensor) -> torch.Tensor:
-        given = [images[:, :, rows.start : rows.stop] for rows in self.rows]
-        mine = len(self.rows[dist.get_rank(self.group)])
-        return self._exchanged(given, (images.shape[1], mine, *images.shape[3:]))
-
-    def _all_of(self, labels: torch.Tensor) -> torch.Tensor:
-        return self._exchanged([labels] * len(self.rows), ())
-
-    def _exchanged(self, given: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-        """Give each process its part; return those of all that load, of ``shape`` each image."""
-        others = len(self.rows) - self.sources
-        shapes = [(self.each, *shape)] * self.sources + [(0, *shape)] * others
-        return torch.cat(exchanged(given, shapes, self.group)[: self.sources])
-
-
-def domain_group(run: Run[Any], group: dist.ProcessGroup) -> DomainGroup:
-    """Return ``group``, which is that of the processes that share an image with this one."""
-    mesh, sizes = run.mesh, run.model.sizes
-    places, index = places_of_part(mesh, dist.get_rank())
-    patches = (len(mesh.rows_of(sizes.grid[0], p)) * sizes.row_patches for p in places)
-    return DomainGroup(group, index, tuple(patches))
+# Loading: which images, and which rows of them, each process reads and decodes.
 
 
 def image_rows(run: Run[Any], place: int) -> range:
@@ -513,12 +433,49 @@ def open_loader(
         of_host=of_host,
     )
     rows = [image_rows(run, place) for place in places]
-    group, each = _group_of_hosts(mesh), of_part // sources
-    return SharedImages(open_share(share), group, rows, sources, each)
-
-
-def _group_of_hosts(mesh: Mesh) -> dist.ProcessGroup:
-    """Make a new group of those that share images, for tensors on the CPU."""
+    # A group of its own, for tensors on the CPU.
     ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
     group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
-    return group
+    return SharedImages(open_share(share), group, rows, sources, of_part // sources)
+
+
+@dataclass
+class SharedImages:
+    """Loads whole images together with the other processes of a group, and yields rows of them.
+
+    The first ``sources`` processes load ``each`` images of a batch, the others none: each image is
+    decoded once.
+    """
+
+    loader: BatchLoader
+    group: dist.ProcessGroup
+    rows: Sequence[range]
+    """The rows of each process."""
+    sources: int
+    each: int
+    prefetch_depth: int = 0
+    """None: threads ahead of the step would end at different batches, and wait for each other for
+    ever. Workers decode ahead all the same."""
+
+    @property
+    def workers(self) -> int:
+        return self.loader.workers
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def bad_images(self) -> list[BadImage]:
+        return self.loader.bad_images()
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        mine = len(self.rows[dist.get_rank(self.group)])
+        for images, labels in self.loader.epoch(epoch, first_batch):
+            parts = [images[:, :, rows.start : rows.stop] for rows in self.rows]
+            shape = (images.shape[1], mine, *images.shape[3:])
+            yield self._exchange(parts, shape), self._exchange([labels] * len(self.rows), ())
+
+    def _exchange(self, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """Send each process its part; return those of all sources, of ``shape`` each image."""
+        others = len(self.rows) - self.sources
+        shapes = [(self.each, *shape)] * self.sources + [(0, *shape)] * others
+        return torch.cat(all_to_all(parts, shapes, self.group)[: self.sources])

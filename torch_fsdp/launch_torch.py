@@ -1,4 +1,4 @@
-"""Join the processes that torchrun started, and run a function on a backend in each."""
+"""Connect the processes that torchrun started, and run a function on a backend in each."""
 
 from __future__ import annotations
 
@@ -22,11 +22,77 @@ from training.backend import Backend
 from training.errors import UsageError, is_first_of_torchrun
 from training.processes.exchange import without_greetings
 
+Body = Callable[[TorchRun, Backend], None]
+
+
+def launch(body: Body, run: TorchRun) -> None:
+    """Call ``body(run, backend)`` in this process, one of a process group's."""
+    device = devices.choose()
+    device.start()
+    if is_first_of_torchrun():
+        errors.warn_of_others(timm_private.WRITTEN_FOR, run.form.written_for)
+    device.set_tf32(run.own.tf32)
+    with without_greetings():
+        _init_process_group(device)
+        backend = run.form.open_backend(run, device)
+    try:
+        body(run, backend)
+        dist.barrier()  # no process leaves while another still talks to it
+    finally:
+        # A gloo thread that frees a finished collective's tensors while Python shuts down aborts
+        # the process. With all users of its groups gone, its threads end here.
+        backend.close()
+        del backend
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _init_process_group(device: Device) -> None:
+    """Make the process group of the processes that torchrun started, or of a lone one."""
+    if "RANK" in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store: dist.Store = join(rank, world_size)
+        _check_devices_alike(store, world_size, device)
+    else:
+        rank, world_size, store = 0, 1, dist.HashStore()
+    dist.init_process_group(
+        device.collectives,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        device_id=device.bound_to,
+    )
+
+
+def _check_devices_alike(store: dist.Store, world_size: int, device: Device) -> None:
+    """Raises UsageError in all processes if some have an accelerator and some not.
+
+    Its collectives would wait for all, and ``--fsdp auto`` might even choose different forms.
+    """
+    if device.is_host:
+        store.set("without", socket.gethostname())
+    else:
+        store.add("with", 1)
+        store.set("accelerator", device.noun)
+        store.set("status_command", device.status_command)
+    if store.add("told_device", 1) == world_size:
+        store.set("all_told_device", "")
+    store.wait(["all_told_device"])
+    if 0 < store.add("with", 0) < world_size:
+        host, wanted, command = (
+            store.get(key).decode() for key in ("without", "accelerator", "status_command")
+        )
+        raise UsageError(
+            f"PyTorch finds no {wanted} on {host}, but on other nodes: see what {command} says "
+            "there, or start without that node",
+            agreed=True,
+        )
+
+
 # ------------------------------------------------------------------------------------------------
-# Waits for a run's other processes in Python: says who is missing, heeds signals, ends in time.
+# Waiting for the other processes in Python: prints who is missing, obeys signals, and ends in time.
 #
 # ``init_process_group`` waits in compiled code: silent, deaf to Ctrl-C, for half an hour.
-
 
 SAY_SECONDS = 10.0
 _LIMIT_SECONDS = 600
@@ -35,13 +101,16 @@ _STORE_TIMEOUT = timedelta(minutes=30)  # PyTorch's own for what the process gro
 
 
 def join(rank: int, world_size: int) -> Store:
-    """Meet all processes at MASTER_ADDR:MASTER_PORT; return the store of this start.
+    """Wait for all processes at MASTER_ADDR:MASTER_PORT; return the store of this start.
 
     Ends the process with code 1 after JOIN_TIMEOUT seconds (600; 0: never). torchrun keeps its
-    store when it starts processes again (pytorch #135712), and what the ones before have left
-    there would be taken for the new ones' addresses: each start has a part of its own.
+    store when it restarts processes (pytorch #135712), and the new ones would read the addresses of
+    the old ones there: so each start has a prefix of its own.
     """
-    start = _start()
+    # By torchrun's own count, which is a node's: where nodes restart together, as with
+    # launch/meet.py and --rdzv-id, they number their starts in common.
+    count = os.environ.get("RENDEZVOUS_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    start = int(count or 0)
     patience = _Patience(rank)
     store = _open_store(rank, world_size, patience)
     here = PrefixStore(f"start_{start}", store)
@@ -56,16 +125,6 @@ def join(rank: int, world_size: int) -> Store:
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
     return here
-
-
-def _start() -> int:
-    """Return which start of the processes this is, by torchrun's own count.
-
-    It is a node's count: where nodes start again together, as with launch/meet.py and --rdzv-id,
-    they number their starts in common.
-    """
-    count = os.environ.get("RENDEZVOUS_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    return int(count or 0)
 
 
 def _open_store(rank: int, world_size: int, patience: _Patience) -> Store:
@@ -92,7 +151,7 @@ def _open_store(rank: int, world_size: int, patience: _Patience) -> Store:
 
 
 def _missing(store: Store, rank: int, world_size: int) -> str:
-    """Return who has not come; "" where another process of this node is the one to tell."""
+    """Return which ranks are missing; "" where another process of this node says it."""
     first = rank - int(os.environ.get("LOCAL_RANK", "0"))
     if any(store.check([f"rank_{other}"]) for other in range(first, rank)):
         return ""
@@ -109,7 +168,7 @@ class _Patience:
         self._begin = self._said = time.monotonic()
 
     def wait(self, missing: Callable[[], str]) -> None:
-        """Say now and then who is ``missing``, and end at the limit; call it repeatedly."""
+        """Print now and then who is ``missing``, and end at the limit; to be called repeatedly."""
         now = time.monotonic()
         if now - self._said >= SAY_SECONDS:
             self._said = now
@@ -125,81 +184,10 @@ class _Patience:
             )
 
     def end(self, reason: str) -> None:
-        """End the process with code 1: a failure, not a mistake, so launchers try again."""
+        """End the process with code 1: a failure, not a wrong flag, so launchers try again."""
         if reason:
             self._say(reason)
         sys.exit(1)
 
     def _say(self, text: str) -> None:
         print(f"run_vit_training.py: rank {self._rank}: {text}", file=sys.stderr, flush=True)
-
-
-# ------------------------------------------------------------------------------------------------
-
-
-Body = Callable[[TorchRun, Backend], None]
-
-
-def launch(body: Body, run: TorchRun) -> None:
-    """Call ``body(run, backend)`` in this process, one of a process group's."""
-    device = devices.choose()
-    device.start()
-    if is_first_of_torchrun():
-        errors.warn_of_others(timm_private.WRITTEN_FOR, run.form.written_for)
-    device.set_tf32(run.own.tf32)
-    with without_greetings():
-        _join(device)
-        backend = run.form.open_backend(run, device)
-    try:
-        body(run, backend)
-        dist.barrier()  # no process leaves while another still talks to it
-    finally:
-        # A gloo thread that lets go of a finished collective's tensors while Python shuts down
-        # aborts the process. With all that uses its groups gone, its threads end here.
-        backend.close()
-        del backend
-        gc.collect()
-        dist.destroy_process_group()
-
-
-def _join(device: Device) -> None:
-    """Make the process group: torchrun tells rank and meeting point, a lone process needs none."""
-    if "RANK" in os.environ:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store: dist.Store = join(rank, world_size)
-        _check_devices_alike(store, world_size, device)
-    else:
-        rank, world_size, store = 0, 1, dist.HashStore()
-    dist.init_process_group(
-        device.collectives,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        device_id=device.bound_to,
-    )
-
-
-def _check_devices_alike(store: dist.Store, world_size: int, device: Device) -> None:
-    """Compare the processes' kinds of device.
-
-    Raises UsageError in all of them if some have an accelerator and some not: its collectives would
-    wait for all, and without ``--fsdp`` they might even choose different forms of it.
-    """
-    if device.is_host:
-        store.set("without", socket.gethostname())
-    else:
-        store.add("with", 1)
-        store.set("accelerator", device.noun)
-        store.set("status_command", device.status_command)
-    if store.add("told_device", 1) == world_size:
-        store.set("all_told_device", "")
-    store.wait(["all_told_device"])
-    if 0 < store.add("with", 0) < world_size:
-        host, wanted, command = (
-            store.get(key).decode() for key in ("without", "accelerator", "status_command")
-        )
-        raise UsageError(
-            f"PyTorch finds no {wanted} on {host}, but on other nodes: see what {command} says "
-            "there, or start without that node",
-            agreed=True,
-        )

@@ -72,21 +72,29 @@ def parallelize(
     their names.
     """
     recipe = run.recipe
+
+    # Attention sees the tokens of all processes that share an image.
     if recipe.domain_attention:
         group = domain_group(run, meshes.images.get_group(DOMAIN))
         attend_over_processes(model, recipe.domain_attention, group)
+
+    # Each block: its weights; TransformerEngine's or timm's block, recomputation, torch.compile;
+    # and then its shards.
     blocks = []
     for name, block in units[:-1]:
         initialize(block, name)
         block = parallelize_block(model, name, block, recipe, device)
         cast_buffers(block, recipe.dtype)
         blocks.append(_shard(block, run, meshes.parameters))
+
+    # What is around the blocks. Processes that share an image have the positions of their tokens.
     initialize(model, "")
     positions = {}
     if recipe.domain_attention:
         positions = _divide_tokens(model, run, meshes.images, group)
     _shard(model, run, meshes.parameters, is_root=True)
-    _set_prefetch(blocks, run.own.forward_prefetch, run.own.backward_prefetch)
+
+    _set_prefetch(blocks, recipe.forward_prefetch, recipe.backward_prefetch)
     recipe.blocks.wrap_model(model)
     return positions
 
@@ -117,7 +125,7 @@ def _options(run: TorchRun, mesh: DeviceMesh, *, is_root: bool = False) -> dict[
             reduce_dtype=recipe.reduce_dtype if lower else None,
             output_dtype=torch.float32 if is_root else None,
         ),
-        "offload_policy": CPUOffloadPolicy() if run.own.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if recipe.cpu_offload else OffloadPolicy(),
     }
 
 

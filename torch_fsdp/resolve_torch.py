@@ -46,8 +46,8 @@ class Recipe:
     """How the plain model becomes a parallel one, in the order in which it is done."""
 
     domain_attention: str | None
-    """"ring" or "ulysses": how attention sees the tokens of all processes that share an image; None
-    where none do."""
+    """How attention sees the tokens of all processes that share an image: "ring" or "ulysses"; None
+    where no processes share one."""
     blocks: TimmBlocks
     """timm's blocks, or what replaces them."""
     grad_ckpt: str
@@ -60,6 +60,11 @@ class Recipe:
     """Of gradients while they are reduced."""
     zero: int
     """What is sharded: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    forward_prefetch: int
+    """FSDP2: blocks to unshard ahead of the one that computes."""
+    backward_prefetch: int
+    cpu_offload: bool
+    """FSDP2: shards are in host memory."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,13 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
     zero = _zero_dp_strategy(config, own)
     own = replace(own, zero_dp_strategy=zero, fsdp="fsdp2" if own.fsdp == "auto" else own.fsdp)
     check_needs(config, own)
-    mesh = _mesh(config, own)
+    mesh = make_mesh(
+        sharding,
+        int(os.environ.get("WORLD_SIZE", "1")),
+        "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
+    )
+    if zero == 0 and own.fsdp == "fsdp2":
+        mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)  # FSDP2 without sharding: replicas alone
     form.check(config, own, mesh, device)
     _check_precision(config, own, device)
 
@@ -124,6 +135,9 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
         dtype=DTYPES[sharding.precision],
         reduce_dtype=DTYPES[own.reduce_dtype],
         zero=zero,
+        forward_prefetch=own.forward_prefetch,
+        backward_prefetch=own.backward_prefetch,
+        cpu_offload=own.cpu_offload,
     )
     run = TorchRun(config, own, model, mesh, form=form, recipe=recipe)
     check_batch(run)
@@ -163,18 +177,6 @@ def _zero_dp_strategy(config: RunConfig, own: TorchConfig) -> int:
         if strategy == 0 and getattr(config.sharding, name) not in (None, 1):
             raise UsageError(f"--{name} shapes sharding, --zero_dp_strategy 0 has none: drop one")
     return 3 if strategy is None else strategy
-
-
-def _mesh(config: RunConfig, own: TorchConfig) -> Mesh:
-    """Return the mesh of the run; FSDP2 without sharding has replicas alone."""
-    mesh = make_mesh(
-        config.sharding,
-        int(os.environ.get("WORLD_SIZE", "1")),
-        "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
-    )
-    if own.zero_dp_strategy == 0 and own.fsdp == "fsdp2":
-        return Mesh(dcn=mesh.fsdp, domain=mesh.domain)
-    return mesh
 
 
 def _check_precision(config: RunConfig, own: TorchConfig, device: Device) -> None:

@@ -313,7 +313,7 @@ class TorchBackend(abc.ABC):
             "optimizer": sum(tensor.nbytes for tensor in state),
         }
         if self._ema is not None:
-            sizes["ema"] = self._ema.nbytes
+            sizes["ema"] = sum(average.nbytes for average in self._ema.values.values())
         if self._frozen is not None:
             sizes["teacher"] = self._frozen._parameter_bytes()
         return sizes

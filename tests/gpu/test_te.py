@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_fsdp import te_block
 from gpu_fsdp.te_block import TeBlocks
 from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
 from tests.gpu.helpers import LEARN, LEARNED_STEPS, need_form, need_fp8, need_te
@@ -22,7 +21,7 @@ TE = (*BF16, "--block", "te")
 def with_te_blocks(model):
     replaced = copy.deepcopy(model)
     for index, block in enumerate(model.blocks):
-        replaced.blocks[index] = te_block.replace_block(block, "cuda")
+        replaced.blocks[index] = TeBlocks("none").replace(block, "cuda")
     return replaced
 
 
