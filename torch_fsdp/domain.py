@@ -293,7 +293,7 @@ class _Ring(torch.autograd.Function):
         here = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
         keys, values, before = k, v, prefix  # in the first step with the prefix
         grad_q, so_far = torch.zeros_like(q, dtype=torch.float32), None
-        prefix_grads = []
+        prefix_grads: list[torch.Tensor] = []
         for step in range(1, group.size + 1):
             coming = group.rotate(here, step) if step < group.size else None
             own_q, own_k, own_v = backward(grad, q, keys, values, output, statistics, ctx.scale)

@@ -96,7 +96,7 @@ class Fsdp2Backend(TorchBackend):
 
     def _squares(self) -> Iterator[torch.Tensor]:
         # Without sharding all parameters are replicated, but positions differ along "domain".
-        divided = set(self._positions) if self._zero == 0 else set()
+        divided: set[str] = set(self._positions) if self._zero == 0 else set()
         yield self._square(self._locals.keys() - divided, self._shard_groups())
         if divided:
             yield self._square(divided, [self._meshes.images.get_group(DOMAIN)])

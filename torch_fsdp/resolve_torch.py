@@ -95,7 +95,9 @@ def resolve(
     # The teacher computes forward passes alone: ZeRO-2 would never reshard its weights.
     zero = 0 if run.recipe.zero == 0 else 3
     beside = replace(run.own, block="timm", fp8="none", zero_dp_strategy=zero)
-    return with_teacher(run, lambda config: _resolve(config, beside, FSDP2, TimmBlocks()))
+    whole = with_teacher(run, lambda config: _resolve(config, beside, FSDP2, TimmBlocks()))
+    assert isinstance(whole, TorchRun)
+    return whole
 
 
 def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks) -> TorchRun:

@@ -361,10 +361,9 @@ def _check_wandb() -> None:
 
 
 FLAG = "--teacher_weights"
-AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
 
-def with_teacher(run: AnyRun, resolve: Callable[[RunConfig], AnyRun]) -> AnyRun:
+def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run[Any]:
     """Return the run with that of its teacher, if it has one and is a training.
 
     ``resolve`` makes a run of a configuration as the backend does. Raises UsageError for a teacher
