@@ -18,7 +18,7 @@ from tests.filled import filled
 from tests.normalized import normalized
 from tests.resolved import on_xla
 from training.config import OptimizerConfig
-from training.schedule import WarmupCosine
+from training.schedule import Schedule
 from training.validation import wanted_images
 
 
@@ -61,7 +61,7 @@ def train(*flags: str, steps: int = 6) -> tuple[dict[str, list[float]], nn.Modul
             newton_schulz, dtype=torch.float32
         )
     loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, Share())
-    schedule = WarmupCosine(how.lr, how.warmup_steps, len(loader) * run.config.num_epochs)
+    schedule = Schedule(how.lr, how.warmup_steps, len(loader) * run.config.num_epochs)
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     try:
         for step, (images, labels) in zip(range(steps), loader.epoch(0), strict=False):

@@ -166,7 +166,7 @@ def test_begins_and_ends(tmp_path):
     flags = [*EACH_STEP, "--model_ema_decay", "0.9", "--resume", str(tmp_path / "old")]
     begun = train_tiny_gpu(tmp_path / "begun", *flags)
     notes = [line for line in begun.stdout.splitlines() if "EMA" in line and "note:" in line]
-    assert notes == ["note: the checkpoint has no EMA of the weights: it begins with these weights"]
+    assert notes == ["note: the checkpoint has no EMA of the weights: it starts with these weights"]
     average, weights = ModelEmaV3(read(tmp_path / "old" / "step_3", "model"), decay=0.9), {}
     for step in (4, 5, 6):
         weights[step] = read(tmp_path / "begun" / f"step_{step}", "model")

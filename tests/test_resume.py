@@ -27,7 +27,7 @@ from tests.short_runs import QUICK
 from tests.test_sharding import assert_same_curves
 from tests.usage_error import told_in_one_line
 from training.checkpoints.format import Position, read_saved_run
-from training.schedule import WarmupCosine
+from training.schedule import Schedule
 from training.validation import other_order, wanted_images
 
 # Five steps an epoch on digits, of 4 tokens an image to be quick; dropout everywhere, so that
@@ -154,12 +154,12 @@ def test_changed_batch_size_keeps_place_in_data_and_schedule(copy_of_stopped):
     assert "step_7 at step 7, epoch 2" in smaller.stdout
     assert "--batch_size was 256 before" in smaller.stdout
     assert list(smaller.steps) == list(range(1, 9))
-    schedule = WarmupCosine(1e-2, 4, 4 * 11)
+    schedule = Schedule(1e-2, 4, 4 * 11)
     assert smaller.steps[8]["lr"] == pytest.approx(schedule.lr(15))
     assert smaller.steps[8]["epoch"] == 2
     larger = train_tiny(copy_of_stopped, *flags, "--batch_size", "300", "--max_steps", "9")
     assert "step_8 at step 8, epoch 2" in larger.stdout
-    assert larger.steps[9]["lr"] == pytest.approx(WarmupCosine(1e-2, 4, 4 * 4).lr(4 + 640 // 300))
+    assert larger.steps[9]["lr"] == pytest.approx(Schedule(1e-2, 4, 4 * 4).lr(4 + 640 // 300))
     again = train_tiny(copy_of_stopped, *flags, "--batch_size", "300", "--max_steps", "999")
     assert "step_9 at step 9, epoch 2" in again.stdout
     steps = 9 + (4 * 4 - (4 + 3))  # what is left of 4 epochs of 4 steps

@@ -1,7 +1,7 @@
-"""Finds and counts, on the device, the steps whose loss or gradient norm is not finite.
+"""What both backends' optimizers have in common, whatever shards the parameters.
 
-Nothing is read by the host: a backend computes these beside the step and hands the counts out, the
-loop reads them with a log step's loss.
+In this order: how each parameter is updated (AdamW, Lion or Muon), Muon's arithmetic, the moving
+average of the weights (EMA), stochastic rounding to bf16, and the count of skipped steps.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from models.spec import ModelSpec
 from models.timm_private import MUON_COEFFICIENTS, is_suitable_for_muon
 from training.config import OptimizerConfig
 
-# ------------------------------------------------------------------------------------------------
-# How each parameter is updated: by which rule, how fast, with which decay, or not at all.
+# -- How each parameter is updated ----------------------------------------------------------------
 #
-# It follows from a parameter's name and shape in the plain model alone, whatever backend shards it.
-# Groups are timm's: ``timm.optim.param_groups_layer_decay``, ``param_groups_weight_decay`` and the
-# rule by which ``timm.optim.Muon`` leaves a parameter to AdamW.
-
+# It follows from a parameter's name and shape in the plain model. Groups are timm's:
+# ``timm.optim.param_groups_layer_decay``, ``param_groups_weight_decay`` and the rule by which
+# ``timm.optim.Muon`` leaves a parameter to AdamW.
 
 Rule = Literal["adamw", "lion", "muon"]
 MOMENTS: dict[Rule, tuple[str, ...]] = {
@@ -35,70 +33,60 @@ MOMENTS: dict[Rule, tuple[str, ...]] = {
     "lion": ("exp_avg",),
     "muon": ("momentum_buffer",),
 }
-"""What each rule keeps of a parameter, in tensors like it, by the names in PyTorch's and timm's
+"""The state of each rule, tensors of the parameter's shape, by their names in PyTorch's and timm's
 optimizers and in checkpoints."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """Says how one parameter is updated."""
+    """How one parameter is updated."""
 
     rule: Rule
     weight_decay: float
     lr_scale: float = 1.0
-    """What the learning rate is multiplied by."""
+    """The factor of the learning rate."""
     matrix: tuple[int, int] | None = None
-    """Rows and columns of the matrix that Muon takes the parameter for; None with other rules."""
+    """Rows and columns of the matrix as which Muon sees the parameter; None with other rules."""
 
 
 Updates = Mapping[str, Update]
-"""How each parameter that trains is updated, by its name in the plain model; those that are not
-there keep their values."""
+"""How each trained parameter is updated, by its name in the plain model; others are frozen."""
 
 
 def updates_of(config: OptimizerConfig, model: ModelSpec) -> Updates:
-    """Return how ``config`` updates each parameter of ``model``."""
+    """Return how ``config`` updates each parameter of ``model``.
+
+    The learning rate's factor is ``layer_decay`` to the power of the number of layers between the
+    parameter's and the last one.
+    """
     shapes = {name: parameter.shape for name, parameter in model.meta.named_parameters()}
-    scales = lr_scales(model.layers, config.layer_decay)
-    without = undecayed(shapes, config.no_decay or (), model.no_weight_decay)
-    return {
-        name: _update(
-            config.optimizer,
-            shape,
-            0.0 if name in without else config.weight_decay,
-            scales[name],
-        )
-        for name, shape in shapes.items()
-        if not config.linear_probe or name in model.head_parameters
-    }
+    without_decay = undecayed(shapes, config.no_decay or (), model.no_weight_decay)
+    last = max(model.layers.values())
+    updates: dict[str, Update] = {}
+    for name, shape in shapes.items():
+        if config.linear_probe and name not in model.head_parameters:
+            continue
+        rule: Rule = config.optimizer
+        matrix = None
+        if rule == "muon" and is_suitable_for_muon(shape):
+            matrix = (shape[0], math.prod(shape[1:]))
+        elif rule == "muon":
+            rule = "adamw"
+        weight_decay = 0.0 if name in without_decay else config.weight_decay
+        lr_scale = config.layer_decay ** (last - model.layers[name])
+        updates[name] = Update(rule, weight_decay, lr_scale, matrix)
+    return updates
 
 
 def all_by_adamw(model: ModelSpec, weight_decay: float) -> Updates:
-    """Return the updates of a model whose parameters are all treated alike."""
+    """Return AdamW with the same settings for every parameter of a model."""
     return {name: Update("adamw", weight_decay) for name, _ in model.meta.named_parameters()}
-
-
-def _update(optimizer: Rule, shape: torch.Size, weight_decay: float, lr_scale: float) -> Update:
-    if optimizer == "muon":
-        if is_suitable_for_muon(shape):
-            return Update("muon", weight_decay, lr_scale, (shape[0], math.prod(shape[1:])))
-        optimizer = "adamw"
-    return Update(optimizer, weight_decay, lr_scale)
-
-
-def lr_scales(layers: Mapping[str, int], layer_decay: float) -> dict[str, float]:
-    """Return what each parameter's learning rate is multiplied by, given its layer's number.
-
-    It is ``layer_decay`` to the power of how many layers lie between it and the last one.
-    """
-    last = max(layers.values())
-    return {name: layer_decay ** (last - layer) for name, layer in layers.items()}
 
 
 def undecayed(
     shapes: Mapping[str, torch.Size], kinds: Collection[str], embeddings: Collection[str]
 ) -> set[str]:
-    """Return the parameters that are not decayed: those of these ``kinds``.
+    """Return the parameters without weight decay: those of these ``kinds``.
 
     "biases": whose names end with it; "norms": all others of one dimension, such as the scales of
     norms and of layers; "embeddings": whose names match one of the patterns ``embeddings``. All
@@ -115,109 +103,10 @@ def undecayed(
     return {name for name, shape in shapes.items() if kind(name, shape) in kinds}
 
 
-# ------------------------------------------------------------------------------------------------
-# Rounds numbers to bf16 up or down at random, so that on average nothing is lost.
-#
-# A moving average that keeps 99.9 % of itself changes by less than half of what bf16 can tell
-# apart: rounded to the nearest number it would stay where it is for ever. The random bits are a
-# hash of where a number is and of a key: they need no generator, whose state would have to be
-# kept and whose other draws would change, and are as many on each device as the device has
-# numbers.
-
-
-_DISCARDED = 0xFFFF
-"""The bits of an fp32 number that bf16 has not."""
-_LARGEST = torch.finfo(torch.bfloat16).max
-_FACTORS = (-2048144789, -1028477387)
-"""Of MurmurHash3's last step, by which each bit of a number changes each bit of its hash with
-about equal chance (0x85EBCA6B and 0xC2B2AE35 as int32)."""
-_STEP = -1640531527
-"""What keys of one tensor are apart: 2**32 divided by the golden ratio, as int32."""
-_RUN = 1 << 12
-
-
-def random_bits(
-    shape: Sequence[int], device: torch.device, key: torch.Tensor, step: torch.Tensor
-) -> torch.Tensor:
-    """Return 32 random bits for each entry of a tensor, int32, on the device.
-
-    They follow from the entry's place, from ``key`` and from the number of the ``step``: scalars on
-    the device, the one int32, the other whole.
-    """
-    seed = hashed(key + step.to(torch.int32) * _STEP)
-    return hashed(_places(shape, device) + seed)
-
-
-def key_of(seed: int, *names: object) -> int:
-    """Return the key of a run's ``seed`` and of what has these names, as an int32 number."""
-    return zlib.crc32(repr((seed, names)).encode()) - 2**31
-
-
-Bitcast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-"""Returns the numbers of a dtype that have the same bits."""
-
-
-def to_bf16(
-    x: torch.Tensor, bits: torch.Tensor, same_bits: Bitcast = torch.Tensor.view
-) -> torch.Tensor:
-    """Round fp32 numbers to one of their two neighbours in bf16, each the likelier the nearer.
-
-    ``bits`` are random, int32: the lower 16 are used. What bf16 has stays as it is, what is not
-    finite, too; what is larger than bf16's largest number becomes that.
-    """
-    own = same_bits(x, torch.int32)
-    noise = torch.where(x.abs() < _LARGEST, bits & _DISCARDED, 0)
-    rounded = same_bits((own + noise) & ~_DISCARDED, torch.float32)
-    # Cut off, something that is not a number could become infinite.
-    return torch.where(x.isnan(), x, rounded).to(torch.bfloat16)
-
-
-def upper(bits: torch.Tensor) -> torch.Tensor:
-    """Return the other half of random bits, those that ``to_bf16`` does not use."""
-    return _shifted(bits, 16)
-
-
-def hashed(x: torch.Tensor) -> torch.Tensor:
-    """Return a hash of each int32 number, as int32; different ones have different hashes."""
-    first, second = _FACTORS
-    x = (x ^ _shifted(x, 16)) * first
-    x = (x ^ _shifted(x, 13)) * second
-    return x ^ _shifted(x, 16)
-
-
-def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Move bits ``count`` places down, with zeros from above."""
-    # Not ``>>``, which torch_xla 2.9 makes a division of, rounded towards zero.
-    places = torch.full((), count, dtype=torch.int32, device=x.device)
-    return torch.bitwise_right_shift(x, places) & ((1 << (32 - count)) - 1)
-
-
-def _places(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return each entry's place in the flattened tensor, modulo 2**32, as int32.
-
-    It is computed of the places along each dimension: a count of all would be a constant of the
-    compiled program as large as the tensor, and no part of it a device's own.
-    """
-    places = torch.zeros((), dtype=torch.int32, device=device)
-    for size in shape:
-        places = places.unsqueeze(-1) * size + _count(size, device)
-    return places
-
-
-def _count(size: int, device: torch.device) -> torch.Tensor:
-    if size <= _RUN:
-        return torch.arange(size, dtype=torch.int32, device=device)
-    starts = torch.arange(-(-size // _RUN), dtype=torch.int32, device=device) * _RUN
-    run = torch.arange(_RUN, dtype=torch.int32, device=device)
-    return (starts.unsqueeze(-1) + run).flatten()[:size]
-
-
-# ------------------------------------------------------------------------------------------------
-# Muon's arithmetic for whole matrices, by timm's functions: what no sharding changes.
-
+# -- Muon's arithmetic for unsharded matrices, by timm's functions ---------------------------------
 
 MOMENTUM = 0.95
-"""How much of the moving average of gradients a step keeps; timm's default."""
+"""Of the moving average of gradients; timm's default."""
 
 
 def ns_dtype(precision: str) -> torch.dtype:
@@ -240,18 +129,15 @@ def lr_factor(matrix: tuple[int, int]) -> float:
     return get_lr_scale(torch.Size(matrix))
 
 
-# ------------------------------------------------------------------------------------------------
-# The moving average of the weights (EMA): timm's formula, and what a resumed run says of it.
-
+# -- The moving average of the weights (EMA): timm's formula --------------------------------------
 
 UPDATES = "ema_updates"
-"""The name, in ``State.step``, of the number of updates that the average has seen."""
-_POWER = 2 / 3
-"""Of the warm-up: timm's default."""
+"""The name, in ``State.step``, of the number of updates of the average."""
+_WARMUP_POWER = 2 / 3  # timm's default
 
 
 def weight_of_newest(updates: torch.Tensor, decay: float, *, warmup: bool) -> torch.Tensor:
-    """Return with which weight, from 0 to 1, the newest weights go into the average.
+    """Return the weight, from 0 to 1, of the newest weights in the average.
 
     ``updates``, a scalar, is the number of the update, from 1 on; all is computed on its device.
     This is 1 - ``ModelEmaV3.get_decay`` of timm 1.0.31: 1 in the first update, then 1 - ``decay``;
@@ -259,14 +145,13 @@ def weight_of_newest(updates: torch.Tensor, decay: float, *, warmup: bool) -> to
     """
     weight = torch.full_like(updates, 1 - decay)
     if warmup:
-        weight = torch.maximum(weight, updates.clamp(min=1) ** -_POWER)
+        weight = torch.maximum(weight, updates.clamp(min=1) ** -_WARMUP_POWER)
     return torch.where(updates > 1, weight, 1.0)
 
 
 @contextlib.contextmanager
 def exchanged_inside(exchange: Callable[[], None], then: Callable[[], None]) -> Iterator[None]:
-    """Let weights and average be exchanged inside: ``exchange`` does it, and undoes it at the end;
-    ``then`` is called after each."""
+    """Swap weights and average for the body by ``exchange``; after each swap call ``then``."""
     exchange()
     then()
     try:
@@ -277,19 +162,105 @@ def exchanged_inside(exchange: Callable[[], None], then: Callable[[], None]) -> 
 
 
 def note_of_resume(*, keeps: bool, has: bool) -> str | None:
-    """Return what a run says that resumes a checkpoint; None if all goes on as it was.
+    """Return a log line for a run that resumes a checkpoint; None if nothing changes.
 
     ``keeps``: the run keeps an average; ``has``: the checkpoint has one.
     """
     if keeps and not has:
-        return "note: the checkpoint has no EMA of the weights: it begins with these weights"
+        return "note: the checkpoint has no EMA of the weights: it starts with these weights"
     if has and not keeps:
         return "note: the checkpoint's EMA of the weights is dropped: --model_ema is not given"
     return None
 
 
-# ------------------------------------------------------------------------------------------------
+# -- Stochastic rounding to bf16 ------------------------------------------------------------------
+#
+# Numbers are rounded up or down at random, so that on average nothing is lost. A moving average
+# that keeps 99.9 % of itself changes by less than half of bf16's spacing: rounded to nearest it
+# would stay where it is for ever. The random bits are a hash of an entry's index and of a key: they
+# need no generator, whose state would have to be saved, and each device computes those of its own
+# entries.
 
+_DISCARDED = 0xFFFF
+"""The bits of an fp32 number that bf16 has not."""
+_LARGEST = torch.finfo(torch.bfloat16).max
+_MURMUR = (-2048144789, -1028477387)
+"""The factors of MurmurHash3's last step, by which each bit of a number changes each bit of its
+hash with about equal chance (0x85EBCA6B and 0xC2B2AE35 as int32)."""
+_KEY_STRIDE = -1640531527
+"""Between the keys of successive steps: 2**32 divided by the golden ratio, as int32."""
+_RUN = 1 << 12
+"""The longest range computed at once, along a dimension."""
+Bitcast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+"""Returns the numbers of a dtype that have the same bits."""
+
+
+def key_of(seed: int, *names: object) -> int:
+    """Return the key of a run's ``seed`` and of these names, as an int32 number."""
+    return zlib.crc32(repr((seed, names)).encode()) - 2**31
+
+
+def random_bits(
+    shape: Sequence[int], device: torch.device, key: torch.Tensor, step: torch.Tensor
+) -> torch.Tensor:
+    """Return 32 random bits for each entry of a tensor, int32, on the device.
+
+    They follow from the entry's index, from ``key`` and from the number of the ``step``: scalars on
+    the device, the first int32, the second an integer.
+    """
+    # Flat indices, modulo 2**32. Computed from the indices along each dimension: a single count
+    # would be a constant of the compiled program as large as the tensor, the same on all devices.
+    index = torch.zeros((), dtype=torch.int32, device=device)
+    for size in shape:
+        if size <= _RUN:
+            along = torch.arange(size, dtype=torch.int32, device=device)
+        else:
+            starts = torch.arange(-(-size // _RUN), dtype=torch.int32, device=device) * _RUN
+            run = torch.arange(_RUN, dtype=torch.int32, device=device)
+            along = (starts.unsqueeze(-1) + run).flatten()[:size]
+        index = index.unsqueeze(-1) * size + along
+    return _hash(index + _hash(key + step.to(torch.int32) * _KEY_STRIDE))
+
+
+def to_bf16(
+    x: torch.Tensor, bits: torch.Tensor, same_bits: Bitcast = torch.Tensor.view
+) -> torch.Tensor:
+    """Round fp32 numbers to one of their two neighbours in bf16, the nearer one more often.
+
+    ``bits`` are random, int32: the lower 16 are used. Numbers that bf16 has are unchanged, and what
+    is not finite; what is larger than bf16's largest number becomes that.
+    """
+    own = same_bits(x, torch.int32)
+    noise = torch.where(x.abs() < _LARGEST, bits & _DISCARDED, 0)
+    rounded = same_bits((own + noise) & ~_DISCARDED, torch.float32)
+    # NaN with its lower bits cut off could become infinite.
+    return torch.where(x.isnan(), x, rounded).to(torch.bfloat16)
+
+
+def upper(bits: torch.Tensor) -> torch.Tensor:
+    """Return the other half of random bits, those that ``to_bf16`` does not use."""
+    return _shifted_right(bits, 16)
+
+
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    """Return a hash of each int32 number, as int32; different numbers have different hashes."""
+    first, second = _MURMUR
+    x = (x ^ _shifted_right(x, 16)) * first
+    x = (x ^ _shifted_right(x, 13)) * second
+    return x ^ _shifted_right(x, 16)
+
+
+def _shifted_right(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Shift bits right by ``count``, with zeros from the left."""
+    # Not ``>>``, which torch_xla 2.9 turns into a division, rounded towards zero.
+    places = torch.full((), count, dtype=torch.int32, device=x.device)
+    return torch.bitwise_right_shift(x, places) & ((1 << (32 - count)) - 1)
+
+
+# -- Steps that are skipped because loss or gradient norm is not finite ---------------------------
+#
+# Counted on the device: a backend computes these beside the step, and the loop reads the counts
+# with a log step's loss.
 
 COUNTS = ("total", "in_a_row", "longest_row")
 """The names of the elements of the counts, in their order."""

@@ -1,4 +1,7 @@
-"""Which preprocessing goes with the weights; checkpoints keep it among the arguments."""
+"""Trained weights: find them, read them, and return the preprocessing that they were trained with.
+
+They are in a checkpoint folder, or in a file of any program: of torch.save, or .safetensors.
+"""
 
 from __future__ import annotations
 
@@ -40,86 +43,22 @@ from training.errors import UsageError
 from training.files import folder_at, is_url
 from training.resolve import Run
 
-# ------------------------------------------------------------------------------------------------
-# Which safetensors files hold a model's weights, and what they say of the run that made them.
-#
-# A folder of them is in Hugging Face's layout: ``model.safetensors``, or shards that
-# ``model.safetensors.index.json`` lists.
-
-
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-_RUN = "training"
-"""The name in a file's metadata of what our checkpoints call ``training.*``, as JSON."""
-
-
-def safetensors_files(path: Path) -> list[Path]:
-    """Return the files of a model that ``path`` stands for; none if it is no such file or folder.
-
-    Raises ValueError for an index that names no files of its folder.
-    """
-    if path.is_file():
-        return [path] if path.suffix == ".safetensors" else []
-    if (path / INDEX).is_file():
-        content = json.loads((path / INDEX).read_text())
-        named = content.get("weight_map") if isinstance(content, Mapping) else None
-        if not isinstance(named, Mapping) or not named:
-            raise ValueError(f"{INDEX} has no weight_map")
-        for name in named.values():
-            if not isinstance(name, str) or Path(name).name != name:
-                raise ValueError(f"{INDEX} names {name!r}, which is no file of the folder")
-        return [path / name for name in sorted(set(named.values()))]
-    return [path / ONE_FILE] if (path / ONE_FILE).is_file() else []
-
-
-def metadata_of(file: Path) -> dict[str, str]:
-    """Return the strings that a file has beside its tensors. Raises anything if it is damaged."""
-    with safe_open(file, framework="pt") as opened:
-        return opened.metadata() or {}
-
-
-def run_as_text(run: SavedRun) -> dict[str, str]:
-    """Return what a file's metadata says of a run."""
-    at = run.position
-    content = {"step": at.step, "epoch": at.epoch, "images_in_epoch": at.images_in_epoch}
-    told: dict[str, Any] = {**content, "arguments": run.arguments, "classes": run.classes}
-    return {_RUN: json.dumps(told)}
-
-
-def run_of(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
-    """Return the run that ``run_as_text`` told of; None if it was another program's.
-
-    Raises anything if it is damaged.
-    """
-    if _RUN not in metadata:
-        return None
-    try:
-        told = json.loads(metadata[_RUN])
-    except ValueError:  # another program's word
-        return None
-    if not isinstance(told, Mapping) or "arguments" not in told:
-        return None
-    at = Position(*(int(told[name]) for name in ("step", "epoch", "images_in_epoch")))
-    return SavedRun(path, at, dict(told["arguments"]), told["classes"])
-
-
-# ------------------------------------------------------------------------------------------------
-# Weights of a trained model: in a checkpoint folder, or in files of any training program.
+_REMEDY = "give the model flags it was trained with"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Found and understood, but not read: neither a folder's nor a file's values."""
+    """Weights that were found: names and shapes are known, the values not yet read."""
 
     path: Path
     run: SavedRun | None
-    """What the checkpoint says of the run that made it; None for a bare state dict."""
+    """The run that made them, as the checkpoint describes it; None for a bare state dict."""
     tensors: Mapping[str, torch.Tensor] | None
-    """By timm's names, mapped from the files; None for a checkpoint folder, which DCP reads."""
+    """By timm's names, memory-mapped from the files; None for a checkpoint folder, read by DCP."""
     note: str = ""
-    """What the user is to know of how they are used, in one line."""
+    """One line for the user about how they are used."""
     kind: str = WEIGHTS
-    """Whether they are the weights themselves, or the EMA of a folder."""
+    """WEIGHTS, or EMA: the moving average that a folder has."""
 
     def check_fits(self, model: ModelSpec) -> None:
         """Raises UsageError naming the first tensor that is not one of the model's."""
@@ -141,7 +80,7 @@ class Weights:
             problem = None if self.tensors is not None else damage(self.path)
         if problem:
             raise UsageError(
-                f"{self.path} is damaged ({problem}): name another one, or take it as it is "
+                f"{self.path} is damaged ({problem}): name another one, or load it as it is "
                 "with --no_verify_checkpoint"
             )
 
@@ -163,8 +102,8 @@ class Weights:
     def initialize(self, module: nn.Module, name: str) -> None:
         """Allocate on CPU what is on meta below ``module``, with the file's values.
 
-        A folder's values come after it, by ``Backend.load``. ``name`` is the module's name
-        in the model; an ``InitializeModule``.
+        A folder's values come later, by ``load_state``. ``name`` is the module's name in the
+        model; an ``InitializeModule``.
         """
         if self.tensors is not None:
             return self.fill(module, name)
@@ -173,8 +112,7 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str) -> None:
-        """Do as ``initialize``, but with a folder's values, too: no more of them is in memory than
-        the module takes."""
+        """As ``initialize``, but with a folder's values, too: in memory are only the module's."""
         own = {
             key: parameter
             for full_name, part in allocate(module, name)
@@ -186,7 +124,7 @@ class Weights:
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return these tensors, whole on the CPU, by name.
 
-        A file's are mapped, and not to be changed; a folder's are read, in fp32.
+        A file's are mapped, and must not be changed; a folder's are read, in fp32.
         """
         if self.tensors is not None:
             return {name: self.tensors[name] for name in names}
@@ -199,7 +137,7 @@ class Weights:
         return values
 
     def plain_model(self, spec: ModelSpec, device: torch.device) -> nn.Module:
-        """Return timm's model with these weights, in fp32 and whole on ``device``, to be used."""
+        """Return timm's model with these weights, fp32, unsharded on ``device``, in eval mode."""
         model = spec.build().to_empty(device=device)
         fill_buffers(model, lambda values: values.to(device))
         if self.tensors is not None:
@@ -211,7 +149,7 @@ class Weights:
         return model.eval()
 
 
-_REMEDY = "give the model flags it was trained with"
+# -- Finding and loading them ---------------------------------------------------------------------
 
 
 def find_weights(
@@ -236,7 +174,8 @@ def find_weights(
 def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
     """Return the weights in a checkpoint, in the newest one of a run's folder, or in files.
 
-    Raises UsageError, naming ``flag``, if there is no such thing, or if it cannot be read.
+    ``use_ema``: their moving average. Raises UsageError, naming ``flag``, if there is no such
+    thing, or if it cannot be read.
     """
     with readable(path):
         if path.is_file():
@@ -247,10 +186,12 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
             raise UsageError(f"{flag} {path}: there is no such checkpoint, folder or file")
         if files := safetensors_files(path):
             return _load_safetensors(path, files, use_ema)
-        if _is_bare_checkpoint(path):
-            if use_ema:
-                raise no_ema(path)
-            return Weights(path, None, None)
+        if (path / METADATA).is_file():
+            names = read_metadata(path).state_dict_metadata
+            if not any(name.startswith(training_entry("")) for name in names):
+                if use_ema:  # DCP wrote weights alone, without a run
+                    raise no_ema(path)
+                return Weights(path, None, None)
         saved, candidates = first_readable(of_path(path))
     assert saved is not None  # of_path found one
     kind = EMA if use_ema else WEIGHTS
@@ -258,25 +199,30 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
 
 
 def no_ema(path: Path) -> UsageError:
-    """Return what is said of weights that have no EMA beside them."""
+    """Return the error for weights without an EMA."""
     return UsageError(
         f"{path} has no EMA of the weights: give one of a run with --model_ema, or drop --use_ema"
     )
 
 
 def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
-    """Return what one file holds, mapped from it; ``use_ema``: its EMA of the weights.
+    """Return the weights in one file, mapped from it; ``use_ema``: their moving average.
 
     Raises UsageError if it cannot be read, or has none.
     """
     with readable(path):
         if path.suffix == ".safetensors":
             return _load_safetensors(path, [path], use_ema)
-        content = _load_tensors(path)
+        mappable = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
+        except pickle.UnpicklingError as error:  # whose text advises to load it unsafely
+            if foreign := re.search(r"GLOBAL (\S+)", str(error)):
+                raise ValueError(f"only tensors are loaded, it holds {foreign[1]}") from None
+            raise ValueError("it is no file of torch.save") from None
         if not isinstance(content, Mapping):
             raise ValueError("it holds no state dict")
-        training = content.get("training")
-        run = None
+        training, run = content.get("training"), None
         if isinstance(training, Mapping) and "arguments" in training:
             run = saved_run(path, training)
         if use_ema:
@@ -288,31 +234,12 @@ def _load_safetensors(path: Path, files: list[Path], use_ema: bool) -> Weights:
     if use_ema:
         raise no_ema(path)
     content = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    return Weights(path, run_of(path, metadata_of(files[0])), state_dict_of(content))
-
-
-def _is_bare_checkpoint(path: Path) -> bool:
-    """Tell whether DCP wrote weights alone there, which say nothing of a run."""
-    if not (path / METADATA).is_file():
-        return False
-    names = read_metadata(path).state_dict_metadata
-    return not any(name.startswith(training_entry("")) for name in names)
-
-
-def _load_tensors(path: Path) -> Any:
-    """Read what torch.save wrote, without running any of it; values stay there until used."""
-    mappable = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
-    except pickle.UnpicklingError as error:  # with advice to load it unsafely
-        foreign = re.search(r"GLOBAL (\S+)", str(error))
-        if foreign:
-            raise ValueError(f"only tensors are loaded, it holds {foreign[1]}") from None
-        raise ValueError("it is no file of torch.save") from None
+    run = run_in_metadata(path, metadata_of(files[0]))
+    return Weights(path, run, state_dict_of(content))
 
 
 _EMA_KEYS = (EMA, "state_dict_ema", "model_ema")
-"""What the EMA is called in a file that ``dcp_to_torch`` made of a checkpoint, and in timm's."""
+"""The EMA's name in a file that ``dcp_to_torch`` made of a checkpoint, and in timm's files."""
 
 
 def ema_of(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -337,90 +264,145 @@ def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# ------------------------------------------------------------------------------------------------
+# -- .safetensors files, and the run in their metadata --------------------------------------------
+#
+# A folder of them is in Hugging Face's layout: ``model.safetensors``, or shards that
+# ``model.safetensors.index.json`` lists.
 
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_RUN = "training"
+"""The entry of a file's metadata with what our checkpoints call ``training.*``, as JSON."""
+
+
+def safetensors_files(path: Path) -> list[Path]:
+    """Return a model's files that ``path`` names; none if it is no such file or folder.
+
+    Raises ValueError for an index that names no files of its folder.
+    """
+    if path.is_file():
+        return [path] if path.suffix == ".safetensors" else []
+    if (path / INDEX).is_file():
+        content = json.loads((path / INDEX).read_text())
+        named = content.get("weight_map") if isinstance(content, Mapping) else None
+        if not isinstance(named, Mapping) or not named:
+            raise ValueError(f"{INDEX} has no weight_map")
+        for name in named.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ValueError(f"{INDEX} names {name!r}, which is no file of the folder")
+        return [path / name for name in sorted(set(named.values()))]
+    return [path / ONE_FILE] if (path / ONE_FILE).is_file() else []
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    """Return the strings that a file has beside its tensors. Raises anything if it is damaged."""
+    with safe_open(file, framework="pt") as opened:
+        return opened.metadata() or {}
+
+
+def run_as_metadata(run: SavedRun) -> dict[str, str]:
+    """Return a run as metadata of a .safetensors file."""
+    at = run.position
+    content: dict[str, Any] = {
+        "step": at.step,
+        "epoch": at.epoch,
+        "images_in_epoch": at.images_in_epoch,
+    }
+    content |= {"arguments": run.arguments, "classes": run.classes}
+    return {_RUN: json.dumps(content)}
+
+
+def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
+    """Return the run that ``run_as_metadata`` wrote; None if another program wrote the file.
+
+    Raises anything if it is damaged.
+    """
+    if _RUN not in metadata:
+        return None
+    try:
+        told = json.loads(metadata[_RUN])
+    except ValueError:  # another program's entry
+        return None
+    if not isinstance(told, Mapping) or "arguments" not in told:
+        return None
+    at = Position(*(int(told[name]) for name in ("step", "epoch", "images_in_epoch")))
+    return SavedRun(path, at, dict(told["arguments"]), told["classes"])
+
+
+# -- The preprocessing that weights were trained with ---------------------------------------------
 
 _NAMES = tuple(field.name for field in fields(Preprocessing))
-_MOST_OF_VOLUMES = 1e30
+_LARGEST_IN_VOLUMES = 1e30
 """Values of images are from 0 to 1, those of volumes any numbers: Hounsfield units, say."""
 CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
 
 
 def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
-    """Return the run with what was not asked as ``saved`` has it, or as for new weights.
+    """Return the run with the preprocessing flags that were not given, as ``saved`` has them.
 
-    Raises UsageError if ``saved`` has values that cannot be.
+    Without ``saved``: as for new weights. Raises UsageError if ``saved`` has invalid values.
     """
-    new = Preprocessing.of_new_weights(run.config.data.data_source)
-    base = _checked(saved.arguments, saved.path) if saved else new
-    return _settled(run, base)
+    if saved:
+        return _with_defaults(run, preprocessing_of(saved))
+    return _with_defaults(run, Preprocessing.of_new_weights(run.config.data.data_source))
 
 
 def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
-    """Return the weights with what is to be said of their preprocessing, and the run with it.
+    """Return the run with the preprocessing of these weights, and the weights with a note about it.
 
-    Raises UsageError if they have values that cannot be.
+    Weights of another program: as their file says, else as timm has it for the model, else that of
+    new weights. Raises UsageError if they have invalid values.
     """
     if weights.run:
         return weights, with_preprocessing(run, weights.run)
-    run, note = with_preprocessing_of_file(run, weights.path)
+    found, source = _pretrained_cfg(weights.path), f"{weights.path} and its {CONFIG_FILE}"
+    if found is None:
+        found, source = run.model.preprocessing, f"timm's {run.model.name}"
+    if found is None:
+        return replace(weights, note=""), _with_defaults(run, Preprocessing())
+    run = _with_defaults(run, _checked(found, weights.path))
+    note = f"preprocessing: {run.config.data.preprocessing} (as {source} has it)"
     return replace(weights, note=note), run
 
 
-def with_preprocessing_of_file(run: Run, path: Path) -> tuple[Run, str]:
-    """Return the run as a file of weights alone says, or as timm has it for the model.
-
-    Returns a line, too, that tells what was taken from where; "" for the values of new weights.
-    Raises UsageError for values that cannot be.
-    """
-    found, source = _told_by_file(path), f"{path} and its {CONFIG_FILE}"
-    if found is None:
-        found, source = run.model.preprocessing, f"timm's {run.model.name}"
-    base = Preprocessing() if found is None else _checked(found, path)
-    run = _settled(run, base)
-    if found is None:
-        return run, ""
-    return run, f"preprocessing: {run.config.data.preprocessing} (as {source} has it)"
-
-
 def preprocessing_of(saved: SavedRun) -> Preprocessing:
-    """Return what a run's weights were trained with. Raises UsageError for what cannot be."""
+    """Return the preprocessing of a run. Raises UsageError for invalid values."""
     return _checked(saved.arguments, saved.path)
 
 
-def _settled(run: Run, base: Preprocessing) -> Run:
-    asked = run.config.data
-    left = {name: value for name, value in asdict(base).items() if getattr(asked, name) is None}
-    return run.with_data(**left)
+def _with_defaults(run: Run, defaults: Preprocessing) -> Run:
+    given = run.config.data
+    missing = {n: value for n, value in asdict(defaults).items() if getattr(given, n) is None}
+    return run.with_data(**missing)
 
 
 def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
-    """Return the defaults with those of ``values`` over them."""
+    """Return the default preprocessing with ``values`` over it. Raises UsageError."""
     given: dict[str, Any] = {n: values[n] for n in _NAMES if values.get(n) not in (None, "")}
-    most = _MOST_OF_VOLUMES if values.get("data_source") == "volumes" else 1.0
+    largest = _LARGEST_IN_VOLUMES if values.get("data_source") == "volumes" else 1.0
     for name, value in given.items():
-        if not _can_be(name, value, most):
+        if not _is_valid(name, value, largest):
             raise UsageError(f"{path} has {name} {value!r}, which is not known here: give --{name}")
     given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
     return Preprocessing(**given)
 
 
-def _can_be(name: str, value: Any, most: float) -> bool:
+def _is_valid(name: str, value: Any, largest: float) -> bool:
     if name in ("interpolation", "test_interpolation"):
         return value in INTERPOLATIONS
     if name == "crop_mode":
         return value in CROP_MODES
     if name == "crop_pct":
         return isinstance(value, (int, float)) and 0 < value <= 1
-    low = 1e-6 if name == "std" else 0.0 if most == 1 else -most
+    least = 1e-6 if name == "std" else 0.0 if largest == 1 else -largest
     return (
         isinstance(value, (list, tuple))
         and len(value) == 3
-        and all(isinstance(colour, (int, float)) and low <= colour <= most for colour in value)
+        and all(isinstance(colour, (int, float)) and least <= colour <= largest for colour in value)
     )
 
 
-def _told_by_file(path: Path) -> Mapping[str, Any] | None:
+def _pretrained_cfg(path: Path) -> Mapping[str, Any] | None:
     """Read timm's ``pretrained_cfg`` in the metadata of .safetensors files, or beside them."""
     files = safetensors_files(path)
     texts = [metadata_of(files[0]).get("pretrained_cfg", "")] if files else []

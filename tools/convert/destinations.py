@@ -30,7 +30,7 @@ from training.checkpoints.format import (
     training_tensors,
     write_manifest,
 )
-from training.weights import CONFIG_FILE, INDEX, ONE_FILE, run_as_text
+from training.weights import CONFIG_FILE, INDEX, ONE_FILE, run_as_metadata
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _SHARDS = ONE_FILE.replace(".", "{suffix}.")
@@ -102,7 +102,7 @@ def write_safetensors_folder(job: Job, path: Path, max_shard_size: str) -> None:
 def _write_shard(job: Job, path: Path, tensors: Mapping[str, Stored]) -> None:
     """Write the format: length of the header, header, values; the widest first: all are aligned."""
     order = sorted(tensors, key=lambda name: -job.dtype_of(tensors[name]).itemsize)
-    metadata = {"format": "pt"} | (run_as_text(job.source.run) if job.source.run else {})
+    metadata = {"format": "pt"} | (run_as_metadata(job.source.run) if job.source.run else {})
     if job.config and "pretrained_cfg" in job.config:
         metadata["pretrained_cfg"] = json.dumps(job.config["pretrained_cfg"])
     header: dict[str, Any] = {"__metadata__": metadata}

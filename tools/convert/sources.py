@@ -39,7 +39,7 @@ from training.weights import (
     load_file_of_weights,
     metadata_of,
     no_ema,
-    run_of,
+    run_in_metadata,
     safetensors_files,
     state_dict_of,
 )
@@ -228,7 +228,9 @@ def _open_safetensors(path: Path, files: list[Path]) -> Source:
     tensors: dict[str, Stored] = {}
     for file in files:
         tensors |= _stored_in(file)
-    return Source(path, tensors, run_of(path, metadata_of(files[0])), _config_beside(files[0]))
+    return Source(
+        path, tensors, run_in_metadata(path, metadata_of(files[0])), _config_beside(files[0])
+    )
 
 
 def _stored_in(file: Path) -> dict[str, Stored]:

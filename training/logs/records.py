@@ -1,7 +1,6 @@
-"""Notes what a run's wall time goes to in ``events.jsonl``, which no resume cuts.
+"""The records of a run: metrics.jsonl, TensorBoard, Weights & Biases, events.jsonl, the curves.
 
-A line is written at log steps, evaluations, checkpoints, and where a start begins and ends. Each
-tells what the time since the line before it went to; ``tools/goodput`` adds them up.
+All that is written during training goes through ``Guarded``: a log that fails never ends a run.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from tensorboardX.summary import scalar
 
 from data.files import make_folder, no_link, printable, replace_file
 
-# ------------------------------------------------------------------------------------------------
-# Reads and writes the records of a run in ``metrics.jsonl``, its evaluations among them.
-
-
 METRICS_FILE = "metrics.jsonl"
-_NAMED = 5  # classes, in a line
+EVENTS_FILE = "events.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+_CLASSES_SHOWN = 5
+
+matplotlib.use("Agg")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Says how good a model was on a validation set."""
+    """How good a model was on a validation set."""
 
     loss: float
     """The mean cross-entropy."""
@@ -56,9 +55,9 @@ class Evaluation:
         images = f"{self.images:,}"
         if self.left_out:
             images += f" of {self.images + self.left_out:,}"
-        lost = printable(", ".join(self.lost_classes[:_NAMED]))
+        lost = printable(", ".join(self.lost_classes[:_CLASSES_SHOWN]))
         if len(self.lost_classes) > 1:
-            more = ", ..." if len(self.lost_classes) > _NAMED else ""
+            more = ", ..." if len(self.lost_classes) > _CLASSES_SHOWN else ""
             lost = f", {len(self.lost_classes):,} classes have none left ({lost}{more})"
         elif lost:
             lost = f", class {lost} has none left"
@@ -68,16 +67,29 @@ class Evaluation:
         )
 
 
+# -- Reading ------------------------------------------------------------------------------------
+
+
 def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl; a line that a crash broke off is left out."""
+    """Return the records of metrics.jsonl; [] if there is none."""
     path = ckpt_dir / METRICS_FILE
-    records = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    return _read_lines(path, "step") if path.exists() else []
+
+
+def read_events(ckpt_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of events.jsonl. Raises OSError."""
+    return _read_lines(ckpt_dir / EVENTS_FILE, "event", "time")
+
+
+def _read_lines(path: Path, *names: str) -> list[dict[str, Any]]:
+    """Return the JSON objects that have these names; a line that a crash cut off is skipped."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             record = json.loads(line)
-            if isinstance(record, dict) and "step" in record:
-                records.append(record)
-    return records
+            if isinstance(record, dict) and all(name in record for name in names):
+                found.append(record)
+    return found
 
 
 def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, dict[str, Any]]:
@@ -92,14 +104,92 @@ def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, di
 
 
 def decisive(record: dict[str, Any], name: str) -> float:
-    """Return an evaluation's "val_top1" or "val_loss", by which it is good or bad: the EMA's, where
-    the run had one, else the weights'."""
+    """Return an evaluation's "val_top1" or "val_loss": the EMA's if the run had one."""
     of_ema = record.get(f"ema_{name}")
     return record[name] if of_ema is None else of_ema
 
 
+# -- Writing ------------------------------------------------------------------------------------
+
+
+class Sink(Protocol):
+    """Receives the records of a run, one after the other."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Record the values of one step. May raise anything."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class Guarded:
+    """Wraps a sink so that it cannot fail: an error is logged once, and the next record tried."""
+
+    def __init__(
+        self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]
+    ) -> None:
+        self._name, self._say = name, say
+        self._sink: Sink | None = None
+        self._lost = 0
+        with self._failing("cannot be written"):
+            self._sink = open_sink()
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._sink is None:
+            return
+        with self._failing("cannot be written"):
+            self._sink.write(record)
+            if self._lost:
+                self._say(f"note: {self._name} is written again, {self._lost} record(s) are lost")
+            self._lost = 0
+
+    def close(self) -> None:
+        if self._sink is not None:
+            with self._failing("cannot be written to its end"):
+                self._sink.close()
+
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - no log may end a run, whatever it is made of
+            self._lost += 1
+            if self._lost == 1:
+                reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+                self._say(f"warning: {self._name} {what} ({reason}); training continues without it")
+
+
+def open_sinks(
+    ckpt_dir: Path,
+    say: Callable[[str], None],
+    *,
+    first_step: int,
+    kept_up_to: int,
+    wandb_project: str | None,
+    arguments: dict[str, Any],
+) -> list[Guarded]:
+    """Open all sinks of a run that continues after ``first_step``, in a folder that exists.
+
+    Of earlier records those up to step ``kept_up_to`` stay.
+    """
+    sinks = [
+        Guarded("metrics.jsonl", lambda: MetricsFile(ckpt_dir, up_to_step=kept_up_to), say),
+        Guarded(
+            "TensorBoard's file",
+            lambda: TensorBoard(ckpt_dir / TENSORBOARD_DIR, first_step=first_step),
+            say,
+        ),
+    ]
+    if wandb_project:
+        project = wandb_project
+        sinks.append(
+            Guarded("Weights & Biases", lambda: WeightsAndBiases(project, ckpt_dir, arguments), say)
+        )
+    return sinks
+
+
 def as_json(record: dict[str, Any]) -> str:
-    """Return one line of JSON, which has no name for what is not finite: null."""
+    """Return one line of JSON; numbers that are not finite, which JSON has not, become null."""
     clean = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
@@ -111,17 +201,14 @@ class MetricsFile:
     """Writes metrics.jsonl in whole lines, whatever happens to the disk."""
 
     def __init__(self, ckpt_dir: Path, *, up_to_step: int) -> None:
-        """Keep the records up to a step; what follows is about to be written again.
-
-        Raises OSError.
-        """
+        """Drop the records after a step, which will be written again. Raises OSError."""
         path = ckpt_dir / METRICS_FILE
-        found = read_metrics(ckpt_dir)
-        kept = "".join(as_json(r) + "\n" for r in found if r["step"] <= up_to_step)
-        if not path.exists() or path.read_text(errors="replace") != kept:
-            replace_file(path, kept.encode())  # a full disk leaves the old file as it is
+        records = [r for r in read_metrics(ckpt_dir) if r["step"] <= up_to_step]
+        text = "".join(as_json(r) + "\n" for r in records)
+        if not path.exists() or path.read_text(errors="replace") != text:
+            replace_file(path, text.encode())  # a full disk leaves the old file as it is
         self._file = no_link(path, os.O_WRONLY | os.O_APPEND)
-        self._size = len(kept.encode())
+        self._size = len(text.encode())
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record. Raises OSError, and then has not left a part of it."""
@@ -139,12 +226,164 @@ class MetricsFile:
         os.close(self._file)
 
 
-# ------------------------------------------------------------------------------------------------
-# Draws the curves of a run as one picture.
+class TensorBoard:
+    """Writes TensorBoard's event file, synchronously in this thread.
+
+    tensorboardX's SummaryWriter has a thread for it, which dies of a full disk; whoever writes next
+    then waits for ever (tensorboardX 2.6.5, event_file_writer.py: a queue of 10).
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        make_folder(folder)
+        self._events = EventsWriter(str(folder / "events"))
+        # TensorBoard hides what an earlier start wrote of later steps.
+        self._write(Event(session_log=SessionLog(status=SessionLog.START)), first_step + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in _grouped(record).items():
+            self._write(Event(summary=scalar(name, value)), record["step"])
+        self._events.flush()
+
+    def _write(self, event: Event, step: int) -> None:
+        event.wall_time, event.step = time.time(), step
+        self._events.write_event(event)
+
+    def close(self) -> None:
+        self._events.close()
 
 
-matplotlib.use("Agg")
+class WeightsAndBiases:
+    """Logs to a run of Weights & Biases, the same one when the training is resumed."""
 
+    def __init__(self, project: str, ckpt_dir: Path, arguments: dict[str, Any]) -> None:
+        import wandb  # optional, and slow to import
+
+        name = ckpt_dir.resolve()
+        make_folder(ckpt_dir / "wandb")
+        self._run = wandb.init(
+            project=project,
+            name=name.name,
+            dir=str(ckpt_dir),
+            config=arguments,
+            resume="allow",
+            id=hashlib.sha256(str(name).encode()).hexdigest()[:16],
+            settings=wandb.Settings(console="off"),
+        )
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._run.log(_grouped(record) | {"epoch": record["epoch"]}, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _grouped(record: dict[str, Any]) -> dict[str, float]:
+    """Return a record's finite numbers under the names of panels: train/loss, val/loss, ..."""
+    values = {}
+    for name, value in record.items():
+        if name in ("step", "epoch") or value is None or not math.isfinite(value):
+            continue
+        group = "val" if name.startswith(("val_", "ema_val_")) else "train"
+        values[f"{group}/{name.replace('val_', '')}"] = value
+    return values
+
+
+# -- events.jsonl: where wall time goes -----------------------------------------------------------
+#
+# A line is written at log steps, evaluations, checkpoints, and where a start begins and ends. Each
+# tells where the time since the line before it went; ``tools/goodput.py`` adds them up. Resuming
+# does not cut the file.
+
+
+def process_start() -> float:
+    """Return when this process began, in seconds since 1970."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
+class EventsFile:
+    """Appends lines to events.jsonl; a ``Sink``."""
+
+    def __init__(self, ckpt_dir: Path) -> None:
+        """Raises OSError."""
+        opened = no_link(ckpt_dir / EVENTS_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._file = os.fdopen(opened, "ab+", buffering=0)
+        size = self._file.tell()
+        self._cut_off = size > 0 and os.pread(self._file.fileno(), 1, size - 1) != b"\n"
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a line, on a line of its own if a crash or a full disk cut off the last one."""
+        line = b"\n" * self._cut_off + as_json(record).encode() + b"\n"
+        self._cut_off = True
+        self._cut_off = self._file.write(line) < len(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Events:
+    """Records the events of one start, in the first process; in others it does nothing."""
+
+    def __init__(self, ckpt_dir: Path, say: Callable[[str], None], *, active: bool) -> None:
+        self._sink = Guarded(EVENTS_FILE, lambda: EventsFile(ckpt_dir), say) if active else None
+        self._step = self._steps = 0
+        self._waited = 0.0
+
+    def _write(self, event: str, **values: Any) -> None:
+        if self._sink:
+            self._sink.write({"event": event, "time": time.time(), "step": self._step, **values})
+
+    def start(self, process_started: float, step: int) -> None:
+        """Record a start that continues after ``step``, and when its process began."""
+        self._step = step
+        self._write("start", process_started=process_started)
+
+    def stepped(self, step: int, waited_s: float) -> None:
+        """Count a step, and the seconds that it waited for its batch; nothing is written."""
+        self._step = step
+        self._steps += 1
+        self._waited += waited_s
+
+    def first_step(self, seconds: float) -> None:
+        """Record the first step, which compiles: ``seconds`` from the request for its batch on."""
+        self._steps, self._waited = 0, 0.0
+        self._write("first_step", seconds=seconds)
+
+    def steps(self) -> None:
+        """Record the steps counted since the last such line."""
+        if self._steps:
+            self._write("steps", steps=self._steps, waited=self._waited)
+            self._steps, self._waited = 0, 0.0
+
+    @contextlib.contextmanager
+    def span(self, event: str) -> Iterator[dict[str, Any]]:
+        """Record how long the body takes, with the values put into the yielded dict."""
+        self.steps()
+        began = time.perf_counter()
+        values: dict[str, Any] = {}
+        yield values
+        self._write(event, seconds=time.perf_counter() - began, **values)
+
+    @contextlib.contextmanager
+    def training(self, last_step: int) -> Iterator[None]:
+        """Record how the training in the body ended: completed, stopped or failed."""
+        how = "failed"
+        try:
+            yield
+            how = "completed" if self._step >= last_step else "stopped"
+        finally:
+            self.steps()
+            self._write("stop", how=how)
+
+    def close(self) -> None:
+        """Record that a start has written all its files."""
+        self._write("end")
+        if self._sink:
+            self._sink.close()
+
+
+# -- The curves as one picture ---------------------------------------------------------------------
 
 _PANELS = (
     ("Loss", (("loss", "train"), ("val_loss", "val"), ("ema_val_loss", "EMA")), "cross-entropy"),
@@ -191,258 +430,8 @@ def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
 
 
 def save_figure(figure: plt.Figure, path: Path) -> None:
-    """Write a figure as a picture of its suffix's format, and close it. Raises OSError."""
+    """Write a figure in the format of the path's suffix, and close it. Raises OSError."""
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix[1:] or "png", dpi=110)
     plt.close(figure)
     replace_file(path, content.getvalue())
-
-
-# ------------------------------------------------------------------------------------------------
-# Writes a run's records to metrics.jsonl, TensorBoard, Weights & Biases: none may end a run.
-
-
-TENSORBOARD_DIR = "tensorboard"
-
-
-class Sink(Protocol):
-    """Takes the records of a run, one after the other."""
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Record the values of one step. May raise anything."""
-
-    def close(self) -> None:
-        """Write what is left."""
-
-
-class TensorBoard:
-    """Writes TensorBoard's event file, at once and in this thread.
-
-    tensorboardX's SummaryWriter has a thread for it, which dies of a full disk; whoever writes next
-    then waits for ever (tensorboardX 2.6.5, event_file_writer.py: a queue of 10).
-    """
-
-    def __init__(self, folder: Path, *, first_step: int) -> None:
-        make_folder(folder)
-        self._events = EventsWriter(str(folder / "events"))
-        # From here on the steps of an earlier start are shown no more.
-        self._write(Event(session_log=SessionLog(status=SessionLog.START)), first_step + 1)
-
-    def write(self, record: dict[str, Any]) -> None:
-        for name, value in grouped(record).items():
-            self._write(Event(summary=scalar(name, value)), record["step"])
-        self._events.flush()
-
-    def _write(self, event: Event, step: int) -> None:
-        event.wall_time, event.step = time.time(), step
-        self._events.write_event(event)
-
-    def close(self) -> None:
-        self._events.close()
-
-
-class WeightsAndBiases:
-    """Logs to a run of Weights & Biases, the same one when the training is resumed."""
-
-    def __init__(self, project: str, ckpt_dir: Path, arguments: dict[str, Any]) -> None:
-        import wandb  # optional, and slow to import
-
-        name = ckpt_dir.resolve()
-        make_folder(ckpt_dir / "wandb")
-        self._run = wandb.init(
-            project=project,
-            name=name.name,
-            dir=str(ckpt_dir),
-            config=arguments,
-            resume="allow",
-            id=hashlib.sha256(str(name).encode()).hexdigest()[:16],
-            settings=wandb.Settings(console="off"),
-        )
-
-    def write(self, record: dict[str, Any]) -> None:
-        self._run.log(grouped(record) | {"epoch": record["epoch"]}, step=record["step"])
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def grouped(record: dict[str, Any]) -> dict[str, float]:
-    """Return a record's finite numbers under pictures' names: train/loss, val/loss, ..."""
-    values = {}
-    for name, value in record.items():
-        if name in ("step", "epoch") or value is None or not math.isfinite(value):
-            continue
-        group = "val" if name.startswith(("val_", "ema_val_")) else "train"
-        values[f"{group}/{name.replace('val_', '')}"] = value
-    return values
-
-
-class Guarded:
-    """Wraps a sink so that it cannot fail: what goes wrong is said once, then tried again."""
-
-    def __init__(
-        self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]
-    ) -> None:
-        self._name, self._say = name, say
-        self._sink: Sink | None = None
-        self._lost = 0
-        with self._failing("cannot be written"):
-            self._sink = open_sink()
-
-    def write(self, record: dict[str, Any]) -> None:
-        if self._sink is None:
-            return
-        with self._failing("cannot be written"):
-            self._sink.write(record)
-            if self._lost:
-                self._say(f"note: {self._name} is written again, {self._lost} record(s) are lost")
-            self._lost = 0
-
-    def close(self) -> None:
-        if self._sink is not None:
-            with self._failing("cannot be written to its end"):
-                self._sink.close()
-
-    @contextlib.contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - no log may end a run, whatever it is made of
-            self._lost += 1
-            if self._lost == 1:
-                reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-                self._say(f"note: {self._name} {what} ({reason}); training goes on without it")
-
-
-def open_sinks(
-    ckpt_dir: Path,
-    say: Callable[[str], None],
-    *,
-    first_step: int,
-    kept_up_to: int,
-    wandb_project: str | None,
-    arguments: dict[str, Any],
-) -> list[Guarded]:
-    """Open all sinks of a run that goes on after ``first_step``, in a folder that exists.
-
-    Of earlier records those up to ``kept_up_to`` stay.
-    """
-    sinks = [
-        Guarded("metrics.jsonl", lambda: MetricsFile(ckpt_dir, up_to_step=kept_up_to), say),
-        Guarded(
-            "TensorBoard's file",
-            lambda: TensorBoard(ckpt_dir / TENSORBOARD_DIR, first_step=first_step),
-            say,
-        ),
-    ]
-    if wandb_project:
-        project = wandb_project
-        sinks.append(
-            Guarded("Weights & Biases", lambda: WeightsAndBiases(project, ckpt_dir, arguments), say)
-        )
-    return sinks
-
-
-# ------------------------------------------------------------------------------------------------
-
-
-EVENTS_FILE = "events.jsonl"
-
-
-def process_start() -> float:
-    """Return when this process began, in seconds since 1970."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
-
-
-def read_events(ckpt_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's file; one that a crash broke off is left out. Raises OSError."""
-    events = []
-    for line in (ckpt_dir / EVENTS_FILE).read_text(errors="replace").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            event = json.loads(line)
-            if isinstance(event, dict) and "event" in event and "time" in event:
-                events.append(event)
-    return events
-
-
-class EventsFile:
-    """Appends lines to a file; a ``Sink``."""
-
-    def __init__(self, ckpt_dir: Path) -> None:
-        """Raises OSError."""
-        opened = no_link(ckpt_dir / EVENTS_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        self._file = os.fdopen(opened, "ab+", buffering=0)
-        size = self._file.tell()
-        self._broken = size > 0 and os.pread(self._file.fileno(), 1, size - 1) != b"\n"
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append a line, after the end of one that a crash or a full disk broke off."""
-        line = b"\n" * self._broken + as_json(record).encode() + b"\n"
-        self._broken = True
-        self._broken = self._file.write(line) < len(line)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class Events:
-    """Notes the events of one start, in the first process; in others it does nothing."""
-
-    def __init__(self, ckpt_dir: Path, say: Callable[[str], None], *, active: bool) -> None:
-        self._sink = Guarded(EVENTS_FILE, lambda: EventsFile(ckpt_dir), say) if active else None
-        self._step = self._steps = 0
-        self._waited = 0.0
-
-    def _write(self, event: str, **values: Any) -> None:
-        if self._sink:
-            self._sink.write({"event": event, "time": time.time(), "step": self._step, **values})
-
-    def start(self, process_started: float, step: int) -> None:
-        """Note a start that goes on after ``step``, and when its process began."""
-        self._step = step
-        self._write("start", process_started=process_started)
-
-    def stepped(self, step: int, waited_s: float) -> None:
-        """Count a step, and the seconds that it waited for its batch; nothing is written."""
-        self._step = step
-        self._steps += 1
-        self._waited += waited_s
-
-    def first_step(self, seconds: float) -> None:
-        """Note the first step, which compiles: ``seconds`` from the asking for its batch on."""
-        self._steps, self._waited = 0, 0.0
-        self._write("first_step", seconds=seconds)
-
-    def steps(self) -> None:
-        """Note the steps counted since the last note of them."""
-        if self._steps:
-            self._write("steps", steps=self._steps, waited=self._waited)
-            self._steps, self._waited = 0, 0.0
-
-    @contextlib.contextmanager
-    def span(self, event: str) -> Iterator[dict[str, Any]]:
-        """Note how long what is done inside takes; the yielded values are noted with it."""
-        self.steps()
-        began = time.perf_counter()
-        values: dict[str, Any] = {}
-        yield values
-        self._write(event, seconds=time.perf_counter() - began, **values)
-
-    @contextlib.contextmanager
-    def training(self, last_step: int) -> Iterator[None]:
-        """Note how the training inside ended: completed, stopped or failed."""
-        how = "failed"
-        try:
-            yield
-            how = "completed" if self._step >= last_step else "stopped"
-        finally:
-            self.steps()
-            self._write("stop", how=how)
-
-    def close(self) -> None:
-        """Note that all is written that a start writes."""
-        self._write("end")
-        if self._sink:
-            self._sink.close()
