@@ -17,9 +17,8 @@ import run_vit_training
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny_gpu
 from tests.plain_checkpoint import convert as dcp_to_torch
 from tests.usage_error import told_in_one_line
-from tools.convert import sources
-from tools.convert.__main__ import main
-from tools.convert.sources import load_without_values, offset_of
+from tools import convert as tool
+from tools.convert import load_without_values, main, offset_of
 
 IMAGES = sorted(map(str, (DIGITS / "val" / "7").glob("*.png")))[:8]
 
@@ -144,7 +143,7 @@ def test_bare_weights_and_narrower_numbers(weights, tmp_path, capsys):
 @pytest.mark.parametrize("block", [16, 1 << 26])
 def test_boxes_of_a_tensor(block, tmp_path, monkeypatch):
     """As a mesh of two axes leaves them in a checkpoint; one part lies in another order."""
-    monkeypatch.setattr(sources, "_BLOCK", block)
+    monkeypatch.setattr(tool, "_BLOCK", block)
     whole = torch.randn(6, 8)
     torch.save(whole[:, :3].clone(), tmp_path / "left")
     torch.save(whole[:, 3:].t().contiguous().t(), tmp_path / "right")
@@ -153,9 +152,9 @@ def test_boxes_of_a_tensor(block, tmp_path, monkeypatch):
         for name, begin in (("left", (0, 0)), ("right", (0, 3))):
             part = load_without_values(tmp_path / name)
             strides = None if part.is_contiguous() else part.stride()
-            yield sources.Piece(tmp_path / name, offset_of(part), begin, part.shape, strides)
+            yield tool.Piece(tmp_path / name, offset_of(part), begin, part.shape, strides)
 
-    found = sources.Stored(torch.float32, (6, 8), pieces)
+    found = tool.Stored(torch.float32, (6, 8), pieces)
     for dtype in (torch.float32, torch.float16):
         assert torch.equal(found.read(dtype), whole.to(dtype))
 

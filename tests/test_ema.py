@@ -18,7 +18,7 @@ from tests.plain_checkpoint import convert, tiny_timm_model
 from tests.resolved import on_xla
 from tests.short_runs import mistake
 from tests.usage_error import told_in_one_line
-from tools.convert.__main__ import main as to_other_form
+from tools.convert import main as to_other_form
 from tools.plan import gpu as gpu_model
 from tools.plan.tpu import compile_words
 from tools.plan.tpu_search import Candidate

@@ -148,7 +148,7 @@ def test_table_and_picture(killed_and_resumed, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{tmp_path / 'other'}: 19 min 40 s, 2 starts, 1 ended by a failure" in out
     assert re.search(r"^  useful steps +9 min 18 s +47\.29%$", out, re.MULTILINE)
-    assert "298 steps, 2 s each; 100 lost and taken again" in out
+    assert "298 steps, 2 s each; 100 lost and repeated" in out
     assert "save every 4 min 11 s, --ckpt_step_interval 126" in out
     with Image.open(tmp_path / "other" / "goodput.png") as picture:
         assert picture.width > 800

@@ -12,9 +12,7 @@ import run_vit_training
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, run_program
 from tests.resolved import on_xla
-from tools.self_check.check import check_decoding, check_memory
-from tools.self_check.folder import check_disk
-from tools.self_check.reference import Table
+from tools.self_check.check import Table, check_decoding, check_disk, check_memory
 from training.files import FolderLock
 from training.validation import wanted_images
 from training.weights import with_preprocessing

@@ -1,4 +1,8 @@
-"""Tells what share of wall time went to useful steps; docs/files.md says what counts as what."""
+"""Goodput: the share of a run's wall time in useful steps; docs/files.md defines the parts.
+
+``python3 -m tools.goodput RUN_DIR`` adds up events.jsonl, prints a table, draws a picture, and
+suggests how often to save.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import matplotlib.pyplot as plt
 
 from config_fields import local_path
@@ -18,9 +21,7 @@ from training.errors import UsageError
 from training.flags import OneLineParser
 from training.logs.records import EVENTS_FILE, read_events, save_figure
 
-# ------------------------------------------------------------------------------------------------
-# Adds up what a run's wall time went to, from its events.
-
+# -- Where the time went ---------------------------------------------------------------------------
 
 USEFUL, DATA, FIRST, OTHER, EVAL, SAVE, LOST, DOWN = PARTS = (
     "useful steps",
@@ -32,19 +33,19 @@ USEFUL, DATA, FIRST, OTHER, EVAL, SAVE, LOST, DOWN = PARTS = (
     "lost work",
     "down",
 )
-"""What time goes to. Lost work: steps that a later start took again. Down: from the last sign of
+"""The parts of wall time. Lost work: steps that a later start repeated. Down: from the last sign of
 life of one start to the beginning of the next one."""
 _SPANS = {"eval": EVAL, "save": SAVE, "first_step": FIRST}
 
 
 @dataclass
 class _Steps:
-    """Steps between two notes, which a later start may make lost work."""
+    """Steps between two events, which may become lost work if a later start repeats them."""
 
     last: int
     count: int
     seconds: dict[str, float]
-    """What their time went to, USEFUL and DATA."""
+    """Their time, USEFUL and DATA."""
 
 
 @dataclass
@@ -54,12 +55,12 @@ class Account:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     starts: int = 0
     failures: int = 0
-    """Starts that ended otherwise than at the last step or when a signal asked them to."""
+    """Starts that ended neither at the last step nor by a signal."""
     steps: int = 0
-    """Steps taken and not lost; the first one of each start is not counted."""
+    """Useful steps; the first one of each start is not counted."""
     lost_steps: int = 0
     saves: list[float] = field(default_factory=list)
-    """How long training stood for each checkpoint written."""
+    """How long training stopped for each checkpoint."""
 
     @property
     def wall_s(self) -> float:
@@ -71,22 +72,18 @@ class Account:
         return self.seconds[USEFUL] / self.wall_s if self.wall_s else math.nan
 
     @property
-    def running_s(self) -> float:
-        return self.wall_s - self.seconds[DOWN]
-
-    @property
     def step_s(self) -> float:
-        """Seconds a useful step, with its waiting for data; NaN if there is none."""
+        """Seconds a useful step, waiting for data included; NaN without any step."""
         both = self.seconds[USEFUL] + self.seconds[DATA]
         return both / self.steps if self.steps else math.nan
 
 
 def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
-    """Return what the time of a run went to, from the beginning of its first start on.
+    """Return where the time of a run went, from the beginning of its first start on.
 
-    Events are those of ``training/logs/records.py`` in their order. The time up to each goes to
-    what it tells of, so the parts add up to all there was. After a start that reached its last
-    step, the time up to the next one is nobody's. Raises ValueError if there is no start.
+    ``events``: those of ``training/logs/records.py``, in order. The time up to each counts for what
+    it describes, so the parts add up to the whole. The time between a start that reached its last
+    step and the next one is not counted. Raises ValueError if there is no start.
     """
     account = Account()
     taken: list[_Steps] = []
@@ -129,8 +126,8 @@ def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
 
 
 def _lose(account: Account, taken: list[_Steps], resumed: int) -> list[_Steps]:
-    """Count the steps beyond the one that is resumed as lost work; return the others."""
-    kept = []
+    """Count the steps after the one that is resumed as lost work; return the others."""
+    useful = []
     for steps in taken:
         lost = min(steps.count, max(0, steps.last - resumed))
         share = lost / steps.count
@@ -138,22 +135,21 @@ def _lose(account: Account, taken: list[_Steps], resumed: int) -> list[_Steps]:
         account.seconds[LOST] += share * sum(steps.seconds.values())
         if lost < steps.count:
             rest = {part: (1 - share) * seconds for part, seconds in steps.seconds.items()}
-            kept.append(_Steps(steps.last - lost, steps.count - lost, rest))
-    return kept
+            useful.append(_Steps(steps.last - lost, steps.count - lost, rest))
+    return useful
 
 
-# ------------------------------------------------------------------------------------------------
-# How often to save: Young's formula, with what a run has measured.
+# -- How often to save: Young's formula, with what a run has measured ------------------------------
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """How often to write a checkpoint, and what that rests on."""
+    """How often to write a checkpoint, and the measurements behind it."""
 
     save_s: float
-    """How long training stands for a checkpoint, the mean."""
+    """How long training stops for a checkpoint, the mean."""
     mtbf_s: float
-    """The mean time between failures; where none was seen, the time that none was seen in."""
+    """The mean time between failures; without any failure, the running time so far."""
     failures: int
 
     @property
@@ -177,63 +173,60 @@ def suggest(account: Account) -> Suggestion | None:
     if not account.saves or not account.steps:
         return None
     save_s = sum(account.saves) / len(account.saves)
-    return Suggestion(save_s, account.running_s / max(1, account.failures), account.failures)
+    running_s = account.wall_s - account.seconds[DOWN]
+    return Suggestion(save_s, running_s / max(1, account.failures), account.failures)
 
 
-# ------------------------------------------------------------------------------------------------
-# Says what a run's time went to, and how often to save, in lines for a terminal.
+# -- The report: a table, JSON values, a picture ---------------------------------------------------
+
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
-_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
-
-
-def told(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return a time in one or two units: 2.5 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
     if seconds < 60:
         return f"{seconds:.3g} s"
-    for number, (size, unit) in enumerate(_UNITS):
-        if seconds >= size:
-            small, small_unit = (*_UNITS, (1, "s"))[number + 1]
-            rest = int(seconds % size // small)
-            return f"{int(seconds // size)} {unit}" + (f" {rest} {small_unit}" if rest else "")
-    raise AssertionError
+    number = next(i for i, (size, _) in enumerate(_UNITS) if seconds >= size)
+    (size, unit), (small, small_unit) = _UNITS[number : number + 2]
+    rest = int(seconds % size // small)
+    return f"{int(seconds // size)} {unit}" + (f" {rest} {small_unit}" if rest else "")
 
 
 def table(name: str, account: Account, suggestion: Suggestion | None) -> str:
     """Return the lines about one run."""
     starts = f"{account.starts} start" + ("s" if account.starts > 1 else "")
-    lines = [f"{name}: {told(account.wall_s)}, {starts}, {account.failures} ended by a failure"]
+    lines = [f"{name}: {duration(account.wall_s)}, {starts}, {account.failures} ended by a failure"]
     for part in PARTS:
         seconds = account.seconds[part]
         share = seconds / account.wall_s if account.wall_s else 0.0
-        lines.append(f"  {part:<22} {told(seconds):>14} {share:>8.2%}")
-    per_step = f", {told(account.step_s)} each" if account.steps else ""
-    lost = f"; {account.lost_steps:,} lost and taken again" if account.lost_steps else ""
+        lines.append(f"  {part:<22} {duration(seconds):>14} {share:>8.2%}")
+    per_step = f", {duration(account.step_s)} each" if account.steps else ""
+    lost = f"; {account.lost_steps:,} lost and repeated" if account.lost_steps else ""
     lines.append(f"  goodput {account.goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
-    lines += [f"  {line}" for line in _advice(account, suggestion)]
+    if suggestion is None:
+        lines.append(
+            "  no save interval can be suggested: no checkpoint was written, or no step taken"
+        )
+        return "\n".join(lines)
+    every = max(1, round(suggestion.interval_s / account.step_s))
+    mtbf = f"{duration(suggestion.mtbf_s)} of running"
+    if suggestion.failures:
+        mtbf += f" (failures seen: {suggestion.failures})"
+    else:
+        mtbf = (
+            f"none seen in {mtbf}, computed as if the first came now: save less often if failures "
+            "are rarer"
+        )
+    lines += [
+        f"  save every {duration(suggestion.interval_s)}, --ckpt_step_interval {every}: saving and "
+        f"lost work then cost {suggestion.waste:.2%}",
+        f"    by Young's sqrt(2 x {duration(suggestion.save_s)} a checkpoint x MTBF); MTBF: {mtbf}",
+    ]
     return "\n".join(lines)
 
 
-def _advice(account: Account, suggestion: Suggestion | None) -> list[str]:
-    if suggestion is None:
-        return ["no save interval can be suggested: no checkpoint was written, or no step taken"]
-    every = max(1, round(suggestion.interval_s / account.step_s))
-    if suggestion.failures:
-        rests = f"{told(suggestion.mtbf_s)} of running (failures seen: {suggestion.failures})"
-    else:
-        rests = (
-            f"none seen in {told(suggestion.mtbf_s)} of running, taken as if the first came now: "
-            "save less often if failures are rarer"
-        )
-    return [
-        f"save every {told(suggestion.interval_s)}, --ckpt_step_interval {every}: saving and lost "
-        f"work then cost {suggestion.waste:.2%}",
-        f"  by Young's sqrt(2 x {told(suggestion.save_s)} a checkpoint x MTBF); MTBF: {rests}",
-    ]
-
-
 def as_values(name: str, account: Account, suggestion: Suggestion | None) -> dict[str, Any]:
-    """Return the same as plain JSON values; times are in seconds, shares from 0 to 1."""
+    """Return the same as JSON values; times are in seconds, shares from 0 to 1."""
     values: dict[str, Any] = {
         "run": name,
         "wall_s": account.wall_s,
@@ -256,13 +249,6 @@ def as_values(name: str, account: Account, suggestion: Suggestion | None) -> dic
     return values
 
 
-# ------------------------------------------------------------------------------------------------
-# Draws what the time of runs went to, a bar a run.
-
-
-matplotlib.use("Agg")
-
-
 _COLOURS = {
     USEFUL: "#2e8b57",
     DATA: "#e6b422",
@@ -273,17 +259,16 @@ _COLOURS = {
     LOST: "#c0392b",
     DOWN: "#7f7f7f",
 }
-_NARROWEST = 5.0
-"""The percentage from which on a part has its share written in it."""
+_LEAST_LABELLED = 5.0  # percent
 
 
 def draw(accounts: Mapping[str, Account], path: Path) -> None:
-    """Write a picture of the runs' shares of wall time. Raises OSError."""
+    """Write a picture of the runs' shares of wall time, a bar a run. Raises OSError."""
     figure, axis = plt.subplots(figsize=(10, 1.7 + 0.55 * len(accounts)), layout="constrained")
     short = {name: Path(name).name for name in accounts}
     if "" in short.values() or len(set(short.values())) < len(short):
         short = {name: name for name in accounts}
-    names = [f"{short[name]}\n{told(account.wall_s)}" for name, account in accounts.items()]
+    names = [f"{short[name]}\n{duration(account.wall_s)}" for name, account in accounts.items()]
     left = [0.0] * len(accounts)
     for part in PARTS:
         shares = [100 * a.seconds[part] / a.wall_s if a.wall_s else 0.0 for a in accounts.values()]
@@ -291,7 +276,7 @@ def draw(accounts: Mapping[str, Account], path: Path) -> None:
             continue
         dark = part in (USEFUL, LOST, DOWN)
         bars = axis.barh(names, shares, left=left, color=_COLOURS[part], label=part, height=0.62)
-        texts = [f"{share:.1f} %" if share >= _NARROWEST else "" for share in shares]
+        texts = [f"{share:.1f} %" if share >= _LEAST_LABELLED else "" for share in shares]
         colour = "white" if dark else "black"
         axis.bar_label(bars, texts, label_type="center", fontsize=8, color=colour)
         left = [before + share for before, share in zip(left, shares, strict=True)]
@@ -303,29 +288,10 @@ def draw(accounts: Mapping[str, Account], path: Path) -> None:
     save_figure(figure, path)
 
 
-# ------------------------------------------------------------------------------------------------
-
+# -- The command line ------------------------------------------------------------------------------
 
 _PROGRAM = "tools.goodput"
 _PICTURE = "goodput.png"
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        _PROGRAM,
-        "Tell what share of a run's wall time went to useful steps, and to what else.",
-    )
-    parser.add_argument(
-        "runs", nargs="+", type=local_path, metavar="RUN_DIR", help="a run's --ckpt_dir"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON alone (default: off)")
-    parser.add_argument(
-        "--picture",
-        type=local_path,
-        metavar="FILE",
-        help=f"picture to write (default: {_PICTURE} in the first RUN_DIR)",
-    )
-    return parser
 
 
 def _account(run: Path) -> Account:
@@ -344,11 +310,24 @@ def _account(run: Path) -> Account:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables and write the picture; return the exit code."""
-    given = _parser().parse_args(argv)
+    parser = OneLineParser(
+        _PROGRAM,
+        "Print which share of a run's wall time went to useful steps, and where the rest went.",
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=local_path, metavar="RUN_DIR", help="a run's --ckpt_dir"
+    )
+    parser.add_argument("--json", action="store_true", help="print only JSON (default: off)")
+    parser.add_argument(
+        "--picture",
+        type=local_path,
+        metavar="FILE",
+        help=f"write the picture here (default: {_PICTURE} in the first RUN_DIR)",
+    )
+    given = parser.parse_args(argv)
     try:
         accounts = {str(run): _account(run) for run in given.runs}
         picture = given.picture or given.runs[0] / _PICTURE
-
         try:
             draw(accounts, picture)
         except (OSError, ValueError) as error:  # ValueError: an unknown suffix
@@ -357,8 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     if given.json:
-        told = [as_values(name, each, suggest(each)) for name, each in accounts.items()]
-        print(json.dumps(told, indent=2))
+        values = [as_values(name, each, suggest(each)) for name, each in accounts.items()]
+        print(json.dumps(values, indent=2))
     else:
         print("\n\n".join(table(n, each, suggest(each)) for n, each in accounts.items()))
         print(f"\npicture: {picture}")

@@ -1,10 +1,12 @@
-"""How far what was found is from what should be, and how far rounding alone may take it."""
+"""The reference of the self-check: the same updates in plain PyTorch on the CPU, unsharded.
+
+And what is allowed: how far rounding alone may take the devices from there.
+"""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,58 +19,6 @@ from data.loader import Batch
 from tools.self_check.small_run import UPDATES, FirstWeights, batches
 from training.resolve import Run
 
-# ------------------------------------------------------------------------------------------------
-# The lines of a self-check, printed as they are found, by one process.
-
-
-PASS, FAIL, SKIP = "pass", "FAIL", "skip"
-_NAME_WIDTH = 20
-
-
-@dataclass
-class Table:
-    """``silent`` in all processes but the first; the figures may be the first one's alone."""
-
-    silent: bool
-    failed: int = 0
-    passed: int = 0
-    _began: float = field(default_factory=time.perf_counter)
-
-    def say(self, text: str) -> None:
-        if not self.silent:
-            print(text, flush=True)
-
-    def line(self, good: bool | None, name: str, text: str) -> None:
-        """Print a line; ``good`` is None where nothing could be told."""
-        verdict = SKIP if good is None else PASS if good else FAIL
-        self.failed += verdict == FAIL
-        self.passed += verdict == PASS
-        self.say(f"{verdict}  {name:{_NAME_WIDTH}} {text}")
-
-    def within(self, name: str, found: float, allowed: float, text: str) -> None:
-        """Print a line for a figure that should be 0; ``text`` says what it is of."""
-        good = found <= allowed  # not a number: no
-        relation = "at most" if good else "more than"
-        self.line(good, name, f"{found:.1e} ({relation} {allowed:.1e}) {text}")
-
-    def end(self) -> None:
-        seconds = time.perf_counter() - self._began
-        checks = f"{self.passed + self.failed} checks, {seconds:.0f} s"
-        if self.failed:
-            self.say(f"self check FAILED: {self.failed} of {checks}")
-        else:
-            self.say(f"self check passed: {checks}")
-
-
-def size_of(count: float) -> str:
-    """Bytes for a person to read."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
-
-
-# ------------------------------------------------------------------------------------------------
-# What the devices should compute: the same updates in plain PyTorch on the CPU, unsharded.
-
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
 
@@ -78,7 +28,7 @@ _ROWS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the updates; the check's own, so that a wrong gradient cannot hide.
+    """Settings of the updates; the check's own, so that a wrong gradient cannot hide.
 
     ``eps`` is as large as a typical gradient: without it AdamW's first update is nearly the
     gradients' signs, which no factor changes, and which rounding turns where one is small.
@@ -92,16 +42,16 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What the updates have led to. The state is that after the update of this number."""
+    """Losses, gradient norms and states of the updates."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     states: dict[int, dict[str, Tensors]] = field(default_factory=dict)
-    """By update: "weights", and each of MOMENTS."""
+    """After each update, by its number: "weights", and each of MOMENTS."""
 
 
 def compute(run: Run) -> tuple[Settings, Outcome, Outcome]:
-    """Return how to update, what then comes out in fp32, and what if all is rounded to bf16."""
+    """Return the settings, the outcome in fp32, and the outcome with all rounded to bf16."""
     data = list(batches(run))[:UPDATES]
     plain = _Training(run, torch.float32, torch.float32)
     _, norm = plain.gradients(data[0])
@@ -115,7 +65,7 @@ def compute(run: Run) -> tuple[Settings, Outcome, Outcome]:
 
 
 class _Training:
-    """Weights kept in one precision, computed with in another."""
+    """A training whose weights are stored in one dtype and computed with in another."""
 
     def __init__(self, run: Run, computed: torch.dtype, stored: torch.dtype) -> None:
         self._config = run.config.optimizer
@@ -154,13 +104,14 @@ class _Training:
         return outcome
 
     def gradients(self, batch: Batch) -> tuple[float, float]:
-        """Leave those of the mean loss in ``weights``; returns the loss and their norm."""
+        """Leave the gradients of the mean loss in ``weights``; return the loss and their norm."""
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(self.weights[name])
         self._model.zero_grad()
         total = 0.0
-        for images, labels in _parts(batch):
+        parts = (part.split(_ROWS_AT_ONCE) for part in batch)  # for the memory
+        for images, labels in zip(*parts, strict=True):
             if images.dtype == torch.uint8:
                 images = normalize(images / 255, *self._colours)
             logits = self._model(images.to(next(self._model.parameters()).dtype))
@@ -179,26 +130,19 @@ class _Training:
         return {name: each.detach().float().clone() for name, each in tensors.items()}
 
 
-def _parts(batch: Batch) -> Iterator[Batch]:
-    """Some rows at a time, for the memory."""
-    images, labels = (part.split(_ROWS_AT_ONCE) for part in batch)
-    yield from zip(images, labels, strict=True)
-
-
-# ------------------------------------------------------------------------------------------------
-
+# -- What is allowed -------------------------------------------------------------------------------
 
 _BF16 = torch.finfo(torch.bfloat16).eps / 2
-"""Half the distance from 1.0 to the next number: by such a share a value may be rounded."""
+"""Unit roundoff: half the distance from 1.0 to the next number."""
 _EXACT = {"loss": 2e-5, "state": 2e-4}
-"""Allowed in fp32, where other orders of summing show."""
+"""Allowed in fp32, where only the order of sums differs."""
 _TIMES = 3.0
-"""What is allowed is so many times as much as plain PyTorch's own rounding makes."""
+"""What is allowed, in multiples of what rounding does to plain PyTorch."""
 _MOST = 0.3
-"""Nothing allowed may hide a factor of 2."""
+"""The most that is ever allowed: it may not hide a factor of 2."""
 _SMALL = 0.1
-"""A tensor whose values are smaller than this share of the typical one is measured against that:
-some gradients are zero but for rounding, as of a bias that is the same for all keys."""
+"""The least size that a tensor is compared with, as a share of the typical value: some gradients
+are zero but for rounding, as of a bias that is the same for all keys."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +165,7 @@ def distance(found: Tensors, expected: Tensors, start: Tensors | None = None) ->
     for each, value in moved.items():
         against = max(size[each], _SMALL**2 * typical * value.numel())
         relative = math.sqrt(off[each] / against)
-        if not relative <= worst:  # also where it is not a number
+        if not relative <= worst:  # also for NaN
             worst, name = relative, each
     return Distance(math.sqrt(sum(off.values()) / sum(size.values())), worst, name)
 
@@ -238,10 +182,10 @@ def apart(found: list[float], expected: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """What is allowed where values are rounded by ``rounding``.
+    """What is allowed where values are rounded with a unit roundoff of ``rounding``.
 
-    ``plain`` is computed in fp32, ``rounded`` the same all in bf16: what lies between them is what
-    rounding makes of this very model, and less of it is expected of finer numbers.
+    ``plain`` is computed in fp32, ``rounded`` the same all in bf16: the distance between them is
+    the effect of rounding on this very model, and dtypes with more bits are allowed less of it.
     """
 
     rounding: float

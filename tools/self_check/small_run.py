@@ -1,4 +1,4 @@
-"""The user's run made small: the same flags and form, a model and a batch of seconds."""
+"""The small run of the self-check: the user's flags and devices, a model and a batch of seconds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from training.errors import UsageError
 from training.resolve import MODEL_FLAG, Run
 from training.validation import wanted_images
 
-# ------------------------------------------------------------------------------------------------
-# What the small run computes with: images, labels and first weights, the same everywhere.
+# -- Images, labels and first weights, the same everywhere ----------------------------------------
 
 
 def _generator(*what: object) -> torch.Generator:
@@ -33,7 +32,7 @@ def _generator(*what: object) -> torch.Generator:
 
 
 class _Images(WholeImages):
-    """Noise, another one for each index, with labels that go round."""
+    """Noise, different for each index, with labels in rotation."""
 
     def __init__(
         self, length: int, shape: tuple[int, ...], dtype: torch.dtype, classes: int, seed: int
@@ -45,7 +44,7 @@ class _Images(WholeImages):
         return len(self.labels)
 
     def digest(self) -> str:
-        return ""  # the same for all who have the same flags
+        return ""  # the same in all processes with the same flags
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         _, index = key
@@ -58,11 +57,11 @@ class _Images(WholeImages):
 
 
 UPDATES = 3
-"""That are compared. There is one batch more, to go on with."""
+"""Number of updates compared; one extra batch tests resuming."""
 
 
 def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
-    """Return a process's share of each global batch, divided as real ones are; None: all of it."""
+    """Return a process's share of each global batch, as of real ones; without ``backend``: all."""
     sizes = run.model.sizes
     length = run.config.data.batch_size * (UPDATES + 1)
     config = replace(run.config.data, num_workers=0)
@@ -78,8 +77,8 @@ def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
 class FirstWeights:
     """An ``InitializeModule`` whose values make every parameter matter.
 
-    With those that a training begins with, some gradients are zero, or drown in rounding: behind
-    a head of zeros, or of queries and keys whose scores are all alike.
+    With those that a training starts with, some gradients are zero, or drown in rounding: behind a
+    head of zeros, or of queries and keys whose scores are all alike.
     """
 
     def __init__(self, seed: int) -> None:
@@ -104,14 +103,13 @@ class FirstWeights:
         return 0.1 * noise + (1.0 if own_name == "weight" else 0.0)
 
 
-# ------------------------------------------------------------------------------------------------
-
+# -- The sizes ------------------------------------------------------------------------------------
 
 _GRID, _PATCH = 4, 4
 _DEPTH = 3
 """Blocks: a first one, a last one, and one that is neither."""
 _CLASSES = 11
-"""Divisible by hardly any number of devices: some parameters are sharded unevenly or not at all."""
+"""Divisible by few numbers of devices: some parameters are sharded unevenly or not at all."""
 _HEADS = 2
 _HEAD_WIDTH = 8
 _WIDTH = 32
@@ -126,8 +124,8 @@ _LAYER_SCALE = 0.1
 def shrink(run: Run) -> Run:
     """Return the small run in the place of ``run``: the same choices, on the same devices.
 
-    What depends on random numbers is left out: dropout of all kinds, mixed images. So are other
-    losses than the cross-entropy, which ask nothing of the devices.
+    Without what depends on random numbers: dropout of all kinds, mixed images. And without losses
+    other than the cross-entropy, which ask nothing of the devices.
     """
     data, mesh = run.config.data, run.mesh
     passes = min(data.grad_accum_steps, _MICRO_BATCHES)
@@ -149,7 +147,7 @@ def _small_model(run: Run) -> ModelSpec:
     heads = tensor if tensor > 1 else min(sizes.num_heads, _HEADS)
     if run.config.sharding.domain_attention == "ulysses":  # which divides heads over "domain"
         heads = math.lcm(heads, domain)
-    # All devices hold a part of each large parameter, as of the real model's.
+    # All devices hold a shard of each large parameter, as of the real model's.
     step = math.lcm(heads * _HEAD_WIDTH, devices, multiple)
     width = step * -(-_WIDTH // step)
     part = math.lcm(tensor, multiple)
@@ -165,7 +163,7 @@ def _small_model(run: Run) -> ModelSpec:
         "embed_dim": width,
         "num_heads": heads,
         "depth": min(sizes.depth, _DEPTH),
-        "mlp_ratio": (hidden + 0.5) / width,  # of which timm takes the whole part
+        "mlp_ratio": (hidden + 0.5) / width,  # timm rounds down
         "num_classes": _CLASSES,
     }
     for name, value in (("reg_tokens", 2), ("num_reg_tokens", 2), ("init_values", _LAYER_SCALE)):

@@ -1,1 +1,0 @@
-"""Converts weights between DCP, torch.save and safetensors: ``python3 -m tools.convert``."""
