@@ -1,7 +1,7 @@
-"""Draws what a model is shown: ``python3 -m tools.show_augmentations FLAGS PICTURE.png``.
+"""Draws augmented images: ``python3 -m tools.show_augmentations FLAGS PICTURE.png``.
 
-The flags are those of a training. Each row has an image as it is, and then augmented several times,
-mixed with the others of its column where that is asked for.
+The flags are those of a training. Each row is one image, first unchanged, then augmented several
+times; with mixup or cutmix, the images of a column are mixed with each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from data.loader import Batch, Share
-from data.source import DataSource, open_data
+from data.source import open_data
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import parse
@@ -32,8 +32,8 @@ matplotlib.use("Agg")
 
 IMAGES, DRAWS = 4, 6
 """Rows of the picture, and augmented columns."""
-_NAMED_FROM = 0.02
-"""The share of a label from which on a class is named: no more than label smoothing gives all."""
+_LEAST_SHARE = 0.02
+"""The least share of a label with which a class is named; label smoothing gives less."""
 
 
 @dataclass(frozen=True)
@@ -61,70 +61,63 @@ def read_run(flags: Sequence[str]) -> Run[Any]:
 
 
 def columns(run: Run[Any]) -> list[Column]:
-    """Return what is drawn of the first images of an epoch. Raises DataFolderError."""
+    """Return the columns for the first images of an epoch. Raises DataFolderError."""
+    config, classes = run.config.loss, run.model.sizes.num_classes
     unchanged: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0}
     unchanged |= {"vflip": 0.0, "aa": None, "color_jitter": 0.0, "reprob": 0.0}
-    config, classes = run.config.loss, run.model.sizes.num_classes
-    (images, labels), *_ = _draws(_source(run.with_data(**unchanged)))
-    source = _source(run)
-    shares = smoothed(labels, classes, 0.0)
-    found = [Column("image", _visible(run, images), _told(shares, source.classes))]
+    (images, labels), *_ = _draws(run.with_data(**unchanged))[1]
+    names, draws = _draws(run)
+    found = [_column("image", run, names, images, smoothed(labels, classes, 0.0))]
     mixing = None
     if config.mixes:
         mixing = Mixing(run, torch.Tensor.contiguous, range(images.shape[2]))
-    for number, (images, labels) in enumerate(_draws(source)):
+    for number, (images, labels) in enumerate(draws):
         shares, title = smoothed(labels, classes, config.smoothing), f"draw {number + 1}"
         if mixing:
             mix = mixing.draw(number)
             images, shares = mixing.images(images, mix), mixing.labels(shares, mix)
-            title = _kind(mix)
-        found.append(Column(title, _visible(run, images), _told(shares, source.classes)))
+            _, label_share, top, bottom, *_ = mix.tolist()
+            kind = "cutmix" if bottom > top else "mixup"
+            title = "not mixed" if label_share == 1 else f"{kind}, {label_share:.2f}"
+        found.append(_column(title, run, names, images, shares))
     return found
 
 
-def _source(run: Run[Any]) -> DataSource:
-    return open_data(wanted_images(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
+def _draws(run: Run[Any]) -> tuple[Sequence[str] | None, list[Batch]]:
+    """Return the names of the classes, and the same images DRAWS times, each time augmented."""
+    data = open_data(wanted_images(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
+    images, labels = next(iter(data.train_loader(IMAGES * DRAWS, Share()).epoch(0)))
+    return data.classes, list(zip(images.chunk(DRAWS), labels.chunk(DRAWS), strict=True))
 
 
-def _draws(source: DataSource) -> list[Batch]:
-    """Return the same images several times, augmented anew each time."""
-    images, labels = next(iter(source.train_loader(IMAGES * DRAWS, Share()).epoch(0)))
-    return list(zip(images.chunk(DRAWS), labels.chunk(DRAWS), strict=True))
-
-
-def _kind(mix: torch.Tensor) -> str:
-    _, label, top, bottom, *_ = mix.tolist()
-    if label == 1:
-        return "not mixed"
-    return f"{'cutmix' if bottom > top else 'mixup'}, {label:.2f}"
-
-
-def _visible(run: Run[Any], images: torch.Tensor) -> torch.Tensor:
-    """Return images from 0 to 1."""
+def _column(
+    title: str,
+    run: Run[Any],
+    names: Sequence[str] | None,
+    images: torch.Tensor,
+    label_shares: torch.Tensor,
+) -> Column:
+    """Return images from 0 to 1, each with the classes of the largest shares of its label."""
     if run.config.data.image_dtype(2) == "uint8":
         images = images / 255
-    else:  # normalised already
+    else:  # normalized already
         values = run.config.data.preprocessing.of_channels(images.shape[1])
         mean, std = (torch.tensor(each).view(-1, 1, 1) for each in values)
         images = images * std + mean
-    return images.clamp(0, 1)
-
-
-def _told(shares: torch.Tensor, classes: Sequence[str] | None) -> list[str]:
-    """Return in words which classes have the largest shares of each label."""
     texts = []
-    for each in shares:
-        found = [(share, label) for label, share in enumerate(each.tolist()) if share > _NAMED_FROM]
-        names = [
-            f"{classes[label] if classes else label}: {share:.2f}"
-            for share, label in sorted(found, reverse=True)
-        ]
-        texts.append(" + ".join(names))
-    return texts
+    for each in label_shares:
+        found = [(share, i) for i, share in enumerate(each.tolist()) if share > _LEAST_SHARE]
+        texts.append(
+            " + ".join(
+                f"{names[i] if names else i}: {share:.2f}"
+                for share, i in sorted(found, reverse=True)
+            )
+        )
+    return Column(title, images.clamp(0, 1), texts)
 
 
 def draw(found: Sequence[Column], path: Path) -> None:
-    """Draw the columns beside each other, each image with its label below it. Raises OSError."""
+    """Draw the columns side by side, each image with its label below it. Raises OSError."""
     size = (1.6 * len(found), 1.85 * IMAGES)
     figure, axes = plt.subplots(IMAGES, len(found), figsize=size, layout="constrained")
     for across, column in zip(axes.T, found, strict=True):
@@ -140,7 +133,7 @@ def draw(found: Sequence[Column], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw what the flags ask for into the file named last; return the exit code."""
+    """Draw the images of these flags into the file named last; return the exit code."""
     *flags, name = sys.argv[1:] if argv is None else argv or [""]
     try:
         if not name.endswith(".png"):

@@ -173,7 +173,7 @@ def open_sinks(
     Of earlier records those up to step ``kept_up_to`` stay.
     """
     sinks = [
-        Guarded("metrics.jsonl", lambda: MetricsFile(ckpt_dir, up_to_step=kept_up_to), say),
+        Guarded("metrics.jsonl", lambda: open_metrics(ckpt_dir, kept_up_to), say),
         Guarded(
             "TensorBoard's file",
             lambda: TensorBoard(ckpt_dir / TENSORBOARD_DIR, first_step=first_step),
@@ -197,22 +197,21 @@ def as_json(record: dict[str, Any]) -> str:
     return json.dumps(clean, allow_nan=False)
 
 
-class MetricsFile:
-    """Writes metrics.jsonl in whole lines, whatever happens to the disk."""
+class JsonLines:
+    """Appends records to a file in whole lines, whatever happens to the disk."""
 
-    def __init__(self, ckpt_dir: Path, *, up_to_step: int) -> None:
-        """Drop the records after a step, which will be written again. Raises OSError."""
-        path = ckpt_dir / METRICS_FILE
-        records = [r for r in read_metrics(ckpt_dir) if r["step"] <= up_to_step]
-        text = "".join(as_json(r) + "\n" for r in records)
-        if not path.exists() or path.read_text(errors="replace") != text:
-            replace_file(path, text.encode())  # a full disk leaves the old file as it is
-        self._file = no_link(path, os.O_WRONLY | os.O_APPEND)
-        self._size = len(text.encode())
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._file = no_link(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._size = os.fstat(self._file).st_size
+        self._cut_off = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record. Raises OSError, and then has not left a part of it."""
-        line = (as_json(record) + "\n").encode()
+        """Append a record, on a line of its own if a crash cut off the last one.
+
+        Raises OSError, and then has not left a part of it.
+        """
+        line = b"\n" * self._cut_off + as_json(record).encode() + b"\n"
         try:
             written = os.write(self._file, line)
             if written < len(line):
@@ -221,9 +220,23 @@ class MetricsFile:
             os.ftruncate(self._file, self._size)
             raise
         self._size += len(line)
+        self._cut_off = False
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def open_metrics(ckpt_dir: Path, last_step: int) -> JsonLines:
+    """Open metrics.jsonl without the records after ``last_step``, which will be written again.
+
+    Raises OSError.
+    """
+    path = ckpt_dir / METRICS_FILE
+    records = [r for r in read_metrics(ckpt_dir) if r["step"] <= last_step]
+    text = "".join(as_json(r) + "\n" for r in records)
+    if not path.exists() or path.read_text(errors="replace") != text:
+        replace_file(path, text.encode())  # a full disk leaves the old file as it is
+    return JsonLines(path)
 
 
 class TensorBoard:
@@ -302,31 +315,13 @@ def process_start() -> float:
     return time.time() - age
 
 
-class EventsFile:
-    """Appends lines to events.jsonl; a ``Sink``."""
-
-    def __init__(self, ckpt_dir: Path) -> None:
-        """Raises OSError."""
-        opened = no_link(ckpt_dir / EVENTS_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        self._file = os.fdopen(opened, "ab+", buffering=0)
-        size = self._file.tell()
-        self._cut_off = size > 0 and os.pread(self._file.fileno(), 1, size - 1) != b"\n"
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append a line, on a line of its own if a crash or a full disk cut off the last one."""
-        line = b"\n" * self._cut_off + as_json(record).encode() + b"\n"
-        self._cut_off = True
-        self._cut_off = self._file.write(line) < len(line)
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class Events:
     """Records the events of one start, in the first process; in others it does nothing."""
 
     def __init__(self, ckpt_dir: Path, say: Callable[[str], None], *, active: bool) -> None:
-        self._sink = Guarded(EVENTS_FILE, lambda: EventsFile(ckpt_dir), say) if active else None
+        self._sink = None
+        if active:
+            self._sink = Guarded(EVENTS_FILE, lambda: JsonLines(ckpt_dir / EVENTS_FILE), say)
         self._step = self._steps = 0
         self._waited = 0.0
 
