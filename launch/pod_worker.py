@@ -60,7 +60,7 @@ def main(task: dict) -> int:
     send(program.pid, signal.SIGKILL)  # what it leaves behind would hold the chips
     for thread in pumps:
         thread.join(10)  # unless a process that left the group holds the pipe
-    # gcloud takes 255 for a broken connection, and would start the program anew.
+    # gcloud takes 255 for a broken connection, and would start the program again.
     return min(code if code >= 0 else 128 - code, LOST)
 
 

@@ -174,7 +174,7 @@ def test_mistakes(tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "is no folder" in said(tmp_path / "none")
+    assert "is not a folder" in said(tmp_path / "none")
     with pytest.raises(SystemExit, match="2"):
         main(["gs://bucket/run"])
     assert "gs://bucket/run is a URL: give a place on this" in capsys.readouterr().err

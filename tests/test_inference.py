@@ -126,7 +126,7 @@ def test_folder_of_images_from_a_run(trained, files, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
-        "passed over in the folders, 3 in all: linked folder 1, .txt 1, no file 1",
+        "skipped in the folders, 3 in all: linked folder 1, .txt 1, no file 1",
         f"{images}/cut.png is not a readable image: image file is truncated",
     ]
     paths = [images / "A.PNG", *sorted((images / "b").iterdir()), images / "still.gif", IMAGE]

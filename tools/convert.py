@@ -255,7 +255,7 @@ def open_source(path: Path, *, verify: bool, use_ema: bool = False) -> Source:
         if path.is_dir():
             return _open_dcp(path, verify, use_ema)
         if not zipfile.is_zipfile(path):
-            raise ValueError("it is no file of torch.save, or of one before PyTorch 1.6")
+            raise ValueError("it is not a file of torch.save, or of one before PyTorch 1.6")
         run = load_file_of_weights(path).run  # mapped: only what describes the run is read
         content, tensors = load_without_values(path), {}
         for name, tensor in state_dict_of(ema_of(path, content) if use_ema else content).items():
@@ -656,7 +656,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if dst.exists() or dst.is_symlink():
             raise UsageError(f"{dst} is there already: name another, or remove it")
         if not dst.parent.is_dir():
-            raise UsageError(f"{dst.parent} is no folder: make it first")
+            raise UsageError(f"{dst.parent} is not a folder: make it first")
         source = open_source(
             given.src, verify=not given.no_verify_checkpoint, use_ema=given.use_ema
         )

@@ -116,7 +116,7 @@ def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
             account.seconds[OTHER] += passed
             ended = event.get("how", ended)
     if not account.starts:
-        raise ValueError("it tells of no start")
+        raise ValueError("it records no start")
     account.failures += ended == "failed"
     for steps in taken:
         account.steps += steps.count
@@ -296,7 +296,7 @@ _PICTURE = "goodput.png"
 
 def _account(run: Path) -> Account:
     if not run.is_dir():
-        raise UsageError(f"{run} is no folder: give a run's --ckpt_dir")
+        raise UsageError(f"{run} is not a folder: give a run's --ckpt_dir")
     try:
         return account_of(read_events(run))
     except FileNotFoundError:

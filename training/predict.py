@@ -93,14 +93,14 @@ def predict(config: RunConfig, weights: Weights) -> None:
     assert config.use.predict is not None
     found = find_images(config.use.predict)
     for folder in found.unreadable:
-        _log(f"passed over {printable(folder)}")
+        _log(f"skipped {printable(folder)}")
     if found.passed_over:
         kinds = ", ".join(
             f"{kind} {n:,}" for kind, n in found.passed_over.most_common(_KINDS_SHOWN)
         )
         more = ", ..." if len(found.passed_over) > _KINDS_SHOWN else ""
         count = found.passed_over.total()
-        _log(f"passed over in the folders, {count:,} in all: {printable(kinds)}{more}")
+        _log(f"skipped in the folders, {count:,} in all: {printable(kinds)}{more}")
     if weights.note:
         _log(weights.note)
 

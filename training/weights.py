@@ -219,7 +219,7 @@ def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
         except pickle.UnpicklingError as error:  # whose text advises to load it unsafely
             if foreign := re.search(r"GLOBAL (\S+)", str(error)):
                 raise ValueError(f"only tensors are loaded, it holds {foreign[1]}") from None
-            raise ValueError("it is no file of torch.save") from None
+            raise ValueError("it is not a file of torch.save") from None
         if not isinstance(content, Mapping):
             raise ValueError("it holds no state dict")
         training, run = content.get("training"), None
@@ -289,7 +289,7 @@ def safetensors_files(path: Path) -> list[Path]:
             raise ValueError(f"{INDEX} has no weight_map")
         for name in named.values():
             if not isinstance(name, str) or Path(name).name != name:
-                raise ValueError(f"{INDEX} names {name!r}, which is no file of the folder")
+                raise ValueError(f"{INDEX} names {name!r}, which is not a file of the folder")
         return [path / name for name in sorted(set(named.values()))]
     return [path / ONE_FILE] if (path / ONE_FILE).is_file() else []
 
@@ -320,20 +320,20 @@ def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
     if _RUN not in metadata:
         return None
     try:
-        told = json.loads(metadata[_RUN])
+        content = json.loads(metadata[_RUN])
     except ValueError:  # another program's entry
         return None
-    if not isinstance(told, Mapping) or "arguments" not in told:
+    if not isinstance(content, Mapping) or "arguments" not in content:
         return None
-    at = Position(*(int(told[name]) for name in ("step", "epoch", "images_in_epoch")))
-    return SavedRun(path, at, dict(told["arguments"]), told["classes"])
+    at = Position(*(int(content[name]) for name in ("step", "epoch", "images_in_epoch")))
+    return SavedRun(path, at, dict(content["arguments"]), content["classes"])
 
 
 # -- The preprocessing that weights were trained with ---------------------------------------------
 
 _NAMES = tuple(field.name for field in fields(Preprocessing))
 _LARGEST_IN_VOLUMES = 1e30
-"""Values of images are from 0 to 1, those of volumes any numbers: Hounsfield units, say."""
+"""Values of images are from 0 to 1, those of volumes any numbers, such as Hounsfield units."""
 CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
 
 

@@ -67,8 +67,8 @@ def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
     config = replace(run.config.data, num_workers=0)
     dtype = getattr(torch, config.image_dtype(len(sizes.input_shape) - 1))
     images = _Images(length, sizes.input_shape, dtype, sizes.num_classes, run.config.seed)
-    wanted = replace(wanted_images(run), config=config)
-    source = SplitSource(wanted, "made up", images, images, None)
+    request = replace(wanted_images(run), config=config)
+    source = SplitSource(request, "made up", images, images, None)
     if backend is None:
         return source.train_loader(config.batch_size, Share()).epoch(0)
     return train_loader(source, backend, config.batch_size).epoch(0)

@@ -145,7 +145,7 @@ class Guarded:
 
     def close(self) -> None:
         if self._sink is not None:
-            with self._failing("cannot be written to its end"):
+            with self._failing("cannot be completed"):
                 self._sink.close()
 
     @contextlib.contextmanager
@@ -304,7 +304,7 @@ def _grouped(record: dict[str, Any]) -> dict[str, float]:
 # -- events.jsonl: where wall time goes -----------------------------------------------------------
 #
 # A line is written at log steps, evaluations, checkpoints, and where a start begins and ends. Each
-# tells where the time since the line before it went; ``tools/goodput.py`` adds them up. Resuming
+# records where the time since the line before it went; ``tools/goodput.py`` adds them up. Resuming
 # does not cut the file.
 
 
