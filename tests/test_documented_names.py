@@ -9,8 +9,8 @@ from tests.documented_commands import broken_anchors, flags_and_paths, known_fla
 def test_flags_and_files_that_documents_name_are_there():
     flags, paths = flags_and_paths()
     known = known_flags()
-    ours_alone = [ROOT / "data" / "pack.py", *(ROOT / "tools").rglob("*.py")]
-    programs = [*ours_alone, *(ROOT / "benchmarks").rglob("*.py")]
+    folders = (ROOT / "tools", ROOT / "benchmarks", ROOT / "tests" / "faults")
+    programs = [ROOT / "data" / "pack.py", *(path for at in folders for path in at.rglob("*.py"))]
     for path in [*(ROOT / "launch").iterdir(), *programs]:
         if path.is_file():
             known |= set(re.findall(r"--\w[\w-]+", path.read_text()))
