@@ -62,25 +62,14 @@ def choose_backend(choice: str) -> str:
 
 
 Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
-"""A function from a run to the same with its data, and the body of every process, which is given a
-run and a backend."""
-
-
-def prepare_training(resumable: Any, run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
-    from training.train import prepare, train
-
-    run, plan = prepare(resumable, run)
-    return run, functools.partial(train, plan)
-
-
-def prepare_self_check(run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
-    from tools.self_check.check import prepare_self_check
-
-    return prepare_self_check(run)
+"""A function from a resolved run to the same with its data, and the body of every process: a
+function of a run and a backend."""
 
 
 def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> None:
     """Resolve the run on the backend, prepare it, and run its body in every process."""
+    from training.processes.exchange import naming_itself
+
     if backend == "xla":
         from xla_fsdp import resolve_xla
         from xla_fsdp.launch_xla import NoBackwardYet
@@ -90,19 +79,13 @@ def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> No
             run, body = prepare(resolve_xla.resolve(config, flags.xla))
         resolve_xla.check_libtpu()
 
-        launch_on_xla(_naming_itself(body), run)
+        launch_on_xla(functools.partial(naming_itself, body), run)
     else:
         from gpu_fsdp import resolve_gpu
         from torch_fsdp.launch_torch import launch as launch_on_gpus
 
         run, body = prepare(resolve_gpu.resolve(config, flags.cuda))
-        launch_on_gpus(_naming_itself(body), run)
-
-
-def _naming_itself(body: Callable[[Any, Any], None]) -> Callable[..., None]:
-    from training.processes.exchange import naming_itself
-
-    return functools.partial(naming_itself, body)
+        launch_on_gpus(functools.partial(naming_itself, body), run)
 
 
 def print_models(pattern: str) -> int:
@@ -169,10 +152,11 @@ def _run(flags: Flags) -> int:
     if config.list_models is not None:
         return print_models(config.list_models)
     check_switches(config, *flags.own.values())
-    if config.checkpoints.init_from:
-        from training.initial_weights import with_model_of_weights
+    trains = not (use.predict or use.eval_only or config.self_check)
+    if config.checkpoints.init_from and (flags.xla.compile_only or config.plan or not trains):
+        from training.begin import with_model_of_weights
 
-        config = with_model_of_weights(config)
+        config, _ = with_model_of_weights(config)
         flags = replace(flags, run=config)
     if flags.xla.compile_only:
         from tools.compile_only.command import compile_only
@@ -181,7 +165,8 @@ def _run(flags: Flags) -> int:
         return compile_only(config, flags.xla)
     if config.plan:
         return _plan(flags)
-    prepare: Prepare = prepare_self_check
+
+    prepare: Prepare
     if use.predict or use.eval_only:
         from training.predict import find_trained, predict, prepare_evaluation
 
@@ -190,11 +175,16 @@ def _run(flags: Flags) -> int:
             predict(config, weights)
             return 0
         prepare = functools.partial(prepare_evaluation, weights)
-    elif not config.self_check:
-        from training.processes.start import find_resumed
+    elif config.self_check:
+        from tools.self_check.check import prepare_self_check
 
-        config, resumable = find_resumed(config)
-        prepare = functools.partial(prepare_training, resumable)
+        prepare = prepare_self_check
+    else:
+        from training.begin import choose_start
+        from training.train import prepare_training
+
+        config, chosen = choose_start(config)
+        prepare = functools.partial(prepare_training, chosen)
     backend = choose_backend(config.backend)
     check_foreign(flags.own, backend, config.given)
     start(backend, flags, config, prepare)

@@ -159,7 +159,7 @@ def measure(run: Run, backend: Backend, *, folder: Path, repeats: int, rates: li
 
 def _saver(folder: Path, run: Run, backend: Backend, *, beside: bool) -> CheckpointSaver:
     return CheckpointSaver(
-        folder, backend, lambda text: None, run.values, None, 1, 1, beside_training=beside
+        folder, backend, lambda text: None, run.values, None, 1, 1, asynchronous=beside
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -394,3 +395,70 @@ def _end_when_told_by(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
+
+
+# ------------------------------------------------------------------------------------------------
+# Puts the next batches on the device while the current step runs.
+
+
+_END = object()
+
+
+def prefetch(
+    batches: Iterator[Batch],
+    put: Callable[[Batch], Any],
+    depth: int,
+    failed: Callable[[BaseException], None] = lambda error: None,
+) -> Generator[Any, None, None]:
+    """Yield ``put(batch)`` for each batch; a thread puts up to ``depth`` of them ahead.
+
+    If the source yields the same tensors again, they are put once. An error of the source or of
+    ``put`` is raised here, in the place of its batch (torch_xla's ParallelLoader ends the epoch
+    silently instead). ``failed`` is called with it at once, in the thread, while earlier batches
+    are still to be used.
+
+    Depth 0 uses no thread. It is for sources that compute in this process: their random
+    transforms and the model share PyTorch's global generator.
+    """
+
+    def put_each() -> Iterator[Any]:
+        last = on_device = None
+        for batch in batches:
+            if last is None or any(a is not b for a, b in zip(batch, last, strict=True)):
+                on_device, last = put(batch), batch
+            yield on_device
+
+    if depth == 0:
+        yield from put_each()
+        return
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def offer(item: Any) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for item in put_each():
+                offer(item)
+                if stop.is_set():
+                    return
+            offer(_END)
+        except BaseException as error:  # noqa: BLE001 - handed to the consumer, whatever it is
+            failed(error)
+            offer(error)
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not _END:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()

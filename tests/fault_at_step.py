@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         return cross_entropy(*args, **kwargs)
 
     if kind == "read":
-        stopping._STARTING_S = first
+        stopping._BEFORE_FIRST_STEP_S = first
         image_folder.read_bytes = lambda path: ctypes.CDLL(None).pause()
     elif kind == "evaluation":
         evaluate.F.cross_entropy = interrupted

@@ -17,9 +17,9 @@ from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.filled import filled
 from tests.normalized import normalized
 from tests.resolved import on_xla
+from training.backend import dataset_request
 from training.config import OptimizerConfig
 from training.schedule import Schedule
-from training.validation import wanted_images
 
 
 def groups(model: nn.Module, how: OptimizerConfig) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def train(*flags: str, steps: int = 6) -> tuple[dict[str, list[float]], nn.Modul
         timm.optim.muon.zeropower_via_newtonschulz = functools.partial(
             newton_schulz, dtype=torch.float32
         )
-    loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, Share())
+    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, Share())
     schedule = Schedule(how.lr, how.warmup_steps, len(loader) * run.config.num_epochs)
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     try:

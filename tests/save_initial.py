@@ -21,8 +21,8 @@ if __name__ == "__main__":
         without_cuda()
     from gpu_fsdp import resolve_gpu
     from tests.resolved import on_gpus
+    from tests.test_checkpoints import save_state
     from torch_fsdp.launch_torch import launch
-    from training.checkpoints.state import save_state
     from training.step import shard_and_optimize
 
     resolve_gpu.check_megatron_runs_here = lambda: None

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training: what they hold, and what may go wrong meanwhile."""
+"""Checkpoints that are written asynchronously: what they hold, and what may go wrong meanwhile."""
 
 import re
 import subprocess
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_for_one_process_ends_all(processes, tmp_path, monke
         assert failed.returncode == 4, failed.stderr
     else:
         assert "exitcode  : 4 " in failed.stderr
-    assert failed.stdout.count("training goes on, 1 of --max_failed_saves 2 failed in a row") == 1
+    assert failed.stdout.count("training continues, 1 of --max_failed_saves 2 failed in a row") == 1
     assert "step_4 could not be written" in failed.stdout
     assert failed.stderr.count(f"2 have failed in a row: the newest checkpoint is {tmp_path}") == 1
     assert left(tmp_path) == [2]
@@ -188,7 +188,7 @@ def test_minutes(minutes, at, over, monkeypatch):
     assert not interval.over()
     now[0] += at
     assert interval.over() is over
-    interval.begin()
+    interval.restart()
     assert not interval.over()
 
 

@@ -386,7 +386,7 @@ def finished(tmp_path_factory):
             "not token; with --no-class_token, not --class_token",
         ),
         ("--resume none", "holds step_1 of an earlier run"),
-        ("--resume best --ckpt_dir elsewhere", "elsewhere has no checkpoint that was evaluated"),
+        ("--resume best --ckpt_dir elsewhere", "elsewhere has no evaluated checkpoint"),
     ],
 )
 def test_resume_of_another_model(flags, words, finished, capsys):

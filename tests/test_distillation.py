@@ -20,8 +20,8 @@ from tests.plain_checkpoint import tiny_timm_model
 from tests.short_runs import mistake, program
 from tests.test_mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_run
 from tests.usage_error import told_in_one_line
+from training.backend import dataset_request
 from training.checkpoints.format import read_metadata
-from training.validation import wanted_images
 
 IMAGES = "--image_size 32 --patch_size 8".split()
 STEPS = 4
@@ -73,7 +73,7 @@ def plain_steps(monkeypatch, flags, teacher, steps, devices):
     taught, _, (mean, std) = teacher
     preprocessing, base = run.config.data.preprocessing, timms_loss(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=how.weight_decay)
-    loader, losses, norms = open_data(wanted_images(run)).train_loader(16, Share()), [], []
+    loader, losses, norms = open_data(dataset_request(run)).train_loader(16, Share()), [], []
     for step, batch in enumerate(itertools.islice(loader.epoch(0), steps)):
         total = 0.0
         chunks = zip(*(part.chunk(passes) for part in batch), strict=True)

@@ -23,10 +23,10 @@ from tools.plan import gpu as gpu_model
 from tools.plan.tpu import compile_words
 from tools.plan.tpu_search import Candidate
 from torch_fsdp.devices import Cpu
+from training.backend import dataset_request
 from training.checkpoints.choose import find_resume
 from training.mesh import Mesh
 from training.step_sizes import state_bytes, step_sizes
-from training.validation import wanted_images
 from training.weights import load_file_of_weights
 from xla_fsdp import estimates as xla_model
 from xla_fsdp.resolve_xla import resolve_for_slice
@@ -70,7 +70,7 @@ def plain_run():
 def plain_val_loss(model):
     """The mean loss on val/ in plain PyTorch."""
     run = plain_run()
-    data = open_data(wanted_images(run))
+    data = open_data(dataset_request(run))
     total = count = 0.0
     for images, labels in data.val_loader(64, Share()).epoch(0):
         images, labels = images[labels >= 0], labels[labels >= 0]
@@ -194,7 +194,7 @@ def probabilities(weights):
     model = tiny_timm_model().eval()
     model.load_state_dict(weights)
     run = plain_run()
-    batches = open_data(wanted_images(run)).val_loader(359, Share()).epoch(0)
+    batches = open_data(dataset_request(run)).val_loader(359, Share()).epoch(0)
     images, labels = next(iter(batches))
     image = images[labels == 7][:1]
     return model(normalized(image, run)).softmax(-1)[0].topk(5).values.tolist()

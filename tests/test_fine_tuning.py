@@ -211,7 +211,7 @@ def test_model_of_the_checkpoint_and_resume(source, tmp_path):
     assert f"initial weights of {source.ckpt_dir / 'step_6'}: {count} tensors as" in first.stdout
     assert torch.equal(read(tmp_path, 1)["head.weight"], read(source.ckpt_dir, 6)["head.weight"])
     second = go_on("--max_steps", "2")
-    assert f"--init_from {source.ckpt_dir / 'step_6'} is passed over" in second.stdout
+    assert f"--init_from {source.ckpt_dir / 'step_6'} is ignored" in second.stdout
     assert "initial weights" not in second.stdout
     assert sorted(second.steps) == [1, 2]
 

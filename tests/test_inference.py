@@ -284,7 +284,7 @@ def test_no_such_weights(use, capsys, tmp_path):
     neither = f"{tmp_path} is neither a checkpoint nor the folder of a run that has one"
     assert said(tmp_path) == neither
     (tmp_path / "step_3").mkdir()
-    assert "no complete checkpoint: it was not written to its end" in said(tmp_path)
+    assert f"checkpoint {tmp_path} is incomplete" in said(tmp_path)
     assert "only tensors are loaded, it holds argparse.Namespace" in said(tmp_path / "namespace.pt")
     assert "only tensors are loaded, it holds exec" in said(tmp_path / "code.pt")
     for name in ("list.pt", "numbers.pt"):

@@ -21,9 +21,8 @@ from tests.resolved import on_xla
 from tests.test_resume import EPOCHS_OF_5
 from tests.test_sharding import assert_same_curves
 from tests.usage_error import told_in_one_line
-from training.backend import pass_seed
+from training.backend import dataset_request, pass_seed
 from training.losses import Mixing, Objective
-from training.validation import wanted_images
 
 BOTH = "--mixup 0.8 --cutmix 1.0 --mixup_prob 0.8 --smoothing 0.1"
 """Of ten passes some are mixed, some cut, some left as they are."""
@@ -178,7 +177,7 @@ def test_first_steps_are_timms(devices, form, flags, monkeypatch, tmp_path):
     run = tiny_run(monkeypatch, *given, devices=devices)
     config, how = run.config.loss, run.config.data.preprocessing
     model, loss = filled(run.model, run.config.seed), timms_loss(run.config.loss)
-    loader = open_data(wanted_images(run)).train_loader(16, Share())
+    loader = open_data(dataset_request(run)).train_loader(16, Share())
     expected = []
     for step, (images, labels) in enumerate(itertools.islice(loader.epoch(0), 2)):
         model.zero_grad()  # the learning rate of the first step is 0, so both have first weights

@@ -133,7 +133,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path, capsys):
     (tmp_path / "link").symlink_to(tmp_path / "own")
     (tmp_path / "own").mkdir()
     os.chown(tmp_path / "link", OTHER, OTHER, follow_symlinks=False)
-    what = f"is user {OTHER}'s: give a folder of your own, or take what is there as it is with "
+    what = f"is user {OTHER}'s: give a folder of your own, or use what is there as it is with "
     for folder, path in ((theirs, theirs), (mine, mine / "step_4"), (tmp_path / "link",) * 2):
         line = refusal(capsys, folder)
         assert line == f"--ckpt_dir {folder}: {path} {what}--shared_ckpt_dir"

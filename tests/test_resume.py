@@ -26,9 +26,10 @@ from tests.resolved import on_gpus
 from tests.short_runs import QUICK
 from tests.test_sharding import assert_same_curves
 from tests.usage_error import told_in_one_line
+from training.backend import dataset_request
+from training.begin import other_order
 from training.checkpoints.format import Position, read_saved_run
 from training.schedule import Schedule
-from training.validation import other_order, wanted_images
 
 # Five steps an epoch on digits, of 4 tokens an image to be quick; dropout everywhere, so that
 # random state counts.
@@ -234,7 +235,7 @@ def test_other_images_in_mid_epoch_are_refused(run, own_digits, capsys):
     assert "(the number of training images was 1438, is 1437)" in said
 
     made = on_gpus(words)
-    source = open_data(wanted_images(made))
+    source = open_data(dataset_request(made))
     saved = read_saved_run(run / "step_10")
     assert other_order(saved, made, source)
     older = replace(saved, order=None)
@@ -260,7 +261,7 @@ def test_what_leaves_the_order_as_it_is(flags, told, run, tmp_path):
         flags += f" --data_dir {tmp_path / 'tars'}"
     made = on_gpus([*tiny(run), *QUICK, "--backend", "cuda", *flags.split()])
     saved = read_saved_run(run / "step_10")
-    source = open_data(wanted_images(made))
+    source = open_data(dataset_request(made))
     assert other_order(saved, made, source) == told
     if flags.startswith("--data_source webdataset --data_dir"):  # of the same samples, shuffled
         labels = source._train.labels
@@ -268,7 +269,7 @@ def test_what_leaves_the_order_as_it_is(flags, told, run, tmp_path):
         assert "training images' labels was" in other_order(saved, made, source)
     if "--buckets" in flags:  # each batch is of one bucket: its size decides which images it has
         saved.arguments["buckets"] = ["16x16"]
-        found = other_order(saved, made, open_data(wanted_images(made)))
+        found = other_order(saved, made, open_data(dataset_request(made)))
         assert found == "--batch_size was 128, is 64"
 
 

@@ -13,8 +13,8 @@ from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, run_program
 from tests.resolved import on_xla
 from tools.self_check.check import Table, check_decoding, check_disk, check_memory
+from training.backend import dataset_request
 from training.files import FolderLock
-from training.validation import wanted_images
 from training.weights import with_preprocessing
 
 RUN = ["--self_check", "--data_dir", str(DIGITS), *TINY_MODEL, "--batch_size", "16"]
@@ -235,7 +235,7 @@ def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
         check_memory(asked, small, backend, Table(silent=False))
         assert line(capsys).startswith(f"{verdict}  memory")
     monkeypatch.setattr("tools.self_check.check._SECONDS", 0.3)
-    data = open_data(wanted_images(asked))
+    data = open_data(dataset_request(asked))
     flops = asked.model.train_flops_per_image
     for images_a_second, verdict in ((1, "pass"), (1e7, "FAIL")):
         backend.peak_flops = lambda speed=images_a_second: speed * flops
@@ -248,6 +248,6 @@ def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
         path.write_bytes(b"no image")
     shutil.copytree(DIGITS / "val", tmp_path / "broken" / "val")
     asked = asked.with_data(data_dir=str(tmp_path / "broken"))
-    data = open_data(wanted_images(asked))
+    data = open_data(dataset_request(asked))
     check_decoding(asked, data, backend, Table(silent=False))
     assert re.match(r"FAIL  data .*is not a readable image", line(capsys))

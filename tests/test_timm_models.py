@@ -18,7 +18,7 @@ from tests.normalized import normalized
 from tests.plain_checkpoint import convert
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
-from training.validation import wanted_images
+from training.backend import dataset_request
 
 STEPS = 2
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "num_heads": 2, "depth": 2}
@@ -79,7 +79,7 @@ def plain(family, precision):
     model = timm.create_model(name, num_classes=10, **SIZES, **scale)
     model.load_state_dict(filled(run.model, run.config.seed).state_dict(), strict=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
-    loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, Share())
+    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, Share())
     losses = []
     for images, labels in itertools.islice(loader.epoch(0), STEPS):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

@@ -12,7 +12,7 @@ from tests import bucket
 from tests.cli import Result, train_tiny
 from tests.short_runs import mistake, program
 from tests.test_async_checkpoints import assert_same_bits
-from tests.test_checkpoints import OneWeight
+from tests.test_checkpoints import OneWeight, save_state
 from training.checkpoints.choose import (
     clear,
     complete_checkpoints,
@@ -34,7 +34,7 @@ from training.checkpoints.format import (
     training_tensors,
     write_manifest,
 )
-from training.checkpoints.state import load_state, save_state
+from training.checkpoints.state import load_state
 from training.errors import UsageError
 from training.files import folder_at
 from training.logs.log_folder import LogUploads, fetch_logs, log_folder

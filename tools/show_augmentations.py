@@ -18,13 +18,13 @@ import torch
 
 from data.loader import Batch, Share
 from data.source import open_data
+from training.backend import bad_data_is_the_users, dataset_request
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import parse
 from training.losses import Mixing, smoothed
 from training.mesh import Mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
-from training.validation import bad_data_is_the_users, wanted_images
 from training.weights import with_preprocessing
 
 matplotlib.use("Agg")
@@ -85,7 +85,7 @@ def columns(run: Run[Any]) -> list[Column]:
 
 def _draws(run: Run[Any]) -> tuple[Sequence[str] | None, list[Batch]]:
     """Return the names of the classes, and the same images DRAWS times, each time augmented."""
-    data = open_data(wanted_images(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
+    data = open_data(dataset_request(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
     images, labels = next(iter(data.train_loader(IMAGES * DRAWS, Share()).epoch(0)))
     return data.classes, list(zip(images.chunk(DRAWS), labels.chunk(DRAWS), strict=True))
 

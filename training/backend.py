@@ -1,14 +1,15 @@
 """What the training loop asks of a backend: place the model, run steps, hand over state.
 
-Each backend is one folder that implements ``Backend``. ``train_loader`` and ``val_loader`` open the
-data loaders of what a backend puts on its devices.
+Each backend is one folder that implements ``Backend``. ``dataset_request`` is what a run asks of its
+data source, ``train_loader`` and ``val_loader`` open the loaders of what a backend puts on its devices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import nn
 
+from data.files import DataFolderError
 from data.loader import Batch, BatchLoader, Share
-from data.source import DataSource
+from data.source import DataSource, Wanted
+from training.errors import UsageError
 from training.optimizers import Updates
 
 if TYPE_CHECKING:
@@ -185,6 +188,27 @@ class Backend(Protocol):
 
     def peak_flops(self) -> float | None:
         """Return the peak FLOP/s of one device at this precision; None where it is unknown."""
+
+
+# -- the data of a run -----------------------------------------------------------------------------
+
+
+def dataset_request(run: Run, *, with_train: bool = True) -> Wanted:
+    """Return what a run requests of its source of images."""
+    sizes = run.model.sizes
+    channels, *size = sizes.input_shape
+    return Wanted(
+        run.config.data, channels, tuple(size), sizes.num_classes, run.config.seed, with_train
+    )
+
+
+@contextlib.contextmanager
+def bad_data_is_the_users() -> Iterator[None]:
+    """Turn a folder that cannot be used, found by what reads data inside, into a UsageError."""
+    try:
+        yield
+    except DataFolderError as error:
+        raise UsageError(str(error)) from None
 
 
 def train_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:

@@ -1,7 +1,7 @@
-"""Evaluation: loss and accuracy over a validation set, when to compute them, report by class.
+"""Evaluation: loss and accuracy over a validation set, and a report by class.
 
-``Evaluations`` decides when, ``evaluate`` runs the model, ``EvalReport`` says what the images of
-each class were taken for (``--eval_report``).
+``evaluate`` runs the model, ``EvalReport`` says what the images of each class were taken for
+(``--eval_report``). When a training evaluates, ``Evaluations`` decides (``training/loop.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -24,100 +24,15 @@ from matplotlib.colors import PowerNorm
 from torch import nn
 
 from data.files import printable, replace_file
-from data.loader import PADDING, Batch, BatchLoader
+from data.loader import PADDING, Batch, BatchLoader, prefetch
 from training.backend import Backend
-from training.batches import prefetch
-from training.checkpoints.format import Position
-from training.config import LogConfig
-from training.logs.bad_images import VAL
 from training.logs.records import Evaluation, save_figure
-from training.logs.reports import Session
 from training.losses import Objective
-from training.processes.stopping import BAD_IMAGES
 
 TOP = 5
 """The k of top-k accuracy, beside 1."""
 _AHEAD = 8
 """How many batches the host may be ahead of the devices: enough that these never wait."""
-
-
-@dataclass
-class Evaluations:
-    """Evaluates the model after the steps and epochs that the flags name, and at the end."""
-
-    config: LogConfig
-    session: Session
-    model: nn.Module
-    objective: Objective
-    loader: BatchLoader
-    done: set[int]
-    """The steps whose evaluation the run's folder has."""
-    best: float = -1.0
-    """The highest top-1 so far, in percent; the EMA's, where there is one."""
-    with_ema: bool = False
-    """Whether the EMA of the weights is evaluated, too."""
-    _count: int = field(default=0, init=False)
-
-    def due_after_step(self, step: int) -> bool:
-        interval = self.config.test_step_interval
-        return bool(step and interval) and step % interval == 0
-
-    def owed(self, at: Position) -> bool:
-        """Return True if the model is to be evaluated after this step, and has not been."""
-        if at.step in self.done:
-            return False
-        if at.step >= self.session.last_step:
-            return True
-        if at.step and at.images_in_epoch == 0 and at.epoch % self.config.test_epoch_interval == 0:
-            return True
-        return self.due_after_step(at.step)
-
-    def evaluate(self, at: Position) -> Evaluation | None:
-        """Evaluate the model, and its EMA if there is one, and report it.
-
-        Returns the evaluation by which the best checkpoint is chosen, the EMA's if there is one;
-        None if a signal has stopped it, or too many images cannot be read.
-        """
-        session, ema = self.session, None
-        result = self._measure()
-        if result is None:
-            return None
-        if self.with_ema:
-            with session.backend.ema_weights():
-                ema = self._measure()
-            if ema is None:
-                return None
-        session.bad_images.collect(VAL, self.loader, session.reports.say)
-        result = session.bad_images.left_out_of(result)
-        if session.bad_images.excess:
-            session.stop.number = BAD_IMAGES
-            return None
-        epoch = at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
-        session.reports.evaluation(at.step, epoch, result, ema)
-        self.done.add(at.step)
-        return ema or result
-
-    def _measure(self) -> Evaluation | None:
-        """Evaluate the weights that the model has now; return None if a signal has stopped it."""
-        session, count = self.session, len(self.loader)
-        batches = min(self.config.eval_batches or count, count)
-        with (
-            session.first_run("evaluation", self._count == 0),
-            session.reports.evaluating(batches) as bar_moves,
-        ):
-
-            def batch_done() -> bool:
-                bar_moves()
-                if self._count:
-                    session.watchdog.alive()
-                return session.stop.due()
-
-            result = evaluate(
-                self.model, self.objective, self.loader, session.backend, batches, batch_done
-            )
-        self._count += 1
-        session.watchdog.alive()
-        return result
 
 
 @torch.no_grad()

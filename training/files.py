@@ -1,4 +1,4 @@
-"""Runs one piece of work beside training, in a thread that ends with the process."""
+"""A run's folder, on a disk or on a URL (gs://, s3://, ...): its paths and its lock."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, Generic, TypeVar, cast
+from typing import IO, Any, Generic, Self, TypeVar, cast
 
 from data import files
 from data.files import no_link, what_others_own
 from training.errors import UsageError
 
-# ------------------------------------------------------------------------------------------------
-# Folders on URLs (gs://, s3://, ...), by fsspec, with those methods of pathlib that runs use.
-#
-# And what is done with a file or a folder on a URL and on a disk, but not alike.
-
+# -- paths -----------------------------------------------------------------------------------------
 
 _LOCAL = "file://"
 _SEPARATOR = "://"
@@ -53,10 +50,10 @@ def folder_at(text: str) -> Path:
 
 @dataclass(frozen=True, order=True)
 class UrlPath:
-    """Names a file or folder on a URL. Its methods raise OSError, whatever the storage raises.
+    """A file or folder on a URL, with those methods of pathlib that runs use, by fsspec.
 
-    A bucket has no folders of its own: one is there as long as it has a file. A file is there, and
-    whole, when it was closed.
+    They raise OSError, whatever the storage raises. A bucket has no folders of its own: one exists
+    as long as it has a file. A file exists, and is complete, when it was closed.
     """
 
     url: str
@@ -77,18 +74,18 @@ class UrlPath:
 
     @contextlib.contextmanager
     def _storage(self) -> Iterator[tuple[Any, str]]:
-        """Give fsspec's file system and the path in it; turn what they raise into OSError."""
+        """Yield fsspec's file system and the path in it; turn what they raise into OSError."""
         from fsspec.core import url_to_fs
 
         try:
-            # Listings that it kept would hide what other processes have written since.
+            # Cached listings would hide what other processes have written since.
             yield url_to_fs(self.url, use_listings_cache=False)
         except Exception as error:
             raise _os_error(error, self.url) from error
 
     def _kind(self) -> str | None:
-        """Return "file", "directory", or None for nothing: what fsspec itself also takes for an
-        answer where the storage cannot be asked."""
+        """Return "file", "directory" or None, which fsspec also returns if a storage cannot be
+        asked."""
         try:
             with self._storage() as (storage, path):
                 return storage.info(path)["type"]
@@ -115,7 +112,7 @@ class UrlPath:
             return SimpleNamespace(st_size=storage.size(path))
 
     def mkdir(self, *, parents: bool = True) -> None:
-        """Make the folder where the storage has folders, but no bucket."""
+        """Make the folder, if the storage has folders, but no bucket."""
         from data.files import missing_bucket
 
         with self._storage() as (storage, path):
@@ -125,8 +122,7 @@ class UrlPath:
 
     @contextlib.contextmanager
     def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
-        """Open the file inside. What else is raised there, as of damaged content, stays as it
-        is."""
+        """Open the file inside; other errors raised there (damaged content) are unchanged."""
         with self._storage() as (storage, path):
             file = storage.open(path, mode)
         try:
@@ -162,12 +158,13 @@ class UrlPath:
     def remove_tree(self) -> None:
         with self._storage() as (storage, path):
             storage.rm(path, recursive=True)
-            if left := storage.find(path):  # s3fs 2026.9 removes what it can, and does not tell
+            # s3fs 2026.9 removes what it can, and is silent about the rest.
+            if left := storage.find(path):
                 raise PermissionError(f"{len(left)} of its files could not be removed")
 
     def check_writable(self, *, removable: bool = False) -> None:
-        """Write an empty file into the folder. Raises OSError if that, or else with ``removable``
-        removing it, is not allowed; what may not be removed stays there."""
+        """Write an empty file into the folder, and remove it. Raises OSError if writing or, with
+        ``removable``, removing is not allowed; what may not be removed stays there."""
         probe = self / ".write_test"
         probe.write_bytes(b"")
         with contextlib.suppress(*([] if removable else [OSError])):
@@ -198,9 +195,9 @@ class _Stream:
 
 
 def _os_error(error: Exception, url: str) -> OSError:
-    """Return an error with all that pathlib's have: number, text and name.
+    """Return an error with number, text and file name, as pathlib's have.
 
-    It is never EIO, by which a disk tells that a file is damaged.
+    It is never EIO, which is a disk's error for a damaged file.
     """
     kinds = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
     number = next((code for kind, code in kinds.items() if isinstance(error, kind)), None)
@@ -212,27 +209,27 @@ def _os_error(error: Exception, url: str) -> OSError:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return True if an error says nothing of the file itself, which may be whole: a storage did
-    not answer, a right is missing. False if the file is missing or damaged."""
+    """Return True if an error says nothing about the file itself, which may be undamaged: a storage
+    did not answer, a right is missing. False if the file is missing or damaged."""
     of_the_file = errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO
     return isinstance(error, OSError) and error.errno not in of_the_file
 
 
 def as_url(path: Path) -> UrlPath | None:
-    """Return a path of ``folder_at`` as what it is, if that is a URL's, else None."""
+    """Return a path of ``folder_at`` with its own type if it is a URL's, else None."""
     found: Any = path
     return found if isinstance(found, UrlPath) else None
 
 
 def is_url(path: Path) -> bool:
-    """Tell whether a path of ``folder_at`` is on a URL."""
+    """Return True if a path of ``folder_at`` is on a URL."""
     return as_url(path) is not None
 
 
 def remove_tree(folder: Path) -> None:
     """Remove a folder with all in it, on a URL or not.
 
-    Raises OSError if anything of it is left, after it has removed what can be removed.
+    Raises OSError if anything is left, after removing what can be removed.
     """
     if url := as_url(folder):
         with contextlib.suppress(FileNotFoundError):
@@ -246,9 +243,9 @@ def remove_tree(folder: Path) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a small file so that it is there whole, or as it was before. Raises OSError."""
+    """Write a small file: it is complete afterwards, or as it was before. Raises OSError."""
     as_bytes = content.encode() if isinstance(content, str) else content
-    if is_url(path):  # where a file appears when it is closed
+    if is_url(path):  # there a file appears when it is closed
         path.write_bytes(as_bytes)
         return
     files.replace_file(path, as_bytes)
@@ -256,7 +253,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Write the names in a folder to the disk for good, where the file system can do that."""
+    """Sync the names in a folder to the disk, if the file system can do that."""
     if is_url(path):
         return
     try:
@@ -271,37 +268,35 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-# ------------------------------------------------------------------------------------------------
-# Gives a folder to one job: the system frees the lock when its process ends, however it ends.
-
+# -- the lock of a run's folder --------------------------------------------------------------------
 
 LOCK_FILE = ".lock"
 _HELD = {errno.EACCES, errno.EAGAIN}
 _PATIENCE_S, _RESTART_PATIENCE_S = 3.0, 120.0
-"""The seconds to wait for a job that is just ending, and longer in a restart: of a node that has
-crashed, an NFS server may keep the lock for a lease (90 s by default)."""
+"""The seconds to wait for a job that is just ending, and in a restart: an NFS server may keep the
+lock of a node that has crashed for a lease (90 s by default)."""
 _VISIBLE_WITHIN_S = 30.0
 """The seconds after which a network file system shows a new file on all hosts."""
 
 
 class FolderLock:
-    """Holds a folder for the first process of a job, for as long as that process lives.
+    """Locks a folder for one job, in its first process, until that process ends, however it ends.
 
     It is a POSIX record lock: children do not inherit it, and NFS passes it on to its server. It
-    goes when the process closes the file, however it had opened it, so nothing else in it may open
-    it. The file itself stays; it says who had the lock last.
+    is released when the process closes the file, however it had opened it, so nothing else in the
+    process may open it. The file itself stays; it says who had the lock last.
     """
 
     def __init__(self, ckpt_dir: Path, *, inside: Path | None = None, shared: bool = False) -> None:
-        """Name the folder. ``inside``: the local folder that is locked in the place of a URL, on
-        which there are no locks; the file is copied there. ``shared``: it may be another user's."""
+        """``inside``: the local folder that is locked instead of a URL, which has no locks; the
+        file is copied there. ``shared``: the folder may be another user's."""
         self._folder, self._place, self._shared = ckpt_dir, inside or ckpt_dir, shared
         self._file: int | None = None
 
     def acquire(self, *, is_restart: bool) -> str:
-        """Take the lock; return a token that is in the file.
+        """Lock the folder; return a token that is written into the file.
 
-        Raises UsageError if it is held, or if the folder is another user's.
+        Raises UsageError if another job holds the lock, or if the folder is another user's.
         """
         path = self._place / LOCK_FILE
         try:
@@ -313,13 +308,16 @@ class FolderLock:
                 f"cannot write to --ckpt_dir {self._place}: {error.strerror}"
             ) from None
         deadline = time.monotonic() + (_RESTART_PATIENCE_S if is_restart else _PATIENCE_S)
-        while not self._try():
+        while not self._locked():
             if time.monotonic() > deadline:
-                holder = os.pread(self._file, 4096, 0)
+                holder = "another job"
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    found = json.loads(os.pread(self._file, 4096, 0))
+                    holder = f"process {found['pid']} on {found['host']}, since {found['since']}"
                 self.release()
                 raise UsageError(
-                    f"--ckpt_dir {self._folder} is in use by {_describe(holder)}: end that run "
-                    "first, or choose another folder"
+                    f"--ckpt_dir {self._folder} is in use by {holder}: end that run first, or "
+                    "choose another folder"
                 )
             time.sleep(0.2)
         token = secrets.token_hex(8)
@@ -336,41 +334,67 @@ class FolderLock:
             (self._folder / LOCK_FILE).write_text(json.dumps(content))
         return token
 
-    def _try(self) -> bool:
+    def _locked(self) -> bool:
+        """Try to lock the file; return False if another process holds the lock."""
         assert self._file is not None
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # Any other error: a file system without locks, where nothing can be told.
+            # Any other error: a file system without locks.
             return error.errno not in _HELD
         return True
 
     def release(self) -> None:
-        """Let go of the lock, if it is held."""
+        """Release the lock, if it is held."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
+    def __enter__(self) -> Self:
+        return self
 
-def _describe(holder: bytes) -> str:
-    try:
-        content = json.loads(holder)
-        return f"process {content['pid']} on {content['host']}, since {content['since']}"
-    except (ValueError, KeyError, TypeError):
-        return "another job"
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
 
 def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -> None:
     """Raise UsageError if a folder, or what is in it, is another user's, and not ``shared``.
 
-    A checkpoint in it would be resumed, whoever has made it up. Raises OSError.
+    A checkpoint in it would be resumed, whoever has forged it. Raises OSError.
     """
     if not shared and (theirs := what_others_own(folder)):
-        remedy = ", or take what is there as it is with --shared_ckpt_dir"
+        remedy = ", or use what is there as it is with --shared_ckpt_dir"
         raise UsageError(
             f"{flag} {folder}: {theirs}: give a folder of your own"
             + (remedy if flag == "--ckpt_dir" else "")
         )
+
+
+def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
+    """Raise UsageError if nothing can be written to what ``flag`` names; leave nothing there."""
+    if url := as_url(folder):
+        try:
+            url.mkdir()
+            url.check_writable()
+        except OSError as error:
+            raise UsageError(f"cannot write to {flag} {folder}: {error.strerror}") from None
+        return
+    if folder.is_file():
+        raise UsageError(f"{flag} {folder} is a file, not a folder")
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(0, "Not a directory", str(existing))
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+        for path in [*sorted(folder.glob("*.json*")), folder / LOCK_FILE]:
+            if os.path.lexists(path):
+                os.close(no_link(path, os.O_WRONLY))
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise UsageError(f"cannot write to {flag} {folder}: {error.strerror}{where}") from None
 
 
 def check_same_folder(ckpt_dir: Path, token: str) -> None:
@@ -390,16 +414,15 @@ def check_same_folder(ckpt_dir: Path, token: str) -> None:
         time.sleep(0.2)
 
 
-# ------------------------------------------------------------------------------------------------
-
+# -- work in a thread ------------------------------------------------------------------------------
 
 Result = TypeVar("Result")
 
 
 class Background(Generic[Result]):
-    """Runs a function in a thread of its own, and keeps what it returns or raises.
+    """Runs a function in a thread of its own; ``result`` returns or raises what it does.
 
-    The thread is a daemon: a process that fails, or that is told to end at once, does not wait.
+    The thread is a daemon: a process that fails, or that is to end at once, does not wait for it.
     """
 
     def __init__(self, work: Callable[[], Result]) -> None:
@@ -413,13 +436,13 @@ class Background(Generic[Result]):
     def _run(self) -> None:
         try:
             self._results.append(self._work())
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is wanted
+        except BaseException as error:  # noqa: BLE001 - ``result`` raises it
             self._error = error
         finally:
             del self._work  # with the memory that it holds
 
     def done(self) -> bool:
-        """Tell whether the function has ended, without waiting."""
+        """Return True if the function has ended, without waiting."""
         return not self._thread.is_alive()
 
     def result(self) -> Result:

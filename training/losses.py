@@ -17,9 +17,9 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 
 from data.transforms import drawn_from
 from training.backend import Backend, pass_seed
+from training.begin import check_weights
 from training.config import LossConfig
 from training.files import folder_at
-from training.processes.start import check_weights
 from training.resolve import FLAG
 from training.weights import weights_in
 

@@ -22,26 +22,24 @@ from data.index import class_folders
 from data.source import DataSource, open_data
 from data.transforms import val_transform
 from models.config import ModelConfig
-from training.backend import Backend, val_loader
+from training.backend import Backend, bad_data_is_the_users, dataset_request, val_loader
+from training.begin import (
+    check_same_classes,
+    check_same_model,
+    check_weights,
+    with_saved_model,
+)
 from training.checkpoints.state import load_state
 from training.config import RunConfig
 from training.errors import UsageError
 from training.evaluate import TOP, EvalReport, Predictions, evaluate, write_report
-from training.files import folder_at, is_url
+from training.files import check_folder_writable, folder_at, is_url
 from training.flags import from_values
 from training.logs.bad_images import VAL, BadImages
 from training.losses import Objective, normalizer
 from training.mesh import Mesh
 from training.processes.exchange import check_alike
-from training.processes.start import check_folder_writable, check_weights
 from training.resolve import Run, model_of, resolve_model
-from training.validation import (
-    bad_data_is_the_users,
-    check_same_classes,
-    check_same_model,
-    wanted_images,
-    with_saved_model,
-)
 from training.weights import Weights, find_weights, with_preprocessing_of
 
 _BATCH_SIZE = 32
@@ -175,7 +173,7 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
             raise UsageError(f"--eval_report {folder}: give a folder of this machine")
         check_folder_writable(folder, "--eval_report")
     weights, run = with_preprocessing_of(weights, run)
-    data = open_data(wanted_images(run, with_train=False))
+    data = open_data(dataset_request(run, with_train=False))
     check_same_classes(weights.run.classes if weights.run else None, weights.path, data)
     return run, functools.partial(_evaluate_weights, weights, data)
 

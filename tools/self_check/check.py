@@ -37,7 +37,8 @@ from tools.self_check.reference import (
     distance,
 )
 from tools.self_check.small_run import UPDATES, FirstWeights, batches, shrink
-from training.backend import Backend, State
+from training.backend import Backend, State, bad_data_is_the_users, dataset_request
+from training.begin import enter_folder
 from training.checkpoints.choose import complete_checkpoints, folder_of
 from training.checkpoints.format import Position, SafeReader, damage, quiet_dcp, reason_of, tree
 from training.checkpoints.saver import CheckpointSaver
@@ -48,11 +49,9 @@ from training.losses import Objective
 from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
 from training.processes.exchange import check_alike
-from training.processes.start import enter_folder
 from training.processes.stopping import Watchdog
 from training.resolve import Run
 from training.step import put_micro_batches, train_step
-from training.validation import bad_data_is_the_users, wanted_images
 from training.weights import with_preprocessing
 
 _SILENT_S = 600.0
@@ -122,7 +121,7 @@ def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """
     run = with_preprocessing(run, None)
     with bad_data_is_the_users():
-        data = open_data(wanted_images(run))
+        data = open_data(dataset_request(run))
     return shrink(run), functools.partial(_self_check, run, data)
 
 
@@ -144,7 +143,7 @@ def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> Non
         table.line(False, "crashed", f"in what would come here: {reason_of(error)}")
         raise
     finally:
-        watchdog.rest()
+        watchdog.pause()
     table.end()
     if any(exchange.gather(table.failed)):
         raise SelfCheckFailed

@@ -17,11 +17,10 @@ from models.config import ModelError
 from models.initialize import allocate
 from models.registry import open_model
 from models.spec import ModelSpec
-from training.backend import Backend, train_loader
+from training.backend import Backend, dataset_request, train_loader
 from training.config import LossConfig
 from training.errors import UsageError
 from training.resolve import MODEL_FLAG, Run
-from training.validation import wanted_images
 
 # -- Images, labels and first weights, the same everywhere ----------------------------------------
 
@@ -67,7 +66,7 @@ def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
     config = replace(run.config.data, num_workers=0)
     dtype = getattr(torch, config.image_dtype(len(sizes.input_shape) - 1))
     images = _Images(length, sizes.input_shape, dtype, sizes.num_classes, run.config.seed)
-    request = replace(wanted_images(run), config=config)
+    request = replace(dataset_request(run), config=config)
     source = SplitSource(request, "made up", images, images, None)
     if backend is None:
         return source.train_loader(config.batch_size, Share()).epoch(0)

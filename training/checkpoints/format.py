@@ -1,8 +1,25 @@
-"""Writes and checks a checkpoint's manifest: each file's size and checksum. It is written last.
+"""What a checkpoint is: its entries, its files, its manifest; and how they are read safely.
 
-So a checkpoint is complete when it has one, also on storage where a folder cannot be renamed at
-once (buckets). A size is compared whenever a checkpoint is looked for, a checksum (XXH3, 128 bits:
-faster than any disk) before it is resumed.
+A checkpoint is a folder ``step_<n>`` in PyTorch's distributed checkpoint format (DCP), n the number
+of optimizer steps of the run so far:
+
+    model.<name>                                    weights
+    ema.<name>                                      their moving average, with --model_ema
+    optimizer.state.<name>.{step,exp_avg,exp_avg_sq}  AdamW
+    training.{step,epoch,images_in_epoch}           position; the schedule follows from it
+    training.rng                                    state of PyTorch's CPU generator
+    training.arguments                              the flags, as UTF-8 JSON
+    training.classes                                class names likewise, of an image folder
+    training.order                                  what decides the images' order, likewise
+    training.format                                 version of all this; 2 has a manifest
+
+All entries are tensors: loading them runs nothing. What is random on the device is drawn anew each
+step from the seed and the step number.
+
+Its ``manifest.json`` has the size and the checksum of each file (XXH3, 128 bits: faster than any
+disk) and is written last. So a checkpoint is complete when it has one, also on storage where a
+folder cannot be renamed at once (buckets). Sizes are compared whenever a checkpoint is looked for,
+checksums before it is resumed.
 """
 
 from __future__ import annotations
@@ -30,36 +47,18 @@ from training.backend import State
 from training.errors import UsageError
 from training.files import UrlPath, is_unreachable, is_url, replace_file, sync_folder
 
-# ------------------------------------------------------------------------------------------------
-# What a checkpoint holds, and what it says of the run that wrote it.
-#
-# A checkpoint is a folder ``step_<n>`` in PyTorch's distributed checkpoint format, n the number of
-# optimizer steps of the run so far, with a manifest that is written last (``manifest.py``):
-#
-#     model.<name>                                    weights
-#     ema.<name>                                      their moving average, with --model_ema
-#     optimizer.state.<name>.{step,exp_avg,exp_avg_sq}  AdamW
-#     training.{step,epoch,images_in_epoch}           position; the schedule follows from it
-#     training.rng                                    state of PyTorch's CPU generator
-#     training.arguments                              the flags, as UTF-8 JSON
-#     training.classes                                class names likewise, of an image folder
-#     training.order                                  what decides the images' order, likewise
-#     training.format                                 version of all this; 2 has a manifest
-#
-# All entries are tensors: nothing in it is run by loading it. What is random on the
-# device is drawn anew each step from the seed and the step number.
-
+# -- entries ---------------------------------------------------------------------------------------
 
 FORMAT = 2
 WEIGHTS, EMA = "model", "ema"
-"""What the names of weights, and of their moving average, begin with."""
+"""Prefixes of the names of weights, and of their moving average."""
 POSITION = ("step", "epoch", "images_in_epoch")
 OPTIONAL = ("classes", "order")
 RNG = "rng"
 
 
 def tree(state: State, training: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return what DCP is to write or to read into: its entries' names are the path to a tensor.
+    """Return what DCP writes, or reads into: dictionaries whose paths are entries' names.
 
     ``training`` holds the ``training.*`` entries, which are left out if there are none.
     """
@@ -78,7 +77,7 @@ def training_entry(name: str) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """Says where a run stands: updates done, full epochs done, images into the current epoch."""
+    """Where a run stands: updates done, full epochs done, images into the current epoch."""
 
     step: int = 0
     epoch: int = 0
@@ -87,17 +86,16 @@ class Position:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Holds what a checkpoint says of itself, read without any device."""
+    """What a checkpoint says of the run that wrote it, read without any device."""
 
     path: Path
     position: Position
     arguments: dict[str, Any]
     classes: list[str] | None = None
-    """The names by label; None where the data had none, or an earlier version wrote the
-    checkpoint."""
+    """The names by label; None if the data had none, or an earlier version wrote the checkpoint."""
     order: dict[str, Any] | None = None
     """What decides, beside ``arguments``, the order of its training images (``DataSource.order``);
-    None where an earlier version wrote the checkpoint."""
+    None if an earlier version wrote the checkpoint."""
 
 
 def training_tensors(
@@ -121,10 +119,7 @@ def training_tensors(
 
 
 def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
-    """Return what ``training_tensors`` were made of.
-
-    Raises anything if they are not such tensors.
-    """
+    """Return what ``training_tensors`` were made of; raises anything if they are none."""
     position = Position(*(int(training[name]) for name in POSITION))
     optional = {name: _from_json(training[name]) for name in OPTIONAL if name in training}
     return SavedRun(path, position, _from_json(training["arguments"]), **optional)
@@ -138,51 +133,45 @@ def _from_json(tensor: torch.Tensor) -> Any:
     return json.loads(bytes(tensor.tolist()))
 
 
-# ------------------------------------------------------------------------------------------------
-# Lets PyTorch's DCP write and read checkpoints, in local folders and on URLs alike.
-
+# -- files, in local folders and on URLs alike ----------------------------------------------------
 
 METADATA = ".metadata"
 """The file that DCP writes when all parts of a checkpoint are there: names, shapes, places."""
 Name = str | os.PathLike
-"""What DCP calls a file: on URLs a text, as it keeps the folder's name in the metadata."""
+"""How DCP names a file: on URLs by a text, as its metadata has the folder's name."""
 Entry = tuple[int, str]
 """A file's size in bytes and its checksum, XXH3 of 128 bits in hexadecimal digits."""
 
 
 class UrlFiles:
-    """Gives DCP the files of a URL: what ``FolderWriter`` and ``FolderReader`` use of its
+    """The files of a URL for DCP: what ``FolderWriter`` and ``FolderReader`` use of its
     ``FileSystemBase``. Nothing is renamed or removed."""
 
     @contextlib.contextmanager
     def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
-        with _at(path).open(mode) as stream:
+        with UrlPath(str(path)).open(mode) as stream:
             yield cast(io.IOBase, stream)
 
     def concat_path(self, path: Name, suffix: str) -> Name:
-        return str(_at(path) / suffix)
+        return str(UrlPath(str(path)) / suffix)
 
     def init_path(self, path: Name) -> Name:
         return path
 
     def mkdir(self, path: Name) -> None:
-        _at(path).mkdir()
+        UrlPath(str(path)).mkdir()
 
     def exists(self, path: Name) -> bool:
-        return _at(path).exists()
-
-
-def _at(path: Name) -> UrlPath:
-    return UrlPath(str(path))
+        return UrlPath(str(path)).exists()
 
 
 class SummedFiles:
-    """Gives DCP the files of another file system, and sums up what is written to them meanwhile."""
+    """The files of another file system for DCP, with checksums of what is written to them."""
 
     def __init__(self, files: FileSystem | UrlFiles) -> None:
         self._files = files
         self.sums: dict[str, Entry] = {}
-        """Of the files written so far, by name."""
+        """Of each file written so far, by name."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)
@@ -211,7 +200,7 @@ class _Summed:
 
 
 class FolderWriter(dcp.FileSystemWriter):
-    """Writes the parts of a checkpoint and its metadata, with their checksums."""
+    """Writes the files and the metadata of a checkpoint, and computes their checksums."""
 
     def __init__(self, folder: Path, *, from_host: bool) -> None:
         """``from_host``: all tensors of the checkpoint are on the CPU."""
@@ -228,8 +217,8 @@ class FolderWriter(dcp.FileSystemWriter):
         return self._summed.sums
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata under their own name, where DCP would write others and rename them: a
-        bucket copies and removes for that, which may not be allowed."""
+        """Write the metadata under its own name; DCP would write another file and rename it, for
+        which a bucket copies and removes, which may not be allowed."""
         content = pickle.dumps(
             dataclasses.replace(
                 metadata,
@@ -243,7 +232,7 @@ class FolderWriter(dcp.FileSystemWriter):
 
 
 class FolderReader(dcp.FileSystemReader):
-    """Reads what ``FolderWriter`` has written; not safe by itself, see ``SafeReader``."""
+    """Reads what ``FolderWriter`` has written; unsafe by itself, see ``SafeReader``."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -254,16 +243,14 @@ class FolderReader(dcp.FileSystemReader):
 def _use_urls(
     files: dcp.FileSystemReader | dcp.FileSystemWriter, folder: Path
 ) -> FileSystem | UrlFiles:
-    """Let DCP read and write a folder on a URL, if it is one; return what it does so by."""
+    """Let DCP read and write a folder on a URL, if it is one; return its file system."""
     if is_url(folder):
         files.fs = UrlFiles()  # type: ignore[assignment]
         files.path = str(folder)
     return files.fs
 
 
-# ------------------------------------------------------------------------------------------------
-# Reads a checkpoint without running anything that is in it.
-
+# -- reading without running anything that is in a checkpoint --------------------------------------
 
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
@@ -296,7 +283,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the metadata of a checkpoint folder, of which every entry is a tensor in its own file.
+    """Return the metadata of a checkpoint folder, whose entries are all tensors in its own files.
 
     Raises anything if it is damaged, or not such metadata.
     """
@@ -318,7 +305,7 @@ def named_files(path: Path) -> set[str]:
 
 
 class SafeReader(FolderReader):
-    """Reads as DCP's file reader does, but no metadata that run code; PyTorch 2.9 unpickles any."""
+    """Reads as DCP's file reader, but no metadata that runs code; PyTorch 2.9 unpickles any."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(self.folder)
@@ -329,15 +316,14 @@ class SafeReader(FolderReader):
 
 
 def silence_dcp() -> None:
-    """Silence, from now on, DCP's warnings of what ``no_dist=True`` asks for, and of its own old
-    calls."""
+    """Silence, from now on, DCP's warnings about ``no_dist=True`` and about its own old calls."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
 
 
 @contextlib.contextmanager
 def quiet_dcp() -> Iterator[None]:
-    """Silence them inside; not for a thread beside others, as Python keeps one list for all."""
+    """Silence them inside; not for use in a thread, as Python has one list for all threads."""
     with warnings.catch_warnings():
         silence_dcp()
         yield
@@ -347,7 +333,7 @@ def read_saved_run(path: Path) -> SavedRun:
     """Read position and arguments of a checkpoint. Raises UsageError if it cannot be read."""
     with readable(path):
         if not (path / METADATA).is_file():
-            raise UsageError(f"{path} is no complete checkpoint: it has no {METADATA} file")
+            raise UsageError(f"checkpoint {path} is incomplete: it has no {METADATA} file")
         reader = SafeReader(path)
         entries = reader.read_metadata().state_dict_metadata
         wanted: dict[str, Any] = {}
@@ -364,14 +350,14 @@ def read_saved_run(path: Path) -> SavedRun:
 
 
 class Unreachable(UsageError):
-    """Raised for a checkpoint that may be whole, but that this process cannot reach."""
+    """Raised for a checkpoint that may be undamaged, but that this process cannot reach."""
 
 
 @contextlib.contextmanager
 def readable(path: Path, what: str = "the checkpoint") -> Iterator[None]:
     """Raise UsageError for whatever goes wrong inside, where a checkpoint is read.
 
-    It is Unreachable where the error says nothing of the checkpoint itself.
+    It is Unreachable if the error says nothing about the checkpoint itself.
     """
     try:
         yield
@@ -400,8 +386,7 @@ def reason_of(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
-# ------------------------------------------------------------------------------------------------
-
+# -- the manifest ----------------------------------------------------------------------------------
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 24
@@ -417,15 +402,15 @@ def checksum(path: Path) -> str:
 
 
 def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Return what a manifest says of these files of a folder."""
+    """Return the entries of a manifest for these files of a folder."""
     return {name: ((folder / name).stat().st_size, checksum(folder / name)) for name in names}
 
 
 def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
-    """Make a written checkpoint a complete one, on the disk for good.
+    """Complete a written checkpoint, synced to the disk.
 
-    Raises OSError if it cannot be written, or if a file that the metadata names is in no process's
-    part: then it was written to another disk.
+    Raises OSError if the manifest cannot be written, or if no process has written a file that the
+    metadata names: then it was written to another disk.
     """
     missing = named_files(folder) - files.keys()
     missing |= {name for name in files if not (folder / name).is_file()}
@@ -457,7 +442,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether a checkpoint was written to its end; it may have been damaged since.
+    """Return True if a checkpoint is complete; it may have been damaged since.
 
     Versions of this program before manifests wrote DCP's metadata last. Raises OSError if it
     cannot be reached.
@@ -471,13 +456,13 @@ def is_complete(folder: Path) -> bool:
     except Exception as error:  # a damaged file can fail in any way
         if is_unreachable(error):
             raise
-        return True  # of an earlier version, most likely: reading it will tell
+        return True  # of an earlier version, most likely: reading it will show
 
 
 def quick_problem(folder: Path) -> str | None:
     """Return what is wrong with a complete checkpoint by its files' names and sizes alone.
 
-    Raises OSError if it cannot be reached: then it may be whole.
+    None if nothing is. Raises OSError if it cannot be reached: then it may be undamaged.
     """
     try:
         files = read_manifest(folder)

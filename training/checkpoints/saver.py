@@ -1,4 +1,4 @@
-"""Decides when a checkpoint is written, and which one is never removed."""
+"""Writes checkpoints, all processes together, while training waits or asynchronously."""
 
 from __future__ import annotations
 
@@ -23,16 +23,9 @@ from training.checkpoints.format import (
     write_manifest,
 )
 from training.checkpoints.state import bytes_of, state_content, write_state
-from training.config import CheckpointConfig
 from training.errors import NOT_SAVED, RunFailed, UsageError
 from training.files import Background
-from training.logs.reports import Session
 from training.processes import exchange
-from training.processes.exchange import MinutesInterval
-from training.processes.stopping import NOT_FINITE
-
-# ------------------------------------------------------------------------------------------------
-# Writes one checkpoint, all processes together, in stages after which all know of all.
 
 
 def write_checkpoint(
@@ -43,15 +36,15 @@ def write_checkpoint(
     written: Callable[[], None],
     group: dist.ProcessGroup | None = None,
 ) -> list[str | None]:
-    """Write what ``state_content`` gave; return what went wrong in each process, None for nothing.
+    """Write what ``state_content`` returned; return each process's problem, None if it has none.
 
-    All processes call it, with ``group``, through which they talk (None: PyTorch's default one).
-    The first one calls ``written`` when the checkpoint is complete; if it cannot be, it removes
-    what there is of it, as far as it can.
+    All processes call it, with their process ``group`` (None: PyTorch's default one), in stages
+    after which all know of all. The first one calls ``written`` when the checkpoint is complete; if
+    it cannot be, it removes what there is of it, as far as it can.
     """
     parts: dict = {}
 
-    def begin() -> None:
+    def make_room() -> None:
         if is_main:
             clear(folder)
 
@@ -63,7 +56,7 @@ def write_checkpoint(
             files = {n: (size, sum_) for part in shared for n, (size, sum_) in part.items()}
             write_manifest(folder, files)
 
-    for stage in (begin, write):
+    for stage in (make_room, write):
         problems = attempt(stage, group)
         if any(problems):
             break
@@ -73,14 +66,14 @@ def write_checkpoint(
     if is_main:
         if any(problems):
             with contextlib.suppress(OSError):  # as from what could not be written to either
-                remove(folder)  # it takes room that the next one may need
+                remove(folder)  # the next one may need its room
         else:
             written()
     return problems
 
 
 def attempt(stage: Callable[[], None], group: dist.ProcessGroup | None = None) -> list[str | None]:
-    """Run one stage in this process; return what went wrong in each of them."""
+    """Run one stage in this process; return each process's problem, None if it has none."""
     problem = None
     try:
         stage()
@@ -91,16 +84,12 @@ def attempt(stage: Callable[[], None], group: dist.ProcessGroup | None = None) -
     return exchange.gather(problem, group)
 
 
-# ------------------------------------------------------------------------------------------------
-# Writes checkpoints in the middle of a run: beside training or at once, never half of one.
-
-
 @dataclass
 class CheckpointSaver:
-    """Saves the state of a backend; says what could not be saved, and ends a run that never can.
+    """Saves checkpoints of a run; reports which could not be saved, and ends a run that never can.
 
-    With ``beside_training`` a thread writes a copy of the state while training goes on. One
-    checkpoint is written at a time: whatever comes next waits for it, in all processes alike.
+    With ``asynchronous`` a thread writes a copy of the state while training continues. One
+    checkpoint is written at a time: the next one waits for it, in all processes alike.
     """
 
     ckpt_dir: Path
@@ -112,9 +101,9 @@ class CheckpointSaver:
     max_failed: int
     newest: Path | None = None
     """The newest checkpoint of the run, written or resumed."""
-    beside_training: bool = False
+    asynchronous: bool = False
     spared: Path | None = None
-    """The checkpoint that is not to be removed, however old: the best one."""
+    """The checkpoint that is never removed, however old: the best one."""
     order: dict[str, Any] | None = None
     """What decides the order of the training images, see ``SavedRun``."""
     _failed: int = field(default=0, init=False)
@@ -124,19 +113,19 @@ class CheckpointSaver:
         default=None, init=False
     )
     _group: dist.ProcessGroup | None = field(default=None, init=False)
-    """The thread's own: collectives of two threads on one group would take each other's values."""
+    """The thread's own: two threads in one group would get each other's values."""
     _told_memory: bool = field(default=False, init=False)
     _not_removed: str | None = field(default=None, init=False)
-    """Why old checkpoints could not be removed when it was last tried."""
+    """Why old checkpoints could not be removed at the last try."""
 
     def __enter__(self) -> Self:
         silence_dcp()
-        if self.beside_training:
+        if self.asynchronous:
             self._group = exchange.new_group()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for what is being written, where no process can have failed alone."""
+        """Wait for what is being written, unless this process may have failed alone."""
         together = error is None or isinstance(error, RunFailed)
         together |= isinstance(error, UsageError) and error.agreed
         if self._being_written and not together:
@@ -148,8 +137,8 @@ class CheckpointSaver:
     def save(self, position: Position, *, must: bool = False) -> bool:
         """Write a checkpoint, unless there is a complete one of this step.
 
-        If it cannot be written, the older ones stay and training can go on. With ``must`` it is
-        complete when this returns. Returns whether it was written, or is being written now. Raises
+        If it cannot be written, the older ones stay and training can continue. With ``must`` it is
+        complete when this returns. Returns True if it was written, or is being written now. Raises
         RunFailed after ``max_failed`` failures in a row, and with ``must`` after one.
         """
         self.finish()
@@ -157,12 +146,12 @@ class CheckpointSaver:
         if folder == self.newest:
             return False
         tensors, content = training_tensors(position, self.arguments, self.classes, self.order), {}
-        beside = self.beside_training and not must
+        in_thread = self.asynchronous and not must
 
-        def take() -> None:
-            content.update(state_content(self.backend, tensors, copy=beside))
+        def copy_state() -> None:
+            content.update(state_content(self.backend, tensors, copy=in_thread))
 
-        problems = attempt(take)
+        problems = attempt(copy_state)
         if any(problems):
             self._count(folder, problems, must=must)
         else:
@@ -172,10 +161,15 @@ class CheckpointSaver:
                 content,
                 is_main=self.backend.is_main,
                 written=functools.partial(self._prune, folder, self.spared),
-                group=self._group if beside else None,
+                group=self._group if in_thread else None,
             )
-            if beside:
-                self._tell_memory(content)
+            if in_thread:
+                if not self._told_memory:
+                    self._told_memory = True
+                    self.say(
+                        "checkpoints are written asynchronously, each from a copy that takes "
+                        f"{bytes_of(content) / 2**30:,.2f} GiB of host memory (this process)"
+                    )
                 self._being_written = folder, Background(write)
             else:
                 self._count(folder, write(), must=must)
@@ -190,9 +184,9 @@ class CheckpointSaver:
             raise self._ends_with
 
     def failed_too_often(self) -> bool:
-        """Tell whether the run cannot go on, as far as this process knows by now; never waits.
+        """Return True if the run cannot continue, as far as this process knows; never waits.
 
-        All processes come to know the same, but not after the same step.
+        All processes get to know the same, but not after the same step.
         """
         if self._being_written and self._being_written[1].done():
             self._settle()
@@ -205,7 +199,7 @@ class CheckpointSaver:
             self._count(folder, writing.result())
 
     def _count(self, folder: Path, problems: list[str | None], *, must: bool = False) -> None:
-        """Say what became of a checkpoint, and whether the run can go on."""
+        """Report what became of a checkpoint, and note if the run cannot continue."""
         wrong = [problem for problem in problems if problem is not None]
         if not wrong:
             self.newest, self._failed = folder, 0
@@ -213,31 +207,19 @@ class CheckpointSaver:
             self._tell_not_removed()
             return
         self._failed += 1
-        text = f"{folder.name} could not be written to {self.ckpt_dir} ({wrong[0]}{self._room()})"
+        room = ""  # PyTorch's zip writer does not say that the disk is full
+        with contextlib.suppress(OSError, TypeError):  # TypeError: of a URL
+            room = f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB are free there"
+        text = f"{folder.name} could not be written to {self.ckpt_dir} ({wrong[0]}{room})"
         if must or self._failed >= self.max_failed:
             times = "" if self._failed == 1 else f", {self._failed} have failed in a row"
             last = f"the newest checkpoint is {self.newest}" if self.newest else "there is none"
             self._ends_with = RunFailed(f"checkpoint {text}{times}: {last}", NOT_SAVED)
             return
         self.say(
-            f"checkpoint {text}: training goes on, {self._failed} of --max_failed_saves "
+            f"warning: checkpoint {text}: training continues, {self._failed} of --max_failed_saves "
             f"{self.max_failed} failed in a row"
         )
-
-    def _room(self) -> str:
-        """Return how much the disk has left, as PyTorch's zip writer does not say."""
-        try:
-            return f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB are free there"
-        except (OSError, TypeError):  # TypeError: of a URL
-            return ""
-
-    def _tell_memory(self, content: dict[str, Any]) -> None:
-        if not self._told_memory:
-            self._told_memory = True
-            self.say(
-                "checkpoints are written beside training, each from a copy that takes "
-                f"{bytes_of(content) / 2**30:,.2f} GiB of host memory (this process)"
-            )
 
     def tidy(self) -> None:
         """Remove what is left of a start that was killed after it had written ``newest``."""
@@ -246,7 +228,7 @@ class CheckpointSaver:
             self._tell_not_removed()
 
     def _prune(self, newest: Path, spared: Path | None) -> None:
-        """Remove old checkpoints; what goes wrong is told later, as this may be another thread."""
+        """Remove old checkpoints; a problem is reported later, as this may be another thread."""
         self._not_removed = None
         try:
             prune(self.ckpt_dir, self.keep, [newest, *([spared] if spared else [])])
@@ -259,62 +241,3 @@ class CheckpointSaver:
                 f"warning: an old checkpoint cannot be removed ({self._not_removed}): training "
                 "continues, it is tried again after the next checkpoint"
             )
-
-
-# ------------------------------------------------------------------------------------------------
-
-
-class Saves:
-    """Writes checkpoints after the steps and epochs that the flags name, and at the end."""
-
-    def __init__(
-        self, config: CheckpointConfig, session: Session, saver: CheckpointSaver, best_step: int
-    ) -> None:
-        """Write checkpoints by ``saver``. ``best_step``: the step of the evaluation with the
-        highest top-1 so far; 0: there is none."""
-        self._config, self._session, self._saver = config, session, saver
-        self._minutes = MinutesInterval(session.backend, config.ckpt_minutes_interval)
-        self.best_step = best_step
-
-    def due_after_step(self, step: int) -> bool:
-        """Tell, alike in all processes, whether to save now; all call it after each step."""
-        interval = self._config.ckpt_step_interval
-        minutes_over = self._minutes.over()
-        return minutes_over or (bool(interval) and step % interval == 0)
-
-    def due_after_epoch(self, epochs_done: int) -> bool:
-        return epochs_done % self._config.ckpt_epoch_interval == 0
-
-    def save(self, at: Position, *, must: bool = False) -> None:
-        """Write a checkpoint; with ``must`` the run fails if that fails, and waits for it."""
-        self._session.reports.flush()
-        self._session.reports.upload()
-        self._session.watchdog.alive()
-        self._spare_best()
-        with self._session.reports.events.span("save") as event:
-            event["written"] = self._saver.save(at, must=must)
-        self._minutes.begin()
-
-    def failed_too_often(self) -> bool:
-        """Tell whether this process knows of too many failed saves to go on."""
-        return self._saver.failed_too_often()
-
-    def save_stopped(self, at: Position) -> None:
-        """Write the checkpoint of a run that was told to stop, unless its weights are no good."""
-        if self._session.stop.number != NOT_FINITE:
-            self.save(at, must=True)
-
-    def save_best(self, at: Position) -> None:
-        """Write a checkpoint of the best evaluation so far, if such ones are wanted."""
-        self.best_step = at.step
-        if self._config.ckpt_best:
-            self.save(at)
-
-    def tidy(self) -> None:
-        """Remove what is left of a start that was killed after its last checkpoint."""
-        self._spare_best()
-        self._saver.tidy()
-
-    def _spare_best(self) -> None:
-        if self._config.ckpt_best and self.best_step:
-            self._saver.spared = folder_of(self._saver.ckpt_dir, self.best_step)

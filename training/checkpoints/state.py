@@ -1,4 +1,4 @@
-"""Carries the state of a backend to the files of a checkpoint and back, by PyTorch's DCP."""
+"""How a backend's state gets into a checkpoint's files and back, by PyTorch's DCP."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from training.checkpoints.format import (
     tree,
 )
 
-# ------------------------------------------------------------------------------------------------
-# Shows tensors that are spread over devices to PyTorch's distributed checkpoint (DCP).
+# -- tensors that are spread over devices, as DCP sees them ----------------------------------------
 
 
 @dataclass
@@ -47,9 +46,9 @@ class ShardedTensor(torch.Tensor):
     """Holds the chunks of one global tensor that this process has.
 
     Implements the three methods by which DCP's default planners save and load any sharded tensor. A
-    checkpoint therefore knows global names and shapes only, and any other division of the same
-    tensor can read it. It has the global tensor's size but no storage of its own: it cannot be
-    computed with.
+    checkpoint therefore has global names and shapes only, and any other sharding of the same
+    tensor can read it. It has the global tensor's size but no storage of its own: nothing can be
+    computed with it.
     """
 
     chunks: list[Chunk]
@@ -121,16 +120,15 @@ def _in_row(shape: Sequence[int], index: int, row: int, start: int, end: int) ->
         yield (index, *offsets), (1, *sizes), base + flat
 
 
-# ------------------------------------------------------------------------------------------------
+# -- saving and loading ----------------------------------------------------------------------------
 
 
 def state_content(
     backend: Backend, training: Mapping[str, torch.Tensor], *, copy: bool
 ) -> dict[str, Any]:
-    """Return what a checkpoint is to hold: the backend's state, ``training``, the CPU's random
-    state.
+    """Return a checkpoint's content: the backend's state, ``training``, the CPU's random state.
 
-    With ``copy`` none of it changes when training goes on: it is a copy in the host's memory.
+    With ``copy`` it is a copy in the host's memory, which does not change when training continues.
     """
     state = backend.state()
     entries = {**training, **state.step, RNG: torch.get_rng_state()}
@@ -149,7 +147,7 @@ def _copied(value: Any) -> Any:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the bytes of all tensors in a nested dictionary, as far as this process has them."""
+    """Return the bytes of all tensors in a nested dictionary that this process has."""
     return sum(tensor.nbytes for tensor in _tensors(value))
 
 
@@ -166,12 +164,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def write_state(
     content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None
 ) -> dict[str, Entry]:
-    """Write what ``state_content`` gave; all processes call it, with the group they talk through.
+    """Write what ``state_content`` returned; all processes call it, with their process group.
 
-    Returns what a manifest says of the files that this process wrote: nothing has to be read again
-    for its checksum.
-    The manifest that completes a checkpoint is the caller's. Raises OSError, RuntimeError or DCP's
-    CheckpointException if it cannot be written.
+    Returns the manifest's entries for the files that this process wrote, with checksums computed
+    while writing. The caller writes the manifest, which completes a checkpoint. Raises OSError,
+    RuntimeError or DCP's CheckpointException if it cannot be written.
     """
     from_host = all(tensor.device.type == "cpu" for tensor in _tensors(content))
     storage = FolderWriter(folder, from_host=from_host)
@@ -186,22 +183,15 @@ def write_state(
     return storage.sums
 
 
-def save_state(backend: Backend, folder: Path, training: dict[str, torch.Tensor]) -> None:
-    """Write the backend's state, ``training`` and the CPU's random state; raises as
-    ``write_state``."""
-    with quiet_dcp():
-        write_state(state_content(backend, training, copy=False), folder)
-
-
 def load_state(
     backend: Backend, folder: Path, *, with_optimizer: bool = True, use_ema: bool = False
 ) -> bool:
-    """Put a checkpoint's values on the devices; all processes call it.
+    """Load a checkpoint's values into the backend; all processes call it.
 
     Restores the weights and, ``with_optimizer``, also AdamW's state, the EMA and what else the next
     step depends on, as far as the checkpoint has it, and the CPU's random state. With ``use_ema``
-    the weights become the checkpoint's EMA. Returns whether the checkpoint has one. Raises anything
-    if the checkpoint is damaged.
+    the weights become the checkpoint's EMA. Returns True if the checkpoint has an EMA. Raises
+    anything if it is damaged.
     """
     reader = SafeReader(folder)
     saved = reader.read_metadata().state_dict_metadata

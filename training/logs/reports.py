@@ -1,4 +1,4 @@
-"""Looks into chosen steps: torch profiler trace, table of operators, CUDA memory snapshot."""
+"""Shows a run to a person: progress bar, log lines, TensorBoard, metrics.jsonl, curves."""
 
 from __future__ import annotations
 
@@ -14,27 +14,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import profile
 from tqdm import tqdm
 
-from data.files import make_folder
 from training.backend import Backend
-from training.batches import TrainBatches
 from training.checkpoints.choose import RUN_FILE
-from training.config import LogConfig
 from training.errors import UsageError
 from training.files import replace_file
-from training.logs.bad_images import TRAIN, BadImages
 from training.logs.log_folder import LogUploads
 from training.logs.records import Evaluation, Events, Guarded, open_sinks, plot_curves, read_metrics
 from training.optimizers import COUNTS
-from training.processes.stopping import StopRequest, Watchdog
 from training.resolve import Run
-from training.step import Outcome
 
-# ------------------------------------------------------------------------------------------------
-# What ``--compile_only --json`` expects of a run's steps, to be put beside what they take.
+# -- the step time that --compile_only --json expects, compared with the measured one --------------
 
 
 def read_expectation(run: Run) -> float | None:
@@ -46,22 +37,14 @@ def read_expectation(run: Run) -> float | None:
     if name is None:
         return None
     try:
-        told = json.loads(Path(name).read_text())
-        seconds = told["expected_step_s"]
+        expected = json.loads(Path(name).read_text())
+        seconds = expected["expected_step_s"]
     except OSError as error:
         raise UsageError(f"--expect {name} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"--expect {name} is not what --compile_only --json prints") from None
     if seconds is None:
         raise UsageError(f"--expect {name} is of a step that does not fit")
-    for what, (here, there) in _compared(run, told).items():
-        if here != there:
-            raise UsageError(f"--expect {name} is of another run: {what} {there}, here {here}")
-    return float(seconds)
-
-
-def _compared(run: Run, told: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what has to be the same, here and there."""
     here = {
         "batch_size": run.config.data.batch_size,
         "precision": run.config.sharding.precision,
@@ -69,46 +52,38 @@ def _compared(run: Run, told: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         "parameters": run.model.parameter_count,
         "input_shape": list(run.model.sizes.input_shape),
     }
-    return {name: (value, told.get(name)) for name, value in here.items()}
+    for what, value in here.items():
+        if value != expected.get(what):
+            raise UsageError(
+                f"--expect {name} is of another run: {what} {expected.get(what)}, here {value}"
+            )
+    return float(seconds)
 
 
-def keep_measured(run_file: Path, expected: float, measured: float) -> None:
-    """Put both into the file of the run, which is there already. Raises OSError, ValueError."""
-    content = json.loads(run_file.read_text())
-    content["step_s"] = {"expected": expected, "measured": measured}
-    replace_file(run_file, json.dumps(content, indent=2) + "\n")
-
-
-# ------------------------------------------------------------------------------------------------
-# Shows a person a run: the bar, log lines, and through the sinks TensorBoard and metrics.jsonl.
-
+# -- reports ---------------------------------------------------------------------------------------
 
 CURVES_FILE = "curves.png"
 _COMPARED = 3
-"""How many log lines put the expected seconds a step beside the measured ones."""
+"""How many log lines show the expected seconds a step beside the measured ones."""
 SMOOTHING_WINDOW = 5
-"""How many logs the means of loss and time per step are over, which log lines give beside the
+"""Over how many log steps the means of loss and time per step are, which log lines show beside the
 newest values, as PyTorch/XLA's ViT-10B example does."""
 
 
 @dataclass
-class Interval:
-    """Measures the pace of training between two log steps, by the host's clock."""
+class StepTimer:
+    """Measures the throughput between two log steps, by the host's clock."""
 
     started: float = field(default_factory=time.perf_counter)
     steps: int = 0
     waited: float = 0.0
+    """The seconds of waiting for batches."""
+
+    def restart(self) -> None:
+        self.started, self.steps, self.waited = time.perf_counter(), 0, 0.0
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started
-
-
-@dataclass
-class _Pending:
-    """Holds a log step whose loss and norm are still on the device."""
-
-    record: dict[str, Any]
-    values: Future[dict[str, list[float]]]
 
 
 class Reports:
@@ -131,25 +106,30 @@ class Reports:
         wandb_project: str | None = None,
         arguments: dict[str, Any] | None = None,
         url: Path | None = None,
+        expected_s: float | None = None,
+        last_top1: float | None = None,
     ) -> None:
-        """Open the reports in ``ckpt_dir``. ``keep_records``: those of the folder up to
-        ``first_step`` are of the same run. ``url``: where all in the folder is copied to."""
+        """Open the reports in ``ckpt_dir``.
+
+        ``keep_records``: those of the folder up to ``first_step`` are of the same run. ``url``:
+        where all in the folder is copied to. ``expected_s``: the expected seconds of a step, shown
+        in the first log lines. ``last_top1``: that of an earlier evaluation of the last step.
+        """
         active = backend.is_main
         self._dir, self._backend, self._active = ckpt_dir, backend, active
         self._batch_size, self._flops_per_image = batch_size, flops_per_image
         device_peak = backend.peak_flops()
         self._peak_flops = device_peak * backend.device_count if device_peak else None
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[dict[str, Any], Future[dict[str, list[float]]]]] = deque()
+        """Log steps whose loss and norm are still on the device: the rest of their records."""
         self._losses: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._compilations = -1
         self._skipped = 0.0
-        self.expected_s: float | None = None
-        """What a step is expected to take; it is told in the first log lines with a pace."""
-        self._compared = 0
+        self._expected_s, self._compared = expected_s, 0
         self.longest_row_skipped = 0
-        """How many steps in a row were not finite, as far as log steps have told."""
-        self.last_top1: float | None = None
+        """How many steps in a row were not finite, as far as log steps have been read."""
+        self.last_top1 = last_top1
         self.events = Events(ckpt_dir, self.say, active=active)
         self._sinks: list[Guarded] = []
         self._uploads = LogUploads(ckpt_dir, url, self.say) if url and active else None
@@ -176,7 +156,7 @@ class Reports:
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Tell that ``what`` compiles now, tick while it does, tell how long it took."""
+        """Say that ``what`` compiles now, show the seconds, say how long it took."""
         devices = self._backend.device_count
         self.say(f"compiling the {what} for {devices} device(s); the first one takes a while ...")
         start, done = time.perf_counter(), threading.Event()
@@ -193,12 +173,12 @@ class Reports:
             done.set()
             if self._active:
                 self._bar.set_description()
-                self._bar.unpause()  # the time to go is not the compiler's
+                self._bar.unpause()  # the estimate of the time left is without the compiler's
         self.say(f"compiled and ran the first {what} in {time.perf_counter() - start:.1f} s")
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[Callable[[], None]]:
-        """Show a bar for an evaluation of so many batches; yields what moves it on by one."""
+        """Show a bar for an evaluation of so many batches; yields what advances it by one."""
         hide = None if self._active else True  # None: shown on a terminal
         with (
             self.events.span("eval"),
@@ -216,43 +196,46 @@ class Reports:
             self._bar.unpause()
 
     def step_done(self) -> None:
-        """Move the bar by one step and write what has arrived."""
+        """Advance the bar by one step and write what has arrived."""
         if self._active:
             self._bar.update(1)
-        while self._pending and self._pending[0].values.done():
-            self._write_log(self._pending.popleft())
+        while self._pending and self._pending[0][1].done():
+            self._write_log(*self._pending.popleft())
 
     def log(
         self,
         step: int,
         epoch: int,
         lr: float,
-        pace: Interval | None,
+        timer: StepTimer | None,
         values: Future[dict[str, list[float]]],
     ) -> None:
-        """Record a log step; ``values`` brings ``loss``, ``grad_norm`` and ``skipped``."""
+        """Record a log step, without throughput if there is no ``timer``.
+
+        ``values`` brings ``loss``, ``grad_norm`` and ``skipped``.
+        """
         record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
-        if pace:
-            seconds = pace.seconds()
-            record["sec_per_iter"] = seconds / pace.steps
-            record["images_per_s"] = pace.steps * self._batch_size / seconds
-            record["data_wait"] = pace.waited / seconds
+        if timer:
+            seconds = timer.seconds()
+            record["sec_per_iter"] = seconds / timer.steps
+            record["images_per_s"] = timer.steps * self._batch_size / seconds
+            record["data_wait"] = timer.waited / seconds
             if self._peak_flops:
                 flops = record["images_per_s"] * self._flops_per_image
                 record["mfu"] = flops / self._peak_flops
-            if self.expected_s and self._compared < _COMPARED:
-                record["expected_sec_per_iter"] = self.expected_s
+            if self._expected_s and self._compared < _COMPARED:
+                record["expected_sec_per_iter"] = self._expected_s
                 self._compared += 1
         record.update(self._backend.counters())
         sizes = self._backend.memory()
         record.update({f"memory_{name}": size for name, size in sizes.items()})
-        self._pending.append(_Pending(record, values))
+        self._pending.append((record, values))
 
-    def _write_log(self, pending: _Pending) -> None:
-        values = pending.values.result()
+    def _write_log(self, record: dict[str, Any], read: Future[dict[str, list[float]]]) -> None:
+        values = read.result()
         skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
         self.longest_row_skipped = int(skipped["longest_row"])
-        record = {name: value[0] for name, value in values.items()} | pending.record
+        record = {name: value[0] for name, value in values.items()} | record
         record["skipped_steps"] = int(skipped["total"])
         self._losses.append(record["loss"])
         if "sec_per_iter" in record:
@@ -261,10 +244,11 @@ class Reports:
             return
         self._write(record)
         self.say(self._log_line(record))
-        self._keep_measured(record)
+        if "expected_sec_per_iter" in record:
+            self._add_to_run_file(record["expected_sec_per_iter"], record["sec_per_iter"])
         if skipped["total"] > self._skipped:
             self.say(
-                f"note: {skipped['total'] - self._skipped:.0f} step(s) since the last log were "
+                f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log were "
                 "skipped: loss or gradient norm was not finite"
             )
         self._skipped = skipped["total"]
@@ -277,13 +261,14 @@ class Reports:
             self.say(f"note: {compilations - self._compilations} new compilation(s) since last log")
         self._compilations = compilations
 
-    def _keep_measured(self, record: dict[str, Any]) -> None:
-        expected = record.get("expected_sec_per_iter")
-        if expected:
-            try:
-                keep_measured(self._dir / RUN_FILE, expected, record["sec_per_iter"])
-            except (OSError, ValueError) as error:
-                self.say(f"note: {RUN_FILE} cannot be written ({error})")
+    def _add_to_run_file(self, expected: float, measured: float) -> None:
+        """Add both step times to run.json, which is there already."""
+        try:
+            content = json.loads((self._dir / RUN_FILE).read_text())
+            content["step_s"] = {"expected": expected, "measured": measured}
+            replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
+        except (OSError, ValueError) as error:
+            self.say(f"warning: {RUN_FILE} cannot be written ({error})")
 
     def _log_line(self, record: dict[str, Any]) -> str:
         parts = [
@@ -340,14 +325,14 @@ class Reports:
             self._uploads.record_written()
 
     def upload(self) -> None:
-        """Begin to copy all that was written to where it is kept, if that is a URL."""
+        """Start to copy all that was written to ``--ckpt_dir``, if that is a URL."""
         if self._uploads:
             self._uploads.begin()
 
     def flush(self) -> None:
         """Write every log step recorded so far, waiting for its values."""
         while self._pending:
-            self._write_log(self._pending.popleft())
+            self._write_log(*self._pending.popleft())
 
     def close(self) -> Path | None:
         """Write what is left and the plot; return the plot's path, None if there is none."""
@@ -358,159 +343,17 @@ class Reports:
         self._bar.close()
         for sink in self._sinks:
             sink.close()
-        curves = self._plot()
+        curves = None
+        try:
+            if records := read_metrics(self._dir):
+                curves = plot_curves(records, self._dir / CURVES_FILE)
+        except Exception as error:  # noqa: BLE001 - a picture may not end a run
+            self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()
         if self._uploads:
             self._uploads.close()
         return curves
 
-    def _plot(self) -> Path | None:
-        try:
-            records = read_metrics(self._dir)
-            return plot_curves(records, self._dir / CURVES_FILE) if records else None
-        except Exception as error:  # noqa: BLE001 - a picture may not end a run
-            self.say(f"note: {CURVES_FILE} cannot be written ({error})")
-            return None
-
 
 def _mean_of(values: deque[float]) -> str:
     return f" (mean of {len(values)}: {sum(values) / len(values):.4f})" if len(values) > 1 else ""
-
-
-# ------------------------------------------------------------------------------------------------
-# Holds what one start of a run has from its first step to its last, for all who do its work.
-
-
-@dataclass(frozen=True)
-class Session:
-    """Holds the backend of a run, and who is told what happens on it."""
-
-    backend: Backend
-    reports: Reports
-    stop: StopRequest
-    watchdog: Watchdog
-    bad_images: BadImages
-    last_step: int
-    """The number of the step that the run ends with."""
-    _shapes: set[torch.Size] = field(default_factory=set, init=False)
-
-    def is_first(self, images: torch.Tensor) -> bool:
-        """Tell whether a step is the first of this start; where steps are compiled, whether it is
-        the first with images of this shape. To be asked once a step."""
-        first = not self._shapes or (self.backend.compiles and images.shape not in self._shapes)
-        self._shapes.add(images.shape)
-        return first
-
-    @contextlib.contextmanager
-    def first_run(self, what: str, is_first: bool) -> Iterator[None]:
-        """Run ``what`` inside; if the first of its kind compiles, say so and wait for it."""
-        if not (is_first and self.backend.compiles):
-            yield
-            return
-        self.watchdog.rest()  # a compilation may take minutes
-        with self.reports.compiling(what):
-            yield
-            self.backend.wait()
-
-
-# ------------------------------------------------------------------------------------------------
-# Decides when a step is logged, and measures the pace that is logged with it.
-
-
-class StepLog:
-    """Hands every so many steps' figures to the reports, without waiting for the device."""
-
-    def __init__(self, config: LogConfig, session: Session, batches: TrainBatches) -> None:
-        self._config, self._session, self._batches = config, session, batches
-        self._interval = Interval()
-
-    def begin(self) -> None:
-        """Measure the pace anew, since what came before was no training."""
-        self._interval = Interval()
-        self._batches.waited_s = 0.0
-
-    def compiles_now(self) -> None:
-        """Tell the steps before apart from the one whose batch has just come: it compiles."""
-        self._session.reports.events.steps()
-        self.begin()
-        self._interval.started -= self._batches.last_wait_s
-
-    def step_done(
-        self, step: int, epoch: int, lr: float, outcome: Outcome, *, is_first: bool
-    ) -> None:
-        """Log the step if it is one to be logged; ``epoch`` counts from 0."""
-        session, every = self._session, self._config.log_step_interval
-        events = session.reports.events
-        self._interval.steps += 1
-        events.stepped(step, self._batches.last_wait_s)
-        if is_first or step % every == 0 or step == session.last_step:
-            self._interval.waited = self._batches.waited_s
-            # The first step's time is the compiler's: it says nothing of the pace.
-            pace = None if is_first else self._interval
-            values = session.backend.read(outcome._asdict())
-            session.reports.log(step, epoch + 1, lr, pace, values)
-            session.bad_images.collect(TRAIN, self._batches.loader, session.reports.say)
-            if is_first:
-                events.first_step(self._interval.seconds())
-            else:
-                events.steps()
-            self.begin()
-        session.reports.step_done()
-
-    def diverges(self) -> bool:
-        """Tell whether too many steps in a row were not finite, as far as log steps have told."""
-        limit = self._config.max_bad_steps
-        return bool(limit) and self._session.reports.longest_row_skipped >= limit
-
-
-# ------------------------------------------------------------------------------------------------
-
-
-PROFILE_DIR = "profile"
-_MEMORY_EVENTS = 100_000
-
-
-class StepProfiler:
-    """Records the steps ``first`` to ``last`` (counted from 1) of one process.
-
-    Leaves in ``folder``, by rank: ``trace_<rank>.json.gz`` for chrome://tracing or
-    Perfetto, ``operators_<rank>.txt``, and on CUDA ``memory_<rank>.pickle`` for
-    pytorch.org/memory_viz.
-    """
-
-    def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int) -> None:
-        self._first, self._last = steps or (0, 0)
-        self._folder, self._rank = folder, rank
-        self._profile: profile | None = None
-        self.finished = False
-
-    @contextlib.contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Wrap one step; start and end the recording where it should."""
-        if self._first <= step <= self._last and self._profile is None and not self.finished:
-            self._start()
-        yield
-        if step == self._last:
-            self.close()
-
-    def _start(self) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
-        self._profile = profile(record_shapes=True, profile_memory=True)
-        self._profile.start()
-
-    def close(self) -> None:
-        """End the recording and write it, also if training ended before ``last``."""
-        if self._profile is None:
-            return
-        self._profile.stop()
-        make_folder(self._folder)
-        self._profile.export_chrome_trace(str(self._folder / f"trace_{self._rank}.json.gz"))
-        by = "self_cpu_time_total"
-        if torch.cuda.is_initialized():
-            by = "self_device_time_total"
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_{self._rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        table = self._profile.key_averages().table(sort_by=by, row_limit=40)
-        (self._folder / f"operators_{self._rank}.txt").write_text(table)
-        self._profile, self.finished = None, True

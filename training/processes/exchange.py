@@ -1,4 +1,8 @@
-"""Tells, after each step, whether an interval of minutes is over: to all processes alike."""
+"""How the processes of a run exchange values on the hosts, fail together, and compare themselves.
+
+Uses PyTorch's default process group, which every backend makes where there are several processes.
+What is sent is JSON, so nothing that arrives is run.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +27,14 @@ from training.errors import UsageError, installed_version
 from training.flags import by_field
 from training.resolve import Run
 
-# ------------------------------------------------------------------------------------------------
-# Lets the processes of a run tell each other values, and mistakes of one of them, on the hosts.
-#
-# Uses PyTorch's default process group, which every backend makes where there are several processes.
-# What is sent is JSON, so nothing that arrives is run.
-
 
 def count() -> int:
-    """Return the number of processes of this run that can talk to each other."""
+    """Return the number of processes of this run that are connected."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Return the number of this process among them, from 0."""
+    """Return the rank of this process among them, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -67,15 +65,15 @@ def new_group() -> dist.ProcessGroup | None:
 
 
 def end_group(group: dist.ProcessGroup | None) -> None:
-    """Let go of what ``new_group`` gave, when nothing uses it any more."""
+    """Destroy a group of ``new_group``, when nothing uses it any more."""
     if group is not None:
         dist.destroy_process_group(group)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the JSON values that all processes give, by rank; all must call it.
+    """Return the JSON values of all processes, by rank; all must call it.
 
-    ``group``: what they talk through; None: PyTorch's default group.
+    ``group``: the process group; None: PyTorch's default one.
     """
     if count() == 1:
         return [value]
@@ -103,26 +101,20 @@ def failing_together() -> Iterator[None]:
 
     It must not contain a collective call, which the others would wait in.
     """
-    problem: UsageError | None = None
+    problem: str | None = None
     try:
         yield
     except UsageError as error:
-        problem = error
+        problem = str(error)
     except OSError as error:  # of a disk or a storage: the others are not to wait for this process
-        problem = UsageError(f"cannot use {error.filename}: {error.strerror}")
-    told = gather([str(problem) if problem else None, socket.gethostname()])
-    raise_first([text for text, _ in told], [host for _, host in told])
-
-
-def raise_first(problems: list[str | None], hosts: list[str] | None = None) -> None:
-    """Raise the first of the processes' problems, if any has one. All processes must call it."""
-    failed = [number for number, text in enumerate(problems) if text is not None]
-    if not failed:
-        return
-    text = problems[failed[0]]
-    if len(failed) < len(problems):
-        text = f"{name(failed[0], hosts[failed[0]] if hosts else None)}: {text}"
-    raise UsageError(str(text), agreed=True)
+        problem = f"cannot use {error.filename}: {error.strerror}"
+    found = gather([problem, socket.gethostname()])
+    failed = [number for number, (text, _) in enumerate(found) if text is not None]
+    if failed:
+        text, host = found[failed[0]]
+        if len(failed) < len(found):
+            text = f"{name(failed[0], host)}: {text}"
+        raise UsageError(text, agreed=True)
 
 
 def naming_itself(body: Callable[..., None], *args: Any) -> None:
@@ -135,9 +127,7 @@ def naming_itself(body: Callable[..., None], *args: Any) -> None:
         raise
 
 
-# ------------------------------------------------------------------------------------------------
-# Checks what all processes of a run must have in common, and says in what they differ.
-
+# -- what all processes of a run must have in common ----------------------------------------------
 
 _PACKAGES = (
     "torch",
@@ -167,18 +157,6 @@ def versions() -> dict[str, str | None]:
     return {name: installed_version(name) for name in _PACKAGES}
 
 
-def code_digest() -> str:
-    """Return a checksum of the program's own files."""
-    root = Path(__file__).resolve().parents[2]
-    digest = xxhash.xxh3_64()
-    for name in _CODE:
-        path = root / name
-        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            digest.update(str(file.relative_to(root)).encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def check_alike(run: Run, data: DataSource) -> None:
     """Raise UsageError in all processes if two are about to train differently."""
     names = by_field(type(run.config), type(run.own))
@@ -189,7 +167,13 @@ def check_alike(run: Run, data: DataSource) -> None:
     }
     mine |= {f"the version of {name}": value for name, value in versions().items()}
     mine["the version of Python"] = platform.python_version()
-    mine["the program's code, by checksum"] = code_digest()
+    root, code = Path(__file__).resolve().parents[2], xxhash.xxh3_64()
+    for part in _CODE:
+        path = root / part
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            code.update(str(file.relative_to(root)).encode())
+            code.update(file.read_bytes())
+    mine["the program's code, by checksum"] = code.hexdigest()
     mine |= data.fingerprint()
     found = gather([socket.gethostname(), mine])
     (first_host, first), *others = found
@@ -206,7 +190,7 @@ def check_alike(run: Run, data: DataSource) -> None:
 
 
 def _short(first: Any, other: Any) -> tuple[str, str]:
-    """Return two values that differ as text; of long lists the first elements that do."""
+    """Return two values that differ as text; of long lists the first elements that differ."""
     if isinstance(first, list) and isinstance(other, list) and max(len(first), len(other)) > 4:
         length = max(len(first), len(other))
         padded = [each + [None] * (length - len(each)) for each in (first, other)]
@@ -215,30 +199,30 @@ def _short(first: Any, other: Any) -> tuple[str, str]:
     return repr(first), repr(other)
 
 
-# ------------------------------------------------------------------------------------------------
+# -- an interval of time -------------------------------------------------------------------------
 
 
 class MinutesInterval:
     """Measures minutes by the first process's clock, and lets no process wait for the answer.
 
-    As with a request to stop, what the first process finds after a step is looked at after the next
+    As with a request to stop, what the first process finds after a step is read after the next
     one, when it has long been sent.
     """
 
     def __init__(self, backend: Backend, minutes: float) -> None:
-        """Begin the first interval; ``minutes`` 0: it is never over."""
+        """Start the first interval; ``minutes`` 0: it is never over."""
         self._backend, self._seconds = backend, 60 * minutes
         self._found: Callable[[], int] = lambda: 0
         self._since = time.monotonic()
 
-    def begin(self) -> None:
-        """Begin anew; all processes call it after the same step."""
+    def restart(self) -> None:
+        """Start the next interval; all processes call it after the same step."""
         self._found()  # so that nothing is under way
         self._found = lambda: 0
         self._since = time.monotonic()
 
     def over(self) -> bool:
-        """Tell whether the interval is over; all processes call it after each step."""
+        """Return True if the interval is over; all processes call it after each step."""
         if not self._seconds:
             return False
         here = self._backend.is_main and time.monotonic() - self._since >= self._seconds

@@ -1,4 +1,4 @@
-"""Lets a process end with the one that started it, however that ends."""
+"""How a process ends with the one that started it, however that ends."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def end_with(parent: int) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Have this process end with torchrun, if torchrun has started it, as its environment tells.
+    """Have this process end with torchrun, if torchrun has started it, as its environment says.
 
-    TORCHRUN_PID, which launch/torchrun.sh sets, tells if torchrun had ended already before this.
+    By TORCHRUN_PID, which launch/torchrun.sh sets, it knows if torchrun has ended already.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -35,7 +35,7 @@ def end_with_torchrun() -> None:
 
 
 def _is_alive(process: str) -> bool:
-    """Tell whether there is a process of this number that has not ended."""
+    """Return True if there is a process of this number that has not ended."""
     try:
         state = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Ends a process that hangs, as when another one has died in a collective operation."""
+"""How a run ends early: by a signal or another reason, all together; by a watchdog, if it hangs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ import torch
 import torch.distributed as dist
 
 from training.backend import Backend
-from training.errors import RunFailed
+from training.errors import SIGNAL, RunFailed
 from training.processes import exchange
-
-# ------------------------------------------------------------------------------------------------
-# Stops training by a signal: between two steps, all processes after the same one.
-
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -38,10 +34,10 @@ class ProcessSignals:
         self._before: dict[int, Any] = {}
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        """Let a copy in another process stand for that one's ``process_signals``, installed.
+        """Unpickle as the other process's own ``process_signals``, with its handlers installed.
 
-        torch_xla runs nested FSDP in a thread of each process, and Python lets no other thread
-        than the main one install handlers. The main one unpickles what the thread is given.
+        torch_xla runs nested FSDP in a thread of each process, and Python lets only the main
+        thread install handlers. The main thread unpickles the arguments of that thread.
         """
         return _install_here, ()
 
@@ -88,7 +84,7 @@ def _install_here() -> ProcessSignals:
 
 
 def largest_of_all(value: int) -> Callable[[], int]:
-    """Begin to find the largest value of all processes, on the hosts; return what waits for it."""
+    """Start to find the largest value of all processes, on the hosts; return what waits for it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return lambda: value
     tensor = torch.tensor([value])  # on the CPU: gloo's, whatever else the devices do
@@ -102,9 +98,9 @@ def largest_of_all(value: int) -> Callable[[], int]:
     return wait
 
 
-NO_BATCH, BAD_IMAGES, NOT_FINITE, NOT_SAVED = 1000, 1001, 1002, 1003
-"""The numbers of what else than a signal can stop training; all signals' are smaller. Of several
-the largest counts."""
+_FAILURE = 1000
+"""Added to a failure's exit code while processes agree, where the largest number counts: a failure
+counts for more than a signal (its checkpoint may not be written)."""
 
 
 class StopRequest:
@@ -119,8 +115,9 @@ class StopRequest:
         self._backend = backend
         self._found: Callable[[], int] = lambda: 0
         self._asked = 0
-        self.number = 0
-        """The signal that stops training, or one of the numbers above; 0: none."""
+        self.exit_code = 0
+        """Why training stops, as an exit code (``training/errors.py``): that of a failure, or
+        SIGNAL + the signal's number; 0: it does not stop."""
 
     def __enter__(self) -> StopRequest:
         process_signals.install()
@@ -128,63 +125,63 @@ class StopRequest:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # All processes end now; torchrun sends SIGTERM to those that end after the first one.
-        if self.number or isinstance(error, RunFailed):
+        if self.exit_code or isinstance(error, RunFailed):
             process_signals.ignore_from_now_on()
         else:
             process_signals.restore()
 
-    def first_step_done(self) -> None:
-        """Heed signals from now on; before, compiling too, they end the program."""
+    def listen(self) -> None:
+        """Note signals from now on. Before the first step, compiling too, they end the program."""
         notice = "\nstopping after this step, with a checkpoint; Ctrl-C (again): at once\n"
         process_signals.listen(notice if self._backend.is_main else "")
 
-    def ask(self, number: int) -> None:
-        """Stop for another reason than a signal; one process that asks is enough."""
-        self._asked = number
+    def ask(self, failure: int) -> None:
+        """Stop with a failure's exit code; it is enough if one process asks for it."""
+        self._asked = _FAILURE + failure
 
     def due(self) -> bool:
-        """Tell whether to stop now; all call it after each step and each batch evaluated."""
-        mine = max(process_signals.noted, self._asked)
+        """Return True if training stops now; all call it after each step and evaluated batch."""
+        mine, found = max(process_signals.noted, self._asked), 0
         if exchange.count() == 1:
-            self.number = mine
-        elif not self.number:
-            self.number = self._found()
-            if not self.number:
+            found = mine
+        elif not self.exit_code:
+            found = self._found()
+            if not found:
                 self._found = self._backend.largest_of_all(mine)
-        return self.number > 0
+        if found:
+            self.exit_code = found - _FAILURE if found > _FAILURE else SIGNAL + found
+        return self.exit_code > 0
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-_STARTING_S = 600.0
+_BEFORE_FIRST_STEP_S = 600.0
 """The least seconds of silence that are allowed before the first step."""
 
 
 class Watchdog:
     """Ends a silent process after a time, with code 1 and every thread's stack on stderr.
 
-    It is a thread of Python's faulthandler, outside of the interpreter: it works too where compiled
-    code waits and lets no Python run. Launchers restart on code 1.
+    A process hangs when another one has died in a collective, say. It is a thread of Python's
+    faulthandler, outside of the interpreter: it works too where compiled code waits and lets no
+    Python run. Launchers restart on code 1.
     """
 
     def __init__(self, seconds: float) -> None:
-        """Take the seconds of silence that are allowed; 0: do nothing."""
+        """Allow so many seconds of silence; 0: do nothing."""
         self._seconds = seconds
 
     def alive(self) -> None:
-        """Count anew, since something was done."""
+        """Restart the countdown, since something was done."""
         if self._seconds:
             faulthandler.dump_traceback_later(self._seconds, exit=True, file=2)
 
-    def starting(self) -> None:
-        """Count anew, with patience for what comes before the first step: the first batch, for
-        which loader processes and file systems wake up."""
+    def before_first_step(self) -> None:
+        """Restart the countdown with time for the first batch, for which loader processes and file
+        systems wake up."""
         if self._seconds:
-            limit = max(self._seconds, _STARTING_S)
+            limit = max(self._seconds, _BEFORE_FIRST_STEP_S)
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
-    def rest(self) -> None:
-        """Stop counting until ``alive`` is called: what follows takes as long as it takes."""
+    def pause(self) -> None:
+        """Stop the countdown until ``alive`` is called: what follows takes as long as it takes."""
         if self._seconds:
             faulthandler.cancel_dump_traceback_later()
