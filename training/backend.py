@@ -1,7 +1,7 @@
 """What the training loop asks of a backend: place the model, run steps, hand over state.
 
-Each backend is one folder that implements ``Backend``. ``dataset_request`` is what a run asks of its
-data source, ``train_loader`` and ``val_loader`` open the loaders of what a backend puts on its devices.
+Each backend is one folder that implements ``Backend``. At the end: what a run requests of its data
+source, and the loaders of what a backend puts on its devices.
 """
 
 from __future__ import annotations
