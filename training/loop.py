@@ -289,7 +289,7 @@ class Saves(Hook):
 
     def after_step(self, done: StepDone) -> None:
         at, config = done.at, self._config
-        due = self._minutes.over() if not done.is_last else True  # to be asked after each step
+        due = done.is_last or self._minutes.over()  # all processes ask this after each step
         due |= bool(config.ckpt_step_interval) and at.step % config.ckpt_step_interval == 0
         due |= at.images_in_epoch == 0 and at.epoch % config.ckpt_epoch_interval == 0
         if due:

@@ -112,7 +112,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
     """
     config, ckpt_dir, data = run.config, run.ckpt_dir, prepared.data
     shared = config.checkpoints.shared_ckpt_dir
-    with FolderLock(ckpt_dir, inside=run.log_dir, shared=shared) as lock:
+    with FolderLock(ckpt_dir, inside=run.log_dir, shared=shared) as lock:  # released at the end
         # Begin: agree on what is resumed, and where in the data that is.
         saved, bad_images, notes = agree(prepared.start, run, data, lock, is_main=backend.is_main)
         loader = train_loader(data, backend, config.data.batch_size)
