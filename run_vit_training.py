@@ -19,7 +19,7 @@ from training.errors import (
     StoppedBySignal,
     UsageError,
     is_first_of_torchrun,
-    tells,
+    prints_here,
 )
 from training.flags import PROGRAM, check_foreign, check_switches, parse
 from training.processes.parent import end_with_torchrun
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(flags)
     except UsageError as error:
-        if tells(error):
+        if prints_here(error):
             where = f"{error.process}: " if error.process else ""
             print(f"{PROGRAM}: error: {where}{error}", file=sys.stderr)
         return 2

@@ -59,7 +59,7 @@ def is_first_of_torchrun() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def tells(error: UsageError) -> bool:
+def prints_here(error: UsageError) -> bool:
     """Return True if this process is to print the error: once for all, if all have it.
 
     Before the processes have connected, the first one of each node (torchrun's LOCAL_RANK) prints
