@@ -1,4 +1,4 @@
-"""Wrappers around modules: what becomes of their output, bf16, and breaks of the graph."""
+"""Changes what a module computes from outside: its output, bf16, breaks of the graph."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-import xla_fsdp.around_blocks  # noqa: F401 - makes autocast reach attention
-
-# ------------------------------------------------------------------------------------------------
-# Attention in the lower precision, which autocast of torch_xla 2.9 leaves out.
+# -- attention under autocast ----------------------------------------------------------
 #
-# On other devices PyTorch lowers ``scaled_dot_product_attention`` as any product; for XLA it does
-# not, so queries and keys that a norm has made fp32 would meet values in bf16, which is an error.
-
+# On other devices autocast lowers ``scaled_dot_product_attention`` as any product. For XLA it does
+# not (torch_xla 2.9), so queries and keys that a norm has made fp32 would meet values in bf16,
+# which is an error. Importing this file mends that.
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def _lowered(keys: torch._C.DispatchKeySet, *args, **kwargs) -> torch.Tensor:
-    """Cast fp32 arguments as for other products; what attention is made of stays under autocast."""
+    """Cast fp32 arguments as for other products; the operations inside stay under autocast."""
     dtype = torch.get_autocast_dtype("xla")
     lower = [
         x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in args
@@ -32,11 +29,11 @@ _library = torch.library.Library("aten", "IMPL")
 _library.impl("scaled_dot_product_attention", _lowered, "AutocastXLA", with_keyset=True)
 
 
-# ------------------------------------------------------------------------------------------------
+# -- wrappers of ``forward`` -----------------------------------------------------------
 
 
 def after_forward(module: nn.Module, apply: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Pass the module's output through ``apply``; the module itself stays as it is."""
+    """Pass the module's output through ``apply``."""
     forward = module.forward
 
     def forward_and_apply(*args, **kwargs):
@@ -46,7 +43,7 @@ def after_forward(module: nn.Module, apply: Callable[[torch.Tensor], torch.Tenso
 
 
 def compute_in_bf16(model: nn.Module) -> None:
-    """Run the forward pass, and so the backward, with matrix products in bf16."""
+    """Compute matrix products of the forward pass, and so of the backward pass, in bf16."""
     forward = model.forward
 
     def forward_in_bf16(*args, **kwargs):
@@ -57,9 +54,9 @@ def compute_in_bf16(model: nn.Module) -> None:
 
 
 def add_in_bf16(blocks: nn.Module) -> None:
-    """Give the first block, or what computes all of them, its input in bf16.
+    """Give the first block, or the loop over all of them, its input in bf16.
 
-    So they add in bf16, too: their products have that dtype.
+    Then residuals are added in bf16 too: products have that dtype.
     """
     forward = blocks.forward
 

@@ -287,7 +287,7 @@ def _refusal(said: str) -> str:
 
 
 def _device_ids(devices: list[Any], by_host: bool) -> list[int]:
-    """Return the ids in the mesh's order, as ``xla_fsdp.sharding.device_order``."""
+    """Return the ids in the mesh's order, as ``xla_fsdp.layout.MeshLayout``."""
     if not by_host:
         return sorted(device.id for device in devices)
 

@@ -19,6 +19,7 @@ from tools.compile_only.trace import REPLICATED, Graph, Result, Value, tiles
 from training.backend import InitializeModule
 from training.mesh import Spec
 from xla_fsdp import torch_xla_private as private
+from xla_fsdp.layout import MeshLayout
 from xla_fsdp.nested import NestedBackend
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.spmd import SpmdBackend
@@ -205,7 +206,22 @@ class TracingBackend(XlaBackend):
         return self.recorder.local_bytes([*self._named_parameters().values(), *state])
 
 
+class TracedLayout(MeshLayout):
+    """The layout of values that are never computed."""
+
+    def _device_order(self) -> list[int]:
+        return list(range(self.mesh.devices))  # the compiler is told which is which
+
+    def send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
+        return self.zeros(values.shape, spec, values.dtype)
+
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._device)  # small: real data, unmarked and so replicated
+
+
 class TracingSpmdBackend(TracingBackend, SpmdBackend):
+    layout_class = TracedLayout
+
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
@@ -213,18 +229,8 @@ class TracingSpmdBackend(TracingBackend, SpmdBackend):
 
         return super().shard(model, units, leave_on_meta)
 
-    def _device_order(self) -> list[int]:
-        return list(range(self._shape.devices))  # the compiler is told which is which
-
-    def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
-        zeros = torch.zeros(values.shape, dtype=values.dtype, device=self._device)
-        return self._mark(zeros, spec)
-
-    def constant(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self._device)  # small: real data, unmarked and so replicated
-
     def _lay_out(self, batch: torch.Tensor) -> torch.Tensor:
-        return self._mark(batch, self._batch_spec(batch.dim()))
+        return self._layout.mark(batch, self._layout.batch_spec(batch.dim()))
 
 
 class TracingNestedBackend(TracingBackend, NestedBackend):
