@@ -23,10 +23,17 @@ from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit
 from run_vit_training import read_flags
-from tools.plan.plans import find_work, read_prices
-from tools.plan.tpu import Compilations, Planner, ask_compiler, compile_words, found_in
-from tools.plan.tpu_search import GOALS, Found, Option, Search
-from training.resolve import resolve_model
+from tools.plan.plans import read_request
+from tools.plan.tpu import (
+    Compilations,
+    ask_compiler,
+    compile_words,
+    computed_candidates,
+    found_in,
+    refusal,
+)
+from tools.plan.tpu_search import GOALS, ComputedCandidate, Found, Search
+from xla_fsdp.tpu import CHIPS
 
 AT_MOST = 1.02
 """What the search finds, over the best of the grid."""
@@ -128,17 +135,20 @@ def main() -> int:
 def check(name: str, problem: Problem) -> Row:
     """Compile the whole grid of a problem, and compare what the search finds with its best."""
     flags = read_flags(["--plan", "--precision", "bf16", *problem.flags.split()])
-    config, model = resolve_model(flags.run)
-    planner = Planner(config, flags.xla, model, find_work(config, model), read_prices(None))
-    options = [o for o in planner.options(problem.grid) if not planner.refusal(o.candidate)]
+    request = read_request(flags.run, flags.xla, tuple(CHIPS))
+    options = [
+        option
+        for option in computed_candidates(request, problem.grid)
+        if not refusal(request, option.candidate)
+    ]
     compilations = Compilations(KEPT)
-    truth: dict[Option, Found] = {}
+    truth: dict[ComputedCandidate, Found] = {}
     for option in tqdm(options, desc=name, unit="step"):
-        answer = compilations.ask(compile_words(config, flags.xla, option.candidate))
+        answer = compilations.ask(compile_words(request.config, flags.xla, option.candidate))
         truth[option] = found_in(answer) or Found(False, 0.0, math.inf)
     search = Search(options)
     asked = math.ceil(len(options) / 2)
-    ask_compiler(planner, search, compilations, asked=asked)
+    ask_compiler(request, search, compilations, asked=asked)
     behind = {}
     for goal in GOALS:
         best = min(figure(goal, option, found.step_s) for option, found in truth.items())
@@ -150,7 +160,7 @@ def check(name: str, problem: Problem) -> Row:
     return Row(name, len(options), len(search.found), behind)
 
 
-def figure(goal: str, option: Option, step_s: float) -> float:
+def figure(goal: str, option: ComputedCandidate, step_s: float) -> float:
     """Return what a goal wants as little as possible of, as a number; infinite for no fit."""
     value = GOALS[goal](option, step_s)
     if not isinstance(value, tuple):

@@ -51,7 +51,7 @@ def test_devices_are_where_libtpu_has_them(topology):
     assert done.returncode == 0, done.stderr
     slice_ = parse_topology(topology)
     for by_host, places in json.loads(done.stdout.splitlines()[-1]).items():
-        found = Links(slice_, by_host == "True")._places
+        found = Links(slice_, by_host == "True").places
         assert [(*place, 0)[:3] for place in found] == [tuple(place) for place in places]
 
 

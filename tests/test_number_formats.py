@@ -14,10 +14,8 @@ from tests.test_plan import VIT_10B, asked
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
 from tools.plan import gpu as gpu_model
 from tools.plan.gpu import GPUS
-from tools.plan.tpu_search import Candidate
+from tools.plan.tpu_search import TpuCandidate
 from training.mesh import Mesh
-from training.step_sizes import state_bytes
-from xla_fsdp.estimates import estimate
 from xla_fsdp.tpu import parse_topology
 
 
@@ -115,10 +113,10 @@ def test_plans_know_the_moments():
     topology, over, peaks = parse_topology("v5p:4x4x8"), 128, []
     for dtype in ("fp32", "bf16"):
         config, _, shape = asked("--model", VIT_10B, "--optimizer_dtype", dtype)
-        candidate = Candidate(topology, Mesh(fsdp=over), "full", 1, "sdpa")
-        on_tpu = estimate(shape, candidate.layout(config), topology.chip)
-        how = (GPUS[0], Mesh(fsdp=over), 1024, 1, "full", "bf16", state_bytes(config))
-        peaks.append((on_tpu.peak_bytes, gpu_model.estimate(shape, *how).peak_bytes))
+        candidate = TpuCandidate(Mesh(fsdp=over), "full", 1, "sdpa", topology)
+        on_tpu = candidate.estimate(shape, config)
+        on_gpus = gpu_model.estimate(shape, GPUS[0], Mesh(fsdp=over), config)
+        peaks.append((on_tpu.peak_bytes, on_gpus.peak_bytes))
     for wide, narrow in zip(*peaks, strict=True):
         assert wide - narrow == pytest.approx(4 * shape.parameters / over)
 

@@ -11,16 +11,16 @@ import pytest
 from run_vit_training import read_flags
 from tests.cli import run_program
 from tests.usage_error import told_in_one_line
-from tools.plan.gpu import _candidates as gpu_candidates
-from tools.plan.plans import SHIPPED, find_work, read_prices, words_of
-from tools.plan.tpu import Planner
+from tools.plan.gpu import candidates as gpu_candidates
+from tools.plan.plans import SHIPPED, Request, find_work, read_prices, words_of
+from tools.plan.tpu import refusal
 from tools.plan.tpu_search import (
     CHOICES,
     USUAL,
-    Candidate,
+    ComputedCandidate,
     Found,
-    Option,
     Search,
+    TpuCandidate,
     candidates,
     corrections,
 )
@@ -29,7 +29,7 @@ from training.flags import flat
 from training.mesh import Mesh
 from training.resolve import resolve_model
 from training.step_sizes import step_sizes
-from xla_fsdp.estimates import POLICIES, estimate
+from xla_fsdp.estimates import POLICIES
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
 
@@ -68,8 +68,8 @@ def shapes():
 def computed(row, shapes):
     topology, model, batch_size, mesh, policy, attention, *_ = row
     config, _, _ = asked("--batch_size", str(batch_size), "--precision", "bf16")
-    candidate = Candidate(parse_topology(topology), mesh, policy, 1, attention)
-    return estimate(shapes[model], candidate.layout(config), candidate.topology.chip)
+    candidate = TpuCandidate(mesh, policy, 1, attention, parse_topology(topology))
+    return candidate.estimate(shapes[model], config)
 
 
 @pytest.mark.parametrize("row", COMPILED)
@@ -92,10 +92,8 @@ def test_what_is_kept_takes_memory_and_saves_time(shapes):
     config, _, _ = asked("--precision", "bf16")
     topology = parse_topology("v5p:4x4x8")
     found = {
-        policy: estimate(
-            shapes[VIT_10B],
-            Candidate(topology, Mesh(fsdp=128), policy, 1, "sdpa").layout(config),
-            topology.chip,
+        policy: TpuCandidate(Mesh(fsdp=128), policy, 1, "sdpa", topology).estimate(
+            shapes[VIT_10B], config
         )
         for policy in POLICIES
     }
@@ -139,11 +137,7 @@ PRICES = {"v4": 3.0, "v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
 def test_few_questions_find_the_best(model, flags, shapes):
     config, own, _ = asked("--model", model, "--precision", "bf16", *flags.split())
     options = [
-        Option(
-            each,
-            estimate(shapes[model], each.layout(config), each.topology.chip),
-            PRICES[each.kind],
-        )
+        ComputedCandidate(each, each.estimate(shapes[model], config), PRICES[each.kind])
         for each in candidates(config, own)
     ]
     search = Search(options)
@@ -165,9 +159,9 @@ def test_few_questions_find_the_best(model, flags, shapes):
 
 def test_what_was_compiled_corrects_what_is_like_it():
     topology, other = parse_topology("v5e:2x4"), parse_topology("v6e:2x4")
-    known = Candidate(topology, Mesh(fsdp=8), "full", 1, "sdpa")
-    alike = Candidate(topology, Mesh(fsdp=8), "full", 2, "sdpa")
-    strange = Candidate(other, Mesh(fsdp=2, tensor=4), "none", 4, "flash")
+    known = TpuCandidate(Mesh(fsdp=8), "full", 1, "sdpa", topology)
+    alike = TpuCandidate(Mesh(fsdp=8), "full", 2, "sdpa", topology)
+    strange = TpuCandidate(Mesh(fsdp=2, tensor=4), "none", 4, "flash", other)
     before = corrections([], [known, alike, strange])
     assert [each.factor for each in before] == [1, 1, 1]
     same, near, far = corrections([(known, 2.0)], [known, alike, strange])
@@ -215,18 +209,18 @@ def test_each_candidate_is_checked_on_its_own_kind_of_chip(kind):
     model = "--embed_dim 5120 --num_heads 32 --num_blocks 2 --image_size 448 --patch_size 16"
     config, own, _ = asked(*model.split(), "--tpu_topology", kind, "--attention", "whole")
     _, spec = resolve_model(config)
-    planner = Planner(config, own, spec, find_work(config, spec), {})
+    request = Request(config, own, spec, find_work(config, spec), {})
     words = shlex.split(f"{model} --compile_only --tpu_topology {kind} --attention whole")
     flags = read_flags(words)
     topology = parse_topology(kind)
-    candidate = Candidate(topology, Mesh(fsdp=4), "full", 1, "whole")
+    candidate = TpuCandidate(Mesh(fsdp=4), "full", 1, "whole", topology)
     if kind.startswith("v4"):
         with pytest.raises(UsageError, match="has no room in vector memory") as refused:
             resolve_for_slice(flags.run, flags.xla, topology)
-        assert planner.refusal(candidate) == str(refused.value)
+        assert refusal(request, candidate) == str(refused.value)
     else:
         resolve_for_slice(flags.run, flags.xla, topology)
-        assert planner.refusal(candidate) is None
+        assert refusal(request, candidate) is None
 
 
 def test_usual_slices_are_known_and_of_many_sizes():

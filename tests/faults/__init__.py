@@ -1,4 +1,4 @@
-"""Puts faults into real runs, again and again, and compares each with a run without them.
+"""Faults in real runs: each faulty run is restarted, and compared with a run without faults.
 
 python -m tests.faults        # or make faults
 """

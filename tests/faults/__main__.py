@@ -1,11 +1,11 @@
-"""Do to real runs what spoils runs, and write the table of docs/reliability.md.
+"""Put faults into real runs, and write the table of docs/reliability.md.
 
     python -m tests.faults        # or make faults, some hours on 2 cores
 
 A try starts the program on digits, does something to it at a moment that the seed chooses, starts
 the same command again until it completes, and compares metrics.jsonl with that of an uninterrupted
-run, bit by bit. Results are kept in runs/faults/COMMIT: started again, it goes on where it was.
-What a try that is not survived has left is kept there, too; the exit code is then 1.
+run, bit by bit. Results are saved in runs/faults/COMMIT: started again, it continues where it was.
+The files of a try that is not survived stay there, too; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ FAULTS = {
         "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
     ),
 }
-# What the results depend on.
 CODE = (
     "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp launch "
     "tests/faults "
     "tests/cli.py tests/fault_at_step.py tests/megatron_on_cpu.py"
 ).split()
+"""What the results depend on."""
 Job = tuple[str, str, int]
 """The fault, the backend and the number of a try."""
 
@@ -70,26 +70,37 @@ Job = tuple[str, str, int]
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what has been started
-    kept = args.results / commit(*CODE)
-    kept.mkdir(parents=True, exist_ok=True)
-    results = table.Results(kept / "results.jsonl")
-    jobs = [job for job in _jobs(args) if (*job, args.seed) not in results]
-    references = _references(jobs, kept)
+    folder = args.results / commit(*CODE)
+    folder.mkdir(parents=True, exist_ok=True)
+    results = table.Results(folder / "results.jsonl")
+    jobs = [
+        (fault, backend, number)
+        for fault in FAULTS
+        if fault in args.faults
+        for backend in args.backends
+        if SETUPS[backend].processes > 1 or not FAULTS[fault].several
+        for number in range(args.tries or FAULTS[fault].tries)
+        if (fault, backend, number, args.seed) not in results
+    ]
+    references = {}
+    for backend in dict.fromkeys(backend for _, backend, _ in jobs):
+        print(f"the uninterrupted run on {SETUPS[backend].title} ...", flush=True)
+        references[backend] = reference_run(SETUPS[backend], folder / f"reference-{backend}")
     seconds = sum(FAULTS[fault].starts * references[backend].total_s for fault, backend, _ in jobs)
     print(f"{len(jobs)} tries, about {seconds / 60:.0f} minutes", flush=True)
     lost = 0
     with tqdm(jobs, unit="try", smoothing=0.05, dynamic_ncols=True) as bar:
-        for job in bar:
-            bar.set_description(f"{job[0]}, {job[1]}")
-            result = attempt(job, args.seed, kept, references[job[1]])
+        for fault, backend, number in bar:
+            bar.set_description(f"{fault}, {backend}")
+            of_try = folder / f"{backend}-{fault}-{args.seed}-{number}"
+            result = attempt((fault, backend, number), args.seed, of_try, references[backend])
             results.add(result)
             if result.survived is False:
                 lost += 1
                 bar.set_postfix({"not survived": lost})
-                where = kept / _name(job, args.seed)
                 tqdm.write(
-                    f"NOT SURVIVED: {job[0]} on {job[1]}, try {job[2]}, seed {args.seed}: "
-                    f"{result.moment}: {result.problem}\n  see {where}"
+                    f"NOT SURVIVED: {fault} on {backend}, try {number}, seed {args.seed}: "
+                    f"{result.moment}: {result.problem}\n  see {of_try}"
                 )
     return report(args, results)
 
@@ -140,55 +151,30 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _jobs(args: argparse.Namespace) -> list[Job]:
-    return [
-        (name, backend, number)
-        for name in FAULTS
-        if name in args.faults
-        for backend in args.backends
-        if SETUPS[backend].processes > 1 or not FAULTS[name].several
-        for number in range(args.tries or FAULTS[name].tries)
-    ]
-
-
-def _references(jobs: list[Job], kept: Path) -> dict[str, Reference]:
-    found = {}
-    for backend in dict.fromkeys(backend for _, backend, _ in jobs):
-        print(f"the uninterrupted run on {SETUPS[backend].title} ...", flush=True)
-        found[backend] = reference_run(SETUPS[backend], kept / f"reference-{backend}")
-    return found
-
-
-def _name(job: Job, seed: int) -> str:
-    return "-".join([job[1], job[0], str(seed), str(job[2])])
-
-
-def attempt(job: Job, seed: int, kept: Path, reference: Reference) -> table.Result:
-    """Make one try, whatever comes of it."""
+def attempt(job: Job, seed: int, folder: Path, reference: Reference) -> table.Result:
+    """Make one try, whatever comes of it; its folder stays if it is not survived."""
     fault, backend, number = job
-    folder = kept / _name(job, seed)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    one = Try(SETUPS[backend], number, random.Random(_name(job, seed)), folder, reference)
-    about, began = (fault, backend, number, seed), time.monotonic()
+    one = Try(SETUPS[backend], number, random.Random(folder.name), folder, reference)
+    about, start = (fault, backend, number, seed), time.monotonic()
     try:
-        outcome = FAULTS[fault].attempt(one)
+        end = FAULTS[fault].attempt(one)
     except Skipped as skipped:
         result = table.Result(*about, None, str(skipped))
     except NotSurvived as problem:
-        return table.Result(
-            *about, False, one.moment, problem=str(problem), seconds=time.monotonic() - began
-        )
+        seconds = time.monotonic() - start
+        return table.Result(*about, False, one.moment, problem=str(problem), seconds=seconds)
     else:
         result = table.Result(
             *about,
             True,
-            outcome.moment,
-            outcome.steps_lost,
-            outcome.step,
-            outcome.while_saving,
-            outcome.starts,
-            seconds=time.monotonic() - began,
+            end.moment,
+            end.steps_lost,
+            end.step,
+            end.while_saving,
+            end.starts,
+            seconds=time.monotonic() - start,
         )
     shutil.rmtree(folder)
     return result

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.faults.kills import stop_after
 from tests.faults.program import DIGITS, STEPS, last_step, newest_step, running
-from tests.faults.tries import NotSurvived, Outcome, Skipped, Try, last_words
+from tests.faults.tries import NotSurvived, Skipped, Survived, Try, last_words
 from training.checkpoints.choose import complete_checkpoints
 from training.checkpoints.format import MANIFEST
 
@@ -23,23 +23,23 @@ _DISK_BYTES, _LEFT_BYTES = 12_000_000, 30_000
 # -- checkpoints ----------------------------------------------------------------------
 
 
-def damaged(harm: Callable[[Try, Path], str]) -> Callable[[Try], Outcome]:
+def damaged(damage: Callable[[Try, Path], str]) -> Callable[[Try], Survived]:
     """Kill the run and damage its newest checkpoint: the one before it has to be resumed."""
 
-    def attempt_it(attempt: Try) -> Outcome:
+    def attempt_it(attempt: Try) -> Survived:
         with running(attempt.command(), attempt.log("first")) as program:
             step = stop_after(attempt, program, attempt.rng.randrange(8, STEPS - 4))
         *_, before, newest = complete_checkpoints(attempt.run)
-        what, attempt.damaged = harm(attempt, newest), newest.name
+        what, attempt.damaged = damage(attempt, newest), newest.name
         attempt.moment = f"{what} of {newest.name}, after step {step}"
-        outcome = attempt.go_on(step)
+        end = attempt.resume_after(step)
         output = attempt.log("restart_1").read_text()
         if f"resuming {before} at " not in output:
             raise NotSurvived(f"{before.name} was not resumed after damage to {newest.name}")
-        told = (f"{newest} is damaged (", f"cannot read the checkpoint {newest}: ")
-        if what != f"{MANIFEST} lost" and not any(words in output for words in told):
-            raise NotSurvived(f"{newest.name} is damaged, and nothing said so")
-        return outcome
+        messages = (f"{newest} is damaged (", f"cannot read the checkpoint {newest}: ")
+        if what != f"{MANIFEST} lost" and not any(message in output for message in messages):
+            raise NotSurvived(f"{newest.name} is damaged, and no message names it")
+        return end
 
     return attempt_it
 
@@ -93,8 +93,8 @@ def _small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def disk_full(attempt: Try) -> Outcome:
-    """Fill the disk from some step on; the run ends, and goes on when there is room again."""
+def disk_full(attempt: Try) -> Survived:
+    """Fill the disk from some step on; the run ends, and resumes when there is space again."""
     with _small_disk(attempt.run):
         filler = attempt.run / "filler"
         full_from = attempt.rng.randrange(5, STEPS - 12)
@@ -109,18 +109,18 @@ def disk_full(attempt: Try) -> Outcome:
                 raise NotSurvived("it hangs on a full disk")
             output = program.output()
         if not re.search("^run_vit_training.py: error: .* could not be written", output, re.M):
-            raise NotSurvived(f"the end was not told in a line: {last_words(output)}")
+            raise NotSurvived(f"the end was not reported in one line: {last_words(output)}")
         if newest_step(attempt.run) < newest:
             raise NotSurvived(f"step_{newest} was complete, and is not there any more")
         step = last_step(attempt.run)
         filler.unlink()
-        return attempt.go_on(step)
+        return attempt.resume_after(step)
 
 
 # -- images ---------------------------------------------------------------------------
 
 
-def broken_images(attempt: Try) -> Outcome:
+def broken_images(attempt: Try) -> Survived:
     """Break images of train/ and val/: a run without a kill and one with a kill must be alike."""
     data = attempt.folder / "digits"
     shutil.copytree(DIGITS, data)
@@ -142,4 +142,4 @@ def broken_images(attempt: Try) -> Outcome:
             raise NotSurvived(f"{path} is not in bad_images.txt")
     with running(attempt.command(*flags), attempt.log("first")) as program:
         step = stop_after(attempt, program, attempt.rng.randrange(8, STEPS - 4))
-    return attempt.go_on(step, *flags, expected=whole)
+    return attempt.resume_after(step, *flags, expected=whole)

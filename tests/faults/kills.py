@@ -16,7 +16,7 @@ from tests.faults.program import (
 )
 from tests.faults.tries import (
     NotSurvived,
-    Outcome,
+    Survived,
     Try,
     last_words,
     newest_folder_step,
@@ -35,12 +35,12 @@ _ORPHANS_END_WITHIN_S = 15.0
 _WATCH_S = 0.002
 
 
-def sigkill(attempt: Try) -> Outcome:
+def sigkill(attempt: Try) -> Survived:
     """Kill without time for anything: in training, while a checkpoint is written, at the start."""
     return _signalled(attempt, signal.SIGKILL, _moment(attempt.number))
 
 
-def sigterm(attempt: Try) -> Outcome:
+def sigterm(attempt: Try) -> Survived:
     """Ask the run to stop, and then start it again."""
     return _signalled(
         attempt, signal.SIGTERM, "start-up" if attempt.number % 10 == 9 else "at random"
@@ -52,7 +52,7 @@ def _moment(number: int) -> str:
     return {1: "saving", 4: "saving", 7: "saving", 9: "start-up"}.get(number % 10, "at random")
 
 
-def _signalled(attempt: Try, number: int, moment: str) -> Outcome:
+def _signalled(attempt: Try, number: int, moment: str) -> Survived:
     victims = _victims(attempt, number)
     victim = victims[(attempt.number + attempt.number // 10) % len(victims)]
     for again in range(_ATTEMPTS):
@@ -72,7 +72,7 @@ def _signalled(attempt: Try, number: int, moment: str) -> Outcome:
                 f"{'while saving' if saving else moment}, after step {step}"
             )
             _let_end(attempt, program, number, victim)
-            return attempt.go_on(step, while_saving=saving)
+            return attempt.resume_after(step, while_saving=saving)
     raise NotSurvived(f"no moment found in {_ATTEMPTS} starts: {last_words(program.output())}")
 
 
@@ -130,7 +130,7 @@ def _let_end(attempt: Try, program: Running, number: int, victim: str) -> None:
         raise NotSurvived(f"{len(left)} processes had not ended {_ENDS_WITHIN_S:.0f} s later")
 
 
-def torchrun_killed(attempt: Try) -> Outcome:
+def torchrun_killed(attempt: Try) -> Survived:
     """Kill torchrun alone: its processes have to end by themselves, and soon."""
     for again in range(_ATTEMPTS):
         attempt.start_anew()
@@ -146,11 +146,11 @@ def torchrun_killed(attempt: Try) -> Outcome:
                 )
             if newest_step(attempt.run) == STEPS:
                 continue  # they had come to their end
-        return attempt.go_on(step)
+        return attempt.resume_after(step)
     raise NotSurvived(f"no moment found in {_ATTEMPTS} starts")
 
 
-def killed_between_saving_and_evaluating(attempt: Try) -> Outcome:
+def killed_between_saving_and_evaluating(attempt: Try) -> Survived:
     """Kill when the checkpoint is complete and its evaluation is not: it is owed."""
     evaluated = EVALUATED[attempt.number % len(EVALUATED)]
     checkpoint = folder_of(attempt.run, evaluated)
@@ -164,7 +164,7 @@ def killed_between_saving_and_evaluating(attempt: Try) -> Outcome:
             program.signal(signal.SIGKILL)
         if reached and evaluated not in evaluations(attempt.run):
             attempt.moment = f"SIGKILL to all after checkpoint and before evaluation {evaluated}"
-            return attempt.go_on(evaluated)
+            return attempt.resume_after(evaluated)
     raise NotSurvived(f"no moment found in {_ATTEMPTS} starts")
 
 

@@ -1,4 +1,4 @@
-"""Faults of steps and of processes: NaN, hangs, two jobs, processes that do not go together."""
+"""Faults of steps and of processes: NaN, hangs, two jobs, processes that do not match."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.faults.program import (
     STEPS,
     Running,
     last_step,
-    last_step_said,
+    last_step_printed,
     resumed_step,
     running,
 )
-from tests.faults.tries import NotSurvived, Outcome, Try, last_words
+from tests.faults.tries import NotSurvived, Survived, Try, last_words
 from training.files import LOCK_FILE
 from training.logs.records import read_metrics
 
@@ -26,7 +26,7 @@ _STEP_TIMEOUT_S = 15
 _ENDS_WITHIN_S = 120.0
 
 
-def not_finite(attempt: Try) -> Outcome:
+def not_finite(attempt: Try) -> Survived:
     """Make one step's loss NaN: the step is skipped, and it is the only one that is lost."""
     step = attempt.rng.randrange(2, STEPS)
     attempt.moment = f"loss NaN in step {step}"
@@ -47,10 +47,10 @@ def not_finite(attempt: Try) -> Outcome:
         )
     if len(losses) != STEPS or not all(math.isfinite(x) for x in losses[step:]):
         raise NotSurvived(f"later losses are not finite: {losses[step:]}")
-    return Outcome(1, attempt.moment, step)
+    return Survived(1, attempt.moment, step)
 
 
-def hang(attempt: Try) -> Outcome:
+def hang(attempt: Try) -> Survived:
     """Let a step hang, in all processes or in the last: --step_timeout_s ends it."""
     step = attempt.rng.randrange(5, STEPS - 1)
     several = attempt.setup.processes > 1
@@ -64,16 +64,16 @@ def hang(attempt: Try) -> Outcome:
             raise NotSurvived(f"it hangs for ever: no end after {LIMIT_S:.0f} s")
         output = program.output()
     if f"Timeout (0:00:{_STEP_TIMEOUT_S})!" not in output:
-        raise NotSurvived(f"no process told its stacks: {last_words(output)}")
+        raise NotSurvived(f"no process printed its stacks: {last_words(output)}")
     if not several:
-        return attempt.go_on(step - 1, *flags)
+        return attempt.resume_after(step - 1, *flags)
     if program.root.returncode or "training completed" not in output:
         raise NotSurvived(f"not completed by torchrun --max-restarts 1: {last_words(output)}")
     attempt.compare()
-    return Outcome(step - 1 - resumed_step(output), attempt.moment, step)
+    return Survived(step - 1 - resumed_step(output), attempt.moment, step)
 
 
-def second_job(attempt: Try) -> Outcome:
+def second_job(attempt: Try) -> Survived:
     """Start another job in the same folder, later or at once. One trains, one is refused."""
     if attempt.number % 2:
         attempt.moment = "two jobs start at the same time"
@@ -81,7 +81,7 @@ def second_job(attempt: Try) -> Outcome:
     else:
         _later(attempt)
     attempt.compare()
-    return Outcome(0, attempt.moment)
+    return Survived(0, attempt.moment)
 
 
 def _later(attempt: Try) -> None:
@@ -125,7 +125,7 @@ def _check_refused(job: Running) -> None:
         raise NotSurvived(f"a second job was not refused: {last_words(output)}")
 
 
-def restart_while_ending(attempt: Try) -> Outcome:
+def restart_while_ending(attempt: Try) -> Survived:
     """Start the job again while its first start is still about to write its last checkpoint."""
     job = {"RUN_JOB_ID": "faults"}  # as launchers set it: a restart waits for the lock for longer
     with running(attempt.command(), attempt.log("first"), **job) as first:
@@ -139,18 +139,18 @@ def restart_while_ending(attempt: Try) -> Outcome:
             first.signal(signal.SIGTERM)
             first.signal(signal.SIGCONT)
             first.wait_for_all(_ENDS_WITHIN_S)
-            step = last_step_said(first.output())  # metrics.jsonl is the second one's by now
+            step = last_step_printed(first.output())  # metrics.jsonl is the second one's by now
             attempt.moment = f"restarted while the first start ends after step {step}"
             second.wait()
             output = second.output()
     if not waits or second.root.returncode or "training completed" not in output:
         raise NotSurvived(f"the restart did not complete: {last_words(output)}")
     attempt.compare()
-    return Outcome(step - resumed_step(output), attempt.moment, step)
+    return Survived(step - resumed_step(output), attempt.moment, step)
 
 
 def _has_open(program: Running, path: Path) -> bool:
-    """Tell whether a process of the program has this file open."""
+    """Return True if a process of the program has this file open."""
     for member in program.members():
         with contextlib.suppress(OSError):
             if any(link.resolve() == path for link in Path(f"/proc/{member.pid}/fd").iterdir()):
@@ -158,26 +158,26 @@ def _has_open(program: Running, path: Path) -> bool:
     return False
 
 
-# -- processes that do not go together ------------------------------------------------
+# -- processes that do not match ------------------------------------------------------
 
 
-def differing_flags(attempt: Try) -> Outcome:
+def differing_flags(attempt: Try) -> Survived:
     """Start two processes of which one has another --lr."""
     attempt.moment = "process 1 with another --lr"
     return _refused_together(attempt, "differ in --lr: ", ("1e-2", "2e-2"), (".", "."))
 
 
-def folder_not_shared(attempt: Try) -> Outcome:
+def folder_not_shared(attempt: Try) -> Survived:
     """Let --ckpt_dir be on each node's own disk: the same name, two folders."""
     attempt.moment = "the same --ckpt_dir in two working directories"
-    told = "is not the folder that the first process sees"
-    return _refused_together(attempt, told, ("1e-2", "1e-2"), ("node_0", "node_1"))
+    message = "is not the folder that the first process sees"
+    return _refused_together(attempt, message, ("1e-2", "1e-2"), ("node_0", "node_1"))
 
 
 def _refused_together(
-    attempt: Try, told: str, lr: tuple[str, str], folders: tuple[str, str]
-) -> Outcome:
-    """Start two processes, as on two nodes: both end with 2, one says why, none writes."""
+    attempt: Try, message: str, lr: tuple[str, str], folders: tuple[str, str]
+) -> Survived:
+    """Start two processes, as on two nodes: both end with 2, one prints why, none writes."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         port = str(listener.getsockname()[1])
@@ -202,8 +202,8 @@ def _refused_together(
         raise NotSurvived(f"{len(hung)} of 2 processes had not ended {_ENDS_WITHIN_S:.0f} s later")
     codes = [node.root.returncode for node in nodes]
     lines = [line for output in outputs for line in output.splitlines() if "error:" in line]
-    if codes != [2, 2] or len(lines) != 1 or told not in lines[0]:
-        raise NotSurvived(f"exit codes {codes}, said: {lines}")
+    if codes != [2, 2] or len(lines) != 1 or message not in lines[0]:
+        raise NotSurvived(f"exit codes {codes}, printed: {lines}")
     if written := list(attempt.folder.rglob("step_*")):
         raise NotSurvived(f"{written[0]} was written")
-    return Outcome(None, attempt.moment)
+    return Survived(None, attempt.moment)

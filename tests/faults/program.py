@@ -1,4 +1,4 @@
-"""Runs the program under test: its start on each backend, its processes, what it leaves."""
+"""The program under test: its start on each backend, its processes, what it leaves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMPARED = ("loss", "grad_norm", "lr", "val_loss", "val_top1", "val_images")
 LIMIT_S = 300.0
 """The seconds after which a program counts as hanging."""
 # Of whoever starts the benchmark: a cluster's job, or torchrun.
-_NOT_HANDED_ON = re.compile(
+_NOT_PASSED_ON = re.compile(
     "SLURM_|RUN_|RDZV_|MASTER_|TORCHELASTIC_|(NNODES|NODE_RANK|MAX_RESTARTS|STEP_TIMEOUT_S|RANK|"
     "LOCAL_RANK|WORLD_SIZE)$"
 )
@@ -122,7 +122,7 @@ class Running:
     def __init__(self, command: list[str], log: Path, cwd: Path = ROOT, **variables: str) -> None:
         self._mark = f"FAULT_TRY={secrets.token_hex(8)}"
         name, _, value = self._mark.partition("=")
-        kept = {k: v for k, v in environment().items() if not _NOT_HANDED_ON.match(k)}
+        inherited = {k: v for k, v in environment().items() if not _NOT_PASSED_ON.match(k)}
         ours = {
             "PYTHON": sys.executable,
             "NPROC_PER_NODE": "2",
@@ -135,7 +135,7 @@ class Running:
             self.root = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env=kept | ours | variables,
+                env=inherited | ours | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -199,7 +199,7 @@ class Running:
                     os.kill(member.pid, number)
 
     def ended(self) -> bool:
-        """Tell whether what was started has ended; others of its processes may live."""
+        """Return True if what was started has ended; others of its processes may live."""
         return self.root.poll() is not None
 
     def wait(self, limit_s: float = LIMIT_S) -> bool:
@@ -219,7 +219,7 @@ class Running:
         return left
 
     def wait_until(self, condition: Callable[[], bool], pause_s: float = 0.02) -> bool:
-        """Wait for something that the program does; return False if it ends, or hangs, before."""
+        """Wait until a condition holds; return False if the program ends, or hangs, before."""
         deadline = time.monotonic() + LIMIT_S
         while not condition():
             if self.ended() or time.monotonic() > deadline:
@@ -253,8 +253,8 @@ def last_step(ckpt_dir: Path) -> int:
     return max((r["step"] for r in read_metrics(ckpt_dir) if "loss" in r), default=0)
 
 
-def last_step_said(output: str) -> int:
-    """Return the last step of which a start has told the loss; 0 if there is none."""
+def last_step_printed(output: str) -> int:
+    """Return the last step of which a start has printed the loss; 0 if there is none."""
     return max(map(int, re.findall(r"^epoch \d+ step (\d+), lr", output, re.MULTILINE)), default=0)
 
 
@@ -264,7 +264,7 @@ def newest_step(ckpt_dir: Path) -> int:
 
 
 def resumed_step(output: str) -> int:
-    """Return the step at which a start went on, as it said; 0 if it began anew."""
+    """Return the step at which a start resumed, as it printed; 0 if it started a new run."""
     found = re.search(r"^resuming .* at step (\d+)", output, re.MULTILINE)
     return int(found[1]) if found else 0
 

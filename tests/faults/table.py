@@ -1,4 +1,4 @@
-"""Keeps what the tries showed; makes the table of docs/reliability.md, and its picture."""
+"""Results of the tries, the table of docs/reliability.md, and its picture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BEGIN, END = "<!-- begin: make faults -->", "<!-- end: make faults -->"
 
 @dataclass(frozen=True)
 class Result:
-    """Holds what one try showed; ``survived`` None: it was skipped."""
+    """What one try showed; ``survived`` None: it was skipped."""
 
     fault: str
     backend: str
@@ -47,7 +47,7 @@ class Result:
 
 
 class Results:
-    """Keeps a commit's results in a file, a line each: an interrupted table goes on there."""
+    """A commit's results in a file, a line each: an interrupted table continues there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Makes a try: one fault in one run, which is started again until it completes."""
+"""A try: one fault in one run, which is started again until it completes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class NotSurvived(Exception):
 
 
 @dataclass
-class Outcome:
-    """Holds how a try went that was survived."""
+class Survived:
+    """How a try went that was survived."""
 
     steps_lost: int | None
     """How many steps were computed twice; None where the question does not arise."""
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Reference:
-    """Holds the uninterrupted run: what it left, and how long it took."""
+    """The uninterrupted run: what it left, and how long it took."""
 
     ckpt_dir: Path
     first_step_s: float
@@ -63,13 +63,13 @@ class Reference:
 
 @dataclass
 class Try:
-    """Makes one try of a fault."""
+    """One try of a fault."""
 
     setup: Setup
     number: int
     rng: random.Random
     folder: Path
-    """The folder of the logs and of the run's own folder: kept if the try is not survived."""
+    """The folder of the logs and of the run's own folder: it stays if the try is not survived."""
     reference: Reference
     moment: str = field(default="before the fault", init=False)
     """When the fault came, for the report of a try that is not survived."""
@@ -88,13 +88,13 @@ class Try:
         return self.folder / f"{name}.log"
 
     def start_anew(self) -> None:
-        """Forget the start in which the moment has been missed."""
+        """Delete the run in which the moment has been missed."""
         shutil.rmtree(self.run, ignore_errors=True)
 
     def complete(self, *flags: str) -> tuple[int, int]:
         """Start the same command until the run completes.
 
-        Returns the step at which it went on and the number of starts. Raises NotSurvived.
+        Returns the step at which it resumed and the number of starts. Raises NotSurvived.
         """
         for number in range(1, MOST_STARTS + 1):
             with running(self.command(*flags), self.log(f"restart_{number}")) as program:
@@ -107,18 +107,20 @@ class Try:
         raise NotSurvived(f"not completed by {MOST_STARTS} starts: {last_words(output)}")
 
     def compare(self, expected: Path | None = None) -> None:
-        """Raise NotSurvived if the run is not as the uninterrupted one."""
+        """Raise NotSurvived if the run differs from the uninterrupted one."""
         aside = {path.name for path in self.run.glob("set_aside_*/step_*")} - {self.damaged}
         if aside:
             raise NotSurvived(f"set aside, though nobody went back: {', '.join(sorted(aside))}")
-        if told := difference(self.run, expected or self.reference.ckpt_dir):
-            raise NotSurvived(told)
+        if problem := difference(self.run, expected or self.reference.ckpt_dir):
+            raise NotSurvived(problem)
 
-    def go_on(self, step: int, *flags: str, expected: Path | None = None, **about: Any) -> Outcome:
+    def resume_after(
+        self, step: int, *flags: str, expected: Path | None = None, **about: Any
+    ) -> Survived:
         """Complete the run after a fault that came when ``step`` was the last one in the log."""
         resumed, starts = self.complete(*flags)
         self.compare(expected)
-        return Outcome(max(0, step - resumed), self.moment, step, starts=starts, **about)
+        return Survived(max(0, step - resumed), self.moment, step, starts=starts, **about)
 
 
 def last_words(output: str) -> str:
@@ -130,7 +132,7 @@ def last_words(output: str) -> str:
 
 
 def unfinished_save(ckpt_dir: Path) -> bool:
-    """Tell whether the newest checkpoint has no manifest, and is no old one being removed."""
+    """Return True if the newest checkpoint has no manifest, and is no old one being removed."""
     folders = step_folders(ckpt_dir)
     return bool(folders) and not is_complete(folders[-1])
 
@@ -140,14 +142,14 @@ def reference_run(setup: Setup, folder: Path) -> Reference:
     ckpt_dir, times = folder / "run", folder / "seconds.json"
     if not times.exists():
         shutil.rmtree(ckpt_dir, ignore_errors=True)
-        began = time.monotonic()
+        start = time.monotonic()
         with running(setup.command(ckpt_dir), folder / "output.log") as program:
             program.wait_until(lambda: last_step(ckpt_dir) > 0)
-            first = time.monotonic() - began
+            first = time.monotonic() - start
             program.wait()
             if program.root.returncode or last_step(ckpt_dir) != STEPS:
                 raise SystemExit(f"{setup.title}: the uninterrupted run fails, see {program.log}")
-        times.write_text(json.dumps([first, time.monotonic() - began]))
+        times.write_text(json.dumps([first, time.monotonic() - start]))
     first, total = json.loads(times.read_text())
     return Reference(ckpt_dir, first, total)
 
@@ -157,7 +159,7 @@ class Fault:
     """A kind of fault, and how it is tried."""
 
     title: str
-    attempt: Callable[[Try], Outcome]
+    attempt: Callable[[Try], Survived]
     """The function that makes a try. Raises NotSurvived, or Skipped."""
     tries: int = 3
     starts: float = 2.0

@@ -1,4 +1,9 @@
-"""Floating-point operations of matrix products in a StableHLO module, loops counted in full."""
+"""What a module of XLA needs: bytes in HBM, bytes and numbers of collectives, FLOPs of products.
+
+The compiled module is read as text: what one device runs, in the order of its schedule. The traced
+module, of all devices together, is read in StableHLO. XLA's own cost analysis counts the body of a
+loop once; here each computation counts as often as it runs.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +25,9 @@ from xla_fsdp.jax_private import (
     shape_of,
 )
 
-# ------------------------------------------------------------------------------------------------
-# Bytes that a compiled module moves in one execution: in HBM, and by each kind of collective.
-#
-# XLA's own cost analysis counts the body of a loop once; here each computation counts as often as
-# it runs.
+# -- a compiled module as text ---------------------------------------------------------
 
-
-_WIDTHS = {
+_ITEM_BYTES = {
     "pred": 1,
     "s8": 1,
     "u8": 1,
@@ -43,12 +43,98 @@ _WIDTHS = {
     "u64": 8,
     "f64": 8,
 }
-_SHAPE = re.compile(r"\b(" + "|".join(_WIDTHS) + r")\[([\d,]*)\]((?:\{[^}]*\})?)")
+_ARRAY = re.compile(r"\b(" + "|".join(_ITEM_BYTES) + r")\[([\d,]*)\]((?:\{[^}]*\})?)")
+"""Dtype, sizes and layout."""
+_NOT_IN_HBM = re.compile(r"S\([1-9]")
+"""In a layout: any other memory space, such as vector memory, scalar memory, the host's."""
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?:^|[\s)}])([a-z][a-z\-]*)\(")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%([\w.\-]+)")
-_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    opcode: str
+    shape: str
+    text: str
+
+
+Computations = dict[str, list[Instruction]]
+"""Instructions in the order in which they run, by the name of their computation."""
+
+
+def parse_module(hlo: str) -> tuple[Computations, str]:
+    """Return the instructions of each computation by its name, and the name of the entry."""
+    computations: Computations = {}
+    entry = current = ""
+    for line in hlo.splitlines():
+        head = _HEAD.match(line)
+        if head:
+            current = head[2]
+            computations[current] = []
+            entry = current if head[1] else entry
+            continue
+        found = _LINE.match(line)
+        if not found or not current:
+            continue
+        text = found[2]
+        opcode = _OPCODE.search(text)
+        if opcode:
+            shape = text[: opcode.start(1)]
+            computations[current].append(Instruction(found[1], opcode[1], shape, text))
+    return computations, entry
+
+
+def called_by(each: Instruction) -> list[str]:
+    """Return the computations that an instruction calls, among them that inside a fusion."""
+    return _CALLED.findall(each.text)
+
+
+def scheduled_by(each: Instruction, computations: Computations) -> list[tuple[str, int]]:
+    """Return the computations that an instruction runs one after the other, and how often each.
+
+    They are the body of a loop, or what is called; the computation inside a fusion is not one.
+    """
+    if each.opcode == "while":
+        match = re.search(r"condition=%([\w.\-]+), body=%([\w.\-]+)", each.text)
+        assert match, each.text
+        # The counter is compared with a constant; loops here start at 0 and add 1.
+        condition = "\n".join(inner.text for inner in computations[match[1]])
+        bounds = [int(bound) for bound in re.findall(r"constant\((\d+)\)", condition)]
+        return [(match[2], max(bounds, default=1))]
+    if each.opcode in ("call", "conditional"):
+        return [(called, 1) for called in called_by(each)]
+    return []
+
+
+def operands_of(each: Instruction) -> list[str]:
+    """Return the names of an instruction's operands."""
+    operands = each.text[len(each.shape) :]
+    operands = operands[: operands.find("), ")] if "), " in operands else operands
+    return re.findall(r"%([\w.\-]+)", operands)
+
+
+def types_of(text: str) -> list[tuple[str, list[int]]]:
+    """Return dtype and sizes of each array that a text names."""
+    found = ((dtype, sizes.split(",")) for dtype, sizes, _ in _ARRAY.findall(text))
+    return [(dtype, [int(size) for size in sizes if size]) for dtype, sizes in found]
+
+
+def array_bytes(shape: str, *, only_hbm: bool = False, but: Set[str] = frozenset()) -> float:
+    """Return the bytes of the arrays in a shape, without those of the types ``but``."""
+    total = 0.0
+    for dtype, sizes, layout in _ARRAY.findall(shape):
+        if (only_hbm and _NOT_IN_HBM.search(layout)) or f"{dtype}[{sizes}]" in but:
+            continue
+        total += _ITEM_BYTES[dtype] * math.prod(int(size) for size in sizes.split(",") if size)
+    return total
+
+
+# -- bytes in HBM, and collectives ------------------------------------------------------
+
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _FREE = {
     "parameter",
     "constant",
@@ -62,20 +148,8 @@ _FREE = {
     "partition-id",
     "replica-id",
 }
-_STREAMED = re.compile(r'"custom_call_config":.*"bytes_accessed":"?(\d+)')
-_IN_HBM = re.compile(r"S\([1-9]")  # any other memory space: vmem, smem, sync flags
-
-
-@dataclass(frozen=True)
-class Instruction:
-    name: str
-    opcode: str
-    shape: str
-    text: str
-
-
-Computations = dict[str, list[Instruction]]
-"""Instructions in the order in which they run, by the name of their computation."""
+"""Opcodes that move no bytes themselves."""
+_BYTES_OF_KERNEL = re.compile(r'"custom_call_config":.*"bytes_accessed":"?(\d+)')
 
 
 @dataclass
@@ -91,7 +165,7 @@ class Traffic:
     collectives: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """How often each kind of collective runs."""
     asynchronous: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """How many collectives of each kind go on while something else is computed."""
+    """How many collectives of each kind run while something else is computed."""
 
     def add(self, other: Traffic, times: int) -> None:
         """Add the traffic of another module, which runs ``times`` times."""
@@ -125,34 +199,12 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
                 if key in seen:  # one collective in pieces, among several fusions
                     continue
                 seen.add(key)
-                traffic.hbm_bytes += runs * sum(map(_bytes, buffers))
+                traffic.hbm_bytes += runs * sum(map(array_bytes, buffers))
                 kind = found.opcode.removesuffix("-start")
                 traffic.collectives[kind] += runs
                 traffic.asynchronous[kind] += runs if is_async else 0
                 traffic.collective_bytes[kind] += runs * received_bytes(found, devices // slices)
     return traffic
-
-
-def parse_module(hlo: str) -> tuple[Computations, str]:
-    """Return the instructions of each computation by its name, and the name of the entry."""
-    computations: Computations = {}
-    entry = current = ""
-    for line in hlo.splitlines():
-        head = _HEAD.match(line)
-        if head:
-            current = head[2]
-            computations[current] = []
-            entry = current if head[1] else entry
-            continue
-        found = _LINE.match(line)
-        if not found or not current:
-            continue
-        text = found[2]
-        opcode = _OPCODE.search(text)
-        if opcode:
-            shape = text[: opcode.start(1)]
-            computations[current].append(Instruction(found[1], opcode[1], shape, text))
-    return computations, entry
 
 
 def _schedule(computations: Computations, name: str, times: int = 1) -> Iterator[tuple[str, int]]:
@@ -161,109 +213,6 @@ def _schedule(computations: Computations, name: str, times: int = 1) -> Iterator
     for each in computations[name]:
         for called, rounds in scheduled_by(each, computations):
             yield from _schedule(computations, called, times * rounds)
-
-
-def scheduled_by(each: Instruction, computations: Computations) -> list[tuple[str, int]]:
-    """Return the computations that an instruction runs one after the other, and how often each.
-
-    They are the body of a loop, or what is called; the computation inside a fusion is none.
-    """
-    if each.opcode == "while":
-        match = re.search(r"condition=%([\w.\-]+), body=%([\w.\-]+)", each.text)
-        assert match, each.text
-        return [(match[2], _rounds(computations[match[1]]))]
-    if each.opcode in ("call", "conditional"):
-        return [(called, 1) for called in called_by(each)]
-    return []
-
-
-def _rounds(condition: list[Instruction]) -> int:
-    """Return the bound that a loop's counter is compared with; loops here begin at 0 and add 1."""
-    constants = [re.search(r"constant\((\d+)\)", each.text) for each in condition]
-    return max((int(match[1]) for match in constants if match), default=1)
-
-
-def collectives_of(
-    each: Instruction, computations: Computations
-) -> list[tuple[Instruction, bool, list[str]]]:
-    """Return the collectives in an instruction, and whether each goes on beside something else.
-
-    For one that a fusion carries a piece of, the third value holds the types of what the whole of
-    it reads and writes: all its pieces name these, none moves them whole.
-    """
-    if each.opcode.removesuffix("-start") in _KINDS:
-        return [(each, each.opcode.endswith("-start"), [])]
-    if each.opcode != "fusion":
-        return []
-    found: list[tuple[Instruction, bool, list[str]]] = []
-    for called in called_by(each):
-        inside = computations.get(called, [])
-        for inner in inside:
-            if inner.opcode.removesuffix("-start") not in _KINDS:
-                continue
-            if called.startswith("all-reduce-scatter"):  # its input is the shape
-                inner = replace(inner, opcode="reduce-scatter", shape=each.shape)
-            in_pieces = "chain_id" in inner.text
-            buffers = _read_and_written(inner, inside) if in_pieces else []
-            found.append((inner, in_pieces or "async" in each.name, buffers))
-    return found
-
-
-def channel_of(collective: Instruction) -> str | None:
-    """Return what all pieces of one collective, and no other one, have in common."""
-    same = re.search(r'channel_id=\d+|chain_id="\d+"', collective.text)
-    return same[0] if same else None
-
-
-def _read_and_written(collective: Instruction, inside: list[Instruction]) -> list[str]:
-    operand = re.search(r"\(%([\w.\-]+)", collective.text)
-    assert operand, collective.text
-    (shape,) = (each.shape for each in inside if each.name == operand[1])
-    return [_type(shape), _type(collective.shape)]
-
-
-def _type(shape: str) -> str:
-    """Return a shape without its layout: where a buffer lies may differ from piece to piece."""
-    return "".join(f"{kind}[{sizes}]" for kind, sizes, _ in _SHAPE.findall(shape))
-
-
-def output_bytes(each: Instruction) -> float:
-    """Return the bytes of what an instruction computes, wherever they are."""
-    return _bytes(each.shape)
-
-
-def called_by(each: Instruction) -> list[str]:
-    """Return the computations that an instruction calls, among them that inside a fusion."""
-    return _CALLED.findall(each.text)
-
-
-def operands_of(each: Instruction) -> list[str]:
-    """Return the names of what an instruction is given."""
-    operands = each.text[len(each.shape) :]
-    operands = operands[: operands.find("), ")] if "), " in operands else operands
-    return re.findall(r"%([\w.\-]+)", operands)
-
-
-def types_of(text: str) -> list[tuple[str, list[int]]]:
-    """Return dtype and sizes of each array that a text names."""
-    found = ((kind, sizes.split(",")) for kind, sizes, _ in _SHAPE.findall(text))
-    return [(kind, [int(size) for size in sizes if size]) for kind, sizes in found]
-
-
-def dimensions(shape: str) -> list[int]:
-    """Return the sizes of an array by its shape as text."""
-    found = _SHAPE.search(shape)
-    assert found, shape
-    return [int(size) for size in found[2].split(",") if size]
-
-
-def _bytes(shape: str, *, only_hbm: bool = False, but: Set[str] = frozenset()) -> float:
-    total = 0.0
-    for kind, sizes, layout in _SHAPE.findall(shape):
-        if (only_hbm and _IN_HBM.search(layout)) or f"{kind}[{sizes}]" in but:
-            continue
-        total += _WIDTHS[kind] * math.prod(int(size) for size in sizes.split(",") if size)
-    return total
 
 
 def instruction_bytes(
@@ -275,16 +224,57 @@ def instruction_bytes(
     """
     names = operands_of(each)
     if "dynamic-update-slice" in each.name:  # in place: the slice, not the whole
-        sizes = sorted(_bytes(shapes.get(name, ""), only_hbm=True) for name in names)
+        sizes = sorted(array_bytes(shapes.get(name, ""), only_hbm=True) for name in names)
         return 2 * sum(sizes[:-1])
     if "dynamic-slice" in each.name or each.opcode == "dynamic-slice":
-        return 2 * _bytes(each.shape, only_hbm=True)
+        return 2 * array_bytes(each.shape, only_hbm=True)
     moved = [each.shape, *(shapes.get(name, "") for name in names)]
-    in_hbm = sum(_bytes(shape, only_hbm=True, but=but) for shape in moved)
-    streamed = _STREAMED.search(each.text)
-    if streamed and in_hbm:  # a Pallas kernel reads some of its operands more than once
-        return int(streamed[1]) * in_hbm / sum(map(_bytes, moved))
+    in_hbm = sum(array_bytes(shape, only_hbm=True, but=but) for shape in moved)
+    of_kernel = _BYTES_OF_KERNEL.search(each.text)
+    if of_kernel and in_hbm:  # a Pallas kernel reads some of its operands more than once
+        return int(of_kernel[1]) * in_hbm / sum(map(array_bytes, moved))
     return in_hbm
+
+
+def collectives_of(
+    each: Instruction, computations: Computations
+) -> list[tuple[Instruction, bool, list[str]]]:
+    """Return the collectives in an instruction, and whether each runs beside something else.
+
+    For one that a fusion carries a piece of, the third value holds the types of what the whole of
+    it reads and writes: all its pieces name these, none moves them whole.
+    """
+    if each.opcode.removesuffix("-start") in _COLLECTIVES:
+        return [(each, each.opcode.endswith("-start"), [])]
+    if each.opcode != "fusion":
+        return []
+    found: list[tuple[Instruction, bool, list[str]]] = []
+    for called in called_by(each):
+        inside = computations.get(called, [])
+        for inner in inside:
+            if inner.opcode.removesuffix("-start") not in _COLLECTIVES:
+                continue
+            if called.startswith("all-reduce-scatter"):  # its input is the shape
+                inner = replace(inner, opcode="reduce-scatter", shape=each.shape)
+            in_pieces = "chain_id" in inner.text
+            buffers: list[str] = []
+            if in_pieces:
+                operand = re.search(r"\(%([\w.\-]+)", inner.text)
+                assert operand, inner.text
+                (read,) = (other.shape for other in inside if other.name == operand[1])
+                # Without the layout: where a buffer is may differ from piece to piece.
+                buffers = [
+                    "".join(f"{dtype}[{sizes}]" for dtype, sizes, _ in _ARRAY.findall(shape))
+                    for shape in (read, inner.shape)
+                ]
+            found.append((inner, in_pieces or "async" in each.name, buffers))
+    return found
+
+
+def channel_of(collective: Instruction) -> str | None:
+    """Return what all pieces of one collective, and no other one, have in common."""
+    same = re.search(r'channel_id=\d+|chain_id="\d+"', collective.text)
+    return same[0] if same else None
 
 
 def group_of(collective: Instruction, devices: int) -> list[int]:
@@ -310,11 +300,11 @@ def group_of(collective: Instruction, devices: int) -> list[int]:
 def received_bytes(each: Instruction, devices: int) -> float:
     """Return the bytes that a collective must bring to a device from its group's other members.
 
-    A permute brings all that it gives.
+    A permute brings its whole operand.
     """
     kind = each.opcode.removesuffix("-start")
     size = len(group_of(each, devices))
-    whole = _bytes(each.shape)
+    whole = array_bytes(each.shape)
     if kind == "collective-permute":
         return whole / 2 if each.opcode.endswith("-start") else whole  # (source, destination)
     if kind == "all-reduce":
@@ -325,53 +315,47 @@ def received_bytes(each: Instruction, devices: int) -> float:
 
 
 def dma_bytes(start: Instruction) -> float:
-    """Return the bytes that a copy begun here moves; its shape is (operands, result, context).
+    """Return the bytes of a copy that starts here; its shape is (operands, result, context).
 
     Operands that are indices do not count.
     """
-    found = _SHAPE.findall(start.shape)
-    sizes = [_bytes(f"{kind}[{dims}]") for kind, dims, _ in found if dims]
+    found = _ARRAY.findall(start.shape)
+    sizes = [array_bytes(f"{dtype}[{sizes}]") for dtype, sizes, _ in found if sizes]
     return min(sizes[:2]) if len(sizes) > 1 else 0.0
 
 
 def received_from_slices(send: Instruction, slices: int) -> float:
-    """Return the bytes that must reach a device's host of what each slice hands to its own."""
-    sent = _bytes(send.shape.partition("]")[0] + "]")  # (the data, u32[], token[])
+    """Return the bytes that must reach a device's host of what each slice sends to its own."""
+    sent = array_bytes(send.shape.partition("]")[0] + "]")  # (the data, u32[], token[])
     if '_xla_megascale_transfer_type="ALL_REDUCE"' in send.text:
         return 2 * sent * (slices - 1) / slices
     return sent * (slices - 1)
 
 
-# ------------------------------------------------------------------------------------------------
-# Floating-point operations of the matrix products in a compiled module, one by one.
+# -- FLOPs of the products in a compiled module -----------------------------------------
 #
 # The TPU compiler writes products as convolutions; the dimensions of a batch are spatial ones, with
 # padding and dilation that leave one valid place of the window for each output.
-
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
-def product_flops(each: Instruction, shapes: dict[str, str], int8_pace: int = 1) -> float:
+def product_flops(each: Instruction, shapes: dict[str, str], int8_speedup: int = 1) -> float:
     """Return the operations of one product, two a multiply-add; 0 if it is none.
 
-    ``shapes`` are those of its computation's instructions, by name. Of int8 numbers, ``int8_pace``
-    operations count as one.
+    ``shapes`` are those of its computation's instructions, by name. Of int8 numbers,
+    ``int8_speedup`` operations count as one.
     """
     if each.opcode not in ("dot", "convolution"):
         return 0.0
-    pace = int8_pace if shapes[operands_of(each)[0]].startswith("s8") else 1
-    return _operations(each, shapes) / pace
-
-
-def _operations(each: Instruction, shapes: dict[str, str]) -> float:
-    left, right = (dimensions(shapes[name]) for name in operands_of(each)[:2])
-    result = dimensions(each.shape)
+    (dtype, left), (_, right) = (types_of(shapes[name])[0] for name in operands_of(each)[:2])
+    result = types_of(each.shape)[0][1]
+    speedup = int8_speedup if dtype == "s8" else 1
     if each.opcode == "dot":
         contracted = _CONTRACTED.search(each.text)
         places = contracted[1].split(",") if contracted and contracted[1] else []
-        return 2.0 * math.prod(result) * math.prod(left[int(place)] for place in places)
+        return 2.0 * math.prod(result) * math.prod(left[int(place)] for place in places) / speedup
     labels = _LABELS.search(each.text)
     assert labels, each.text
     of_left, of_right, of_result = labels.groups()
@@ -380,26 +364,10 @@ def _operations(each: Instruction, shapes: dict[str, str]) -> float:
     for dimension in sorted(filter(str.isdigit, of_result)):
         sizes = left[of_left.index(dimension)], result[of_result.index(dimension)]
         total *= _valid_places(each.text, int(dimension), *sizes)
-    return total
+    return total / speedup
 
 
-def flops_inside(
-    each: Instruction, computations: Computations, int8_pace: int = 1
-) -> list[tuple[float, Instruction]]:
-    """Return the products in a fusion, of whatever depth, and the operations of each."""
-    if each.opcode != "fusion":
-        return []
-    found = []
-    for called in called_by(each):
-        inside = computations.get(called, [])
-        shapes = {inner.name: inner.shape for inner in inside}
-        for inner in inside:
-            flops = product_flops(inner, shapes, int8_pace)
-            found += [(flops, inner)] if flops else flops_inside(inner, computations, int8_pace)
-    return found
-
-
-def _valid_places(text: str, dimension: int, given: int, results: int) -> int:
+def _valid_places(text: str, dimension: int, inputs: int, results: int) -> int:
     """Count the pairs of an output's place and a place of the window that meet an input."""
 
     def setting(name: str, default: str) -> str:
@@ -410,42 +378,69 @@ def _valid_places(text: str, dimension: int, given: int, results: int) -> int:
     before = int(setting("pad", "0_0").split("_")[0])
     apart, gaps = int(setting("lhs_dilate", "1")), int(setting("rhs_dilate", "1"))
     places = np.arange(results)[:, None] * stride - before + np.arange(size)[None, :] * gaps
-    inside = (places >= 0) & (places <= (given - 1) * apart) & (places % apart == 0)
+    inside = (places >= 0) & (places <= (inputs - 1) * apart) & (places % apart == 0)
     return int(inside.sum())
 
 
-# ------------------------------------------------------------------------------------------------
+def flops_inside(
+    each: Instruction, computations: Computations, int8_speedup: int = 1
+) -> list[tuple[float, Instruction]]:
+    """Return the products in a fusion, of whatever depth, and the operations of each."""
+    if each.opcode != "fusion":
+        return []
+    found = []
+    for called in called_by(each):
+        inside = computations.get(called, [])
+        shapes = {inner.name: inner.shape for inner in inside}
+        for inner in inside:
+            flops = product_flops(inner, shapes, int8_speedup)
+            found += [(flops, inner)] if flops else flops_inside(inner, computations, int8_speedup)
+    return found
 
 
-def count_flops(module: Any, int8_pace: int = 1) -> float:
+# -- FLOPs of the products in a StableHLO module ----------------------------------------
+
+
+def count_flops(module: Any, int8_speedup: int = 1) -> float:
     """Count the whole program, before it is divided over devices: two for each multiply-add.
 
     Recomputation under gradient checkpointing is in the program and so in the count. Of int8
-    numbers, ``int8_pace`` operations count as one.
+    numbers, ``int8_speedup`` operations count as one.
     """
     functions = {f.name.value: f for f in module.body.operations}
-    return _of_block(functions["main"].regions[0].blocks[0], functions, int8_pace)
+    return _flops_of(_body(functions["main"]), functions, int8_speedup)
 
 
-def _of_block(block: Any, functions: dict[str, Any], pace: int) -> float:
+def _body(function: Any) -> Any:
+    return function.regions[0].blocks[0]
+
+
+def _flops_of(block: Any, functions: dict[str, Any], int8_speedup: int) -> float:
     total = 0.0
     for op in _live(block):
         if op.name == "stablehlo.dot":
             total += 2.0 * math.prod(shape_of(op.results[0])) * shape_of(op.operands[0])[-1]
         elif op.name == "stablehlo.dot_general":
-            total += _dot(op) / (pace if is_int8(op.operands[0]) else 1)
+            left = shape_of(op.operands[0])
+            contracted = math.prod(left[d] for d in contracted_dimensions(op))
+            flops = 2.0 * math.prod(shape_of(op.results[0])) * contracted
+            total += flops / (int8_speedup if is_int8(op.operands[0]) else 1)
         elif op.name == "stablehlo.convolution":
-            total += _convolution(op)
+            kernel = shape_of(op.operands[1])
+            per_output = math.prod(kernel) // kernel[kernel_output_dimension(op)]
+            total += 2.0 * math.prod(shape_of(op.results[0])) * per_output
         elif op.name == "stablehlo.custom_call":
-            total += _kernel(op)
+            total += _pallas_flops(op)
         elif op.name == "func.call":
             called = functions[op.attributes["callee"].value]
-            total += _of_block(called.regions[0].blocks[0], functions, pace)
+            total += _flops_of(_body(called), functions, int8_speedup)
         elif op.name == "stablehlo.while":
             condition, body = (region.blocks[0] for region in op.regions)
-            total += _loop_rounds(condition, functions) * _of_block(body, functions, pace)
+            rounds = _loop_rounds(condition, functions)
+            total += rounds * _flops_of(body, functions, int8_speedup)
         else:
-            total += sum(_of_block(b, functions, pace) for r in op.regions for b in r.blocks)
+            blocks = (inner for region in op.regions for inner in region.blocks)
+            total += sum(_flops_of(inner, functions, int8_speedup) for inner in blocks)
     return total
 
 
@@ -466,20 +461,8 @@ def _live(block: Any) -> list[Any]:
     return live
 
 
-def _dot(op: Any) -> float:
-    left = shape_of(op.operands[0])
-    contracted = math.prod(left[d] for d in contracted_dimensions(op))
-    return 2.0 * math.prod(shape_of(op.results[0])) * contracted
-
-
-def _convolution(op: Any) -> float:
-    kernel = shape_of(op.operands[1])
-    per_output = math.prod(kernel) // kernel[kernel_output_dimension(op)]
-    return 2.0 * math.prod(shape_of(op.results[0])) * per_output
-
-
-def _kernel(op: Any) -> float:
-    """Return the FLOPs that a Pallas kernel's call tells of itself, on all devices together.
+def _pallas_flops(op: Any) -> float:
+    """Return the FLOPs that a Pallas kernel's call declares, on all devices together.
 
     xla_fsdp.attention.kernels writes them there.
     """
@@ -488,13 +471,13 @@ def _kernel(op: Any) -> float:
     cost = json.loads(op.attributes["backend_config"].value)["custom_call_config"]["cost_estimate"]
     devices = 1.0
     part = op.operands[0]
-    if getattr(part.owner, "name", "") == "stablehlo.custom_call":  # taken from a sharded tensor
+    if getattr(part.owner, "name", "") == "stablehlo.custom_call":  # a shard of a sharded tensor
         devices = math.prod(shape_of(part.owner.operands[0])) / math.prod(shape_of(part))
     return devices * float(cost["flops"])
 
 
 def _loop_rounds(condition: Any, functions: dict[str, Any]) -> int:
-    """Return the bound of a loop's counter, which begins at 0 and grows by 1 (xla_fsdp.scan)."""
+    """Return the bound of a loop's counter, which starts at 0 and grows by 1 (xla_fsdp.scan)."""
     bounds = [1]
     for operation in condition.operations:
         op = operation.operation
@@ -502,5 +485,5 @@ def _loop_rounds(condition: Any, functions: dict[str, Any]) -> int:
             bounds.append(first_integer(op))
         elif op.name == "func.call":
             called = functions[op.attributes["callee"].value]
-            bounds.append(_loop_rounds(called.regions[0].blocks[0], functions))
+            bounds.append(_loop_rounds(_body(called), functions))
     return max(bounds)

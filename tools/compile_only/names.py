@@ -1,9 +1,9 @@
 """Names of the model's modules, written into a step's graph while it is traced.
 
-PyTorch/XLA keeps, of each operation that it records, the scopes that are open in its thread. Hooks
-open one around each module's forward pass, and around each node of autograd that comes from it, and
-so also where blocks are traced apart, as the body of a loop. The compiler hands the names on to
-what it makes of the operations (``metadata`` of the HLO).
+PyTorch/XLA records with each operation the scopes that are open in its thread. Hooks open one
+around each module's forward pass, and around each node of autograd that comes from it, and so also
+where blocks are traced apart, as the body of a loop. The compiler copies the names to what it makes
+of the operations (``metadata`` of the HLO).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODEL, LOSS, OPTIMIZER = "model", "loss", "optimizer"
 
 
 @dataclass(frozen=True)
-class Origin:
+class Scope:
     """Where in the step an operation comes from."""
 
     module: str
@@ -41,10 +41,10 @@ class Origin:
         return f"[{self.module}_{self.phase}]"
 
 
-def origin_in(text: str) -> Origin | None:
-    """Return the innermost origin that is written in an instruction's metadata."""
+def scope_in(text: str) -> Scope | None:
+    """Return the innermost scope that is written in an instruction's metadata."""
     found = _WRITTEN.findall(text)
-    return Origin(*found[-1]) if found else None
+    return Scope(*found[-1]) if found else None
 
 
 class Names:
@@ -56,21 +56,26 @@ class Names:
 
     def watch(self, model: nn.Module) -> None:
         """Name all that ``model`` computes, forward and backward."""
-        for name, module in model.named_modules():
-            self._watch(module, _plain(name))
+        for path, module in model.named_modules():
+            # Without numbers of blocks, and without FSDP's wrappers.
+            parts = [p for p in private.without_wrappers(path).split(".") if not p.isdigit()]
+            if parts[1:2] == ["block"]:
+                del parts[1]
+            self._watch(module, ".".join(parts) or MODEL)
 
     @contextmanager
     def inside(self, module: str, phase: str) -> Iterator[None]:
         """Name what is recorded inside and by no module."""
-        self._push(Origin(module, phase))
+        self._push(Scope(module, phase))
         try:
             yield
         finally:
             self._pop()
 
-    def name_backward(self, result: torch.Tensor, module: str, given: Any = ()) -> None:
-        """Name the backward pass of what computed ``result`` and has no name, up to ``given``."""
-        seen: set[Any] = {each.grad_fn for each in _tensors(given)} | {None}
+    def name_backward(self, result: torch.Tensor, module: str, arguments: Any = ()) -> None:
+        """Name the backward pass of what computed ``result`` from ``arguments``, where it has no
+        name yet."""
+        seen: set[Any] = {each.grad_fn for each in _tensors(arguments)} | {None}
         waiting: list[Any] = [result.grad_fn]
         while waiting:
             node = waiting.pop()
@@ -81,7 +86,7 @@ class Names:
             if _KEY in node.metadata or not node.next_functions:  # the last: leaves a gradient
                 continue
             node.metadata[_KEY] = module
-            node.register_prehook(lambda _: self._push(Origin(module, "backward")))
+            node.register_prehook(lambda _: self._push(Scope(module, "backward")))
             node.register_hook(lambda *_: self._pop())
 
     def _watch(self, module: nn.Module, name: str) -> None:
@@ -89,7 +94,8 @@ class Names:
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             given.append((args, kwargs))
-            self._push(Origin(name, "recompute" if self._in_backward() else "forward"))
+            in_backward = any(scope.phase == "backward" for scope, _ in self._stack())
+            self._push(Scope(name, "recompute" if in_backward else "forward"))
 
         def after(_: nn.Module, __: Any, result: Any) -> None:
             self._pop()
@@ -100,27 +106,17 @@ class Names:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
 
-    def _stack(self) -> list[tuple[Origin, Any]]:
+    def _stack(self) -> list[tuple[Scope, Any]]:
         if not hasattr(self._open, "stack"):
             self._open.stack = []
         return self._open.stack
 
-    def _push(self, origin: Origin) -> None:
-        self._stack().append((origin, private.open_scope(str(origin))))
+    def _push(self, scope: Scope) -> None:
+        self._stack().append((scope, private.open_scope(str(scope))))
 
     def _pop(self) -> None:
-        self._stack().pop()  # let go of, the scope is closed
-
-    def _in_backward(self) -> bool:
-        return any(origin.phase == "backward" for origin, _ in self._stack())
+        self._stack().pop()  # without a reference to it, torch_xla's scope closes
 
 
 def _tensors(nested: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(nested) if isinstance(each, torch.Tensor)]
-
-
-def _plain(name: str) -> str:
-    """Return a module's name without numbers of blocks, and without what FSDP puts around."""
-    parts = private.without_wrappers(name).split(".")
-    kept = [part for part in parts if not part.isdigit()]
-    return ".".join(kept[:1] + kept[2:] if kept[1:2] == ["block"] else kept) or MODEL

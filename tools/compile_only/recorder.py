@@ -1,4 +1,4 @@
-"""The backends with nothing behind their tensors: they record a step and keep its graphs."""
+"""Backends without devices: they trace a step and save its graphs in the place of running them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.spmd import SpmdBackend
 from xla_fsdp.xla_backend import XlaBackend
 
-# ------------------------------------------------------------------------------------------------
-# Graphs of the program as torch_xla would hand them to the devices, kept instead of run.
+# -- graphs of the program as torch_xla would hand them to the devices ---------------------
 
 
 @dataclass(frozen=True)
 class _Data:
-    """A placeholder for data on the devices, and how the data lies there."""
+    """A placeholder for data on the devices, and its sharding."""
 
     placeholder: torch.Tensor
     sharding: str | Result
@@ -42,7 +41,7 @@ class _Data:
 
 
 class Recorder:
-    """Keeps the graphs of a step. What lives on after one is a placeholder in the next."""
+    """Saves the graphs of a step. What lives on after one is a placeholder in the next."""
 
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
@@ -50,12 +49,12 @@ class Recorder:
         self._given: list[_Data] = []  # to the next graph, by those living and those dead by then
 
     def settle(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Take these tensors (all, if not given) for data from here on, however they came about."""
+        """Treat these tensors (all, if not given) as data from here on, however they came about."""
         for same in _recorded(_living() if tensors is None else tensors):
             self._replace(same, self._mark(same[0]) or REPLICATED)
 
     def break_graph(self) -> None:
-        """Keep the graph of all living tensors that were computed since the last break."""
+        """Save the graph of all living tensors that were computed since the last break."""
         living = _living()
         results = _recorded(living)
         # As after any execution: the next graph's collectives don't wait for this one's.
@@ -94,6 +93,7 @@ class Recorder:
         return known if isinstance(known, str) else None
 
     def _replace(self, same: list[torch.Tensor], sharding: str | Result) -> None:
+        """Put a placeholder in the place of the tensors of one value."""
         first = same[0]
         placeholder = create_placeholder_tensor(first.shape, first.dtype)
         data = _Data(placeholder, sharding)
@@ -151,13 +151,13 @@ def _recorded(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     tensors = list(tensors)
     needed = private.need_computing(tensors)
     found: dict[int, list[torch.Tensor]] = {}
-    for tensor, wanted in zip(tensors, needed, strict=True):
-        if wanted:
+    for tensor, is_needed in zip(tensors, needed, strict=True):
+        if is_needed:
             found.setdefault(private.recorded_number(tensor), []).append(tensor)
     return list(found.values())
 
 
-# ------------------------------------------------------------------------------------------------
+# -- backends -----------------------------------------------------------------------------
 
 
 class TracingBackend(XlaBackend):
@@ -167,7 +167,7 @@ class TracingBackend(XlaBackend):
         self.recorder = Recorder()
         self._records = False
         self.before_backward: Callable[[torch.Tensor], None] | None = None
-        """Is told of each loss, before its backward pass is recorded."""
+        """Called with each loss, before its backward pass is recorded."""
         super().__init__(run)
 
     def start_recording(self) -> None:
@@ -185,12 +185,12 @@ class TracingBackend(XlaBackend):
             self.recorder.break_graph()
 
     @abc.abstractmethod
-    def _lay_out(self, batch: torch.Tensor) -> torch.Tensor:
-        """Mark how a batch lies on the devices."""
+    def _shard_batch(self, batch: torch.Tensor) -> torch.Tensor:
+        """Mark the sharding of a batch."""
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         images, labels = (
-            self._lay_out(torch.zeros(part.shape, dtype=part.dtype, device=self._device))
+            self._shard_batch(torch.zeros(part.shape, dtype=part.dtype, device=self._device))
             for part in batch
         )
         self.recorder.settle([images, labels])
@@ -229,7 +229,7 @@ class TracingSpmdBackend(TracingBackend, SpmdBackend):
 
         return super().shard(model, units, leave_on_meta)
 
-    def _lay_out(self, batch: torch.Tensor) -> torch.Tensor:
+    def _shard_batch(self, batch: torch.Tensor) -> torch.Tensor:
         return self._layout.mark(batch, self._layout.batch_spec(batch.dim()))
 
 
@@ -244,5 +244,5 @@ class TracingNestedBackend(TracingBackend, NestedBackend):
 
         return super().shard(model, units, zeros)
 
-    def _lay_out(self, batch: torch.Tensor) -> torch.Tensor:
+    def _shard_batch(self, batch: torch.Tensor) -> torch.Tensor:
         return batch  # a process has its own

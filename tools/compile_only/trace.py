@@ -1,7 +1,7 @@
 """The program's own training step as graphs, with nothing allocated at the model's size.
 
 The backend runs as it does in training, except that what would be data on the devices is a
-placeholder, and that a graph is kept where it would be run.
+placeholder, and that a graph is saved where it would be run (``recorder``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from training.losses import Objective
 from training.step import forward_backward, put_micro_batches, shard_and_optimize
 from xla_fsdp.resolve_xla import XlaRun
 
-# ------------------------------------------------------------------------------------------------
-# The graphs of a training step, as its trace hands them to the compiler.
-
+# -- the graphs of a training step, as its trace hands them to the compiler ----------------
+#
+# Shardings are in XLA's notation.
 
 REPLICATED = "{replicated}"
-"""How XLA writes that every device has the whole."""
+"""Every device has the whole."""
 
 
 @dataclass(frozen=True)
@@ -36,47 +36,47 @@ class Result:
     number: int
 
 
+Shardings = Callable[[Result], str | None]
+"""Returns the sharding that the compiler chose for a result; None if that is not known."""
+
+
 @dataclass(frozen=True)
 class Value:
-    """Data on the devices: bytes in all, and how it lies there, in XLA's notation."""
+    """Data on the devices: bytes in all, and its sharding."""
 
     size: int
     sharding: str | Result
     """A ``Result`` where the program has not marked one: the compiler's choice, known later."""
 
-    def lies(self, shardings: Shardings) -> str | None:
+    def resolve(self, shardings: Shardings) -> str | None:
         return shardings(self.sharding) if isinstance(self.sharding, Result) else self.sharding
-
-
-Shardings = Callable[[Result], str | None]
-"""Tells how the compiler laid out a result; None if that is not known."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph as HLO, and how its arguments and results lie on the devices."""
+    """A graph as HLO, and the shardings of its arguments and results."""
 
     hlo: bytes
     arguments: dict[int, Value]
     """Arguments by their number; those that are not here are small and replicated."""
     results: tuple[str | None, ...]
-    """How each result lies; None where that is left to the compiler."""
+    """The sharding of each result; None where that is left to the compiler."""
     donated: dict[int, int]
     """Maps an argument to the result that takes its place in memory."""
     resident: tuple[Value, ...]
     """Values that live on the devices meanwhile without being arguments."""
 
-    def given(self, shardings: Shardings) -> Graph:
-        """Return the graph with the sharding of every argument resolved."""
+    def resolve(self, shardings: Shardings) -> Graph:
+        """Return the graph with the sharding of every argument known."""
         arguments = {}
         for number, value in self.arguments.items():
-            sharding = value.lies(shardings)
+            sharding = value.resolve(shardings)
             assert sharding, (number, value)
             arguments[number] = Value(value.size, sharding)
         return replace(self, arguments=arguments)
 
     def sharding_of(self, number: int) -> str:
-        """Return how an argument lies on the devices, in XLA's notation; it must be known."""
+        """Return the sharding of an argument; it must be known."""
         sharding = self.arguments[number].sharding if number in self.arguments else REPLICATED
         assert isinstance(sharding, str)
         return sharding
@@ -108,7 +108,7 @@ def local_bytes(values: Iterable[Value], shardings: Shardings) -> int:
     """Return the bytes on one device, leaving out values whose sharding is not known."""
     total = 0
     for value in values:
-        sharding = value.lies(shardings)
+        sharding = value.resolve(shardings)
         total += value.size // tiles(sharding) if sharding else 0
     return total
 
@@ -122,11 +122,12 @@ def tiles(sharding: str) -> int:
     return math.prod(sizes[:-1] if "last_tile_dim_replicate" in sharding else sizes)
 
 
-# ------------------------------------------------------------------------------------------------
+# -- tracing -----------------------------------------------------------------------------
 
 
 def start_xla(devices: int, form: str) -> None:
-    """XLA on the CPU, made to believe that it has this many devices, for this form of FSDP."""
+    """Start XLA on the CPU, made to believe that it has this many devices, for this form of
+    FSDP."""
     os.environ["PJRT_DEVICE"] = "CPU"
     # A few virtual ones stand for all: many crash autograd (128 do), and one is never sharded.
     os.environ["CPU_NUM_DEVICES"] = "1" if form == "nested" else str(min(devices, 4))
@@ -143,7 +144,7 @@ def start_xla(devices: int, form: str) -> None:
 def trace_step(run: XlaRun, named: bool = False) -> Step:
     """Trace one step of ``run``, sharded as in training. Call ``start_xla`` before.
 
-    ``named``: the graphs tell which module of the model each operation comes from.
+    ``named``: write into the graphs from which module of the model each operation comes.
     """
     from tools.compile_only import recorder
     from tools.compile_only.names import LOSS, OPTIMIZER, Names
@@ -155,11 +156,14 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
         backend = recorder.TracingNestedBackend(run)
     sharded = shard_and_optimize(run, backend)
     sharded.train()
-    names = Names() if named else None
-    if names:
+    in_loss: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    in_optimizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if named:
+        names = Names()
         names.watch(sharded)
         backend.before_backward = functools.partial(names.name_backward, module=LOSS)
-    inside = names.inside if names else _nowhere
+        in_loss, in_optimizer = names.inside(LOSS, "forward"), names.inside(OPTIMIZER, "update")
+
     data, optimizer = run.config.data, run.config.optimizer
     share = data.batch_size // backend.world_size
     shape = (share, *run.model.sizes.input_shape)
@@ -167,11 +171,12 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
     images = torch.empty(shape, dtype=dtype, device="meta")
     batch = images, torch.empty(share, dtype=torch.int64, device="meta")
     objective = Objective(run, backend)
+
     backend.start_recording()
     micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)
-    with backend.recorder.seeing_saved_tensors(), inside(LOSS, "forward"):
+    with backend.recorder.seeing_saved_tensors(), in_loss:
         loss = forward_backward(sharded, objective, backend, 0, micro_batches)
-    with inside(OPTIMIZER, "update"):
+    with in_optimizer:
         outcome = backend.optimizer_step(optimizer.lr, optimizer.clip_grad_norm, loss)
     del loss, outcome  # until here they live, and so are results
     return Step(
@@ -180,7 +185,3 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
         state_bytes=backend.local_state_bytes(),
         description=backend.describe(),
     )
-
-
-def _nowhere(module: str, phase: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()

@@ -1,4 +1,9 @@
-"""Tells what a search for plans has found: a table, JSON, and a picture."""
+"""The parts of ``--plan`` that TPUs and GPUs share: requests, candidates, plans, printing.
+
+A request is read from the flags (the training in steps, prices of hardware). A search makes
+candidates from tables of values for a few flags, and plans from candidates. The plans are printed
+as a table or JSON, and drawn.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import os
 import shlex
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,14 +25,16 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from data.files import DataFolderError
 from data.source import Wanted, open_data
 from models.spec import ModelSpec
-from training.config import PlanConfig, RunConfig
+from training.config import PlanConfig, RunConfig, UseConfig
 from training.errors import UsageError
 from training.flags import by_field, flat
 from training.logs.records import save_figure
+from training.mesh import Mesh
+from training.resolve import resolve_common, resolve_model
 
-# ------------------------------------------------------------------------------------------------
-# What hardware costs for an hour: read from a small file that anyone can replace.
+matplotlib.use("Agg")
 
+# -- prices: read from a small file that anyone can replace ------------------------------------
 
 SHIPPED = Path(__file__).with_name("prices.toml")
 
@@ -63,28 +70,25 @@ def read_prices(name: str | None) -> dict[str, Price]:
         raise UsageError(f"--price {path} is no {kind}: {str(error).splitlines()[0]}") from None
     if not isinstance(tables, Mapping) or not tables:
         raise UsageError(f"--price {path} names no chip: a table for each, as in {SHIPPED.name}")
-    return {kind: _price(path, kind, table) for kind, table in tables.items()}
+    prices = {}
+    for kind, table in tables.items():
+        value = table.get("price") if isinstance(table, Mapping) else None
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
+        if not 0 <= number < math.inf:
+            raise UsageError(
+                f'--price {path}: "{kind}" requires a "price", dollars an hour of one chip'
+            )
+        date, source = (str(table.get(key, f"no {key}")) for key in ("date", "source"))
+        prices[kind] = Price(float(number), date, source)
+    return prices
 
 
-def _price(path: Path, kind: str, table: Any) -> Price:
-    value = table.get("price") if isinstance(table, Mapping) else None
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
-    if not 0 <= number < math.inf:
-        raise UsageError(
-            f'--price {path}: "{kind}" requires a "price", dollars an hour of one chip'
-        )
-    told = {name: str(table.get(name, f"no {name}")) for name in ("date", "source")}
-    return Price(float(number), told["date"], told["source"])
-
-
-# ------------------------------------------------------------------------------------------------
-# How many steps the training that is planned takes.
-
+# -- the training in steps -----------------------------------------------------------------------
 
 IMAGENET = 1_281_167
 """Training images of ImageNet-1k."""
 _ELSEWHERE = ("folder", "volumes", "webdataset")
-"""Sources whose images may lie on the machines that will train, and not here."""
+"""Sources whose images may be on the machines that will train, and not here."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,20 @@ class Work:
 
 def find_work(config: RunConfig, model: ModelSpec) -> Work:
     """Return the steps that ``--num_epochs`` and ``--max_steps`` ask for. Raises UsageError."""
-    images, counted = _images(config, model)
-    batch_size = config.data.batch_size
+    data, batch_size = config.data, config.data.batch_size
+    is_here = data.data_source not in _ELSEWHERE or Path(data.data_dir).is_dir()
+    if config.planning.train_images is not None:
+        images, counted = config.planning.train_images, "--train_images"
+    elif data.data_source == "fake" or not is_here:
+        images, counted = IMAGENET, "ImageNet's; --train_images is another number"
+    else:
+        channels, *size = model.sizes.input_shape
+        wanted = Wanted(data, channels, tuple(size), model.sizes.num_classes, config.seed)
+        try:
+            images = open_data(wanted).train_length
+        except DataFolderError as error:
+            raise UsageError(str(error)) from None
+        counted = f"--data_source {data.data_source}"
     if images < batch_size:
         raise UsageError(
             f"{images:,} training images ({counted}) are fewer than --batch_size {batch_size}"
@@ -117,24 +133,69 @@ def find_work(config: RunConfig, model: ModelSpec) -> Work:
     return Work(images, counted, batch_size, config.num_epochs, steps)
 
 
-def _images(config: RunConfig, model: ModelSpec) -> tuple[int, str]:
-    if config.planning.train_images is not None:
-        return config.planning.train_images, "--train_images"
-    data = config.data
-    is_here = data.data_source not in _ELSEWHERE or Path(data.data_dir).is_dir()
-    if data.data_source == "fake" or not is_here:
-        return IMAGENET, "ImageNet's; --train_images is another number"
-    channels, *size = model.sizes.input_shape
-    wanted = Wanted(data, channels, tuple(size), model.sizes.num_classes, config.seed)
-    try:
-        found = open_data(wanted)
-    except DataFolderError as error:
-        raise UsageError(str(error)) from None
-    return found.train_length, f"--data_source {data.data_source}"
+# -- what is asked for -----------------------------------------------------------------------------
 
 
-# ------------------------------------------------------------------------------------------------
-# Which values of a flag are tried: those of a table, or the one that the user gives.
+@dataclass(frozen=True)
+class Request:
+    """The training to plan, and what hardware costs."""
+
+    config: RunConfig
+    own: Any
+    """The backend's own configuration."""
+    model: ModelSpec
+    work: Work
+    prices: Mapping[str, Price]
+    """By kind of chip."""
+
+    @property
+    def most_hours(self) -> float:
+        return self.config.planning.hours or math.inf
+
+
+def read_request(config: RunConfig, own: Any, kinds: Collection[str]) -> Request:
+    """Return what the flags ask for, on hardware of these kinds. Raises UsageError."""
+    price_file = config.planning.price
+    prices = read_prices(price_file)
+    if not set(kinds) & set(prices):
+        raise UsageError(f"--price {price_file} has none of {', '.join(kinds)}")
+    resolve_common(config)  # for its checks
+    config, model = resolve_model(config)
+    return Request(config, own, model, find_work(config, model), prices)
+
+
+# -- candidates --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train: a mesh of devices, and the values of the flags that are searched."""
+
+    mesh: Mesh
+    grad_ckpt: str
+    grad_accum_steps: int
+    attention: str | None
+    """The value of ``--attention``; None on GPUs, where PyTorch chooses."""
+
+    @property
+    def settings(self) -> str:
+        """Return what is chosen beside the hardware, in a few words."""
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.axis_sizes.items())
+        passes = f"{self.grad_accum_steps} passes" if self.grad_accum_steps > 1 else None
+        return ", ".join(filter(None, (axes, self.grad_ckpt, self.attention, passes)))
+
+    def run_config(self, config: RunConfig) -> RunConfig:
+        """Return the configuration of a training with this choice in it."""
+        sharding = replace(
+            config.sharding,
+            mesh_dcn=self.mesh.dcn,
+            mesh_domain=self.mesh.domain,
+            mesh_tensor=self.mesh.tensor,
+            grad_ckpt=self.grad_ckpt,  # type: ignore[arg-type]
+        )
+        data = replace(config.data, grad_accum_steps=self.grad_accum_steps)
+        config = replace(config, use=UseConfig(), planning=PlanConfig(), plan=False)
+        return replace(config, sharding=sharding, data=data)
 
 
 def combinations(
@@ -157,16 +218,6 @@ def combinations(
         )
     for combination in product(*values.values()):
         yield dict(zip(values, combination, strict=True))
-
-
-def check_prices(prices: Mapping[str, Price], kinds: tuple[str, ...], asked: PlanConfig) -> None:
-    """Raise UsageError if a file of prices names none of the kinds of chips that are planned."""
-    if not set(kinds) & set(prices):
-        raise UsageError(f"--price {asked.price} has none of {', '.join(kinds)}")
-
-
-# ------------------------------------------------------------------------------------------------
-# Configurations as the command lines that give them.
 
 
 ALWAYS = ("model", "batch_size", "precision", "grad_ckpt")
@@ -192,153 +243,215 @@ def words_of(
     ]
 
 
-def typed(*words: str | Sequence[str]) -> str:
-    """Return words as a line that a shell takes."""
-    return shlex.join(
-        word for part in words for word in ([part] if isinstance(part, str) else part)
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# Ways to train that were found, what each takes, and which of them are chosen.
-
+# -- plans ---------------------------------------------------------------------------------------
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Plan:
+class Hardware:
+    """Some chips of one kind."""
+
+    name: str
+    """With their number, as "2 x v5e:16x16" or "8 x H100"."""
+    kind: str
+    """As a file of prices names it."""
+    chips: int
+    chip_memory_bytes: float
+    """That can be used."""
+    chip_flops: float
+    """FLOP/s at the chip's peak."""
+
+
+@dataclass(frozen=True)
+class HardwarePlan:
     """One way to train: hardware, flags, and what is expected of them."""
 
-    hardware: str
-    kind: str
-    """Of its chips, as a file of prices names it."""
-    chips: int
+    request: Request
+    hardware: Hardware
     settings: str
     """What was chosen beside the hardware, in a few words."""
     peak_bytes: float
     """Of a chip's memory, in use at once."""
-    capacity_bytes: float
     step_s: float
-    mfu: float
     compiled: bool
     """Whether the figures are the compiler's, or of arithmetic alone."""
-    commands: dict[str, str]
+    commands: dict[str, list[str]]
     """Complete command lines by what they do, the training first."""
-    work: Work
-    price: Price | None
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.hardware.chip_memory_bytes
 
     @property
     def images_per_s(self) -> float:
-        return self.work.batch_size / self.step_s
+        return self.request.work.batch_size / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        flops = self.request.model.train_flops_per_image * self.request.work.batch_size
+        return flops / (self.hardware.chips * self.hardware.chip_flops) / self.step_s
 
     @property
     def hours(self) -> float:
-        return self.work.hours(self.step_s)
+        return self.request.work.hours(self.step_s)
 
     @property
-    def cost(self) -> float | None:
-        """Return the dollars of the whole training; None if the chip has no price."""
-        return None if self.price is None else self.hours * self.chips * self.price.per_hour
+    def cost(self) -> float:
+        """The dollars of the whole training; infinite if the chip has no price."""
+        price = self.request.prices.get(self.hardware.kind)
+        return math.inf if price is None else self.hours * self.hardware.chips * price.per_hour
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "hardware": self.hardware,
-            "chips": self.chips,
+            "hardware": self.hardware.name,
+            "chips": self.hardware.chips,
             "settings": self.settings,
             "peak_bytes": self.peak_bytes,
-            "capacity_bytes": self.capacity_bytes,
+            "capacity_bytes": self.hardware.chip_memory_bytes,
             "expected_step_s": self.step_s,
             "expected_images_per_s": self.images_per_s,
             "expected_mfu": self.mfu,
             "compiled": self.compiled,
             "hours": self.hours,
-            "cost_usd": self.cost,
-            "commands": self.commands,
+            "cost_usd": self.cost if self.cost < math.inf else None,
+            "commands": {what: shlex.join(words) for what, words in self.commands.items()},
         }
 
 
-def choose(plans: Sequence[Plan]) -> dict[str, Plan]:
+def choose(plans: Sequence[HardwarePlan]) -> dict[str, HardwarePlan]:
     """Return the fastest, the cheapest and the smallest plan, by these words.
 
-    Of equally small ones it is the cheapest. Without any price there is no cheapest.
+    Of those that the compiler has seen if there are any. Of equally small ones it is the cheapest.
+    Without any price there is no cheapest.
     """
+    plans = [plan for plan in plans if plan.compiled] or plans
     if not plans:
         return {}
-    priced = [plan for plan in plans if plan.cost is not None]
-    chosen = {"fastest": min(plans, key=lambda plan: (plan.step_s, plan.chips))}
+    priced = [plan for plan in plans if plan.cost < math.inf]
+    chosen = {"fastest": min(plans, key=lambda plan: (plan.step_s, plan.hardware.chips))}
     if priced:
-        chosen["cheapest"] = min(priced, key=_cost)
-    chosen["smallest"] = min(plans, key=lambda plan: (plan.chips, _cost(plan), plan.step_s))
+        chosen["cheapest"] = min(priced, key=lambda plan: plan.cost)
+    chosen["smallest"] = min(plans, key=lambda plan: (plan.hardware.chips, plan.cost, plan.step_s))
     return chosen
 
 
-def _cost(plan: Plan) -> float:
-    return float("inf") if plan.cost is None else plan.cost
+# -- printing --------------------------------------------------------------------------------------
 
-
+NOTHING_FITS = 3
+"""The exit code where no plan was found."""
 _HEAD = "hardware|chips|settings|memory, GiB|step, ms|images/s|MFU|hours|cost, $|by".split("|")
+_LEFT = {0, 2, len(_HEAD) - 1}
+"""Columns of text."""
+_ROWS = 30
 
 
-def as_table(plans: Sequence[Plan]) -> str:
+def print_plans(
+    request: Request, what: str, plans: list[HardwarePlan], notes: list[str], picture: Path
+) -> int:
+    """Print what was found as text or JSON, draw the picture, and return the exit code.
+
+    ``what``: the model, in words.
+    """
+    chosen, work = choose(plans), request.work
+    title = f"{what}, batch {work.batch_size:,}, {work.epochs} epochs"
+    if plans:
+        _draw(plans, chosen, f"To train {title}", picture)
+    if request.config.use.json:
+        report = {
+            "work": asdict(work),
+            "plans": [plan.as_json() for plan in plans],
+            **{name: plan.as_json() for name, plan in chosen.items()},
+            "prices": {kind: asdict(price) for kind, price in request.prices.items()},
+            "notes": notes,
+            "picture": str(picture) if plans else None,
+        }
+        print(json.dumps(report))
+        return 0 if plans else NOTHING_FITS
+    print(title)
+    print(f"{work.steps:,} steps, {work.images:,} training images ({work.counted})")
+    for note in notes:
+        print(note)
+    if not plans:
+        hours = request.config.planning.hours
+        within = f" in {hours:g} hours" if hours else ""
+        print(f"\nnothing fits{within}: more --chips_at_most, or other hardware")
+        return NOTHING_FITS
+    print(f"\n{_table(plans[:_ROWS])}")
+    if len(plans) > _ROWS:
+        print(f"and {len(plans) - _ROWS} more (--json has all)")
+    for name, plan in chosen.items():
+        cost = f"${plan.cost:,.0f}" if plan.cost < math.inf else "no price"
+        by = "" if plan.compiled else ", by arithmetic, not compiled"
+        print(f"\n{name}: {plan.hardware.name}, {plan.hours:,.1f} hours, {cost}{by}")
+        for action, words in plan.commands.items():
+            print(f"  {action}: {shlex.join(words)}")
+    print("\nprices of a chip for an hour (--price FILE has others):")
+    for kind in sorted({plan.hardware.kind for plan in plans}):
+        print(f"  {kind}: {request.prices.get(kind, 'none')}")
+    print(f"picture: {picture}")
+    return 0
+
+
+def _table(plans: Sequence[HardwarePlan]) -> str:
     """Return the plans as a table, the cheapest first."""
     rows = [_HEAD]
-    for plan in sorted(plans, key=lambda plan: (_cost(plan), plan.step_s)):
+    for plan in sorted(plans, key=lambda plan: (plan.cost, plan.step_s)):
+        capacity = plan.hardware.chip_memory_bytes
         rows.append(
             [
-                plan.hardware,
-                str(plan.chips),
+                plan.hardware.name,
+                str(plan.hardware.chips),
                 plan.settings,
-                f"{plan.peak_bytes / _GIB:.1f} of {plan.capacity_bytes / _GIB:.1f}",
+                f"{plan.peak_bytes / _GIB:.1f} of {capacity / _GIB:.1f}",
                 f"{plan.step_s * 1e3:,.1f}",
                 f"{plan.images_per_s:,.0f}",
                 f"{100 * plan.mfu:.0f} %",
                 f"{plan.hours:,.1f}" if plan.hours < 1000 else f"{plan.hours:,.0f}",
-                "no price" if plan.cost is None else f"{plan.cost:,.0f}",
+                f"{plan.cost:,.0f}" if plan.cost < math.inf else "no price",
                 "compiler" if plan.compiled else "arithmetic",
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    left = {0, 2, len(_HEAD) - 1}
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
+            cell.ljust(width) if column in _LEFT else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# Draws the cost of a training against the time that it takes.
-
-
-matplotlib.use("Agg")
-
-
 _COLOURS = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
 _PLAIN = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.3g}")
-_HEIGHTS = (10, 26, 42)
+_LABEL_POINTS = (10, 26, 42)
 """Points above its place at which each of the chosen is named, so that names keep apart."""
 
 
-def draw(plans: Sequence[Plan], chosen: Mapping[str, Plan], title: str, path: Path) -> Path:
-    """Draw each plan as a point, those of one kind of chip in one colour, and name the chosen.
+def _draw(
+    plans: Sequence[HardwarePlan], chosen: Mapping[str, HardwarePlan], title: str, path: Path
+) -> None:
+    """Draw the cost of each plan against its hours, chips of one kind in one colour, and name the
+    chosen.
 
     Full points are the compiler's figures, hollow ones arithmetic. Without any price the chips are
     drawn in the place of the cost.
     """
-    priced = [plan for plan in plans if plan.cost is not None]
+    priced = [plan for plan in plans if plan.cost < math.inf]
     shown = priced or list(plans)
+
+    def height(plan: HardwarePlan) -> float:
+        return plan.cost if priced else plan.hardware.chips
+
     figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
-    for number, kind in enumerate(sorted({plan.kind for plan in shown})):
+    for number, kind in enumerate(sorted({plan.hardware.kind for plan in shown})):
         colour = _COLOURS[number % len(_COLOURS)]
         for compiled in (True, False):
-            of_kind = [p for p in shown if p.kind == kind and p.compiled == compiled]
+            of_kind = [p for p in shown if p.hardware.kind == kind and p.compiled == compiled]
             if of_kind:
                 axis.scatter(
                     [plan.hours for plan in of_kind],
-                    [_height(plan) for plan in of_kind],
+                    [height(plan) for plan in of_kind],
                     s=45,
                     facecolors=colour if compiled else "none",
                     edgecolors=colour,
@@ -347,24 +460,24 @@ def draw(plans: Sequence[Plan], chosen: Mapping[str, Plan], title: str, path: Pa
     names: dict[tuple[float, float, str], list[str]] = {}
     for name, plan in chosen.items():
         if plan in shown:
-            names.setdefault((plan.hours, _height(plan), plan.hardware), []).append(name)
+            names.setdefault((plan.hours, height(plan), plan.hardware.name), []).append(name)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.margins(0.2)
-    heights = [_height(plan) for plan in shown]
-    middle = _middle([plan.hours for plan in shown])
-    for above, ((hours, height, hardware), which) in zip(_HEIGHTS, names.items(), strict=False):
-        right = hours <= middle  # of the middle: the text goes where there is room
+    hours, heights = [plan.hours for plan in shown], [height(plan) for plan in shown]
+    middle = (min(hours) * max(hours)) ** 0.5
+    for points, ((x, y, hardware), which) in zip(_LABEL_POINTS, names.items(), strict=False):
+        right = x <= middle  # the text goes where there is room
         axis.annotate(
             f"{', '.join(which)}: {hardware}",
-            (hours, height),
-            (8 if right else -8, above),
+            (x, y),
+            (8 if right else -8, points),
             textcoords="offset points",
             fontsize=9,
             arrowprops={"arrowstyle": "-", "color": "grey", "linewidth": 0.6},
             ha="left" if right else "right",
         )
-    for each, values in ((axis.xaxis, [plan.hours for plan in shown]), (axis.yaxis, heights)):
+    for each, values in ((axis.xaxis, hours), (axis.yaxis, heights)):
         narrow = max(values) < 5 * min(values)
         each.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if narrow else (1, 2, 5)))
         each.set_major_formatter(_PLAIN)
@@ -376,94 +489,3 @@ def draw(plans: Sequence[Plan], chosen: Mapping[str, Plan], title: str, path: Pa
     axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
-    return path
-
-
-def _height(plan: Plan) -> float:
-    return plan.chips if plan.cost is None else plan.cost
-
-
-def _middle(values: Sequence[float]) -> float:
-    return (min(values) * max(values)) ** 0.5
-
-
-# ------------------------------------------------------------------------------------------------
-
-
-NOTHING_FITS = 3
-"""The exit code where no plan was found."""
-_ROWS = 30
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a backend has found."""
-
-    config: RunConfig
-    what: str
-    """The model, in words."""
-    work: Work
-    prices: Mapping[str, Price]
-    plans: list[Plan]
-    notes: list[str]
-    picture: Path
-
-    @property
-    def chosen(self) -> dict[str, Plan]:
-        """Return the plans that are named, of those that the compiler has seen if there are any."""
-        compiled = [plan for plan in self.plans if plan.compiled]
-        return choose(compiled or self.plans)
-
-
-def tell(outcome: Outcome) -> int:
-    """Print what was found, draw the picture, and return the exit code."""
-    chosen, work = outcome.chosen, outcome.work
-    title = f"{outcome.what}, batch {work.batch_size:,}, {work.epochs} epochs"
-    if outcome.plans:
-        draw(outcome.plans, chosen, f"To train {title}", outcome.picture)
-    if outcome.config.use.json:
-        print(json.dumps(_as_json(outcome)))
-    else:
-        print("\n".join(_lines(outcome, title)))
-    return 0 if outcome.plans else NOTHING_FITS
-
-
-def _as_json(outcome: Outcome) -> dict[str, object]:
-    return {
-        "work": asdict(outcome.work),
-        "plans": [plan.as_json() for plan in outcome.plans],
-        **{name: plan.as_json() for name, plan in outcome.chosen.items()},
-        "prices": {kind: asdict(price) for kind, price in outcome.prices.items()},
-        "notes": outcome.notes,
-        "picture": str(outcome.picture) if outcome.plans else None,
-    }
-
-
-def _lines(outcome: Outcome, title: str) -> list[str]:
-    work = outcome.work
-    lines = [
-        title,
-        f"{work.steps:,} steps, {work.images:,} training images ({work.counted})",
-        *outcome.notes,
-    ]
-    if not outcome.plans:
-        hours = outcome.config.planning.hours
-        within = f" in {hours:g} hours" if hours else ""
-        return [*lines, "", f"nothing fits{within}: more --chips_at_most, or other hardware"]
-    rows = outcome.plans[:_ROWS]
-    lines += ["", as_table(rows)]
-    if len(outcome.plans) > len(rows):
-        lines.append(f"and {len(outcome.plans) - len(rows)} more (--json has all)")
-    for name, plan in outcome.chosen.items():
-        lines += ["", f"{name}: {plan.hardware}, {_figures(plan)}"]
-        lines += [f"  {what}: {command}" for what, command in plan.commands.items()]
-    used = sorted({plan.kind for plan in outcome.plans})
-    lines += ["", "prices of a chip for an hour (--price FILE has others):"]
-    lines += [f"  {kind}: {outcome.prices.get(kind, 'none')}" for kind in used]
-    return [*lines, f"picture: {outcome.picture}"]
-
-
-def _figures(plan: Plan) -> str:
-    cost = "no price" if plan.cost is None else f"${plan.cost:,.0f}"
-    by = "" if plan.compiled else ", by arithmetic, not compiled"
-    return f"{plan.hours:,.1f} hours, {cost}{by}"

@@ -15,18 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from tools.plan.plans import combinations
-from training.config import PlanConfig, RunConfig, UseConfig
+from tools.plan.plans import Candidate, combinations
+from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh
-from training.step_sizes import state_bytes
+from training.step_sizes import StepSizes
 from xla_fsdp.config import XlaConfig
-from xla_fsdp.estimates import POLICIES, Estimate, Layout
+from xla_fsdp.estimates import POLICIES, Estimate, estimate
 from xla_fsdp.tpu import Topology, parse_topology
 
-# ------------------------------------------------------------------------------------------------
-# What a plan for TPUs is chosen among: slices, and the values of a few flags.
-
+# -- candidates: slices, and the values of a few flags --------------------------------------
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "grad_ckpt": tuple(POLICIES),
@@ -55,67 +53,44 @@ LARGEST = ("v4:8x8x8", "v5e:16x16", "v5p:8x8x8", "v6e:16x16")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TpuCandidate(Candidate):
     """One way to train on TPUs."""
 
-    topology: Topology
-    mesh: Mesh
-    grad_ckpt: str
-    grad_accum_steps: int
     attention: str
+    topology: Topology
 
     @property
     def kind(self) -> str:
         """Return the kind of chip as ``--tpu_topology`` names it."""
         return self.topology.name.partition(":")[0]
 
-    @property
-    def settings(self) -> str:
-        """Return what is chosen beside the slice, in a few words."""
-        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.axis_sizes.items())
-        passes = f", {self.grad_accum_steps} passes" if self.grad_accum_steps > 1 else ""
-        return f"{axes}, {self.grad_ckpt}, {self.attention}{passes}"
-
-    def layout(self, config: RunConfig) -> Layout:
-        return Layout(
-            mesh=self.mesh,
-            batch_size=config.data.batch_size,
-            passes=self.grad_accum_steps,
-            policy=self.grad_ckpt,
-            attention=self.attention,
-            value_bytes=4 if config.sharding.precision == "fp32" else 2,
-            state_bytes=state_bytes(config),
-        )
-
-    def flags(self, config: RunConfig, own: XlaConfig) -> tuple[RunConfig, XlaConfig]:
-        """Return the configurations with this choice in them."""
-        sharding = replace(
-            config.sharding,
-            mesh_dcn=self.mesh.dcn,
-            mesh_domain=self.mesh.domain,
-            mesh_tensor=self.mesh.tensor,
-            grad_ckpt=self.grad_ckpt,  # type: ignore[arg-type]
-        )
-        data = replace(config.data, grad_accum_steps=self.grad_accum_steps)
+    def configs(self, config: RunConfig, own: XlaConfig) -> tuple[RunConfig, XlaConfig]:
+        """Return the configurations of a training with this choice in them."""
         own = replace(own, attention=self.attention, tpu_topology=None)  # type: ignore[arg-type]
-        config = replace(config, use=UseConfig(), planning=PlanConfig(), plan=False)
-        return replace(config, sharding=sharding, data=data), own
+        return self.run_config(config), own
+
+    def estimate(self, shape: StepSizes, config: RunConfig) -> Estimate:
+        """Return what the arithmetic expects of it."""
+        chip = self.topology.chip
+        return estimate(shape, chip, self.mesh, self.run_config(config), self.attention)
 
 
 def candidates(
     config: RunConfig, own: XlaConfig, choices: Mapping[str, tuple[Any, ...]] = CHOICES
-) -> Iterator[Candidate]:
-    """Yield all that the flags leave open, whether the program takes it or not.
+) -> Iterator[TpuCandidate]:
+    """Yield all that the flags leave open, whether the program accepts it or not.
 
     What cannot divide the batch is left out. Raises UsageError for a slice that is unknown.
     """
     for topology in slices(config, own):
         for chosen in combinations(choices, config, own):
-            mesh = _mesh(topology, chosen.pop("mesh_domain"), chosen.pop("mesh_tensor"))
-            if mesh is None or config.sharding.mesh_fsdp not in (None, mesh.fsdp):
+            domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
+            fsdp, rest = divmod(topology.slice_chips, domain * tensor)
+            if rest or config.sharding.mesh_fsdp not in (None, fsdp):
                 continue
+            mesh = Mesh(topology.slices, fsdp, domain, tensor)
             if config.data.batch_size % (mesh.batch_parts * chosen["grad_accum_steps"]) == 0:
-                yield Candidate(topology, mesh, **chosen)
+                yield TpuCandidate(mesh=mesh, topology=topology, **chosen)
 
 
 def slices(config: RunConfig, own: XlaConfig) -> list[Topology]:
@@ -139,21 +114,14 @@ def slices(config: RunConfig, own: XlaConfig) -> list[Topology]:
     return found
 
 
-def _mesh(topology: Topology, domain: int, tensor: int) -> Mesh | None:
-    fsdp, rest = divmod(topology.slice_chips, domain * tensor)
-    return None if rest else Mesh(topology.slices, fsdp, domain, tensor)
-
-
-# ------------------------------------------------------------------------------------------------
-# What compiled steps tell of steps that were not: how far the arithmetic is off, and how surely.
+# -- corrections: how far the arithmetic is off for what is not compiled, and how surely -------
 #
-# The logarithm of compiled over computed is taken as a sum of effects: of the generation of
+# The logarithm of compiled over computed is modelled as a sum of effects: of the generation of
 # chips, of each choice on that generation, and of the step itself. How large each usually is, is
 # assumed (``EFFECTS``); that gives for any candidate a mean and a deviation (regression with
 # Gaussian processes, whose kernel counts the effects that two candidates share).
 
-
-EFFECTS: list[tuple[float, Callable[[Candidate], Any]]] = [
+EFFECTS: list[tuple[float, Callable[[TpuCandidate], Any]]] = [
     (0.15, lambda c: 0),
     (0.15, lambda c: c.kind),
     (0.12, lambda c: (c.kind, c.grad_ckpt)),
@@ -166,7 +134,7 @@ EFFECTS: list[tuple[float, Callable[[Candidate], Any]]] = [
 ]
 """Deviations of the logarithm, and what candidates that share the effect have in common."""
 _OWN = 0.04
-"""What no other step tells of a step."""
+"""The deviation of a step that no other step explains."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +146,7 @@ class Correction:
 
 
 def corrections(
-    compiled: Sequence[tuple[Candidate, float]], asked: Sequence[Candidate]
+    compiled: Sequence[tuple[TpuCandidate, float]], asked: Sequence[TpuCandidate]
 ) -> list[Correction]:
     """Return the correction of each candidate asked about.
 
@@ -188,8 +156,8 @@ def corrections(
     if not compiled:
         return [Correction(1.0, math.sqrt(alone)) for _ in asked]
     known = [candidate for candidate, _ in compiled]
-    among = _shared(known, known) + _OWN**2 * np.eye(len(known))
-    across = _shared(asked, known)
+    among = _covariance(known, known) + _OWN**2 * np.eye(len(known))
+    across = _covariance(asked, known)
     weights = np.linalg.solve(among, across.T)
     means = weights.T @ np.log([ratio for _, ratio in compiled])
     variances = alone - np.einsum("ij,ji->i", across, weights)
@@ -199,7 +167,7 @@ def corrections(
     ]
 
 
-def _shared(some: Sequence[Candidate], others: Sequence[Candidate]) -> Any:
+def _covariance(some: Sequence[TpuCandidate], others: Sequence[TpuCandidate]) -> Any:
     """Return the covariance of each of some with each of the others."""
     total = np.zeros((len(some), len(others)))
     for deviation, effect in EFFECTS:
@@ -210,11 +178,10 @@ def _shared(some: Sequence[Candidate], others: Sequence[Candidate]) -> Any:
     return total
 
 
-# ------------------------------------------------------------------------------------------------
-
+# -- the search ----------------------------------------------------------------------------------
 
 _MARGIN = 1.3
-"""How much more than a chip's memory the arithmetic may say of what is still asked about."""
+"""How much more than a chip's memory the arithmetic may estimate of what is still asked about."""
 _GAIN = 0.01
 """A plan that is better by no more than this share is not looked for."""
 _HOPES = (1.0, 2.0)
@@ -223,10 +190,10 @@ promising by the first."""
 
 
 @dataclass(frozen=True)
-class Option:
-    """A candidate with what the arithmetic says of it."""
+class ComputedCandidate:
+    """A candidate with the estimate of the arithmetic."""
 
-    candidate: Candidate
+    candidate: TpuCandidate
     computed: Estimate
     dollars: float
     """Of a chip for an hour; 0 where no price is known."""
@@ -237,7 +204,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Found:
-    """What the compiler says of a candidate."""
+    """The compiler's figures of a candidate."""
 
     fits: bool
     peak_bytes: float
@@ -249,7 +216,7 @@ class Found:
 class Guess:
     """Computed figures with the correction: as expected, and as good as they may be."""
 
-    option: Option
+    option: ComputedCandidate
     step_s: float
     peak_bytes: float
     step_deviation: float
@@ -259,12 +226,12 @@ class Guess:
         return self.step_s * math.exp(-hope * self.step_deviation)
 
     def may_fit(self, by: float) -> bool:
-        """Tell whether it fits if it needs less than expected by so many deviations."""
+        """Return True if it fits when it needs less than expected by so many deviations."""
         capacity = self.option.candidate.topology.chip.hbm_bytes
         return self.peak_bytes * math.exp(-by * self.peak_deviation) <= capacity
 
 
-Goal = Callable[[Option, float], Any]
+Goal = Callable[[ComputedCandidate, float], Any]
 GOALS: dict[str, Goal] = {
     "fastest": lambda option, step_s: step_s,
     "cheapest": lambda option, step_s: option.cost(step_s),
@@ -276,26 +243,28 @@ GOALS: dict[str, Goal] = {
 class Search:
     """The options of a plan, and what is known of them."""
 
-    def __init__(self, options: Sequence[Option], step_at_most_s: float = math.inf) -> None:
+    def __init__(
+        self, options: Sequence[ComputedCandidate], step_at_most_s: float = math.inf
+    ) -> None:
         """``step_at_most_s``: plans whose step takes longer are of no use."""
         self.options = [
             option
             for option in options
             if option.computed.peak_bytes <= _MARGIN * option.candidate.topology.chip.hbm_bytes
         ]
-        self.found: dict[Candidate, Found] = {}
-        self.dropped: set[Candidate] = set()
+        self.found: dict[TpuCandidate, Found] = {}
+        self.dropped: set[TpuCandidate] = set()
         self._at_most_s = step_at_most_s
         self._turn = 0
 
-    def learn(self, candidate: Candidate, found: Found | None) -> None:
-        """Take what the compiler, or the program, says of a candidate; None: it is refused."""
+    def learn(self, candidate: TpuCandidate, found: Found | None) -> None:
+        """Add the compiler's figures of a candidate; None: it is refused."""
         if found is None:
             self.dropped.add(candidate)
         else:
             self.found[candidate] = found
 
-    def useful(self) -> list[Option]:
+    def useful(self) -> list[ComputedCandidate]:
         """Return the options that are known to fit, in the time that there is."""
         return [
             option
@@ -305,17 +274,19 @@ class Search:
             and found.step_s <= self._at_most_s
         ]
 
-    def next(self, takes: Callable[[Candidate], bool] = lambda candidate: True) -> Option | None:
+    def next(
+        self, accepts: Callable[[TpuCandidate], bool] = lambda candidate: True
+    ) -> ComputedCandidate | None:
         """Return what to ask the compiler about, None if nothing better is to be expected.
 
-        ``takes`` tells whether the program takes a candidate; one that it does not is dropped.
+        A candidate for which ``accepts`` returns False, as the program refuses it, is dropped.
         """
         guesses = self.guesses()
         for hope in _HOPES:
             for _ in GOALS:
                 goal = list(GOALS.values())[self._turn % len(GOALS)]
                 self._turn += 1
-                option = self._best(goal, guesses, hope, takes)
+                option = self._best(goal, guesses, hope, accepts)
                 if option is not None:
                     return option
         return None
@@ -325,8 +296,8 @@ class Search:
         goal: Goal,
         guesses: Sequence[Guess],
         hope: float,
-        takes: Callable[[Candidate], bool],
-    ) -> Option | None:
+        accepts: Callable[[TpuCandidate], bool],
+    ) -> ComputedCandidate | None:
         """Return what may be best for a goal, if it may be better than what is known."""
         known = [goal(o, self.found[o.candidate].step_s) for o in self.useful()]
         better = [
@@ -343,43 +314,38 @@ class Search:
                 candidate = guess.option.candidate
                 if candidate in self.dropped:
                     continue
-                if takes(candidate):
+                if accepts(candidate):
                     return guess.option
                 self.dropped.add(candidate)
         return None
 
     def guesses(self) -> list[Guess]:
         """Return the corrected figures of all that is not compiled."""
-        by_candidate = {option.candidate: option.computed for option in self.options}
+        computed = {option.candidate: option.computed for option in self.options}
         asked = [
             option
             for option in self.options
             if option.candidate not in self.found and option.candidate not in self.dropped
         ]
         candidates = [option.candidate for option in asked]
-        times = corrections(
-            [
-                (each, found.step_s / by_candidate[each].step_s)
-                for each, found in self.found.items()
-                if found.fits
-            ],
-            candidates,
-        )
-        peaks = corrections(
-            [
-                (each, found.peak_bytes / by_candidate[each].peak_bytes)
-                for each, found in self.found.items()
-            ],
-            candidates,
-        )
-        return [_guess(*each) for each in zip(asked, times, peaks, strict=True)]
-
-
-def _guess(option: Option, time: Correction, peak: Correction) -> Guess:
-    return Guess(
-        option,
-        option.computed.step_s * time.factor,
-        option.computed.peak_bytes * peak.factor,
-        time.deviation,
-        peak.deviation,
-    )
+        times = [
+            (each, found.step_s / computed[each].step_s)
+            for each, found in self.found.items()
+            if found.fits
+        ]
+        peaks = [
+            (each, found.peak_bytes / computed[each].peak_bytes)
+            for each, found in self.found.items()
+        ]
+        return [
+            Guess(
+                option,
+                option.computed.step_s * time.factor,
+                option.computed.peak_bytes * peak.factor,
+                time.deviation,
+                peak.deviation,
+            )
+            for option, time, peak in zip(
+                asked, corrections(times, candidates), corrections(peaks, candidates), strict=True
+            )
+        ]
