@@ -58,11 +58,11 @@ def load(args: argparse.Namespace) -> None:
     from data.config import DataConfig
     from data.image_folder import open_folder
     from data.loader import Share
-    from data.source import Wanted
+    from data.source import DatasetRequest
 
     began = time.perf_counter()
     config = DataConfig(data_dir=str(args.folder), batch_size=BATCH, num_workers=args.num_workers)
-    source = open_folder(Wanted(config, 3, (8, 8), args.classes, 0))
+    source = open_folder(DatasetRequest(config, 3, (8, 8), args.classes, 0))
     source.fingerprint()
     opened = time.perf_counter() - began
     batches = source.train_loader(BATCH, Share()).epoch(0)

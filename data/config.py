@@ -1,4 +1,7 @@
-"""What a run is asked to read, and how images become tensors. Imports nothing heavy."""
+"""The flags about data: sources of images, batches, preprocessing and augmentation.
+
+Imports nothing heavy, so that ``--help`` and error messages stay fast.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,6 @@ from config_fields import (
     positive,
 )
 
-# ------------------------------------------------------------------------------------------------
-# Knows every source of images by its name, what ``--data_source`` chooses from.
-#
-# A new source is a file beside this one, with a function from ``Wanted`` to ``DataSource``, and a
-# line here. Imports nothing, so that ``--help`` stays fast.
-
-
 OPENED_BY = {
     "folder": "data.image_folder:open_folder",
     "webdataset": "data.webdataset:open_shards",
@@ -35,22 +31,18 @@ OPENED_BY = {
     "parquet": "data.parquet:open_parquet",
     "huggingface": "data.huggingface:open_huggingface",
 }
-"""Where the function of each is; imported when it is chosen: some need packages of their own."""
+"""The sources by the names that ``--data_source`` takes: module and function of each.
+
+A new source is a file beside this one, with a function from ``DatasetRequest`` to ``DataSource``
+(``data/source.py``), and a line here. It is imported when it is chosen: some sources need packages
+of their own."""
 
 GIVE_FLOATS = ("volumes", "mosaics")
-"""Sources that give fp32 values, normalised: any numbers, or those between two grey levels."""
-
+"""Sources that give normalised fp32 values, not bytes."""
 NOT_AUGMENTED = (*GIVE_FLOATS, "fake")
 """Sources whose images get none of timm's augmentations of one image: those are for photographs."""
 ALWAYS_ALIKE = ("mosaics", "fake")
-"""Sources that give the same image each time, so that repeating it in a batch is of no use."""
-
-
-# ------------------------------------------------------------------------------------------------
-# How the images of a model are resized and normalised, under timm's names, with the defaults.
-#
-# Imports nothing heavy, so that ``--help`` and the argument checks stay fast.
-
+"""Sources that give the same image in each epoch, so that repeating it in a batch is of no use."""
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")
@@ -58,17 +50,17 @@ CROP_MODES = ("center", "squash", "border")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Says how images are resized and normalised; by default as is usual for ImageNet."""
+    """How images are resized and normalised, under timm's names; by default as for ImageNet."""
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     crop_pct: float = 0.875
-    """The side of the centre crop as a share of what ``crop_mode`` resizes the image to."""
+    """Side of the centre crop, as a fraction of the size that ``crop_mode`` resizes to."""
     interpolation: str = "bicubic"
     test_interpolation: str | None = None
-    """Of validation and use; None: as in training."""
+    """The interpolation in validation and prediction; None: as in training."""
     crop_mode: str = "center"
-    """What is resized in validation and use: the shorter side (center), each side by itself
+    """What is resized in validation and prediction: the shorter side (center), each side by itself
     (squash), or the longer side, with a border of the mean colour (border)."""
 
     @property
@@ -77,7 +69,7 @@ class Preprocessing:
         return self.test_interpolation or self.interpolation
 
     def of_channels(self, channels: int) -> tuple[list[float], list[float]]:
-        """Return mean and std by channel; other channels than three colours have their means."""
+        """Return mean and std of each channel; unless there are three, each has their average."""
         if channels == len(self.mean):
             return list(self.mean), list(self.std)
         mean, std = (sum(values) / len(values) for values in (self.mean, self.std))
@@ -85,7 +77,7 @@ class Preprocessing:
 
     @classmethod
     def of_new_weights(cls, data_source: str) -> Preprocessing:
-        """Return what new weights are trained with: values of volumes stay as they are."""
+        """Return the preprocessing for new weights: values of volumes stay unchanged."""
         if data_source == "volumes":
             return cls(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
         return cls()
@@ -96,10 +88,6 @@ class Preprocessing:
         if self.crop_mode != "center":
             crop += f" {self.crop_mode}"
         return f"mean {mean}, std {std}, {crop}, {self.interpolation_of_val}"
-
-
-# ------------------------------------------------------------------------------------------------
-# Knows how timm's policies of augmentation are written; imports nothing heavy.
 
 
 _WHOLE, _NUMBER = r"\d{1,4}", r"\d{1,4}(\.\d{1,9})?"
@@ -114,9 +102,9 @@ _POLICY = re.compile(
 
 
 def policy(text: str) -> str:
-    """Read, as an argparse type, what ``timm.data.auto_augment`` takes.
+    """Read a policy of ``timm.data.auto_augment``, as an argparse type.
 
-    timm itself passes over what it cannot read: "rand-magnitude9" would be taken for "rand".
+    timm itself ignores what it cannot read: "rand-magnitude9" would mean "rand".
     """
     if not _POLICY.fullmatch(text):
         raise argparse.ArgumentTypeError(
@@ -124,9 +112,6 @@ def policy(text: str) -> str:
             "rand-m9-mstd0.5-inc1 or augmix-m3-w3"
         )
     return text
-
-
-# ------------------------------------------------------------------------------------------------
 
 
 _NEW = Preprocessing()

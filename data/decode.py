@@ -1,4 +1,8 @@
-"""Reads single image files and folders of them, one after the other: what a model is used on."""
+"""Decodes images: one, in the same way for training, validation and ``--predict``; or many files.
+
+``open_image`` opens the bytes of one image. ``find_images`` and ``read_batches`` find and read the
+files and folders that are named on a command line.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import simplejpeg
@@ -20,11 +23,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from data.files import BrokenImageError, DataFolderError, read_bytes, reason_of
 
-# ------------------------------------------------------------------------------------------------
-# Reads one image as RGB, in the same way for training, validation and ``--predict``.
-
-
-# Of sizes between Pillow's two limits, palettes, EXIF: nothing that changes what is trained on.
+# Pillow warns of sizes between its two limits, palettes, EXIF: nothing that changes training.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 _NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
@@ -34,32 +33,13 @@ _SIXTEEN_BITS = {"I;16", "I;16B", "I;16L", "I;16N"}
 _SIXTEEN_BITS_AS_I = {"PNG", "PPM"}
 """Formats whose grey images of more than 8 bits Pillow scales to 0..65535 in mode I."""
 
-_LONGEST = 1000  # times the shorter side, which is resized to a few hundred pixels
-
 _TIFF_BITS, _TIFF_PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
-
 
 _JPEG = b"\xff\xd8\xff"
 _JPEG_COLOURS = ("YCbCr", "Gray")
-"""Those that are turned to RGB as Pillow turns them."""
+"""The colour spaces that libjpeg-turbo converts to RGB as Pillow does."""
 
-
-class OpenImage(Protocol):
-    """An image of which the size is known, and which is decoded when its pixels are asked for."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Return height and width in pixels."""
-
-    @property
-    def shrinks(self) -> tuple[int, ...]:
-        """Return by what its sides can be divided while it is decoded, with less work."""
-
-    def pixels(self, shrink: int = 1) -> np.ndarray:
-        """Return (height, width, 3), uint8, RGB; each side divided by ``shrink``, rounded up.
-
-        Raises BrokenImageError.
-        """
+# -- one image -------------------------------------------------------------------------
 
 
 def open_image(encoded: bytes) -> OpenImage:
@@ -71,17 +51,18 @@ def open_image(encoded: bytes) -> OpenImage:
             return Pixels(np.array(read_image(encoded)))
         if colours in _JPEG_COLOURS:
             _check_shape(height, width)
-            return _Jpeg(encoded, (height, width))
+            return Jpeg(encoded, (height, width))
     return Pixels(np.array(read_image(encoded)))
 
 
 class Pixels:
-    """An image that is decoded already."""
+    """An image that is decoded already. ``size`` is its height and width in pixels."""
 
-    shrinks = ()
+    shrinks: tuple[int, ...] = ()
+    """The factors by which its sides can be divided while it is decoded, with less work."""
 
     def __init__(self, pixels: np.ndarray) -> None:
-        """Take (height, width, 3), uint8."""
+        """``pixels``: (height, width, 3), uint8, RGB."""
         self._pixels, self.size = pixels, (pixels.shape[0], pixels.shape[1])
 
     def pixels(self, shrink: int = 1) -> np.ndarray:
@@ -89,15 +70,22 @@ class Pixels:
         return self._pixels
 
 
-class _Jpeg:
-    """A JPEG, decoded by libjpeg-turbo alone: Pillow copies the pixels two times more."""
+class Jpeg:
+    """A JPEG that is decoded when its pixels are asked for.
 
-    shrinks = (8, 4, 2)
+    libjpeg-turbo decodes it alone: Pillow copies the pixels two times more.
+    """
+
+    shrinks: tuple[int, ...] = (8, 4, 2)
 
     def __init__(self, encoded: bytes, size: tuple[int, int]) -> None:
         self._encoded, self.size = encoded, size
 
     def pixels(self, shrink: int = 1) -> np.ndarray:
+        """Return (height, width, 3), uint8, RGB; each side divided by ``shrink``, rounded up.
+
+        Raises BrokenImageError.
+        """
         height, width = (-(-side // shrink) for side in self.size)
         try:
             return simplejpeg.decode_jpeg(
@@ -108,10 +96,13 @@ class _Jpeg:
             return np.array(image.reduce(shrink) if shrink > 1 else image)
 
 
-def image_size(encoded: bytes) -> tuple[int, int]:
-    """Return height and width in pixels of the image that the bytes, or the first of them, hold.
+OpenImage = Pixels | Jpeg
 
-    Nothing is decoded. Raises BrokenImageError if they do not tell.
+
+def image_size(encoded: bytes) -> tuple[int, int]:
+    """Return the height and width in pixels of an encoded image; its first bytes may be enough.
+
+    Nothing is decoded. Raises BrokenImageError if the size is not in these bytes.
     """
     try:
         with Image.open(io.BytesIO(encoded), formats=_formats()) as image:
@@ -121,7 +112,7 @@ def image_size(encoded: bytes) -> tuple[int, int]:
 
 
 def read_image(source: str | Path | bytes) -> Image.Image:
-    """Return the image in a file, or in the bytes of one, decoded whole, in RGB of 8 bits each.
+    """Return the image in a file, or in the bytes of one, decoded whole, as 8-bit RGB.
 
     Raises BrokenImageError, whatever Pillow raises.
     """
@@ -138,13 +129,13 @@ def read_image(source: str | Path | bytes) -> Image.Image:
 
 
 def _check_shape(height: int, width: int) -> None:
-    if max(height, width) > _LONGEST * min(height, width):
+    if max(height, width) > 1000 * min(height, width):  # the shorter side is resized to hundreds
         raise BrokenImageError(f"its {width} x {height} pixels are a line")
 
 
 @functools.cache
 def extensions() -> frozenset[str]:
-    """Return the extensions of files that ``read_image`` reads: small letters, with the dot."""
+    """Return the file extensions that ``read_image`` reads, in small letters, with the dot."""
     formats = {*_formats(), "MPO"}  # MPO: several JPEGs in one file, read as the first
     known = Image.registered_extensions()
     return frozenset(suffix for suffix, name in known.items() if name in formats)
@@ -172,73 +163,69 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
         low, high = values.min(), values.max()
         if not (low >= 0 and high <= 255):
             raise BrokenImageError(
-                f"its values run from {low:g} to {high:g}, and what is white cannot be told: "
+                f"its values run from {low:g} to {high:g}, and which value is white is unknown: "
                 "convert it to 8 or 16 bits"
             )
     return image
 
 
-# ------------------------------------------------------------------------------------------------
+# -- files and folders of images, one after the other ---------------------------------
 
 
 @dataclass
 class FoundImages:
-    """Lists the files to look at, in order, and what was passed over on the way to them."""
+    """The files to read, in order, and what was skipped on the way to them."""
 
     paths: list[Path] = field(default_factory=list)
     named: set[Path] = field(default_factory=set)
     """The files that were named one by one."""
     passed_over: Counter[str] = field(default_factory=Counter)
-    """How many files were passed over because they are no images, by extension."""
+    """How many files were skipped because they are not images, by extension."""
     unreadable: list[str] = field(default_factory=list)
-    """The folders that could not be looked into, each with the reason."""
+    """The folders that could not be listed, each with the reason."""
 
 
 def find_images(paths: Iterable[str]) -> FoundImages:
     """Find the files named, and the images anywhere below the folders named, sorted in each.
 
-    Links to folders are not followed: one may lead anywhere, and round in circles. Raises
-    DataFolderError for a path that is not there, and for a folder without images.
+    Links to folders are not followed: they may lead anywhere, also in a circle. Raises
+    DataFolderError for a path that does not exist, and for a folder without images.
     """
     found = FoundImages()
-    for path in paths:
-        try:
-            os.stat(path)
-        except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            reason = "there is no such file or folder" if missing else error.strerror
-            raise DataFolderError(f"{path or repr(path)}: {reason}") from None
-        if os.path.isdir(path):
-            _look_into(path, found)
-        else:
-            found.paths.append(Path(path))
-            found.named.add(Path(path))
-    return found
-
-
-def _look_into(top: str, found: FoundImages) -> None:
-    inside = []
 
     def note(error: OSError) -> None:
         found.unreadable.append(f"{error.filename}: {error.strerror}")
 
-    for folder, folders, files in os.walk(top, onerror=note):
-        links = sum(os.path.islink(os.path.join(folder, name)) for name in folders)
-        if links:
-            found.passed_over["linked folder"] += links
-        for name in files:
-            suffix = os.path.splitext(name)[1].lower()
-            path = Path(folder, name)
-            if suffix not in extensions():
-                found.passed_over[suffix or "no extension"] += 1
-            elif path.is_symlink() or path.is_file():  # a link is looked at when it is read
-                inside.append(path)
-            else:
-                found.passed_over["no file"] += 1
-    if not inside:
-        why = found.unreadable[0] if found.unreadable else ".jpg, .png, or what else Pillow reads"
-        raise DataFolderError(f"{top} holds no images ({why})")
-    found.paths += sorted(inside)
+    for top in paths:
+        try:
+            os.stat(top)
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            reason = "there is no such file or folder" if missing else error.strerror
+            raise DataFolderError(f"{top or repr(top)}: {reason}") from None
+        if not os.path.isdir(top):
+            found.paths.append(Path(top))
+            found.named.add(Path(top))
+            continue
+        inside = []
+        for folder, folders, files in os.walk(top, onerror=note):
+            links = sum(os.path.islink(os.path.join(folder, name)) for name in folders)
+            if links:
+                found.passed_over["linked folder"] += links
+            for name in files:
+                suffix = os.path.splitext(name)[1].lower()
+                path = Path(folder, name)
+                if suffix not in extensions():
+                    found.passed_over[suffix or "no extension"] += 1
+                elif path.is_symlink() or path.is_file():  # a link is checked when it is read
+                    inside.append(path)
+                else:
+                    found.passed_over["no file"] += 1
+        if not inside:
+            why = found.unreadable[0] if found.unreadable else ".jpg, .png, or what Pillow reads"
+            raise DataFolderError(f"{top} holds no images ({why})")
+        found.paths += sorted(inside)
+    return found
 
 
 def read_batches(
@@ -246,7 +233,7 @@ def read_batches(
 ) -> Iterator[tuple[list[Path], torch.Tensor]]:
     """Yield up to ``batch_size`` paths and their images, as (count, channels, size, size).
 
-    ``broken`` is told the path and the reason of an image that cannot be read; it is left out.
+    An image that cannot be read is left out, and ``broken`` is called with its path and the reason.
     """
     for first in range(0, len(paths), batch_size):
         good, images = [], []

@@ -1,10 +1,12 @@
-"""Reads and lists files by path, or by any URL that fsspec knows: gs://, s3://, file://, ..."""
+"""Files and folders: the errors about them, safe writing on disk, and reading by path or URL.
+
+A URL is any that fsspec knows: gs://, s3://, file://, ...
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import pwd
 import stat
@@ -18,12 +20,18 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.registry import get_filesystem_class, known_implementations
 
-# ------------------------------------------------------------------------------------------------
-# The errors that say what is wrong with a user's folder or image, in one line each.
+Found = TypeVar("Found")
+
+RETRY_WAITS_S = (0.5, 2.0, 8.0)
+"""Seconds before each further attempt to read from a URL."""
+HEAD = 64 * 1024
+"""Bytes at the start of a file that hold the size of nearly every image."""
+
+# -- errors: each message is one line that says what is wrong with a user's folder or image --
 
 
 def printable(text: str) -> str:
-    """Return ``text`` on one line that any terminal takes: file names may hold any byte."""
+    """Return ``text`` with what a terminal cannot print escaped: file names may hold any byte."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
@@ -41,22 +49,98 @@ class BrokenImageError(Exception):
 
 
 def reason_of(error: Exception) -> str:
-    """Return in one line why a file cannot be read, as what a package has raised says."""
+    """Return in one line why a file cannot be read, from the error that a package raised."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return printable(" ".join(str(error).split()))[:200] or type(error).__name__
 
 
-# ------------------------------------------------------------------------------------------------
-# Where a user's machine keeps what can be made again; imports nothing heavy.
+# -- files on this machine -------------------------------------------------------------
+#
+# Others may be able to write to a folder that this user writes to. A link there may lead to any
+# file of this user, so nothing is written through a link.
+
+
+def regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file, or a link to one; an ``opener`` for ``open``.
+
+    Raises OSError for anything else: reading a pipe would wait, and /dev/zero has no end.
+    """
+    opened = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    return opened
+
+
+def no_link(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file, but not through a link; an ``opener`` for ``open``. Raises OSError."""
+    try:
+        return regular(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _link_error(path) from None
+        raise
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, unless it exists. Raises OSError, also for a link."""
+    if path.is_symlink():
+        raise _link_error(path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _link_error(path: str | os.PathLike[str]) -> OSError:
+    what = "it is a link, and nothing is written through one"
+    return OSError(errno.ELOOP, what, os.fspath(path))
+
+
+def replace_file(path: Path, content: bytes, *, unfinished: str = "tmp") -> None:
+    """Write a file atomically: it is there whole, or as it was before. Raises OSError.
+
+    A link of its name is replaced. ``unfinished``: the suffix of its name until it is whole.
+    """
+    temporary = path.with_name(f"{path.name}.{unfinished}")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:  # "x" opens no existing file, and no link
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def what_others_own(folder: Path) -> str | None:
+    """Return what of a folder, or of its direct contents, another user owns; None for nothing.
+
+    What root owns is accepted. The file system decides which user this process is: NFS may map
+    root to nobody, and buckets and containers may know only one user. Raises OSError.
+    """
+
+    def user(uid: int) -> str:
+        try:
+            return pwd.getpwuid(uid).pw_name
+        except KeyError:
+            return f"user {uid}"
+
+    root = 0
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        own = {root, os.geteuid(), os.fstat(probe.fileno()).st_uid}
+    for found in (folder.lstat(), folder.stat()):
+        if found.st_uid not in own:
+            return f"{folder} is {user(found.st_uid)}'s"
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda each: each.name):
+            if (uid := entry.stat(follow_symlinks=False).st_uid) not in own:
+                return f"{entry.path} is {user(uid)}'s"
+    return None
 
 
 def cache_folder() -> Path:
-    """Return the program's folder in the user's cache ($XDG_CACHE_HOME, see the XDG Base Directory
-    Specification).
+    """Return this program's folder in the user's cache ($XDG_CACHE_HOME, by the XDG Base Directory
+    Specification), for what can be computed again.
 
-    Of a user without a home, as a container's may be, it is in the temporary folder. Raises
-    DataFolderError where another user has made it there.
+    A user without a home, as in some containers, has it in the temporary folder. Raises
+    DataFolderError if another user made it there.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vit_fsdp"
@@ -70,203 +154,35 @@ def cache_folder() -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------------------------
-# Opens files that are what they seem, and tells whose a folder is: others can guess names.
-#
-# A link that stands where a file is to be written may lead to any file of this user, and whoever
-# may write to the folder may have put it there. So none is written through.
-
-
-_ROOT = 0
-
-
-def regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, or what a link to one leads to; an ``opener`` for ``open``.
-
-    Nothing else: a pipe would be waited for, and a device such as /dev/zero has no end. Raises
-    OSError.
-    """
-    opened = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(opened).st_mode):
-        os.close(opened)
-        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
-    return opened
-
-
-def no_link(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, but through no link; an ``opener`` for ``open``. Raises OSError."""
-    try:
-        return regular(path, flags | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _is_link(path) from None
-        raise
-
-
-def _is_link(path: str | os.PathLike[str]) -> OSError:
-    what = "it is a link, and nothing is written through one"
-    return OSError(errno.ELOOP, what, os.fspath(path))
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder, unless it is there; a link to one is none. Raises OSError."""
-    if path.is_symlink():
-        raise _is_link(path)
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def replace_file(path: Path, content: bytes, *, unfinished: str = "tmp") -> None:
-    """Write a file so that it is there whole, or as it was before. Raises OSError.
-
-    A link of its name is replaced. ``unfinished``: what its name ends in until it is whole.
-    """
-    temporary = path.with_name(f"{path.name}.{unfinished}")
-    temporary.unlink(missing_ok=True)
-    with temporary.open("xb") as file:  # "x" opens nothing that is there, no link either
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def what_others_own(folder: Path) -> str | None:
-    """Return what of a folder, or of what is directly in it, another user owns; None for nothing.
-
-    Root's is nobody else's. The file system itself is asked as whom it takes this process: NFS may
-    take root for nobody, and buckets and containers may know one user only. Raises OSError.
-    """
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        own = {_ROOT, os.geteuid(), os.fstat(probe.fileno()).st_uid}
-    for path, found in ((folder, folder.lstat()), (folder, folder.stat())):
-        if found.st_uid not in own:
-            return f"{path} is {_name(found.st_uid)}'s"
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda each: each.name):
-            if (uid := entry.stat(follow_symlinks=False).st_uid) not in own:
-                return f"{entry.path} is {_name(uid)}'s"
-    return None
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
-
-
-# ------------------------------------------------------------------------------------------------
-
-
-Found = TypeVar("Found")
-
-WAITS = (0.5, 2.0, 8.0)
-"""Seconds before each further attempt to read from a URL."""
-HEAD = 64 * 1024
-"""Bytes in which the size of nearly every image stands."""
+# -- URLs ------------------------------------------------------------------------------
 
 
 def is_url(path: str) -> bool:
-    """Tell whether ``path`` is a URL, such as gs://bucket/folder, and no path."""
+    """Return True if ``path`` is a URL, such as gs://bucket/folder."""
     return "://" in path
 
 
-def read_bytes(path: str, start: int = 0, size: int | None = None) -> bytes:
-    """Return the content of a file, or ``size`` bytes of it from ``start`` on.
-
-    From a URL it is tried again a few times. Raises BrokenImageError.
-    """
-    content = _from_url(path, start, size) if is_url(path) else _from_file(path, start, size)
-    if size is not None and len(content) < size:
-        raise BrokenImageError(f"only {len(content)} of its {size} bytes are there")
-    return content
-
-
-def read_head(path: str) -> bytes:
-    """Return the first ``HEAD`` bytes of a file, or all of a shorter one. Raises BrokenImageError.
-
-    Of a shorter one at a URL too: file systems answer with what there is.
-    """
-    return _from_url(path, 0, HEAD) if is_url(path) else _from_file(path, 0, HEAD)
-
-
-def _from_file(path: str, start: int, size: int | None) -> bytes:
-    try:
-        with open(path, "rb", opener=regular) as file:
-            if start:
-                file.seek(start)
-            return file.read(-1 if size is None else size)
-    except OSError as error:
-        raise BrokenImageError(reason_of(error)) from error
-
-
-def _from_url(url: str, start: int, size: int | None) -> bytes:
-    def read() -> bytes:
-        # A worker is forked, and the connections of its parent are not for it: fsspec gives
-        # each process a file system of its own, once.
-        system, path = url_to_fs(url)
-        return system.cat_file(path, start or None, None if size is None else start + size)
-
-    try:
-        return tried_again(url, read)
-    except FileNotFoundError as error:
-        raise BrokenImageError("No such file or directory") from error
-    except Exception as error:  # each file system raises what it likes
-        raise BrokenImageError(reason_of(error)) from error
-
-
-def tried_again(path: str, read: Callable[[], Found]) -> Found:
-    """Return what ``read`` returns, or raise what it raises.
-
-    At a URL it is tried again a few times, but where that can be of no use.
-    """
-    for wait in WAITS if is_url(path) else ():
-        try:
-            return read()
-        except (FileNotFoundError, NotADirectoryError, PermissionError, DataFolderError):
-            raise
-        except Exception:  # noqa: BLE001 - each file system raises what it likes
-            time.sleep(wait)
-    return read()
-
-
 def problem_of_url(url: str) -> str | None:
-    """Return why no URL of this kind can be used; None if nothing is in the way, or for a path."""
-    return _problem_of_kind(url.partition("://")[0]) if is_url(url) else None
-
-
-@functools.cache
-def _problem_of_kind(protocol: str) -> str | None:
+    """Return why fsspec cannot open URLs of this kind; None if it can, or for a path."""
+    if not is_url(url):
+        return None
+    protocol = url.partition("://")[0]
     try:
         get_filesystem_class(protocol)
     except ValueError:
-        return f"{protocol}:// is no kind of URL that fsspec knows"
+        return f"{protocol}:// is not a kind of URL that fsspec knows"
     except ImportError as error:
         package = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
-        if package in ("", "fsspec"):  # whose own text names the packages
+        if package in ("", "fsspec"):  # fsspec's own message names the packages
             return str(error).splitlines()[0]
         return f"requires the package {package}: python3 -m pip install {package}"
     return None
 
 
-def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
-    """Return the name of the bucket that a path of ``open_system`` is in, if it is not there.
-
-    Raises anything if that cannot be asked.
-    """
-    bucket = path.partition("/")[0]
-    if not bucket or is_url(path):  # no kind of storage that has buckets
-        return None
-    try:
-        system.info(bucket)
-    except FileNotFoundError:
-        return bucket
-    return None
-
-
 def open_system(path: str) -> tuple[AbstractFileSystem, str]:
-    """Return fsspec's file system of a path or URL, and what it calls the path there.
+    """Return fsspec's file system for a path or URL, and the path in that file system.
 
-    Raises DataFolderError for a URL of a kind that is unknown or needs a package.
+    Raises DataFolderError for a URL of an unknown kind, or one that needs a package.
     """
     if problem := problem_of_url(path):
         raise DataFolderError(f"{path}: {problem}")
@@ -276,12 +192,77 @@ def open_system(path: str) -> tuple[AbstractFileSystem, str]:
         raise DataFolderError(f"{path} cannot be opened: {reason_of(error)}") from error
 
 
+def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
+    """Return the name of the bucket of a path of ``open_system`` if it does not exist, else None.
+
+    Raises anything if the storage cannot answer.
+    """
+    bucket = path.partition("/")[0]
+    if not bucket or is_url(path):  # this kind of storage has no buckets
+        return None
+    try:
+        system.info(bucket)
+    except FileNotFoundError:
+        return bucket
+    return None
+
+
+def with_retries(path: str, read: Callable[[], Found]) -> Found:
+    """Return what ``read`` returns, or raise what it raises.
+
+    At a URL, retry a few times, unless the error is one that a retry cannot change.
+    """
+    for wait in RETRY_WAITS_S if is_url(path) else ():
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError, PermissionError, DataFolderError):
+            raise
+        except Exception:  # noqa: BLE001 - each file system raises what it likes
+            time.sleep(wait)
+    return read()
+
+
+# -- reading by path or URL ------------------------------------------------------------
+
+
+def read_bytes(
+    path: str, start: int = 0, size: int | None = None, *, or_less: bool = False
+) -> bytes:
+    """Return the content of a file, or ``size`` bytes of it from ``start`` on.
+
+    Reading from a URL is retried a few times. Raises BrokenImageError, also if the file has fewer
+    than ``size`` bytes there, except with ``or_less``.
+    """
+    end = None if size is None else start + size
+
+    def read_url() -> bytes:
+        # Loader processes are forked, and must not use their parent's connections: fsspec gives
+        # each process a file system of its own.
+        system, name = url_to_fs(path)
+        return system.cat_file(name, start or None, end)
+
+    try:
+        if is_url(path):
+            content = with_retries(path, read_url)
+        else:
+            with open(path, "rb", opener=regular) as file:
+                file.seek(start)
+                content = file.read(-1 if size is None else size)
+    except FileNotFoundError as error:
+        raise BrokenImageError("No such file or directory") from error
+    except Exception as error:  # each file system raises what it likes
+        raise BrokenImageError(reason_of(error)) from error
+    if size is not None and len(content) < size and not or_less:
+        raise BrokenImageError(f"only {len(content)} of its {size} bytes are there")
+    return content
+
+
 def subfolders(url: str) -> list[str] | None:
-    """Return the names of the folders in a folder, sorted; None if it does not exist.
+    """Return the sorted names of the folders in a folder; None if it does not exist.
 
     Raises DataFolderError.
     """
-    path, found = _listed(url, lambda system, path: system.ls(path, detail=True))
+    path, found = _list(url, lambda system, path: system.ls(path, detail=True))
     if found is None:
         return None
     names = {info["name"].rstrip("/") for info in found if info["type"] == "directory"}
@@ -289,31 +270,33 @@ def subfolders(url: str) -> list[str] | None:
 
 
 def find_files(folder: str) -> dict[str, dict[str, Any]]:
-    """Return what is known of each file in a folder and below, by its name in the folder.
+    """Return fsspec's information about each file in a folder and below, by its name there.
 
     Raises DataFolderError.
     """
-    path, found = _listed(folder, lambda system, path: system.find(path, detail=True))
+    path, found = _list(folder, lambda system, path: system.find(path, detail=True))
     top = f"{path.rstrip('/')}/"
     return {name.removeprefix(top): info for name, info in (found or {}).items() if name[-1] != "/"}
 
 
-def _listed(
+def _list(
     folder: str, listing: Callable[[AbstractFileSystem, str], Found]
 ) -> tuple[str, Found | None]:
-    """Return what fsspec calls the folder, and what ``listing`` returns of it; None for what does
-    not exist. Raises DataFolderError, also for a bucket that does not exist."""
+    """Return fsspec's path of the folder, and what ``listing`` returns; None if it does not exist.
+
+    Raises DataFolderError, also for a bucket that does not exist.
+    """
     system, path = open_system(folder)
     found = None
     try:
-        found = tried_again(folder, lambda: listing(system, path))
+        found = with_retries(folder, lambda: listing(system, path))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except Exception as error:  # each file system raises what it likes
         raise DataFolderError(f"{folder} cannot be listed: {reason_of(error)}") from error
     if not found:
         bucket = None
-        with contextlib.suppress(Exception):  # a storage that has none may raise anything
+        with contextlib.suppress(Exception):  # a storage without buckets may raise anything
             bucket = missing_bucket(system, path)
         if bucket:
             raise DataFolderError(f"{folder}: there is no bucket {bucket}")

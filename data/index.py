@@ -1,11 +1,15 @@
-"""Reads a table of files and their labels: CSV with the columns path, label and split."""
+"""Which files of a split are images of which class; and index files that spare finding it again.
+
+The images are found in class folders (``index_split``) or listed by a CSV table
+(``read_labels``). What was found among many files is saved as arrays in an index file
+(``load_or_build``), which all processes map into memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import fcntl
-import functools
 import itertools
 import json
 import os
@@ -16,7 +20,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +45,23 @@ from data.files import (
     subfolders,
 )
 
-# ------------------------------------------------------------------------------------------------
-# Millions of names in two arrays: processes that share the arrays share the names.
+SPLITS = ("train", "val")
+
+# -- millions of names in two arrays ---------------------------------------------------
 
 
 _ENCODING = "utf-8", "surrogateescape"  # file names may hold any byte
 
 
 class Strings:
-    """Strings that lie in an array of bytes, a newline between each and the next.
+    """Strings in one array of bytes, with a newline between each and the next.
 
-    A list of them would be copied into each loader process, page by page: to count the references
-    to a string is to write to it.
+    Loader processes share it. A list of strings would be copied into each of them, page by page:
+    counting the references to a string writes to it.
     """
 
     def __init__(self, content: np.ndarray, ends: np.ndarray) -> None:
-        """Take the bytes (uint8), and where in them each string ends (int64)."""
+        """Set the bytes (uint8), and where in them each string ends (int64)."""
         self.content, self.ends = content, ends
 
     @classmethod
@@ -84,7 +89,7 @@ class Strings:
 
 
 class Paths:
-    """The paths of files of one folder, or their URLs, made of its path and their names in it."""
+    """The paths or URLs of the files of one folder: its path joined with their names in it."""
 
     def __init__(self, top: str, names: Strings) -> None:
         self.top, self.names = top, names
@@ -99,17 +104,15 @@ class Paths:
         return (self[number] for number in range(len(self)))
 
 
-# ------------------------------------------------------------------------------------------------
-# Keeps what was found among many files in one file of arrays, which all processes map.
+# -- index files -----------------------------------------------------------------------
 #
-# The file is in safetensors' format. It is written under another name and renamed, so that nobody
-# ever reads half of one; and it is read as a cache is: what cannot be trusted is made anew.
+# An index file is in safetensors' format. It is written under another name and renamed, so that
+# nobody ever reads half of one. It is a cache: what cannot be trusted is built again.
 
 
 VERSION = 1
-FROM = 10_000
-"""Images from which on an index is kept unasked; to find fewer takes less than a second."""
-_BESIDE = ".vit_fsdp_index"
+MIN_IMAGES = 10_000
+"""Images from which on an index is saved unasked; finding fewer takes less than a second."""
 
 
 @dataclass(frozen=True)
@@ -120,55 +123,44 @@ class Table:
     info: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Says where an index is kept, what it must be an index of, and whether to make it anew."""
+def load_or_build(
+    config: DataConfig,
+    name: str,
+    of: str,
+    build: Callable[[], Table],
+    change: Callable[[Table], str | None],
+    *,
+    counted: str,
+    expected: dict[str, Any] | None = None,
+) -> Table:
+    """Return the table in the index file ``name``; if it is unusable, build it, and save it.
 
-    paths: Sequence[Path]
-    """It is read from and written to the first of these where that can be done."""
-    of: str
-    """The folder or URL that it tells of."""
-    info: dict[str, Any]
-    """What its ``Table.info`` must have."""
-    config: DataConfig
+    The file is in ``--index_dir``, or else beside the images, or else, as for URLs, in the cache
+    folder: in the first of them that can be written to. It is saved for many images (the array
+    ``counted`` has a number for each), for those at a URL, and with ``--index_dir``; but not if
+    the table's info has "settled": False. One process of this host builds it, and the others wait.
 
-    def load(
-        self,
-        build: Callable[[], Table],
-        change: Callable[[Table], str | None],
-        is_worth_it: Callable[[Table], bool],
-    ) -> Table:
-        """Return the table that is kept; where it is not usable, build it, and keep it.
+    ``of``: the folder or URL that is indexed. ``change`` returns what has changed there since a
+    table was built, None if nothing has. ``expected``: what the table's info must have.
 
-        ``change`` says what has changed since a table was built, None if nothing has;
-        ``is_worth_it`` whether a table is kept. Of this host's processes one builds it, and
-        the others wait. Raises DataFolderError if ``--index_dir`` cannot be written to.
-        """
-        began = time.time()
-        found, why = self._usable(change, began)
-        if found:
-            return found
-        with _one_at_a_time(self.of):
-            found, _ = self._usable(change, began)  # what another has just built
-            if found:
-                return found
-            if why:
-                _say(f"the index of {self.of} is made anew: {why}")
-            table = build()
-            return self._keep(table, time.time() - began) if is_worth_it(table) else table
+    Raises DataFolderError if ``--index_dir`` cannot be written to.
+    """
+    started = time.time()
+    expected = {"version": VERSION} | (expected or {})
+    paths = _index_files(config, f"{name}-of-{config.data_source}")
 
-    def _usable(self, change: Callable, began: float) -> tuple[Table | None, str | None]:
-        """Return the table that is kept, or why it is of no use; neither if there is none."""
+    def load() -> tuple[Table | None, str | None]:
+        """Return the saved table, or why it is unusable; neither if there is none."""
         why = None
-        for path in self.paths:
+        for path in paths:
             try:
                 table = _read(path)
-                if not self.info.items() <= table.info.items():
-                    raise ValueError("it is another version's")
-                if self.config.rebuild_index and table.info["built"] < began:
+                if not expected.items() <= table.info.items():
+                    raise ValueError("it is of another version")
+                if config.rebuild_index and table.info["built"] < started:
                     raise ValueError("--rebuild_index")
-                if said := change(table):
-                    raise ValueError(said)
+                if changed := change(table):
+                    raise ValueError(changed)
                 return table, None
             except FileNotFoundError:
                 continue
@@ -176,52 +168,59 @@ class Kept:
                 why = reason_of(error)
         return None, why
 
-    def _keep(self, table: Table, took: float) -> Table:
-        """Write the table and return it as it is read: mapped from its file."""
-        info = table.info | self.info | {"built": time.time()}
+    found, why = load()
+    if found:
+        return found
+    with _one_at_a_time(of):
+        found, _ = load()  # what another process has just built
+        if found:
+            return found
+        if why:
+            _log(f"note: the index of {of} is rebuilt: {why}")
+        table = build()
+        is_far_or_many = is_url(config.data_dir) or len(table.arrays[counted]) >= MIN_IMAGES
+        if not (config.index_dir is not None or is_far_or_many) or not table.info.get(
+            "settled", True
+        ):
+            return table
+        took = time.time() - started
+        info = table.info | expected | {"built": time.time()}
         info["checksum"] = _checksum(table.arrays, info)
         content = save(table.arrays, {"info": json.dumps(info)})
-        for path in self.paths:
+        for path in paths:
             unfinished = f"{socket.gethostname()}.{os.getpid()}"
             try:
                 make_folder(path.parent)
                 replace_file(path, content, unfinished=unfinished)
-                kept = _read(path)
+                saved = _read(path)  # mapped from its file
             except OSError as error:
                 why = reason_of(error)
                 with contextlib.suppress(OSError):
                     path.with_name(f"{path.name}.{unfinished}").unlink()
                 continue
-            _say(f"the index of {self.of} took {took:.1f} s, and is kept as {path}")
-            return kept
-        if self.config.index_dir is not None:
-            raise DataFolderError(f"--index_dir {self.config.index_dir} cannot be used: {why}")
-        _say(f"the index of {self.of} cannot be kept ({why}): --index_dir names a place for it")
-        return table
+            _log(f"note: the index of {of} was built in {took:.1f} s and saved as {path}")
+            return saved
+    if config.index_dir is not None:
+        raise DataFolderError(f"--index_dir {config.index_dir} cannot be used: {why}")
+    _log(
+        f"warning: the index of {of} cannot be saved ({why}): give a folder for it with --index_dir"
+    )
+    return table
 
 
-def places(config: DataConfig, root: str, name: str) -> list[Path]:
-    """Return where the index called ``name`` of what is in ``root`` may be, the best place first.
-
-    That is ``--index_dir``; or else beside the images, or else, as for URLs, in the cache folder.
-    """
+def _index_files(config: DataConfig, name: str) -> list[Path]:
+    """Return where the index ``name`` may be, the best place first."""
+    root = config.data_dir
     whose = root if is_url(root) else os.path.abspath(root)
     marked = f"{name}-{xxhash.xxh3_64(whose.encode(errors='surrogateescape')).hexdigest()}"
     if config.index_dir is not None:
         return [Path(config.index_dir) / marked]
-    beside = [] if is_url(root) else [Path(root) / _BESIDE / name]
+    beside = [] if is_url(root) else [Path(root) / ".vit_fsdp_index" / name]
     return [*beside, cache_folder() / marked]
 
 
-def is_worth_it(config: DataConfig, array: str, table: Table) -> bool:
-    """Tell whether a table is kept: of many images (``array`` has a number of each), of those far
-    away, and where it is asked for."""
-    asked = config.index_dir is not None or is_url(config.data_dir)
-    return asked or len(table.arrays[array]) >= FROM
-
-
 def _read(path: Path) -> Table:
-    """Return the table in a file, whose arrays lie in the file; raises what safetensors raises."""
+    """Return the table in a file, with its arrays mapped; raises what safetensors raises."""
     with safe_open(path, "pt") as file:  # "numpy" would copy the arrays
         info = json.loads((file.metadata() or {})["info"])
         arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
@@ -240,7 +239,7 @@ def _checksum(arrays: dict[str, np.ndarray], info: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _one_at_a_time(of: str) -> Iterator[None]:
-    """Let one process of this host after the other in, where the system can.
+    """Let the processes of this host in one after the other, where the system can.
 
     The folder itself is locked, so that no file is left behind; NFS cannot do that.
     """
@@ -256,122 +255,30 @@ def _one_at_a_time(of: str) -> Iterator[None]:
         yield
 
 
-def _say(line: str) -> None:
-    print(f"note: {printable(line)}", file=sys.stderr, flush=True)
+def _log(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
 
 
-# ------------------------------------------------------------------------------------------------
-# Finds which files of ``<root>/<split>/<class>/`` are images of which class, in one walk.
-
-
-SPLITS = ("train", "val")
-_SHOWN = 5  # names of many
+# -- images in <root>/<split>/<class>/ -------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FolderIndex:
-    """Lists the images of one split, in the order of torchvision's ``ImageFolder``."""
+    """The images of one split, in the order of torchvision's ``ImageFolder``."""
 
     classes: list[str]
     """The names of the classes, by label."""
     paths: Paths
     labels: np.ndarray
-    """Of each path, int32."""
+    """The label of each path, int32."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """How many files of the split are no images, by extension."""
+    """How many files of the split are not images, by extension."""
     folders: Sequence[str] = ()
-    """The folders that were looked into."""
+    """The folders that were listed."""
 
     def digest(self) -> str:
         """Return a checksum of the files' names below the split, in order."""
         return xxhash.xxh3_64(self.paths.names.content.data).hexdigest()
-
-
-def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS) -> FolderIndex:
-    """Find the images of a split, in its class folders and any folder below them.
-
-    The names of images end in one of ``suffixes``, in small or capital letters.
-
-    Links to folders are followed. Raises DataFolderError for a folder that cannot be read, for
-    a class without images, and where a link makes the same images count twice.
-    """
-    top, left_out = os.path.join(root, split), Counter[str]()
-    if is_url(root):
-        return _index(top, _listed(top, left_out), suffixes, left_out)
-    real_top = os.path.realpath(top)
-    reached = {real_top: top}
-    entries = _scan(top)
-    folders = [entry for entry in entries if _is_folder(entry)]
-    _refuse_lost_links(entries)
-    if len(entries) > len(folders):
-        left_out["in no class folder"] = len(entries) - len(folders)
-
-    def walked() -> Iterator[_Class]:
-        for folder in tqdm(folders, f"listing {top}", unit=" classes", delay=5, disable=None):
-            found = sorted(_walk(folder, real_top, reached), key=lambda found: found[0])
-            yield folder.name, ((e.path, _may_be_read(e)) for _, files in found for e in files)
-
-    index = _index(top, walked(), suffixes, left_out)
-    return replace(index, folders=list(reached.values()))
-
-
-_Class = tuple[str, Iterable[tuple[str, bool]]]
-"""A class's name, and of each file in its order the path, and whether it may be an image."""
-
-
-def _index(
-    top: str, classes: Iterable[_Class], suffixes: tuple[str, ...], left_out: Counter[str]
-) -> FolderIndex:
-    """Return the index of these classes; ``left_out`` is added to."""
-    names, labels, empty = [], array("i"), []
-
-    def images() -> Iterator[str]:
-        for label, (name, files) in enumerate(classes):
-            names.append(name)
-            before = len(labels)
-            for path, may_be_read in files:
-                if may_be_read and path.lower().endswith(suffixes):
-                    labels.append(label)
-                    yield path[len(top) + 1 :]
-                else:
-                    suffix = os.path.splitext(path)[1].lower()
-                    left_out[suffix or "no extension"] += 1
-            if len(labels) == before:
-                empty.append(name)
-
-    paths = Paths(top, Strings.of(images()))
-    if empty:
-        raise DataFolderError(
-            f"{top} has class folders without images: {_some(empty)}; add images "
-            f"({', '.join(suffixes)}) or remove them"
-        )
-    return FolderIndex(names, paths, np.array(labels, np.int32), left_out)
-
-
-def _listed(top: str, left_out: Counter[str]) -> Iterator[_Class]:
-    """Yield the classes at a URL, with their files in the order of a folder's."""
-    by_class: dict[str, list[tuple[str, str]]] = {}
-    for file in find_files(top):
-        folder, _, name = file.rpartition("/")
-        if folder:
-            by_class.setdefault(folder.partition("/")[0], []).append((folder, name))
-        else:
-            left_out["in no class folder"] += 1
-    for name in sorted(by_class):
-        yield name, ((f"{top}/{folder}/{file}", True) for folder, file in sorted(by_class[name]))
-
-
-def class_folders(root: str, split: str) -> list[str] | None:
-    """Return the names of a split's classes by label; None if there is no such folder.
-
-    Raises DataFolderError for a folder or URL that cannot be listed.
-    """
-    path = os.path.join(root, split)
-    if is_url(root):
-        return subfolders(path)
-    if not os.path.isdir(path):
-        return None
-    return [entry.name for entry in _scan(path) if _is_folder(entry)]
 
 
 def check_folder(
@@ -380,10 +287,10 @@ def check_folder(
     splits: Sequence[str] = SPLITS,
     suffixes: tuple[str, ...] = IMG_EXTENSIONS,
 ) -> None:
-    """Refuse a folder that cannot be used, in one line, before its images are looked for.
+    """Refuse an unusable folder, in one line, before its images are listed.
 
-    Raises DataFolderError for a missing or empty split, class folders that differ
-    between the splits, or more classes than ``num_classes``.
+    Raises DataFolderError for a missing or empty split, class folders that differ between the
+    splits, or more classes than ``num_classes``.
     """
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder that holds train/ and val/")
@@ -405,56 +312,154 @@ def check_folder(
         if names:
             raise DataFolderError(
                 f"the class folders of train and val differ in {root}: only {split} has "
-                f"{_some(names)}"
+                f"{_first_of(names)}"
             )
     found = len(classes[splits[0]])
     if found > num_classes:
         raise DataFolderError(f"{root} has {found} classes, --num_classes is {num_classes}")
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+def class_folders(root: str, split: str) -> list[str] | None:
+    """Return the names of a split's classes by label; None if there is no such folder.
+
+    Raises DataFolderError for a folder or URL that cannot be listed.
+    """
+    path = os.path.join(root, split)
+    if is_url(root):
+        return subfolders(path)
+    if not os.path.isdir(path):
+        return None
+    return [entry.name for entry in _scan(path) if _is_folder(entry)]
 
 
-def _scan(path: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        raise DataFolderError(f"{path} cannot be read: {error.strerror}") from None
+def cached_split(
+    config: DataConfig, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS
+) -> FolderIndex:
+    """Return what ``index_split`` returns, read from an index file if the split has not changed.
+
+    A split on disk has changed if a folder has another modification time than when it was listed,
+    as it has when a file is added, removed or renamed in it; one at a URL, if it has other class
+    folders. Raises DataFolderError, see ``index_split`` and ``load_or_build``.
+    """
+    root, top = config.data_dir, os.path.join(config.data_dir, split)
+
+    def build() -> Table:
+        started = time.time()
+        index = index_split(root, split, suffixes)
+        folders = Strings.of(os.path.relpath(folder, top) for folder in index.folders)
+        changed = np.array([os.stat(folder).st_mtime_ns for folder in index.folders], np.int64)
+        # A file that is added right after a folder was listed may not change the folder's time:
+        # an index of folders that changed within the last 2 seconds is not saved.
+        is_settled = not (changed > (started - 2) * 1e9).any()
+        info = {"classes": index.classes, "left_out": index.left_out, "settled": is_settled}
+        names = index.paths.names
+        arrays = {"names": names.content, "ends of names": names.ends, "labels": index.labels}
+        arrays |= {"folders": folders.content, "ends of folders": folders.ends, "changed": changed}
+        return Table(arrays, info)
+
+    def change(table: Table) -> str | None:
+        if is_url(root):
+            same = class_folders(root, split) == table.info["classes"]
+            return None if same else "the class folders are others"
+        folders = Strings(table.arrays["folders"], table.arrays["ends of folders"])
+        for folder, before in zip(folders, table.arrays["changed"].tolist(), strict=True):
+            path = os.path.join(top, folder)
+            try:
+                now = os.stat(path).st_mtime_ns
+            except OSError:
+                now = None
+            if now != before:
+                return f"{printable(os.path.normpath(path))} has changed"
+        return None
+
+    expected = {"suffixes": list(suffixes)}
+    table = load_or_build(config, split, top, build, change, counted="labels", expected=expected)
+    names = Strings(table.arrays["names"], table.arrays["ends of names"])
+    left_out = Counter(table.info["left_out"])
+    return FolderIndex(table.info["classes"], Paths(top, names), table.arrays["labels"], left_out)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link that leads round in a circle, or to where nobody may look
-        return False
+def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS) -> FolderIndex:
+    """Find the images of a split, in its class folders and any folder below them, in one walk.
+
+    The names of images end in one of ``suffixes``, in small or capital letters. Links to folders
+    are followed. Raises DataFolderError for a folder that cannot be read, for a class without
+    images, and where a link makes the same images count twice.
+    """
+    top, left_out = os.path.join(root, split), Counter[str]()
+    reached: dict[str, str] = {}
+    classes = _classes_at_url(top, left_out) if is_url(root) else _classes(top, left_out, reached)
+    names, labels, empty = [], array("i"), []
+
+    def images() -> Iterator[str]:
+        for label, (name, files) in enumerate(classes):
+            names.append(name)
+            before = len(labels)
+            for path, may_be_read in files:
+                if may_be_read and path.lower().endswith(suffixes):
+                    labels.append(label)
+                    yield path[len(top) + 1 :]
+                else:
+                    suffix = os.path.splitext(path)[1].lower()
+                    left_out[suffix or "no extension"] += 1
+            if len(labels) == before:
+                empty.append(name)
+
+    paths = Paths(top, Strings.of(images()))
+    if empty:
+        raise DataFolderError(
+            f"{top} has class folders without images: {_first_of(empty)}; add images "
+            f"({', '.join(suffixes)}) or remove them"
+        )
+    folders = list(reached.values())
+    return FolderIndex(names, paths, np.array(labels, np.int32), left_out, folders)
 
 
-def _may_be_read(entry: os.DirEntry[str]) -> bool:
-    """Tell whether an entry is no pipe: reading it would wait for ever. A link is looked at when
-    it is read."""
-    return entry.is_symlink() or entry.is_file()
+_Class = tuple[str, Iterable[tuple[str, bool]]]
+"""The name of a class; and its files in order: each one's path, and whether it can be read."""
 
 
-def _refuse_lost_links(entries: list[os.DirEntry[str]]) -> None:
-    """Raise DataFolderError if a class is a link to nothing: a class whose disk is not mounted
-    would shift the labels of all after it."""
+def _classes_at_url(top: str, left_out: Counter[str]) -> Iterator[_Class]:
+    """Yield the classes at a URL, with their files in the order of a folder's."""
+    by_class: dict[str, list[tuple[str, str]]] = {}
+    for file in find_files(top):
+        folder, _, name = file.rpartition("/")
+        if folder:
+            by_class.setdefault(folder.partition("/")[0], []).append((folder, name))
+        else:
+            left_out["in no class folder"] += 1
+    for name in sorted(by_class):
+        yield name, ((f"{top}/{folder}/{file}", True) for folder, file in sorted(by_class[name]))
+
+
+def _classes(top: str, left_out: Counter[str], reached: dict[str, str]) -> Iterator[_Class]:
+    """Yield the classes in a folder; ``reached`` becomes the path of each real folder listed."""
+    real_top = os.path.realpath(top)
+    reached[real_top] = top
+    entries = _scan(top)
+    folders = [entry for entry in entries if _is_folder(entry)]
     for entry in entries:
+        # A class whose disk is not mounted would shift the labels of all after it.
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise DataFolderError(
                 f"{entry.path} is a link to {os.readlink(entry.path)}, which cannot be reached: "
                 "mend or remove it"
             )
+    if len(entries) > len(folders):
+        left_out["in no class folder"] = len(entries) - len(folders)
+    for folder in tqdm(folders, f"listing {top}", unit=" classes", delay=5, disable=None):
+        found = sorted(_walk(folder, real_top, reached), key=lambda found: found[0])
+        # Reading a pipe would wait for ever. What a link leads to is checked when it is read.
+        yield (
+            folder.name,
+            ((e.path, e.is_symlink() or e.is_file()) for _, files in found for e in files),
+        )
 
 
 def _walk(
     folder: os.DirEntry[str], real_parent: str, reached: dict[str, str]
 ) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
-    """Yield ``folder`` and each folder below it: its path and its files, sorted by name.
-
-    ``reached`` has the path by which each real folder was reached so far, and is added to.
-    """
+    """Yield ``folder`` and each folder below it: its path and its files, sorted by name."""
     linked = folder.is_symlink()
     real = os.path.realpath(folder.path) if linked else os.path.join(real_parent, folder.name)
     if linked and os.path.commonpath([real, real_parent]) == real:
@@ -477,72 +482,27 @@ def _walk(
     yield folder.path, files
 
 
-# ------------------------------------------------------------------------------------------------
-# Lists a split's images once: the index of many files is kept, and read as long as it is right.
+def _scan(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataFolderError(f"{path} cannot be read: {error.strerror}") from None
 
 
-_SETTLED = 2  # seconds after which a folder that changes again has another time
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a circle of links, or a link to where this user may not look
+        return False
 
 
-def kept_split(
-    config: DataConfig, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS
-) -> FolderIndex:
-    """Return what ``index_split`` returns, read from a file if the split has not changed since.
-
-    A folder has changed if a folder below it has another time of modification than when it
-    was listed, as it has when a file is added, removed or renamed in it; what is at a URL, if it
-    has other class folders. Raises DataFolderError, see ``index_split`` and ``Kept.load``.
-    """
-    root, top = config.data_dir, os.path.join(config.data_dir, split)
-    info = {"version": VERSION, "suffixes": list(suffixes)}
-    kept = Kept(places(config, root, f"{split}-of-{config.data_source}"), top, info, config)
-    table = kept.load(
-        functools.partial(_build, root, split, suffixes),
-        functools.partial(_change, root, split),
-        lambda table: table.info["settled"] and is_worth_it(config, "labels", table),
-    )
-    arrays = table.arrays
-    names = Strings(arrays["names"], arrays["ends of names"])
-    left_out = Counter(table.info["left_out"])
-    return FolderIndex(table.info["classes"], Paths(top, names), arrays["labels"], left_out)
+def _first_of(names: list[str]) -> str:
+    shown = 5
+    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")
 
 
-def _build(root: str, split: str, suffixes: tuple[str, ...]) -> Table:
-    began = time.time()
-    index = index_split(root, split, suffixes)
-    top = index.paths.top
-    folders = Strings.of(os.path.relpath(folder, top) for folder in index.folders)
-    changed = np.array([os.stat(folder).st_mtime_ns for folder in index.folders], np.int64)
-    info = {
-        "classes": index.classes,
-        "left_out": index.left_out,
-        # A file that is added right after a folder was listed may not change the folder's time.
-        "settled": not (changed > (began - _SETTLED) * 1e9).any(),
-    }
-    names = index.paths.names
-    arrays = {"names": names.content, "ends of names": names.ends, "labels": index.labels}
-    arrays |= {"folders": folders.content, "ends of folders": folders.ends, "changed": changed}
-    return Table(arrays, info)
-
-
-def _change(root: str, split: str, table: Table) -> str | None:
-    """Return what has changed since the table was built; None if nothing has."""
-    if is_url(root):
-        same = class_folders(root, split) == table.info["classes"]
-        return None if same else "the class folders are others"
-    folders = Strings(table.arrays["folders"], table.arrays["ends of folders"])
-    for folder, before in zip(folders, table.arrays["changed"].tolist(), strict=True):
-        path = os.path.join(root, split, folder)
-        try:
-            now = os.stat(path).st_mtime_ns
-        except OSError:
-            now = None
-        if now != before:
-            return f"{printable(os.path.normpath(path))} has changed"
-    return None
-
-
-# ------------------------------------------------------------------------------------------------
+# -- images listed by a CSV table ------------------------------------------------------
 
 
 _COLUMNS = ("path", "label", "split")
@@ -554,29 +514,6 @@ def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -
     Labels are numbered in the order of their sorted names, those of all splits together. Raises
     DataFolderError for a table that cannot be read or used.
     """
-    rows = _rows(file)
-    classes = sorted({label for _, label, _ in rows})
-    if len(classes) > num_classes:
-        raise DataFolderError(f"{file} has {len(classes)} labels, --num_classes is {num_classes}")
-    number_of = {name: label for label, name in enumerate(classes)}
-    found = []
-    for split in splits:
-        of_split = [row for row in rows if row[2] == split]
-        if not of_split:
-            raise DataFolderError(f"{file} has no file whose split is {split}")
-        paths = Paths(root, Strings.of(path for path, *_ in of_split))
-        labels = np.array([number_of[label] for _, label, _ in of_split], np.int32)
-        found.append(FolderIndex(classes, paths, labels))
-        first = paths[0]
-        if not os.path.exists(first):
-            raise DataFolderError(
-                f"{file} names {first}, which is not there: its paths begin at --data_dir"
-            )
-    return found
-
-
-def _rows(file: str) -> list[tuple[str, str, str]]:
-    """Return path, label and split of each row."""
     rows: dict[str, tuple[str, str, str]] = {}
     try:
         with open(file, newline="", encoding="utf-8-sig", opener=regular) as stream:
@@ -599,4 +536,21 @@ def _rows(file: str) -> list[tuple[str, str, str]]:
                 rows[path] = path, label, split
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataFolderError(f"--labels {file} cannot be read: {reason_of(error)}") from None
-    return list(rows.values())
+
+    classes = sorted({label for _, label, _ in rows.values()})
+    if len(classes) > num_classes:
+        raise DataFolderError(f"{file} has {len(classes)} labels, --num_classes is {num_classes}")
+    number_of = {name: label for label, name in enumerate(classes)}
+    found = []
+    for wanted in splits:
+        of_split = [row for row in rows.values() if row[2] == wanted]
+        if not of_split:
+            raise DataFolderError(f"{file} has no file whose split is {wanted}")
+        paths = Paths(root, Strings.of(path for path, *_ in of_split))
+        labels = np.array([number_of[label] for _, label, _ in of_split], np.int32)
+        found.append(FolderIndex(classes, paths, labels))
+        if not os.path.exists(paths[0]):
+            raise DataFolderError(
+                f"{file} names {paths[0]}, which is not there: its paths start at --data_dir"
+            )
+    return found

@@ -1,7 +1,10 @@
-"""Loads datasets with processes of its own, which read parts of batches and are replaced if lost.
+"""From a dataset to batches: which images a process loads, in which order, and by which processes.
 
-A part is what one process reads at a time: so the first batch is not one process's work, and no
-more is in memory than the parts on the way.
+- A ``Share`` is the part of each global batch that one process loads.
+- A sampler decides which images make up each global batch, and in which order.
+- A ``BatchLoader`` is what the training loop reads. ``DatasetLoader`` reads a dataset with loader
+  processes. Each reads one part of a batch at a time: so the first batch is not the work of one
+  process, and no more is in memory than the parts in flight. Lost processes are replaced.
 """
 
 from __future__ import annotations
@@ -23,27 +26,40 @@ from tqdm import tqdm
 
 from data.files import DataFolderError
 
-# ------------------------------------------------------------------------------------------------
-# Which part of each global batch one process loads.
+PADDING = -1
+"""The index of padding in place of an image, and the label that data sources give it."""
+
+Key = tuple[int, ...]
+"""What a dataset is indexed by: epoch and image index, and with buckets the bucket's number."""
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""A batch on the CPU: images (share, channels, rows, width), labels (share,) int64; of volumes
+(share, channels, slices, height, width). Images are uint8, or normalised fp32."""
+
+BadImage = tuple[str, str, int]
+"""The path of an image that cannot be read, the reason in one line, and its label."""
+
+Sample = tuple[torch.Tensor, int, list[BadImage]]
+"""An image, its label, and the unreadable images that it replaces."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Says which images of each global batch one process loads, and which rows of them.
+    """Which images of each global batch one process loads, and which rows of them.
 
     A row is a position along the first spatial axis: of an image's height, of a volume's slices.
     """
 
     rank: int = 0
     world_size: int = 1
-    """The images are those of part ``rank`` of so many equal parts of each global batch."""
+    """The images are part ``rank`` of ``world_size`` equal parts of each global batch."""
     rows: range | None = None
-    """The rows of each image, next to each other; None: all of them."""
+    """The contiguous rows of each image; None: all of them."""
     loads: bool = True
-    """Whether the images are read here. Where not, other processes hand them over: the batches
-    hold no images and no labels, and there are as many of them."""
+    """False: other processes hand over the images. The batches then hold no images and no labels,
+    and there are as many batches."""
     of_host: int = 1
-    """How many processes there are on this host, which share its cores."""
+    """How many training processes share the cores of this host."""
 
     def shape_of(self, batch_size: int, image_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the images that are loaded of a global batch of ``batch_size``."""
@@ -52,100 +68,30 @@ class Share:
         return (count, channels, height if self.rows is None else len(self.rows), *others)
 
 
-# ------------------------------------------------------------------------------------------------
-# The interface by which the training loop reads any data source.
-
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""A batch on the CPU: images (share, channels, rows, width), labels (share,) int64; of volumes
-(share, channels, slices, height, width). Images are uint8, or fp32 that was normalised."""
-
-BadImage = tuple[str, str, int]
-"""The path of an image that cannot be read, the reason in one line, and its label."""
-
-Sample = tuple[torch.Tensor, int, list[BadImage]]
-"""An image, its label, and what was found to be broken on the way to it."""
-
-
-class BatchLoader(Protocol):
-    """Gives batches of one process's share, epoch by epoch, from any position.
-
-    A source that gives the same tensor objects again tells the device side that
-    nothing has to be copied.
-    """
-
-    prefetch_depth: int
-    """How many batches to have ahead of the step; 0 for a source that must not run beside it."""
-
-    def __len__(self) -> int:
-        """Return how many global batches an epoch has."""
-
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        """Yield the batches of the epoch numbered ``epoch`` from ``first_batch`` on."""
-
-    @property
-    def workers(self) -> int:
-        """Return how many loader processes read for this process."""
-
-    def bad_images(self) -> list[BadImage]:
-        """Return what was found broken in this process's share since the last call."""
-
-
-class EmptyLoader:
-    """Gives batches without images, all the same: to a process that others hand its images."""
-
-    prefetch_depth = workers = 0
-
-    def __init__(self, batches: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Take how many ``batches`` an epoch has, and what a batch is: of 0 images."""
-        self._batches = batches
-        self._batch = torch.zeros(shape, dtype=dtype), torch.zeros(0, dtype=torch.int64)
-
-    def __len__(self) -> int:
-        return self._batches
-
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        for _ in range(first_batch, len(self)):
-            yield self._batch
-
-    def bad_images(self) -> list[BadImage]:
-        return []
-
-
-# ------------------------------------------------------------------------------------------------
-# Decides which images make up each global batch, and which of them this process loads.
-
-
-PADDING = -1
-"""The index of an image that is not there, and the label that data sources give it."""
-
-
-Key = tuple[int, ...]
-"""What a dataset is asked for: epoch and image index; where there are buckets, the bucket's
-number."""
+# -- the order of the images -----------------------------------------------------------
 
 
 class GlobalBatchSampler(Sampler[list[Key]]):
     """Divides the same sequence of global batches over any number of loading processes.
 
-    The order depends on the seed and the epoch alone; a process takes its contiguous
-    share of each global batch. So neither the number of processes nor a resume
-    changes what a step trains on. Yields lists of (draw, image index): the number of the draw
-    that augmentations follow from, which is the epoch.
+    The order depends on the seed and the epoch alone; a process loads its contiguous share of each
+    global batch. So neither the number of processes nor a resume changes what a step trains on.
+    Yields lists of (draw, image index). Augmentations are drawn by the number of the draw, which
+    is the epoch.
 
-    With ``repeats`` each image stands so many times in a row, each time with another draw, and the
-    epoch, no longer than before, ends before it has been through all: timm's
-    ``RepeatAugSampler`` with a selection of all that fit. Within a batch all first ones
-    come first, then all second ones: so the repeats of an image are far from each other, on other
-    devices where there are enough.
+    With ``repeats`` each image stands that many times in a row, each time with another draw. The
+    epoch is no longer than before, so it ends before it has used all images: timm's
+    ``RepeatAugSampler`` with a selection of all that fit. Within a batch all first repeats come
+    first, then all second ones: so the repeats of an image are far from each other, on different
+    devices if there are enough.
 
     Training (``shuffle=True``) drops the last short batch, as PyTorch/XLA's ViT-10B example does.
-    Evaluation keeps it and fills it up with ``PADDING``, so shapes stay static and
-    each image still counts once.
+    Evaluation keeps it and fills it up with ``PADDING``, so shapes stay static and each image
+    still counts once.
     """
 
     read_together = 1
-    """How many images that follow each other one loader process had better read."""
+    """How many consecutive images one loader process should read at least."""
 
     def __init__(
         self,
@@ -174,12 +120,12 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         return full if self.shuffle else full + bool(rest)
 
     def generator(self) -> torch.Generator:
-        """Return a generator of random numbers that depend on the seed and the epoch alone."""
-        seed = (self.seed * 1_000_003 + self.epoch) % 2**63  # what a generator takes
+        """Return a random generator that depends on the seed and the epoch alone."""
+        seed = (self.seed * 1_000_003 + self.epoch) % 2**63  # the seeds that a generator accepts
         return torch.Generator().manual_seed(seed)
 
     def shuffled(self, generator: torch.Generator) -> torch.Tensor:
-        """Return the images' indices in random order, which ``generator`` alone decides."""
+        """Return the indices of the images in a random order drawn from ``generator`` alone."""
         return torch.randperm(self.length, generator=generator)
 
     def _order(self) -> torch.Tensor:
@@ -193,7 +139,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         first = self.rank * self.share
         for batch in range(self.first_batch, len(self)):
             places = range(batch * self.batch_size, (batch + 1) * self.batch_size)
-            # Stable: those of one repeat stay in their order. Of one, nothing changes.
+            # A stable sort: within one repeat the order stays.
             apart = sorted(places, key=lambda place: place % repeats)[first : first + self.share]
             yield [
                 (self.epoch * repeats + place % repeats, int(order[place // repeats]))
@@ -201,27 +147,35 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             ]
 
 
-# ------------------------------------------------------------------------------------------------
-# An order of images that lie in groups, such that a group is read for several images at once.
-#
-# Of a group (a row group of a parquet file) one image cannot be read without the others. In a
-# random order of all images each one would cost the reading of a group, a hundred images or more.
+class RunSampler(GlobalBatchSampler):
+    """Divides global batches over processes; in training their images are in ``order_in_runs``."""
+
+    def __init__(self, groups: Sequence[int], run_length: int, batch_size: int, **how: Any) -> None:
+        super().__init__(sum(groups), batch_size, **how)
+        self._groups, self._run_length = groups, run_length
+        # Runs do not start where a process's part does: in a long part few of them are cut.
+        self.read_together = max(run_length, 64)
+
+    def shuffled(self, generator: torch.Generator) -> torch.Tensor:
+        return order_in_runs(self._groups, self._run_length, generator)
 
 
 WINDOW = 64
-"""How many groups the images of one stretch of the order come from, mixed."""
-
-_AT_LEAST = 64  # images that a loader process reads one after the other
+"""The number of groups whose runs are mixed with each other in ``order_in_runs``."""
 
 
 def order_in_runs(
     groups: Sequence[int], run_length: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return a random order of the images of groups of so many images, numbered one after another.
+    """Return a random order of images in which one reading of a group serves several of them.
 
-    The groups are in random order, and the images of each; each is cut into runs of ``run_length``
-    images (its last may be shorter), and the runs of ``WINDOW`` groups, which follow each other,
-    are in random order again. It depends on the arguments alone, not on batches or processes.
+    A group (a row group of a parquet file) can only be read whole. In a random order of all images
+    each image would cost the reading of a group of a hundred images or more.
+
+    ``groups``: how many images each group has; images are numbered through all groups. The groups
+    are in random order, and so are the images of each. Each is cut into runs of ``run_length``
+    images (its last one may be shorter). The runs of each ``WINDOW`` consecutive groups are
+    shuffled. The order depends on the arguments alone, not on batches or processes.
     """
     firsts = torch.tensor([0, *groups]).cumsum(0)[:-1]
     order = torch.randperm(len(groups), generator=generator).tolist()
@@ -235,71 +189,130 @@ def order_in_runs(
     return torch.cat(found)
 
 
-class RunSampler(GlobalBatchSampler):
-    """Divides global batches over processes; in training their images are in ``order_in_runs``."""
-
-    def __init__(self, groups: Sequence[int], run_length: int, batch_size: int, **how: Any) -> None:
-        super().__init__(sum(groups), batch_size, **how)
-        self._groups, self._run_length = groups, run_length
-        # Runs do not begin where a process's part does: in a long part few of them are cut.
-        self.read_together = max(run_length, _AT_LEAST)
-
-    def shuffled(self, generator: torch.Generator) -> torch.Tensor:
-        return order_in_runs(self._groups, self._run_length, generator)
+# -- loaders ---------------------------------------------------------------------------
 
 
-# ------------------------------------------------------------------------------------------------
+class BatchLoader(Protocol):
+    """Gives batches of one process's share, epoch by epoch, from any position.
+
+    A loader that yields the same tensor objects again tells the device side that nothing has to be
+    copied.
+    """
+
+    prefetch_depth: int
+    """How many batches to load ahead of the step; 0 for a source that must not run beside it."""
+
+    def __len__(self) -> int:
+        """Return how many global batches an epoch has."""
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        """Yield the batches of the epoch numbered ``epoch`` from ``first_batch`` on."""
+
+    @property
+    def workers(self) -> int:
+        """Return how many loader processes read for this process."""
+
+    def bad_images(self) -> list[BadImage]:
+        """Return the unreadable images found in this process's share since the last call."""
 
 
-_MOST_IMAGES = 64  # of a part
-_MOST_WORKERS = 32
-"""That are chosen: at 1,000 images a second each, more than any host's chips take so far."""
-_REPLACED = 3
-"""How often in a row lost processes are replaced without a batch in between."""
+class ConstantLoader:
+    """Yields the same batch again and again, and perhaps another one at the end of an epoch."""
+
+    prefetch_depth = workers = 0
+
+    def __init__(self, batches: int, batch: Batch, last: Batch | None = None) -> None:
+        """Set the number of ``batches`` an epoch, and what they are."""
+        self._batches, self._batch, self._last = batches, batch, last or batch
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        for batch in range(first_batch, self._batches):
+            yield self._batch if batch + 1 < self._batches else self._last
+
+    def bad_images(self) -> list[BadImage]:
+        return []
+
+
+_MAX_PART = 64  # images that a loader process reads at a time
+_MAX_WORKERS = 32
+"""The most that are chosen: at 1,000 images/s each, more than the chips of any host need so far."""
+_MAX_RESTARTS = 3
+"""How often lost processes are replaced without a batch in between."""
 
 
 def workers_of_host(processes: int) -> int:
-    """Return how many loader processes each of so many training processes of a host should have.
+    """Return how many loader processes each of the training ``processes`` of a host should have.
 
-    One a core that this process may use, but for one of each training process.
+    One for each core that this process may use, less one for each training process.
     """
     cores = len(os.sched_getaffinity(0))
-    return min(max(1, cores // processes - 1), _MOST_WORKERS)
+    return min(max(1, cores // processes - 1), _MAX_WORKERS)
 
 
 class DatasetLoader:
-    """Loads a map-style dataset with worker processes that live for the whole run.
+    """Loads a map-style dataset with loader processes that live for the whole run.
 
-    The dataset gives a ``Sample`` for (epoch, image index), see ``GlobalBatchSampler``.
+    The dataset returns a ``Sample`` for each ``Key`` of the sampler.
     """
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, workers: int) -> None:
         self._dataset, self._sampler, self.workers = dataset, sampler, workers
         # Without workers, transforms would share this process's random state with the step.
         self.prefetch_depth = 2 if workers else 0
-        a_worker = min(-(-sampler.share // max(workers, 1)), _MOST_IMAGES)
-        size = max(a_worker, sampler.read_together) if workers else sampler.share
+        share_of_worker = min(-(-sampler.share // max(workers, 1)), _MAX_PART)
+        size = max(share_of_worker, sampler.read_together) if workers else sampler.share
         self._parts = _Parts(sampler, min(size, sampler.share))
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._bad: deque[BadImage] = deque()  # filled in the thread that prefetches
         self._loader = self._start()
 
     def __len__(self) -> int:
         return len(self._sampler)
 
+    def _start(self) -> DataLoader:
+        return DataLoader(
+            _Loaded(self._dataset),
+            sampler=self._parts,
+            batch_size=None,  # the sampler yields parts of batches
+            collate_fn=lambda part: part,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            worker_init_fn=_start_worker,
+        )
+
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        done, lost = first_batch, 0
-        while done < len(self):
+        next_batch, failures = first_batch, 0
+        while next_batch < len(self):
+            self._sampler.set_position(epoch, next_batch)
+            parts: list[Batch] = []
             try:
-                for batch in self._batches(epoch, done):
-                    done, lost = done + 1, 0
-                    yield batch
-            except (RuntimeError, OSError, EOFError) as error:  # as the DataLoader tells it
-                lost += 1
-                if not self.workers or lost > _REPLACED:
+                for loaded in self._loader:
+                    if isinstance(loaded, DataFolderError):
+                        raise loaded
+                    part, bad = loaded
+                    for image in bad:
+                        if image[0] not in self._reported:
+                            self._reported.add(image[0])
+                            self._bad.append(image)
+                    parts.append(part)
+                    if len(parts) < self._parts.per_batch:
+                        continue
+                    images, labels = zip(*parts, strict=True)
+                    parts = []
+                    next_batch, failures = next_batch + 1, 0
+                    if len(images) == 1:
+                        yield images[0], labels[0]
+                    else:
+                        yield torch.cat(images), torch.cat(labels)
+            except (RuntimeError, OSError, EOFError) as error:  # as the DataLoader raises them
+                failures += 1
+                if not self.workers or failures > _MAX_RESTARTS:
                     raise
                 tqdm.write(
-                    f"a loader process was lost, all {self.workers} are started anew: "
+                    f"a loader process was lost, all {self.workers} are restarted: "
                     f"{str(error).splitlines()[0]}",
                     file=sys.stderr,
                 )
@@ -308,40 +321,13 @@ class DatasetLoader:
     def bad_images(self) -> list[BadImage]:
         return [self._bad.popleft() for _ in range(len(self._bad))]
 
-    def _start(self) -> DataLoader:
-        return DataLoader(
-            _Loaded(self._dataset),
-            sampler=self._parts,
-            batch_size=None,  # the sampler's parts
-            collate_fn=_as_it_is,
-            num_workers=self.workers,
-            persistent_workers=self.workers > 0,
-            worker_init_fn=_begin,
-        )
-
-    def _batches(self, epoch: int, first_batch: int) -> Iterator[Batch]:
-        self._sampler.set_position(epoch, first_batch)
-        parts: list[Batch] = []
-        for loaded in self._loader:
-            if isinstance(loaded, DataFolderError):
-                raise loaded
-            part, bad = loaded
-            for image in bad:
-                if image[0] not in self._told:
-                    self._told.add(image[0])
-                    self._bad.append(image)
-            parts.append(part)
-            if len(parts) == self._parts.a_batch:
-                yield _joined(parts)
-                parts = []
-
 
 class _Parts(Sampler[list[Key]]):
-    """Divides each batch of a sampler into parts of up to ``size`` images, one after the other."""
+    """Divides each batch of a sampler into consecutive parts of up to ``size`` images."""
 
     def __init__(self, sampler: GlobalBatchSampler, size: int) -> None:
         self._sampler, self._size = sampler, size
-        self.a_batch = -(-sampler.share // size)
+        self.per_batch = -(-sampler.share // size)
 
     def __iter__(self) -> Iterator[list[Key]]:
         for batch in self._sampler:
@@ -350,10 +336,10 @@ class _Parts(Sampler[list[Key]]):
 
 
 class _Loaded(Dataset):
-    """Gives parts of batches of a dataset of ``Sample``, with what was broken in them.
+    """Reads parts of batches of a dataset of ``Sample``, with the unreadable images among them.
 
-    A folder that cannot be used comes as a DataFolderError in a part's place: raised in a worker,
-    its message would be wrapped in a traceback.
+    A DataFolderError is returned in place of a part: raised in a loader process, its message would
+    be wrapped in a traceback.
     """
 
     def __init__(self, samples: Dataset) -> None:
@@ -368,37 +354,26 @@ class _Loaded(Dataset):
         return (images, labels), [entry for *_, bad in samples for entry in bad]
 
 
-def _as_it_is(part: Any) -> Any:
-    return part
+def _start_worker(_worker_id: int) -> None:
+    """Make a loader process ignore the signals that stop training, and share its parent's memory.
 
-
-def _joined(parts: list[Batch]) -> Batch:
-    if len(parts) == 1:
-        return parts[0]
-    images, labels = (torch.cat(each) for each in zip(*parts, strict=True))
-    return images, labels
-
-
-def _begin(_worker_id: int) -> None:
-    """Let a loader process ignore the signals that stop training, and share its parent's memory.
-
-    Ctrl-C and torchrun send them to all processes of the group, but only the training process
-    decides to stop, and until its checkpoint is written it needs its loader.
+    Ctrl-C and torchrun signal all processes of the group. Only the training process decides to
+    stop, and until its checkpoint is written it needs its loader processes.
     """
-    gc.freeze()  # or a garbage collection would write to every object, and so copy it
+    parent = os.getppid()
+
+    def end_when_parent_says_so() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    gc.freeze()  # or a garbage collection would write to every object, and so copy its page
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_when_parent_says_so, daemon=True).start()
 
 
-def _end_when_told_by(parent: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
-    os._exit(0)
-
-
-# ------------------------------------------------------------------------------------------------
-# Puts the next batches on the device while the current step runs.
+# -- prefetching: batches are put on the device while the current step runs -------------
 
 
 _END = object()

@@ -1,14 +1,17 @@
-"""The source of arrays in files, volumes above all: each process reads its rows of them only.
+"""The source of arrays in files, volumes above all: each process reads only its rows of them.
 
-They lie in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``, or a table says which they are
-(``--labels``). An array is cut to the model's size, never resized: for training anywhere, else in
-the middle. ``data/volumes.py`` knows the formats.
+They are in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``, or a table lists them
+(``--labels``). An array is cropped to the model's size, never resized: for training anywhere, for
+validation in the middle.
+
+``open_array`` knows the formats: .npy, .npz, NIfTI (.nii, .nii.gz) and TIFF. It opens a file so
+that any part can be read without the rest. An unreadable file raises BrokenImageError when it is
+opened if its header, size or table of contents shows the damage, and else when it is read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import itertools
 import logging
@@ -24,28 +27,138 @@ from typing import IO, Any
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import Dataset
 
 from data.files import BrokenImageError, DataFolderError, is_url, reason_of, regular
-from data.index import FolderIndex, check_folder, kept_split, read_labels
-from data.source import SampleSplit, SplitSource, Wanted
+from data.index import FolderIndex, cached_split, check_folder, read_labels
+from data.source import DatasetRequest, DataSource, SampleSplit
 from data.transforms import seeded
 
-# ------------------------------------------------------------------------------------------------
-# Opens files of arrays, of which any part can then be read without the rest.
-#
-# .npy, .npz, NIfTI (.nii, .nii.gz) and TIFF. What cannot be read raises BrokenImageError, when a
-# file is opened where its header, size or table of contents tells, and else when it is read.
-
-
-# What it has to say of a file is said in the reason that the file is not read.
+# The reason that a file cannot be read is reported by this program: tifffile need not log it.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 Window = tuple[slice, ...]
-"""The part of an array that is wanted: for each axis from where to where, in steps of 1."""
+"""The part of an array to read: for each axis from where to where, in steps of 1."""
 
-_NAMES = ("volume", "image")  # of the array that is read where a .npz file has several
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip file's member: the lengths of name and extra
+
+def open_volumes(request: DatasetRequest) -> DataSource:
+    """Find the files of the splits that are requested.
+
+    Raises DataFolderError for an unusable folder or table, and for a missing package.
+    """
+    config, splits = request.config, ("train", "val") if request.with_train else ("val",)
+    if is_url(config.data_dir):
+        raise DataFolderError(
+            f"--data_dir {config.data_dir}: --data_source volumes reads parts of files, which have "
+            "to be on a disk of this host"
+        )
+    if config.labels is None:
+        check_folder(config.data_dir, request.num_classes, splits, SUFFIXES)
+        found = [cached_split(config, split, SUFFIXES) for split in splits]
+    else:
+        found = read_labels(config.labels, config.data_dir, request.num_classes, splits)
+    for index in found:
+        check_packages(index.paths)
+    *train, val = [VolumesSplit(request, *each) for each in zip(splits, found, strict=True)]
+    left_out = sum((index.left_out for index in found), Counter[str]())
+    name, classes = config.labels or config.data_dir, found[-1].classes
+    return DataSource(request, name, train[0] if train else None, val, classes, left_out)
+
+
+class VolumesSplit(SampleSplit):
+    """One split (train or val) of files of arrays: a dataset by (epoch, index)."""
+
+    reads_rows = True
+    dtype = torch.float32
+
+    def __init__(self, request: DatasetRequest, split: str, found: FolderIndex) -> None:
+        super().__init__(request, found.labels, substitutes=split == "train")
+        self._index = found
+        self._channels, self._size = request.channels, request.size
+        self._augments, self._hflip = split == "train", request.config.hflip
+        mean_and_std = request.config.preprocessing.of_channels(request.channels)
+        by_channel = (-1, *[1] * len(request.size))
+        self._mean, self._std = (torch.tensor(each).reshape(by_channel) for each in mean_and_std)
+
+    def digest(self) -> str:
+        """Return a checksum of the names in order and of their labels, which a table may change."""
+        names = self._index.digest().encode()
+        return xxhash.xxh3_64(names + self._index.labels.tobytes()).hexdigest()
+
+    def name_of(self, number: int) -> str:
+        return self._index.paths[number]
+
+    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+        path = self._index.paths[number]
+        with open_array(path) as array:
+            channel_axis = self._channel_axis(path, array.shape)
+            size = [n for axis, n in enumerate(array.shape) if axis != channel_axis]
+            if any(there < needed for there, needed in zip(size, self._size, strict=True)):
+                raise DataFolderError(
+                    f"{path} holds an array of {_times(size)}, smaller than the "
+                    f"{_times(self._size)} that the model takes: leave it out, or give the model a "
+                    "smaller image size"
+                )
+            starts, flip = self._crop(size, epoch, index)
+            # This process's rows of the crop.
+            window = [slice(start, start + n) for start, n in zip(starts, self._size, strict=True)]
+            window[0] = slice(starts[0] + self.rows.start, starts[0] + self.rows.stop)
+            if channel_axis is not None:
+                window.insert(channel_axis, slice(0, self._channels))
+            try:
+                values = array.read(tuple(window))
+            except BrokenImageError as error:
+                if len(self.rows) == self._size[0]:
+                    raise
+                # Processes that read other rows may not see the damage: the image would be
+                # replaced here, and not there.
+                raise DataFolderError(
+                    f"{path} is damaged ({error}), and processes that read other rows of it cannot "
+                    "know: mend or remove it"
+                ) from None
+        values = values[None] if channel_axis is None else np.moveaxis(values, channel_axis, 0)
+        if values.dtype.kind in "iu":  # whole numbers: as a share of the largest of their type
+            values = values.astype(np.float32) / np.float32(np.iinfo(values.dtype).max)
+        image = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32, copy=False)))
+        if flip:
+            image = image.flip(-1)
+        return (image - self._mean) / self._std
+
+    def _channel_axis(self, path: str, shape: tuple[int, ...]) -> int | None:
+        """Return which axis of an array has the channels; None: no axis has.
+
+        Raises DataFolderError for an array without the model's dimensions and channels.
+        """
+        dimensions, channels = len(self._size), self._channels
+        if len(shape) == dimensions and channels == 1:
+            return None
+        if len(shape) == dimensions + 1:
+            if dimensions == 3 and shape[0] == channels:
+                return 0
+            if shape[-1] == channels:
+                return dimensions
+        raise DataFolderError(
+            f"{path} holds an array of {_times(shape)}, which is no image of {_times(self._size)} "
+            f"with channels: {channels}"
+        )
+
+    def _crop(self, size: list[int], epoch: int, index: int) -> tuple[list[int], bool]:
+        """Return where the crop of an array of this size starts, and whether it is flipped."""
+        left = [there - needed for there, needed in zip(size, self._size, strict=True)]
+        if not self._augments:
+            return [each // 2 for each in left], False
+
+        def draw(left: list[int]) -> tuple[list[int], bool]:
+            starts = [int(torch.randint(each + 1, ())) for each in left]
+            return starts, bool(torch.rand(()) < self._hflip)
+
+        return seeded(draw, left, self.seed, epoch, index)
+
+
+def _times(sizes: tuple[int, ...] | list[int]) -> str:
+    return " x ".join(map(str, sizes)) or "no axis"
+
+
+# -- files of arrays -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,7 +166,7 @@ class ArrayFile:
     """An array in an open file."""
 
     shape: tuple[int, ...]
-    """The sizes of its axes; the order of NIfTI's axes is turned round: slices, height, width."""
+    """The sizes of its axes. NIfTI's axes are in reverse order: slices, height, width."""
     dtype: np.dtype
     _read: Callable[[Window], np.ndarray]
 
@@ -69,10 +182,24 @@ def open_array(path: str) -> Iterator[ArrayFile]:
     with contextlib.ExitStack() as stack:
         with _broken_if_it_raises():
             os.close(regular(path, os.O_RDONLY))
-            opened = _opener_of(path)(path, stack)
+            openers = (each for suffix, each in _OPENERS.items() if path.lower().endswith(suffix))
+            opener = next(openers, None)
+            if opener is None:
+                raise BrokenImageError(f"its name ends in none of {', '.join(SUFFIXES)}")
+            opened = opener(path, stack)
             if opened.dtype.kind not in "biuf":
                 raise BrokenImageError(f"its values are {opened.dtype}, and not numbers")
         yield opened
+
+
+@contextlib.contextmanager
+def _broken_if_it_raises() -> Iterator[None]:
+    try:
+        yield
+    except BrokenImageError:
+        raise
+    except Exception as error:  # each format raises what it likes
+        raise BrokenImageError(reason_of(error)) from error
 
 
 def check_packages(paths: Iterable[str]) -> None:
@@ -88,45 +215,44 @@ def check_packages(paths: Iterable[str]) -> None:
             ) from None
 
 
-@contextlib.contextmanager
-def _broken_if_it_raises() -> Iterator[None]:
-    try:
-        yield
-    except BrokenImageError:
-        raise
-    except Exception as error:  # each format raises what it likes
-        raise BrokenImageError(reason_of(error)) from error
-
-
-def _opener_of(path: str) -> Callable[[str, contextlib.ExitStack], ArrayFile]:
-    for suffix, opener in _OPENERS.items():
-        if path.lower().endswith(suffix):
-            return opener
-    raise BrokenImageError(f"its name ends in none of {', '.join(SUFFIXES)}")
-
-
-# -- NumPy's ---------------------------------------------------------------------------
+# NumPy's files
 
 
 def _open_npy(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
-    return _mapped(np.lib.format.open_memmap(path, mode="r"))
-
-
-def _mapped(array: np.ndarray) -> ArrayFile:
+    array = np.lib.format.open_memmap(path, mode="r")
     return ArrayFile(array.shape, array.dtype, lambda window: array[window])
 
 
 def _open_npz(path: str, stack: contextlib.ExitStack) -> ArrayFile:
-    """Map the array where it lies uncompressed in the file, else read it as a stream."""
+    """Map the array if it is uncompressed in the file, else read it as a stream."""
     archive = stack.enter_context(zipfile.ZipFile(path))
-    member = _chosen(archive)
+    members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
+    named = [members[name] for name in ("volume", "image") if name in members]
+    if len(members) != 1 and not named:
+        raise BrokenImageError(f"it has {len(members)} arrays, and none is named volume or image")
+    member = next(iter(members.values())) if len(members) == 1 else named[0]
     stream = stack.enter_context(archive.open(member))
-    shape, fortran, dtype = _npy_header(stream)
-    if member.compress_type == zipfile.ZIP_STORED and not dtype.hasobject:
-        start = _data_offset(path, member) + stream.tell()
-        order: Any = "F" if fortran else "C"
-        return _mapped(np.memmap(path, dtype, "r", start, shape, order))
+
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    elif version == (2, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
+    else:
+        raise BrokenImageError(
+            f"version {version[0]}.{version[1]} of NumPy's format is not known here"
+        )
     first = stream.tell()
+
+    if member.compress_type == zipfile.ZIP_STORED and not dtype.hasobject:
+        # The member's header in the file may differ from the one in the archive's list.
+        with open(path, "rb") as file:
+            file.seek(member.header_offset)
+            name_length, extra_length = struct.unpack("<26xHH", file.read(30))
+        start = member.header_offset + 30 + name_length + extra_length
+        order: Any = "F" if fortran else "C"
+        array = np.memmap(path, dtype, "r", start + first, shape, order)
+        return ArrayFile(shape, dtype, lambda window: array[window])
 
     def read(window: Window) -> np.ndarray:
         if fortran:  # as the transposed array in C's order
@@ -136,39 +262,12 @@ def _open_npz(path: str, stack: contextlib.ExitStack) -> ArrayFile:
     return ArrayFile(shape, dtype, read)
 
 
-def _chosen(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
-    found = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    for name in _NAMES:
-        if name in found:
-            return found[name]
-    raise BrokenImageError(f"it has {len(found)} arrays, and none is named {' or '.join(_NAMES)}")
-
-
-def _npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(stream)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(stream)
-    raise BrokenImageError(f"version {version[0]}.{version[1]} of NumPy's format is not known here")
-
-
-def _data_offset(path: str, member: zipfile.ZipInfo) -> int:
-    """Return where a member's data begins: its header there may differ from the one in the list."""
-    with open(path, "rb") as file:
-        file.seek(member.header_offset)
-        name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    return member.header_offset + _LOCAL_HEADER.size + name + extra
-
-
 def _streamed(
     stream: IO[bytes], first: int, shape: tuple[int, ...], dtype: np.dtype, window: Window
 ) -> np.ndarray:
-    """Return a part of an array in C's order that begins at ``first``, going forwards only.
+    """Return a part of an array in C's order that starts at ``first``, reading forwards only.
 
-    One row, or plane, of the array is in memory at a time beside the part.
+    Beside the part, one row or plane of the array is in memory at a time.
     """
     inner = 1 if len(shape) < 3 else 2
     rows, rest = window[:-inner], window[-inner:]
@@ -182,7 +281,7 @@ def _streamed(
     return found
 
 
-# -- NIfTI -----------------------------------------------------------------------------
+# NIfTI
 
 
 def _open_nifti(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
@@ -195,12 +294,12 @@ def _open_nifti(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
 
 
 def _check_length(path: str, needed: int) -> None:
-    """Raises BrokenImageError if a file has been cut off, which its beginning does not show."""
+    """Raises BrokenImageError if a file has been cut off, which its header does not show."""
     if os.path.getsize(path) < needed:
         raise BrokenImageError(f"it has {os.path.getsize(path):,} of {needed:,} bytes")
 
 
-# -- TIFF ------------------------------------------------------------------------------
+# TIFF
 
 
 def _open_tiff(path: str, stack: contextlib.ExitStack) -> ArrayFile:
@@ -213,34 +312,31 @@ def _open_tiff(path: str, stack: contextlib.ExitStack) -> ArrayFile:
     _check_length(path, max(ends, default=0))
     if page.imagedepth > 1:
         raise BrokenImageError("it is a volume; of TIFF files, images are read")
-    planes, _, height, width, samples = page.shaped
-    shape = (height, width, planes * samples)
+    planes, _, height, width, samples = page.shaped  # planes or samples is 1
+    mapped: np.ndarray | None = None
     if page.is_memmappable:
-        dtype = page.dtype.newbyteorder(tiff.byteorder)
-        mapped = np.memmap(path, dtype, "r", page.dataoffsets[0], (planes, *shape[:2], samples))
-        return _without_axis_of_one(shape, page.dtype, lambda w: mapped[:, w[0], w[1]])
-    return _without_axis_of_one(
-        shape, page.dtype, lambda window: _segments(tiff.filehandle, page, *window[:2])
-    )
+        dtype, size = page.dtype.newbyteorder(tiff.byteorder), (planes, height, width, samples)
+        mapped = np.memmap(path, dtype, "r", page.dataoffsets[0], size)
 
+    def read(window: Window) -> np.ndarray:
+        rows, columns, *channels = window
+        if mapped is None:
+            found = _segments(tiff.filehandle, page, rows, columns)
+        else:
+            found = mapped[:, rows, columns]
+        values = np.concatenate(list(found), axis=-1)
+        return values[..., channels[0]] if channels else values[..., 0]
 
-def _without_axis_of_one(
-    shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Window], np.ndarray]
-) -> ArrayFile:
-    """Return the array with its samples as last axis, or without that axis if they are one.
-
-    ``read`` gives (planes, height, width, samples), one of planes and samples is 1.
-    """
-
-    def arranged(window: Window) -> np.ndarray:
-        values = np.concatenate(list(read(window)), axis=-1)
-        return values[..., window[2]] if len(window) == 3 else values[..., 0]
-
-    return ArrayFile(shape if shape[2] > 1 else shape[:2], dtype, arranged)
+    channels = planes * samples
+    shape = (height, width, channels) if channels > 1 else (height, width)
+    return ArrayFile(shape, page.dtype, read)
 
 
 def _segments(file: Any, page: Any, rows: slice, columns: slice) -> np.ndarray:
-    """Decode the tiles or strips that hold these rows and columns."""
+    """Decode the tiles or strips that hold these rows and columns.
+
+    Returns (planes, rows, columns, samples).
+    """
     planes, _, height, width, samples = page.shaped
     high, wide = page.chunks[:2] if page.planarconfig == 1 else page.chunks[-2:]
     across, down = math.ceil(width / wide), math.ceil(height / high)
@@ -269,10 +365,10 @@ def _segments(file: Any, page: Any, rows: slice, columns: slice) -> np.ndarray:
     return found
 
 
-def _overlap(start: int, length: int, wanted: slice) -> tuple[slice, slice]:
-    """Return what is wanted of a tile from ``start`` on, and where that is in what is wanted."""
-    first, end = max(start, wanted.start), min(start + length, wanted.stop)
-    return slice(first - start, end - start), slice(first - wanted.start, end - wanted.start)
+def _overlap(start: int, length: int, window: slice) -> tuple[slice, slice]:
+    """Return where a tile and a window overlap: from the tile's start, and from the window's."""
+    first, end = max(start, window.start), min(start + length, window.stop)
+    return slice(first - start, end - start), slice(first - window.start, end - window.start)
 
 
 _OPENERS = {
@@ -285,152 +381,4 @@ _OPENERS = {
 }
 _PACKAGES = {".nii": "nibabel", ".nii.gz": "nibabel", ".tif": "tifffile", ".tiff": "tifffile"}
 SUFFIXES = tuple(_OPENERS)
-"""What the names of files of arrays end in, in small letters."""
-
-
-# ------------------------------------------------------------------------------------------------
-
-
-def open_volumes(wanted: Wanted) -> SplitSource:
-    """Find the files of the splits that are wanted.
-
-    Raises DataFolderError for a folder or table that cannot be used, and for a missing package.
-    """
-    config, splits = wanted.config, ("train", "val") if wanted.with_train else ("val",)
-    if is_url(config.data_dir):
-        raise DataFolderError(
-            f"--data_dir {config.data_dir}: --data_source volumes reads parts of files, which have "
-            "to be on a disk of this host"
-        )
-    if config.labels is None:
-        check_folder(config.data_dir, wanted.num_classes, splits, SUFFIXES)
-        found = [kept_split(config, split, SUFFIXES) for split in splits]
-    else:
-        found = read_labels(config.labels, config.data_dir, wanted.num_classes, splits)
-    for index in found:
-        check_packages(index.paths)
-    *train, val = [VolumesSplit(wanted, *each) for each in zip(splits, found, strict=True)]
-    left_out = sum((index.left_out for index in found), Counter[str]())
-    name = config.labels or config.data_dir
-    return SplitSource(wanted, name, train[0] if train else None, val, found[-1].classes, left_out)
-
-
-class VolumesSplit(SampleSplit):
-    """One split (train or val) of files of arrays: a dataset by (epoch, index)."""
-
-    reads_rows = True
-    dtype = torch.float32
-
-    def __init__(self, wanted: Wanted, split: str, found: FolderIndex) -> None:
-        super().__init__(found.labels, wanted.seed, substitutes=split == "train")
-        self._index = found
-        self._channels, self._size = wanted.channels, wanted.size
-        self._rows = range(wanted.size[0])
-        self._augments, self._hflip = split == "train", wanted.config.hflip
-        values = wanted.config.preprocessing.of_channels(wanted.channels)
-        a_number_each = (-1, *[1] * len(wanted.size))
-        self._mean, self._std = (torch.tensor(each).reshape(a_number_each) for each in values)
-
-    def of_rows(self, rows: range) -> Dataset:
-        part = copy.copy(self)
-        part._rows = rows
-        return part
-
-    def digest(self) -> str:
-        """Return a checksum of the names in order and of their labels, which a table may change."""
-        names = self._index.digest().encode()
-        return xxhash.xxh3_64(names + self._index.labels.tobytes()).hexdigest()
-
-    def name_of(self, number: int) -> str:
-        return self._index.paths[number]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self._channels, len(self._rows), *self._size[1:])
-
-    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        path = self._index.paths[number]
-        with open_array(path) as array:
-            channel_axis = self._channel_axis(path, array.shape)
-            size = [n for axis, n in enumerate(array.shape) if axis != channel_axis]
-            self._check_size(path, size)
-            starts, flip = self._place(size, epoch, index)
-            window = self._window(starts, channel_axis, len(array.shape))
-            values = self._read(path, array, window)
-        values = values[None] if channel_axis is None else np.moveaxis(values, channel_axis, 0)
-        image = torch.from_numpy(np.ascontiguousarray(as_floats(values)))
-        if flip:
-            image = image.flip(-1)
-        return (image - self._mean) / self._std
-
-    def _channel_axis(self, path: str, shape: tuple[int, ...]) -> int | None:
-        """Return which axis of an array is that of the channels; None: it has none.
-
-        Raises DataFolderError for an array that has not the model's dimensions and channels.
-        """
-        dimensions, channels = len(self._size), self._channels
-        if len(shape) == dimensions and channels == 1:
-            return None
-        if len(shape) == dimensions + 1:
-            if dimensions == 3 and shape[0] == channels:
-                return 0
-            if shape[-1] == channels:
-                return dimensions
-        raise DataFolderError(
-            f"{path} holds an array of {_times(shape)}, which is no image of {_times(self._size)} "
-            f"with channels: {channels}"
-        )
-
-    def _check_size(self, path: str, size: list[int]) -> None:
-        if any(there < wanted for there, wanted in zip(size, self._size, strict=True)):
-            raise DataFolderError(
-                f"{path} holds an array of {_times(size)}, smaller than the {_times(self._size)} "
-                "that the model takes: leave it out, or give the model a smaller image size"
-            )
-
-    def _place(self, size: list[int], epoch: int, index: int) -> tuple[list[int], bool]:
-        """Return where what is cut out of an array begins, and whether it is flipped."""
-        left = [there - wanted for there, wanted in zip(size, self._size, strict=True)]
-        if not self._augments:
-            return [each // 2 for each in left], False
-
-        def draw(left: list[int]) -> tuple[list[int], bool]:
-            starts = [int(torch.randint(each + 1, ())) for each in left]
-            return starts, bool(torch.rand(()) < self._hflip)
-
-        return seeded(draw, left, self.seed, epoch, index)
-
-    def _window(self, starts: list[int], channel_axis: int | None, dimensions: int) -> Window:
-        ends = [start + length for start, length in zip(starts, self._size, strict=True)]
-        rows = slice(starts[0] + self._rows.start, starts[0] + self._rows.stop)
-        window = [rows, *map(slice, starts[1:], ends[1:])]
-        if channel_axis is not None:
-            window.insert(channel_axis, slice(0, self._channels))
-        return tuple(window)
-
-    def _read(self, path: str, array: ArrayFile, window: Window) -> np.ndarray:
-        """Return this part's values.
-
-        Raises DataFolderError for damage that who reads other rows may not see: the image would
-        be replaced here, and not there.
-        """
-        try:
-            return array.read(window)
-        except BrokenImageError as error:
-            if len(self._rows) == self._size[0]:
-                raise
-            raise DataFolderError(
-                f"{path} is damaged ({error}), and processes that read other rows of it cannot "
-                "know: mend or remove it"
-            ) from None
-
-
-def as_floats(values: np.ndarray) -> np.ndarray:
-    """Return float32: whole numbers as a share of the largest of their type, others as they are."""
-    if values.dtype.kind in "iu":
-        return values.astype(np.float32) / np.float32(np.iinfo(values.dtype).max)
-    return values.astype(np.float32)
-
-
-def _times(sizes: tuple[int, ...] | list[int]) -> str:
-    return " x ".join(map(str, sizes)) or "no axis"
+"""The file extensions of arrays, in small letters."""

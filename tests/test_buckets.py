@@ -15,7 +15,7 @@ from data.buckets import BucketSampler, nearest_bucket
 from data.config import DataConfig
 from data.loader import PADDING, Share
 from data.pack import pack
-from data.source import Wanted, open_data
+from data.source import DatasetRequest, open_data
 from models.blocks import Resampling
 from models.timm_private import compute_on_grids, why_one_grid
 from tests.cli import train_tiny, train_tiny_gpu
@@ -55,7 +55,7 @@ def numbers(count):
 
 def source(folder, **how):
     how = {"data_dir": str(folder), "batch_size": 8, "num_workers": 0, "buckets": BUCKETS} | how
-    return open_data(Wanted(DataConfig(**how), 3, (16, 16), 2, seed=5))
+    return open_data(DatasetRequest(DataConfig(**how), 3, (16, 16), 2, seed=5))
 
 
 # -- the model ---------------------------------------------------------------------------

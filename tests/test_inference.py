@@ -346,8 +346,8 @@ def test_of_a_folder_the_images_that_can_be_read_are_answered(files, capsys, tmp
     assert sorted(err.splitlines()) == [
         f"{folder}/circle.png is not a readable image: Too many levels of symbolic links",
         f"{folder}/lost.png is not a readable image: No such file or directory",
-        f"{folder}/pipe.png is not a readable image: it is no regular file",
-        f"{folder}/zero.png is not a readable image: it is no regular file",
+        f"{folder}/pipe.png is not a readable image: it is not a regular file",
+        f"{folder}/zero.png is not a readable image: it is not a regular file",
     ]
 
 

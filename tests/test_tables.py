@@ -19,8 +19,8 @@ from PIL import Image
 from data.config import DataConfig
 from data.files import DataFolderError, open_system
 from data.loader import WINDOW, RunSampler, Share, order_in_runs
-from data.parquet_files import ParquetFiles, split_files
-from data.source import Wanted, open_data
+from data.parquet import ParquetSplit, split_files
+from data.source import DatasetRequest, open_data
 from tests.cli import DIGITS, ROOT, run_program, tiny, train_tiny, train_tiny_gpu
 
 SPLITS = {"train": "train", "validation": "val"}
@@ -70,7 +70,7 @@ def _features():
 
 def wanted(root, source, **changes):
     values = {"data_dir": str(root), "data_source": source, "batch_size": 64, "num_workers": 0}
-    return Wanted(DataConfig(**values | changes), 3, (16, 16), 10, seed=3)
+    return DatasetRequest(DataConfig(**values | changes), 3, (16, 16), 10, seed=3)
 
 
 def opened(tables, source, **changes):
@@ -147,9 +147,9 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
     source = opened(tables, "parquet", images_per_read=20)
     read = []
     monkeypatch.setattr(
-        ParquetFiles,
+        ParquetSplit,
         "_read_group",
-        lambda self, *at, real=ParquetFiles._read_group: (read.append(at), real(self, *at))[1],
+        lambda self, *at, real=ParquetSplit._read_group: (read.append(at), real(self, *at))[1],
     )
     list(source.train_loader(64, Share()).epoch(0))
     runs = sum(-(-each // 20) for each in source._train.groups)
@@ -193,7 +193,7 @@ def test_names_of_files_and_splits(tmp_path):
     ):
         split_files(str(tmp_path), ("dev",))
     for root in (str(tmp_path / "none"), "nothing://here"):
-        with pytest.raises(DataFolderError, match=r"no .parquet files|is no kind of URL"):
+        with pytest.raises(DataFolderError, match=r"no .parquet files|is not a kind of URL"):
             split_files(root, ("train",))
 
 
@@ -206,8 +206,8 @@ def test_a_url(tables, monkeypatch):
             raise ConnectionError("reset by peer")
         return open_system(url)
 
-    monkeypatch.setattr("data.parquet_files.open_system", unsteady)
-    monkeypatch.setattr("data.files.WAITS", (0, 0))
+    monkeypatch.setattr("data.parquet.open_system", unsteady)
+    monkeypatch.setattr("data.files.RETRY_WAITS_S", (0, 0))
     there = fsspec.filesystem("memory")
     for path in (tables / "parquet" / "data").iterdir():
         there.pipe_file(f"/digits/{path.name}", path.read_bytes())
@@ -238,7 +238,7 @@ def write(root, split="train", metadata=None, **columns):
 @pytest.mark.parametrize(
     ("columns", "flags", "message"),
     [
-        ({"image": [png()] * 100}, {}, r"train.parquet: which column holds the labels cannot"),
+        ({"image": [png()] * 100}, {}, r"train.parquet: which column holds the labels is"),
         ({"a": [1] * 9, "label": [1] * 9}, {}, "no column of images: name the two by --columns"),
         ({"a": [b""], "b": [b""], "label": [1]}, {}, r"several columns of images \(a, b\)"),
         ({"a": [b""], "n": [1]}, {"columns": ("a", "m")}, r"no column m: it has a, n"),
@@ -308,7 +308,7 @@ def test_wrong_folders(tables, tmp_path):
     for folder, message in (
         (single, "holds a single data set: --data_dir requires a DatasetDict"),
         (partial, "has no split validation or val or valid or test: it has train"),
-        (damaged, "is no folder that datasets.DatasetDict.save_to_disk wrote"),
+        (damaged, "is not a folder that datasets.DatasetDict.save_to_disk wrote"),
     ):
         with pytest.raises(DataFolderError, match=message):
             open_data(wanted(folder, "huggingface"))
@@ -334,7 +334,7 @@ def test_without_the_packages(tables, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "datasets")
     with pytest.raises(DataFolderError, match="requires the package datasets: python3 -m pip"):
         opened(tables, "huggingface")
-    for name in ("data.parquet", "data.parquet_files"):
+    for name in ("data.parquet",):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr(sys, "path", [str(ROOT)])

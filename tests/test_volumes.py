@@ -11,7 +11,7 @@ import torch
 
 from data.files import DataFolderError
 from data.loader import Share
-from data.source import Wanted, open_data
+from data.source import DatasetRequest, open_data
 from tests.cli import train_tiny_gpu
 from tests.test_data import arguments
 from tests.usage_error import told_in_one_line
@@ -55,7 +55,7 @@ def number_of(path):
 
 def opened(top, size=SIZE, channels=1, seed=3, **changes):
     plain = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 4, "data_source": "volumes"}
-    return open_data(Wanted(arguments(top, **plain | changes), channels, size, 10, seed))
+    return open_data(DatasetRequest(arguments(top, **plain | changes), channels, size, 10, seed))
 
 
 def all_of(loader, epoch=0):

@@ -20,7 +20,7 @@ from torch import nn
 
 from data.files import DataFolderError
 from data.loader import Batch, BatchLoader, Share
-from data.source import DataSource, Wanted
+from data.source import DatasetRequest, DataSource
 from training.errors import UsageError
 from training.optimizers import Updates
 
@@ -193,11 +193,11 @@ class Backend(Protocol):
 # -- the data of a run -----------------------------------------------------------------------------
 
 
-def dataset_request(run: Run, *, with_train: bool = True) -> Wanted:
+def dataset_request(run: Run, *, with_train: bool = True) -> DatasetRequest:
     """Return what a run requests of its source of images."""
     sizes = run.model.sizes
     channels, *size = sizes.input_shape
-    return Wanted(
+    return DatasetRequest(
         run.config.data, channels, tuple(size), sizes.num_classes, run.config.seed, with_train
     )
 

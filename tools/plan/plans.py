@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from data.files import DataFolderError
-from data.source import Wanted, open_data
+from data.source import DatasetRequest, open_data
 from models.spec import ModelSpec
 from training.config import PlanConfig, RunConfig, UseConfig
 from training.errors import UsageError
@@ -117,7 +117,7 @@ def find_work(config: RunConfig, model: ModelSpec) -> Work:
         images, counted = IMAGENET, "ImageNet's; --train_images is another number"
     else:
         channels, *size = model.sizes.input_shape
-        wanted = Wanted(data, channels, tuple(size), model.sizes.num_classes, config.seed)
+        wanted = DatasetRequest(data, channels, tuple(size), model.sizes.num_classes, config.seed)
         try:
             images = open_data(wanted).train_length
         except DataFolderError as error:

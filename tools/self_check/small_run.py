@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.loader import Batch, Sample, Share
-from data.source import SplitSource, WholeImages
+from data.loader import Batch, Key, Sample, Share
+from data.source import DataSource, Split
 from models.config import ModelError
 from models.initialize import allocate
 from models.registry import open_model
@@ -30,7 +30,7 @@ def _generator(*what: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-class _Images(WholeImages):
+class _Images(Split):
     """Noise, different for each index, with labels in rotation."""
 
     def __init__(
@@ -45,7 +45,7 @@ class _Images(WholeImages):
     def digest(self) -> str:
         return ""  # the same in all processes with the same flags
 
-    def __getitem__(self, key: tuple[int, int]) -> Sample:
+    def __getitem__(self, key: Key) -> Sample:
         _, index = key
         generator = _generator(self._seed, "image", index)
         if self.dtype == torch.uint8:
@@ -67,7 +67,7 @@ def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
     dtype = getattr(torch, config.image_dtype(len(sizes.input_shape) - 1))
     images = _Images(length, sizes.input_shape, dtype, sizes.num_classes, run.config.seed)
     request = replace(dataset_request(run), config=config)
-    source = SplitSource(request, "made up", images, images, None)
+    source = DataSource(request, "made up", images, images, None)
     if backend is None:
         return source.train_loader(config.batch_size, Share()).epoch(0)
     return train_loader(source, backend, config.batch_size).epoch(0)
