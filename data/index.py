@@ -60,12 +60,15 @@ class Strings:
     counting the references to a string writes to it.
     """
 
-    def __init__(self, content: np.ndarray, ends: np.ndarray) -> None:
-        """Set the bytes (uint8), and where in them each string ends (int64)."""
-        self.content, self.ends = content, ends
+    def __init__(self, content: np.ndarray, ends: np.ndarray, folder: str = "") -> None:
+        """Set the bytes (uint8), and where in them each string ends (int64).
+
+        With a ``folder``, or a URL, they are names of files in it, and read as whole paths.
+        """
+        self.content, self.ends, self._folder = content, ends, folder
 
     @classmethod
-    def of(cls, strings: Iterable[str]) -> Strings:
+    def of(cls, strings: Iterable[str], folder: str = "") -> Strings:
         """Return these strings. No two of them are in memory at once if ``strings`` is lazy."""
         content, ends = bytearray(), array("q")
         for string in strings:
@@ -73,7 +76,7 @@ class Strings:
                 content += b"\n"
             content += string.encode(*_ENCODING)
             ends.append(len(content))
-        return cls(np.frombuffer(content, np.uint8), np.frombuffer(ends, np.int64))
+        return cls(np.frombuffer(content, np.uint8), np.frombuffer(ends, np.int64), folder)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -82,23 +85,8 @@ class Strings:
         if not 0 <= number < len(self):
             raise IndexError(number)
         start = self.ends[number - 1] + 1 if number else 0
-        return self.content[start : self.ends[number]].tobytes().decode(*_ENCODING)
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[number] for number in range(len(self)))
-
-
-class Paths:
-    """The paths or URLs of the files of one folder: its path joined with their names in it."""
-
-    def __init__(self, top: str, names: Strings) -> None:
-        self.top, self.names = top, names
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, number: int) -> str:
-        return os.path.join(self.top, self.names[number])
+        string = self.content[start : self.ends[number]].tobytes().decode(*_ENCODING)
+        return os.path.join(self._folder, string)
 
     def __iter__(self) -> Iterator[str]:
         return (self[number] for number in range(len(self)))
@@ -268,7 +256,8 @@ class FolderIndex:
 
     classes: list[str]
     """The names of the classes, by label."""
-    paths: Paths
+    paths: Strings
+    """The paths or URLs of the images, in their folder."""
     labels: np.ndarray
     """The label of each path, int32."""
     left_out: Counter[str] = field(default_factory=Counter)
@@ -278,7 +267,7 @@ class FolderIndex:
 
     def digest(self) -> str:
         """Return a checksum of the files' names below the split, in order."""
-        return xxhash.xxh3_64(self.paths.names.content.data).hexdigest()
+        return xxhash.xxh3_64(self.paths.content.data).hexdigest()
 
 
 def check_folder(
@@ -352,7 +341,7 @@ def cached_split(
         # an index of folders that changed within the last 2 seconds is not saved.
         is_settled = not (changed > (started - 2) * 1e9).any()
         info = {"classes": index.classes, "left_out": index.left_out, "settled": is_settled}
-        names = index.paths.names
+        names = index.paths
         arrays = {"names": names.content, "ends of names": names.ends, "labels": index.labels}
         arrays |= {"folders": folders.content, "ends of folders": folders.ends, "changed": changed}
         return Table(arrays, info)
@@ -374,9 +363,9 @@ def cached_split(
 
     expected = {"suffixes": list(suffixes)}
     table = load_or_build(config, split, top, build, change, counted="labels", expected=expected)
-    names = Strings(table.arrays["names"], table.arrays["ends of names"])
+    paths = Strings(table.arrays["names"], table.arrays["ends of names"], top)
     left_out = Counter(table.info["left_out"])
-    return FolderIndex(table.info["classes"], Paths(top, names), table.arrays["labels"], left_out)
+    return FolderIndex(table.info["classes"], paths, table.arrays["labels"], left_out)
 
 
 def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS) -> FolderIndex:
@@ -405,7 +394,7 @@ def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSION
             if len(labels) == before:
                 empty.append(name)
 
-    paths = Paths(top, Strings.of(images()))
+    paths = Strings.of(images(), top)
     if empty:
         raise DataFolderError(
             f"{top} has class folders without images: {_first_of(empty)}; add images "
@@ -546,7 +535,7 @@ def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -
         of_split = [row for row in rows.values() if row[2] == wanted]
         if not of_split:
             raise DataFolderError(f"{file} has no file whose split is {wanted}")
-        paths = Paths(root, Strings.of(path for path, *_ in of_split))
+        paths = Strings.of((path for path, *_ in of_split), root)
         labels = np.array([number_of[label] for _, label, _ in of_split], np.int32)
         found.append(FolderIndex(classes, paths, labels))
         if not os.path.exists(paths[0]):
