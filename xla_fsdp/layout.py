@@ -142,7 +142,7 @@ class MeshLayout:
             self.mark,
         )
 
-    def whole(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    def gather_small(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """Gather a small parameter before use; one with an entry for each token stays sharded as
         the tokens are."""
         if not self._is_sharded_as_tokens(name, parameter):

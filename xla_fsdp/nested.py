@@ -128,12 +128,12 @@ class NestedBackend(XlaBackend):
         }
 
     def _plain_names(self, name: str) -> list[str]:
-        return [plain for plain, _ in self._layout(name)] if self._fsdp else [name]
+        return [plain for plain, _ in self._plain_parameters(name)] if self._fsdp else [name]
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
         return tensor.nbytes
 
-    def _layout(self, name: str) -> list[tuple[str, torch.Size]]:
+    def _plain_parameters(self, name: str) -> list[tuple[str, torch.Size]]:
         """Return names and shapes, in order, of the plain parameters behind a sharded one."""
         unit, shard = self._shards[name]
         parent, _, last = name.rpartition(".")
@@ -152,7 +152,7 @@ class NestedBackend(XlaBackend):
         first = self.rank * values.numel()
         last, base = first + values.numel(), 0
         saved: dict[str, torch.Tensor] = {}
-        for plain_name, shape in self._layout(name):
+        for plain_name, shape in self._plain_parameters(name):
             start, end = max(first - base, 0), min(last - base, shape.numel())
             chunks = []
             for offsets, sizes, flat in flat_range_boxes(shape, start, end):

@@ -20,7 +20,15 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_m
 from models.blocks import attentions, use_product
 from models.initialize import fill_buffers
 from training.backend import InitializeModule
-from xla_fsdp.around_blocks import add_in_bf16, after_forward, break_graph_every, compute_in_bf16
+from xla_fsdp.around_blocks import (
+    add_in_bf16,
+    after_forward,
+    break_graph_every,
+    compute_in_bf16,
+    convolve_by_product,
+    drop_patches_of_whole_images,
+    gather_small_parameters,
+)
 from xla_fsdp.attention import sharded
 from xla_fsdp.attention.kernels import use_flash
 from xla_fsdp.attention.sharded import FlashProducts, Gathered, PlainProducts, Ring
@@ -30,12 +38,7 @@ from xla_fsdp.products import linear_weights, multiply_unfolded
 from xla_fsdp.remat import kept_by
 from xla_fsdp.resolve_xla import Recipe
 from xla_fsdp.scan import ScannedBlocks
-from xla_fsdp.sharding import (
-    MarkBoth,
-    compute_with_whole,
-    convolve_by_product,
-    drop_patches_of_whole_images,
-)
+from xla_fsdp.sharding import MarkBoth
 from xla_fsdp.tensor_parallel import pack, shard_heads_and_columns
 from xla_fsdp.torch_xla_private import is_sharded, keeps_linear, scatter_gradients_as_rows
 
@@ -121,7 +124,7 @@ def parallelize_spmd(
             layout.place(block, layout.tensor_dims)
             # Domain: tokens stay sharded between blocks, and vectors are gathered before use.
             if mesh.domain > 1 and mesh.tensor == 1:
-                compute_with_whole(block, layout.whole)
+                gather_small_parameters(block, layout.gather_small)
             after_forward(block, layout.mark_tokens)
             if recipe.residual_bf16 and index == 0:
                 add_in_bf16(block)
@@ -135,7 +138,7 @@ def parallelize_spmd(
     layout.place(model, {})
     convolve_by_product(model, layout.mark_rows)
     if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
-        compute_with_whole(model, layout.whole)
+        gather_small_parameters(model, layout.gather_small)
         after_forward(model, lambda logits: MarkBoth.apply(logits, layout.mark_images))
     if mesh.tensor > 1:
         drop_patches_of_whole_images(model, layout.mark_images)
