@@ -41,7 +41,7 @@ class Mistake(Exception):
     """Raised for a mistake of the user: one line on stderr, exit code 2."""
 
 
-class Parser(argparse.ArgumentParser):
+class PodParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Mistake(message)
 
@@ -102,7 +102,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = PodParser(
         prog="python3 -m launch.xla_dist",
         allow_abbrev=False,
         usage="%(prog)s --tpu NAME [options] -- COMMAND ...",

@@ -75,7 +75,7 @@ _NAME_WIDTH = 20
 
 
 @dataclass
-class Table:
+class CheckTable:
     """The printed lines; ``silent`` in all processes but the first, which alone knows all."""
 
     silent: bool
@@ -128,7 +128,7 @@ def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
 def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> None:
     """Check ``run``, the small one, on the devices, and what else ``asked``, the user's, needs."""
     check_alike(asked, data)
-    table = Table(silent=not backend.is_main)
+    table = CheckTable(silent=not backend.is_main)
     watchdog = Watchdog(asked.config.log.step_timeout_s or _SILENT_S)
     watchdog.alive()
     try:
@@ -150,7 +150,7 @@ def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> Non
 
 
 def _check_devices(
-    asked: Run, run: Run, backend: Backend, table: Table, watchdog: Watchdog
+    asked: Run, run: Run, backend: Backend, table: CheckTable, watchdog: Watchdog
 ) -> None:
     # The first process computes the reference, and how all of them update.
     plain = allowed = None
@@ -212,7 +212,7 @@ def _check_devices(
 # -- The machines: talking to each other, disk, decoding images, memory ----------------------------
 
 
-def check_hosts(backend: Backend, table: Table) -> None:
+def check_hosts(backend: Backend, table: CheckTable) -> None:
     """Try a collective each way between the processes: sum, largest, and everyone's own value."""
     count, rank = exchange.count(), exchange.rank()
     total = torch.tensor([float(rank + 1), 1.0])
@@ -226,7 +226,7 @@ def check_hosts(backend: Backend, table: Table) -> None:
     table.line(all(exchange.gather(good)), "hosts", text)
 
 
-def check_disk(run: Run, table: Table) -> None:
+def check_disk(run: Run, table: CheckTable) -> None:
     """Check the room for the checkpoints that the run will keep, and for one more.
 
     That one is written before the oldest is removed. With ``--keep_checkpoints 0``, all, for one.
@@ -257,7 +257,7 @@ def check_disk(run: Run, table: Table) -> None:
     table.line(free >= needed * size, "disk", text)
 
 
-def check_decoding(run: Run, data: DataSource, backend: Backend, table: Table) -> None:
+def check_decoding(run: Run, data: DataSource, backend: Backend, table: CheckTable) -> None:
     """Compare the loader's throughput with what the devices could train on."""
     if not data.decodes:
         table.line(None, "data", "not read: --fake_data")
@@ -310,7 +310,7 @@ def _loader_speed(data: DataSource) -> tuple[float, int]:
     return images / (end - began), loader.workers
 
 
-def check_memory(asked: Run, run: Run, backend: Backend, table: Table) -> None:
+def check_memory(asked: Run, run: Run, backend: Backend, table: CheckTable) -> None:
     """Compare a device's memory with the least that the user's run, ``asked``, needs.
 
     A device holds the same share of its state as of that of ``run``, the small one.
@@ -375,7 +375,7 @@ class Devices:
             self.norms.append(norm)
 
 
-def check_rows(devices: Devices, table: Table) -> None:
+def check_rows(devices: Devices, table: CheckTable) -> None:
     """Check that the devices have each image of the batch once, with its label.
 
     Each row's label times a weighted sum of its pixels, summed by ``Backend.sum`` and ``mean``.
@@ -410,7 +410,7 @@ def _weights_of_rows(batch: Batch, shape: Sequence[int], rows: range) -> torch.T
 
 
 def check_scalars(
-    devices: Devices, plain: Outcome | None, allowed: Tolerances | None, table: Table
+    devices: Devices, plain: Outcome | None, allowed: Tolerances | None, table: CheckTable
 ) -> None:
     """Compare losses and norms with the reference, and those of all processes with each other."""
     if plain and allowed:
@@ -430,7 +430,7 @@ def check_states(
     plain: Outcome,
     allowed: Tolerances,
     run: Run,
-    table: Table,
+    table: CheckTable,
 ) -> None:
     """Compare gradients, moments and weights, tensor by tensor, in the first process."""
     moved_from = plain.states[0]["weights"] if run.own.keeps_fp32_weights else None
@@ -454,7 +454,7 @@ def check_states(
     compare("weights", UPDATES, ["weights"], f"update {UPDATES}")
 
 
-def check_resuming(devices: Devices, checkpoints: Checkpoints, table: Table) -> None:
+def check_resuming(devices: Devices, checkpoints: Checkpoints, table: CheckTable) -> None:
     """Check that a checkpoint, loaded over the state of a later update, restores what was saved."""
     if not checkpoints.usable:
         table.line(None, "gradients", "nor moments and weights: they are read from a checkpoint")
@@ -478,7 +478,7 @@ def check_resuming(devices: Devices, checkpoints: Checkpoints, table: Table) -> 
 
 
 @contextlib.contextmanager
-def own_folder(run: Run, backend: Backend, table: Table) -> Iterator[Path | None]:
+def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path | None]:
     """Make a folder in ``--ckpt_dir``, which is locked meanwhile, and remove it afterwards.
 
     Yields None if no run could write there.
@@ -516,7 +516,7 @@ def own_folder(run: Run, backend: Backend, table: Table) -> Iterator[Path | None
 class Checkpoints:
     """Writes checkpoints as training does, and reads them whole, in the first process."""
 
-    def __init__(self, folder: Path | None, run: Run, backend: Backend, table: Table) -> None:
+    def __init__(self, folder: Path | None, run: Run, backend: Backend, table: CheckTable) -> None:
         self._folder, self._run, self._backend, self._table = folder, run, backend, table
         self.states: dict[int, dict[str, Tensors]] = {}
         """By number; in the first process."""
