@@ -21,7 +21,7 @@ from training.errors import (
     is_first_of_torchrun,
     prints_here,
 )
-from training.flags import PROGRAM, check_foreign, check_switches, parse
+from training.flags import MODE_FLAGS, PROGRAM, check_foreign, check_rules, parse
 from training.processes.parent import end_with_torchrun
 from xla_fsdp.config import XlaConfig
 
@@ -151,7 +151,7 @@ def _run(flags: Flags) -> int:
     config, use = flags.run, flags.run.use
     if config.list_models is not None:
         return print_models(config.list_models)
-    check_switches(config, *flags.own.values())
+    check_rules(config, *flags.own.values(), only=MODE_FLAGS)
     trains = not (use.predict or use.eval_only or config.self_check)
     if config.checkpoints.init_from and (flags.xla.compile_only or config.plan or not trains):
         from training.begin import with_model_of_weights

@@ -9,6 +9,7 @@ import pytest
 
 from config_fields import flag_of
 from run_vit_training import OWN, read_flags
+from tests import flags_page
 from tests.cli import ROOT
 from training.config import RunConfig
 from training.flags import build_parser, by_field, flat
@@ -94,7 +95,6 @@ FLAGS_OF_40B0636 = [
     ("--attention", "attention", "auto", "sdpa"),
     ("--mark_step_after_forward", "mark_step_after_forward", False, ""),
     ("--mark_step_every_n_blocks", "mark_step_every_n_blocks", 0, "7"),
-    ("--compile_cache_dir", "compile_cache_dir", None, "x"),
     ("--compile_only", "compile_only", False, ""),
     ("--explain", "explain", False, ""),
     ("--hlo_dir", "hlo_dir", None, "x"),
@@ -409,17 +409,21 @@ def test_every_flag_has_help_with_its_default(monkeypatch):
         assert option.flag.help[:20] in re.sub(r"\s+", " ", text)
 
 
+def test_the_page_of_flags_is_that_of_the_fields():
+    assert flags_page.PAGE.read_text() == flags_page.page(), "write it: python -m tests.flags_page"
+
+
 def test_conditions_name_fields():
     """What a flag needs or excludes is a field, of every backend's or of one of them."""
     known = by_field(RunConfig, *OWN.values())
     for option in known.values():
         told = flag_of(option.field)
-        for condition in [each for need in told.needs for each in need.split("|")]:
+        for condition in [each for need in told.requires for each in need.split("|")]:
             name, _, value = condition.partition("=")
             assert name in known, condition
             choices = getattr(known[name].type, "__args__", ())
             assert not value or not choices or value in choices, condition
-        assert set(told.conflicts) <= set(known)
+        assert {*told.incompatible_with, *told.replaces} <= set(known)
 
 
 def test_help_and_refusals_start_nothing():

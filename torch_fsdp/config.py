@@ -1,4 +1,4 @@
-"""What a run on GPUs is asked beside what every backend takes."""
+"""The flags of PyTorch's own devices: NVIDIA GPUs, or gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import ClassVar, Literal
 
 from config_fields import count, flag
 
-_ZERO_FLAGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_ZERO_NAMES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 FP8_MULTIPLE = {"none": 1, "delayed": 16, "current": 16, "mxfp8": 32}
-"""FP8 matrix products want every dimension to be a multiple of this, by recipe."""
+"""Every dimension of an FP8 matrix product must be a multiple of this, by recipe."""
 
 
 def zero_strategy(text: str) -> int:
     """Read one of Megatron-FSDP's sharding strategies, by number or name."""
-    if text in _ZERO_FLAGS:
-        return _ZERO_FLAGS.index(text)
+    if text in _ZERO_NAMES:
+        return _ZERO_NAMES.index(text)
     if text in ("0", "1", "2", "3"):
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is none of 0, 1, 2, 3, {', '.join(_ZERO_FLAGS)}")
+    raise argparse.ArgumentTypeError(f"{text!r} is none of 0, 1, 2, 3, {', '.join(_ZERO_NAMES)}")
 
 
 def outer_strategy(text: str) -> int:
@@ -38,92 +38,105 @@ class TorchConfig:
 
     fsdp: Literal["auto", "megatron", "fsdp2"] = flag(
         "auto",
-        "megatron: NVIDIA's Megatron-FSDP; fsdp2: PyTorch's fully_shard, a block a unit; auto: "
-        "megatron on CUDA, fsdp2 on the CPU",
+        "form of FSDP; megatron: NVIDIA's Megatron-FSDP; fsdp2: PyTorch's fully_shard; auto: "
+        "megatron on CUDA, else fsdp2",
         common=True,
     )
     zero_dp_strategy: int | None = flag(
         None,
-        "what is sharded: 0 no_shard, 1 optim (megatron), 2 optim_grads, 3 optim_grads_params; "
-        "number or name (default: 3)",
+        "what is sharded, by number or name; 0 no_shard: nothing; 1 optim: optimizer state "
+        "(megatron); 2 optim_grads: gradients too; 3 optim_grads_params: parameters too (default: "
+        "3)",
         kind=zero_strategy,
         metavar="{0,1,2,3}",
     )
     outer_dp_sharding_strategy: int = flag(
         0,
-        "megatron with --mesh_dcn: 0 no_shard; 1 optim, optimizer state is sharded over the outer "
-        "groups too",
+        "what is sharded over the groups of --mesh_dcn too (megatron); 0 no_shard: nothing; 1 "
+        "optim: optimizer state",
         kind=outer_strategy,
         metavar="{0,1}",
-        needs=("fsdp=megatron", "mesh_dcn", "zero_dp_strategy=3"),
+        requires=("fsdp=megatron", "mesh_dcn", "zero_dp_strategy=3"),
     )
     meta_init: bool | None = flag(
         None,
-        "fill the weights unit by unit, so that the model never stands whole on a device; fsdp2 "
-        "always does (default: on if the model takes over a quarter of the device)",
+        "initialize the weights unit by unit, so that no device ever holds the whole model; fsdp2 "
+        "always does (default: on if the model is larger than a quarter of the device's memory)",
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = flag(
         "fp32",
-        "of gradients while they are summed over the devices",
+        "dtype in which gradients are summed over the devices",
         shorthands={"--grad_reduce_in_fp32": "fp32"},
     )
     preserve_fp32_weights: bool = flag(
         True,
-        "megatron: keep weights in --precision only, no fp32 copy (default: fp32 kept)",
+        "store weights in --precision only, without an fp32 copy (megatron) (default: with fp32 "
+        "copy)",
         names=("--no_preserve_fp32_weights",),
-        needs=("fsdp=megatron", "precision=bf16", "reduce_dtype=bf16"),
+        requires=("fsdp=megatron", "precision=bf16", "reduce_dtype=bf16"),
     )
     overlap_grad_reduce: bool = flag(
         True,
-        "megatron: reduce gradients during the backward pass; strategies 2 and 3 always do",
-        needs=("fsdp=megatron", "zero_dp_strategy=0|zero_dp_strategy=1"),
-        conflicts=("mesh_dcn",),
+        "reduce gradients during the backward pass (megatron); always on with --zero_dp_strategy 2 "
+        "and 3",
+        requires=("fsdp=megatron", "zero_dp_strategy=0|zero_dp_strategy=1"),
+        incompatible_with=("mesh_dcn",),
     )
     overlap_param_gather: bool = flag(
         True,
-        "megatron: gather the next weights during computation; strategy 3 always does",
-        needs=(
+        "gather the next unit's weights during computation (megatron); always on with "
+        "--zero_dp_strategy 3",
+        requires=(
             "fsdp=megatron",
             "zero_dp_strategy=0|zero_dp_strategy=1|zero_dp_strategy=2",
         ),
     )
     forward_prefetch: int = flag(
         1,
-        "fsdp2: blocks to gather ahead of the one that computes; 0: none, in order",
+        "number of blocks gathered ahead in the forward pass (fsdp2); 0: none",
         kind=count,
         metavar="N",
-        needs=("fsdp=fsdp2",),
+        requires=("fsdp=fsdp2",),
     )
     backward_prefetch: int = flag(
-        1, "fsdp2: the same in the backward pass", kind=count, metavar="N", needs=("fsdp=fsdp2",)
+        1,
+        "number of blocks gathered ahead in the backward pass (fsdp2); 0: none",
+        kind=count,
+        metavar="N",
+        requires=("fsdp=fsdp2",),
     )
     cpu_offload: bool = flag(
         False,
-        "fsdp2: keep weights, gradients and optimizer in host memory, update on the CPU",
-        needs=("fsdp=fsdp2",),
+        "store weights, gradients and optimizer state in host memory and update them on the CPU "
+        "(fsdp2)",
+        requires=("fsdp=fsdp2",),
     )
     block: Literal["timm", "te"] = flag(
         "timm",
-        "te: NVIDIA TransformerEngine's TransformerLayer in place of timm's block",
+        "implementation of the transformer block; timm: timm's; te: TransformerLayer of NVIDIA's "
+        "TransformerEngine",
     )
     fp8: Literal["none", "delayed", "current", "mxfp8"] = flag(
         "none",
-        "with --block te: recipe of FP8 matrix products",
-        needs=("block=te", "precision=bf16"),
+        "recipe of TransformerEngine's FP8 matrix products, with --block te",
+        requires=("block=te", "precision=bf16"),
     )
-    compile: bool = flag(False, "torch.compile each block", common=True)
-    channels_last: bool = flag(False, "images and patch embedding in channels-last memory order")
+    compile: bool = flag(False, "compile each block with torch.compile", common=True)
+    channels_last: bool = flag(
+        False, "store images and the patch embedding in channels-last memory order"
+    )
     tf32: bool = flag(False, "allow TF32 in fp32 matrix products and convolutions")
-
-    def shrunk(self) -> TorchConfig:
-        """Return the same for a model of a few blocks."""
-        return self
 
     @property
     def product_multiple(self) -> int:
-        """Sizes of matrix products are multiples of this."""
+        """Sizes of matrix products must be multiples of this."""
         return FP8_MULTIPLE[self.fp8]
 
     @property
     def keeps_fp32_weights(self) -> bool:
+        """Whether weights are stored in fp32 at any precision."""
         return self.preserve_fp32_weights
+
+    def shrunk(self) -> TorchConfig:
+        """Return the same for a model of a few blocks."""
+        return self

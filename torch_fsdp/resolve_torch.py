@@ -21,7 +21,7 @@ from torch_fsdp.config import TorchConfig
 from torch_fsdp.devices import Device
 from training.config import RunConfig
 from training.errors import UsageError
-from training.flags import check_needs
+from training.flags import check_rules
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
     MODEL_FLAG,
@@ -115,7 +115,7 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
     _check_devices(device)
     zero = _zero_dp_strategy(config, own)
     own = replace(own, zero_dp_strategy=zero, fsdp="fsdp2" if own.fsdp == "auto" else own.fsdp)
-    check_needs(config, own)
+    check_rules(config, own)
     mesh = make_mesh(
         sharding,
         int(os.environ.get("WORLD_SIZE", "1")),

@@ -47,7 +47,7 @@ from training.files import (
     folder_at,
     is_url,
 )
-from training.flags import Option, by_field, from_values
+from training.flags import FlagField, by_field, from_values
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
 from training.logs.log_folder import fetch_logs
@@ -478,7 +478,7 @@ def _model_differences(saved: SavedRun, model: ModelSpec) -> list[str]:
     ]
 
 
-def _difference(option: Option, there: Any, here: Any) -> str:
+def _difference(option: FlagField, there: Any, here: Any) -> str:
     """Return a flag with both its values; one that is None, or off, is not given at all."""
     absent = [None] if option.has_negation or not option.is_switch else [None, False]
     if there in absent:

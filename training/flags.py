@@ -1,4 +1,8 @@
-"""The command line of a small program beside the training itself."""
+"""The command line: the flags of configuration fields, files of flags, rules between flags, help.
+
+``parse`` reads a command line into configurations; ``check_rules`` checks what the flags require
+and exclude. A field becomes a flag by ``config_fields.flag``.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +16,39 @@ import stat
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from config_fields import Flag, flag_of, not_empty
-from training.config import PlanConfig
+from training.config import PlanConfig, UseConfig
 from training.errors import UsageError
 
 if TYPE_CHECKING:
     from training.config import RunConfig
 
-
-# ------------------------------------------------------------------------------------------------
-# Looks at configurations as flags: their names, which need which, their plain values.
+PROGRAM = "run_vit_training.py"
+_DESCRIPTION = (
+    "Train Vision Transformers too big for one chip: on TPUs (PyTorch/XLA FSDP) and on NVIDIA GPUs "
+    "(Megatron-FSDP, FSDP2)."
+)
 
 
 @dataclass(frozen=True)
-class Option:
-    """A field that is a flag, with what its type says of it."""
+class FlagField:
+    """A configuration field that is a flag."""
 
     field: dataclasses.Field
     flag: Flag
     type: Any
     """The type of the field's value without None: ``int`` for ``int | None``."""
     group: str
-    """The title of the group in ``--help`` that it belongs to."""
+    """The title of its group in ``--help``."""
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the flag; messages use the first."""
         return self.flag.names or (f"--{self.field.name}",)
 
     @property
@@ -50,23 +57,19 @@ class Option:
 
     @property
     def has_negation(self) -> bool:
-        """Tell whether there is ``--no-x`` beside ``--x``: for what is on, or decided by the
-        program, by default."""
+        """Whether ``--no-x`` exists beside ``--x``: where the default is on, or decided later."""
         turned_off = self.names[0].startswith("--no_") and self.field.default is True
         return self.is_switch and self.field.default is not False and not turned_off
 
     @property
-    def switch_names(self) -> dict[str, bool]:
-        """Return a switch's names, with what each sets."""
-        names = dict.fromkeys(self.names, self.field.default is not True or self.has_negation)
+    def bare_names(self) -> dict[str, Any]:
+        """The names that take no value, each with the value that it sets."""
+        names: dict[str, Any] = {}
+        if self.is_switch:
+            names = dict.fromkeys(self.names, self.field.default is not True or self.has_negation)
         if self.has_negation:
             names |= {f"--no-{name.removeprefix('--')}": False for name in self.names}
-        return names
-
-    @property
-    def bare_names(self) -> dict[str, Any]:
-        """Return the names that take no value, with what each sets."""
-        return {**(self.switch_names if self.is_switch else {}), **self.flag.shorthands}
+        return names | dict(self.flag.shorthands)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -74,15 +77,9 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the words that can be given; none where it is not one of a few."""
-        of_type = (
-            typing.get_args(self.type) if typing.get_origin(self.type) is typing.Literal else ()
-        )
-        return self.flag.choices or of_type
-
-    def typed(self, value: Any) -> str:
-        """Return how a person gives the field this value, for messages."""
-        return " ".join(self.words(value))
+        """The words allowed; () where any word may be."""
+        is_literal = typing.get_origin(self.type) is typing.Literal
+        return self.flag.choices or (typing.get_args(self.type) if is_literal else ())
 
     def words(self, value: Any) -> list[str]:
         """Return the words of a command line that give the field this value."""
@@ -96,33 +93,34 @@ class Option:
             return [f"--no-{self.names[0].removeprefix('--')}"]
         return [self.names[0]]
 
+    def typed(self, value: Any) -> str:
+        """Return how a user gives the field this value, for messages."""
+        return " ".join(self.words(value))
 
-def options(config: type) -> Iterator[Option]:
-    """Yield the flags of a configuration's class and of those nested in it, in their order.
 
-    Its class attribute ``group`` is their group's title in ``--help``.
+def flag_fields(config: type) -> Iterator[FlagField]:
+    """Yield the flags of a configuration class and of those nested in it, in their order.
+
+    Its class attribute ``group`` is the title of their group in ``--help``.
     """
     hints = typing.get_type_hints(config)
     nested = []
     for field in dataclasses.fields(config):
-        kind, told = hints[field.name], flag_of(field)
+        kind, flag = hints[field.name], flag_of(field)
         if dataclasses.is_dataclass(kind):
             nested.append(kind)
-        elif told:
+        elif flag:
             is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
             parts = typing.get_args(kind) if is_union else (kind,)
             plain = next(part for part in parts if part is not type(None))
-            yield Option(field, told, plain, config.group)  # type: ignore[attr-defined]
+            yield FlagField(field, flag, plain, config.group)  # type: ignore[attr-defined]
     for each in nested:
-        yield from options(each)  # type: ignore[arg-type]
+        yield from flag_fields(each)  # type: ignore[arg-type]
 
 
-def by_field(*configs: type) -> dict[str, Option]:
-    """Return the flags of several configurations by their fields' names."""
-    return {option.field.name: option for config in configs for option in options(config)}
-
-
-# -- instances as plain values, and back ------------------------------------------------
+def by_field(*configs: type) -> dict[str, FlagField]:
+    """Return the flags of several configuration classes by their fields' names."""
+    return {option.field.name: option for config in configs for option in flag_fields(config)}
 
 
 def flat(*configs: Any) -> dict[str, Any]:
@@ -139,11 +137,11 @@ def flat(*configs: Any) -> dict[str, Any]:
 
 
 def from_values(config: type, values: Mapping[str, Any]) -> Any:
-    """Make a configuration of the values that ``flat`` or JSON has of it, and of the defaults.
+    """Make a configuration from values by field name, as ``flat`` or JSON has them.
 
-    Names that it does not know are passed over.
+    Fields without a value get their defaults; unknown names are ignored.
     """
-    known, hints = {o.field.name: o for o in options(config)}, typing.get_type_hints(config)
+    known, hints = {o.field.name: o for o in flag_fields(config)}, typing.get_type_hints(config)
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -155,119 +153,77 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
     return config(**chosen)
 
 
-# -- what goes with what ----------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
+# Rules: what a flag requires, excludes and replaces.
+
+MODE_FLAGS = (
+    *(field.name for config in (UseConfig, PlanConfig) for field in dataclasses.fields(config)),
+    *("resume_epoch", "init_from", "self_check", "plan", "teacher"),
+    *("tpu_topology", "explain", "hlo_dir"),
+)
+"""Fields of flags that choose what the program does; their rules are checked before all others."""
 
 
-def check_needs(config: RunConfig, own: Any) -> None:
-    """Raise UsageError for a flag that was given without what it needs, or with what it excludes.
+def check_rules(config: RunConfig, *own: Any, only: Collection[str] | None = None) -> None:
+    """Raise UsageError for a flag, not at its default, whose rules do not hold.
 
-    The configurations must be resolved: conditions are on final values.
+    ``own``: the configurations of backends. All must be resolved, as rules are about final values,
+    but for the fields ``only``, which resolving does not change.
     """
-    values, known = flat(config, own), by_field(type(config), type(own))
-    for name, option in known.items():
-        if values[name] != option.field.default:
-            _check_one(option, values, known, config.given)
-
-
-_PLANNING = tuple(field.name for field in dataclasses.fields(PlanConfig))
-
-
-def check_switches(config: RunConfig, *own: Any) -> None:
-    """Raise UsageError where flags that choose what the program does lack what they need or exclude
-    each other; this comes before anything is resolved."""
     values, known = flat(config, *own), by_field(type(config), *map(type, own))
-    for name in (
-        "predict",
-        "json",
-        "use_ema",
-        "eval_report",
-        "resume_epoch",
-        "init_from",
-        "self_check",
-        "plan",
-        "teacher",
-        "tpu_topology",
-        "explain",
-        "hlo_dir",
-        *_PLANNING,
-    ):
-        if values[name] != known[name].field.default:
-            _check_one(known[name], values, known, config.given)
+    for name, option in known.items():
+        if values[name] == option.field.default or (only is not None and name not in only):
+            continue
+        given = option.typed(values[name])
+        for requirement in option.flag.requires:
+            alternatives = [each.partition("=")[::2] for each in requirement.split("|")]
+            if not any(_holds(*each, values, known) for each in alternatives):
+                texts = [f"{known[n].names[0]} {wanted}".rstrip() for n, wanted in alternatives]
+                field, wanted = alternatives[-1]
+                is_now = f", this is {values[field]}" if wanted and len(texts) == 1 else ""
+                required = " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
+                raise UsageError(f"{given} requires {required}{is_now}")
+        for other in option.flag.incompatible_with:
+            if other in known and values[other] != known[other].field.default:
+                excluded = known[other].typed(values[other])
+                raise UsageError(f"{given} is incompatible with {excluded}: drop one of the two")
+        for other in option.flag.replaces:
+            if other in config.given:
+                excluded = known[other].typed(values[other])
+                raise UsageError(f"{given} replaces {excluded}: drop one of the two")
 
 
-def _check_one(
-    option: Option,
-    values: Mapping[str, Any],
-    known: Mapping[str, Option],
-    given_fields: Collection[str],
-) -> None:
-    given = option.typed(values[option.field.name])
-    for condition in option.flag.needs:
-        alternatives = condition.split("|")
-        if not any(_holds(each, values, known) for each in alternatives):
-            raise UsageError(f"{given} requires {_needed(alternatives, values, known)}")
-    for other in option.flag.conflicts:
-        if other in known and values[other] != known[other].field.default:
-            excluded = known[other].typed(values[other])
-            raise UsageError(f"{given} is incompatible with {excluded}: drop one of the two")
-    for other in option.flag.instead_of:
-        if other in given_fields:
-            excluded = known[other].typed(values[other])
-            raise UsageError(f"{given} replaces {excluded}: drop one of the two")
-
-
-def _holds(condition: str, values: Mapping[str, Any], known: Mapping[str, Option]) -> bool:
-    name, asks_value, wanted = condition.partition("=")
+def _holds(
+    name: str, wanted: str, values: Mapping[str, Any], known: Mapping[str, FlagField]
+) -> bool:
     if name not in known:  # of a backend that this run is not on
         return False
-    if asks_value:
-        return str(values[name]) == wanted
-    return values[name] != known[name].field.default
-
-
-def _needed(alternatives: list[str], values: Mapping[str, Any], known: Mapping[str, Option]) -> str:
-    texts = []
-    for condition in alternatives:
-        name, asks_value, wanted = condition.partition("=")
-        texts.append(known[name].names[0] + (f" {wanted}" if asks_value else ""))
-    if len(texts) > 1:
-        return f"{', '.join(texts[:-1])} or {texts[-1]}"
-    return texts[0] + (f", this is {values[name]}" if asks_value else "")
+    return str(values[name]) == wanted if wanted else values[name] != known[name].field.default
 
 
 def check_foreign(others: Mapping[str, Any], backend: str, given: Collection[str]) -> None:
-    """Raise UsageError for a flag of another backend than ``backend``: it would do nothing.
+    """Raise UsageError for a flag of another backend than ``backend``: it would have no effect.
 
-    ``others`` are the configurations of all backends by their names, ``given`` the fields whose
-    flags were given: the environment may be made for several programs. The default does no harm.
+    ``others``: the configurations of all backends by name; ``given``: the fields whose flags are on
+    the command line. The environment may be made for several programs, and a default does no harm.
     """
     for owner, config in others.items():
         if owner == backend:
             continue
-        for option in options(type(config)):
+        for option in flag_fields(type(config)):
             name = option.field.name
             if name in given and getattr(config, name) != option.field.default:
                 raise UsageError(f"{option.names[0]} requires --backend {owner}, this is {backend}")
 
 
 # ------------------------------------------------------------------------------------------------
-# Makes the command line from the fields of configurations, and reads it.
+# Files of flags: @FILE stands for the words in the file.
 
-
-PROGRAM = "run_vit_training.py"
-_DESCRIPTION = (
-    "Train Vision Transformers too big for one chip: on TPUs (PyTorch/XLA FSDP) and on NVIDIA GPUs "
-    "(Megatron-FSDP, FSDP2)."
-)
+_LARGEST_FILE = 2**20  # bytes
 
 
 class _Mistake(Exception):
     """Raised for a command line that cannot be read; the message is one line."""
-
-
-# -- files of flags ---------------------------------------------------------------------
-
-_LARGEST_FILE = 2**20  # bytes
 
 
 class _Word(NamedTuple):
@@ -282,24 +238,27 @@ class _Word(NamedTuple):
         return f"@{self.file}, line {self.line}: " if self.file else ""
 
 
-def _words(argv: Sequence[str]) -> Iterator[_Word]:
-    """Yield the words of a command line, in the place of each ``@FILE`` those in the file."""
-    for word in argv:
-        if word.startswith("@"):
-            yield from _words_of_file(word[1:], ())
-        else:
-            yield _Word(word)
+def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator[_Word]:
+    """Yield words, with each ``@FILE`` replaced by those in the file.
 
-
-def _words_of_file(name: str, inside: tuple[Path, ...]) -> Iterator[_Word]:
-    """Yield the words in a file of flags, which the files ``inside`` include.
-
-    Words are quoted as in a shell, # begins a comment, and a backslash at the end of a line
-    continues it.
+    ``inside``: the files that include these words.
     """
-    path = Path(os.path.realpath(name))
-    if path in inside:
-        raise _Mistake(f"@{name} includes itself: remove the @ line that closes the circle")
+    for word in words:
+        if not word.text.startswith("@"):
+            yield word
+            continue
+        name = word.text[1:]
+        path = Path(os.path.realpath(name))
+        if path in inside:
+            raise _Mistake(f"@{name} includes itself: remove the @ line that closes the circle")
+        yield from _expanded(_words_of_file(name), (*inside, path))
+
+
+def _words_of_file(name: str) -> Iterator[_Word]:
+    """Yield the words of a file of flags.
+
+    Words are quoted as in a shell, # starts a comment, a backslash at a line's end continues it.
+    """
     continued = ""
     for number, text in enumerate([*_text(name).splitlines(), ""], 1):
         # Blanks after a backslash do not count; after a blank it only says that more words follow.
@@ -313,10 +272,7 @@ def _words_of_file(name: str, inside: tuple[Path, ...]) -> Iterator[_Word]:
             raise _Mistake(f"@{name}, line {number}: {error}: {line}") from None
         continued = ""
         for word in words:
-            if word.startswith("@"):
-                yield from _words_of_file(word[1:], (*inside, path))
-            else:
-                yield _Word(word, name, number)
+            yield _Word(word, name, number)
 
 
 def _text(name: str) -> str:
@@ -333,7 +289,7 @@ def _text(name: str) -> str:
     if is_pipe and not content:
         raise _Mistake(f"@{name} is a pipe that holds nothing: give a file of flags")
     if len(content) > _LARGEST_FILE:
-        raise _Mistake(f"@{name} has more than {_LARGEST_FILE:,} bytes: it is no file of flags")
+        raise _Mistake(f"@{name} has more than {_LARGEST_FILE:,} bytes: it is not a file of flags")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -341,11 +297,15 @@ def _text(name: str) -> str:
         raise _Mistake(f"@{name}, line {line}: not UTF-8 text: save the file as UTF-8") from None
 
 
-# -- the parser -----------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
+# The parser.
+
+_HELP = ("-h", "--help")
+_METAVARS: dict[Any, str] = {int: "N", float: "X"}
 
 
 class _Setting(NamedTuple):
-    """What a flag on the command line sets."""
+    """What one flag on the command line sets."""
 
     field: str
     name: str
@@ -353,8 +313,8 @@ class _Setting(NamedTuple):
     value: Any
 
 
-class Parser(argparse.ArgumentParser):
-    """Reads words; on a wrong one raises ``_Mistake``."""
+class FlagParser(argparse.ArgumentParser):
+    """Reads words; raises ``_Mistake`` on a wrong one."""
 
     def __init__(self) -> None:
         super().__init__(prog=PROGRAM, description=_DESCRIPTION, allow_abbrev=False, add_help=False)
@@ -366,7 +326,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Set(argparse.Action):
-    """Sets a field: to what is read, or to what a name without a value stands for."""
+    """Sets a field to the value read, or to the one that a name without a value stands for."""
 
     def __init__(
         self, *args: Any, stands_for: Mapping[str, Any] | None = None, several: bool = False, **how
@@ -383,153 +343,139 @@ class _Set(argparse.Action):
         parser.settings.append(_Setting(self.dest, option_string, values))
 
 
-_HELP = ("-h", "--help")
-
-
-def build_parser(shown: Sequence[Option]) -> Parser:
-    """Return the parser of these flags; what is not given is not in its Namespace."""
-    parser = Parser()
-    general = parser.add_argument_group("help")
-    general.add_argument(
+def build_parser(shown: Sequence[FlagField]) -> FlagParser:
+    """Return the parser of these flags; its Namespace holds only what was given."""
+    parser = FlagParser()
+    parser.add_argument_group("help").add_argument(
         *_HELP,
         action=_Set,
         nargs="?",
         const="",
         metavar="all|GROUP|WORD",
         default=argparse.SUPPRESS,
-        help="flags that most runs need; or all, a group's, or those with a word",
+        help="print the common flags; or all, a group's, or those with a word",
     )
-    titles: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
     for option in shown:
-        if option.group not in titles:
-            titles[option.group] = parser.add_argument_group(option.group)
-        _add(titles[option.group], option)
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        _add(groups[option.group], option)
     return parser
 
 
-def _add(group: Any, option: Option) -> None:
-    flag = option.flag
-    how = {"action": _Set, "dest": option.field.name, "default": argparse.SUPPRESS}
-    text = f"{flag.help}{_default_text(option)}".replace("%", "%%")
+def _add(group: Any, option: FlagField) -> None:
+    """Add a flag, and its shorthands, to a group of the parser."""
+    flag, text = option.flag, help_text(option).replace("%", "%%")
+    how: dict[str, Any] = {"action": _Set, "dest": option.field.name, "default": argparse.SUPPRESS}
     if option.is_switch:
-        names = option.switch_names
+        names = option.bare_names
         group.add_argument(*names, nargs=0, stands_for=names, help=text, **how)
-    else:
-        group.add_argument(*option.names, help=text, **_reading(option), **how)
+        return
+    reading: dict[str, Any] = {"type": flag.kind or not_empty}
+    if flag.metavar or option.type in _METAVARS:
+        reading["metavar"] = flag.metavar or _METAVARS[option.type]
+    if typing.get_origin(option.type) is list:
+        reading["nargs"] = "+"
+    if option.choices:
+        reading |= {"choices": option.choices, "type": flag.kind or str}  # argparse lists them
+    elif flag.several:
+        reading |= {"nargs": "+", "several": True}
+    elif isinstance(flag.metavar, tuple):
+        reading["nargs"] = len(flag.metavar)
+    elif flag.bare is not None:
+        reading |= {"nargs": "?", "const": flag.bare}
+    group.add_argument(*option.names, help=text, **reading, **how)
     for name, value in flag.shorthands.items():
-        text = f"the same as {option.typed(value)} (default: off)"
+        text = f"same as {option.typed(value)} (default: off)"
         group.add_argument(name, nargs=0, stands_for={name: value}, help=text, **how)
 
 
-_METAVARS: dict[Any, str] = {int: "N", float: "X"}
-
-
-def _reading(option: Option) -> dict[str, Any]:
-    """Return argparse's options for how a flag's value is read from its words."""
-    origin, metavar = typing.get_origin(option.type), option.flag.metavar
-    how: dict[str, Any] = {"type": option.flag.kind or not_empty}
-    if metavar or option.type in _METAVARS:
-        how["metavar"] = metavar or _METAVARS[option.type]
-    if origin is list:
-        how["nargs"] = "+"
-    if option.choices:
-        how["choices"] = option.choices
-        how["type"] = option.flag.kind or str  # the list tells what there is
-    elif option.flag.several:
-        how |= {"nargs": "+", "several": True}
-    elif isinstance(metavar, tuple):
-        how["nargs"] = len(metavar)
-    elif option.flag.bare is not None:
-        how |= {"nargs": "?", "const": option.flag.bare}
-    return how
-
-
-def _default_text(option: Option) -> str:
-    if "default" in option.flag.help or option.field.default is None:
-        return ""
-    default = option.field.default
-    if option.is_switch and not option.has_negation:
-        return " (default: off)"
-    if isinstance(default, tuple):
-        return f" (default: {' '.join(f'{part:.5g}' for part in default)})"
-    return f" (default: {default})"
-
-
-# -- parsing --------------------------------------------------------------------------
+def help_text(option: FlagField) -> str:
+    """Return the help of a flag with its default."""
+    text, default = option.flag.help, option.field.default
+    if "default" in text or default is None:
+        return text
+    if isinstance(default, bool):
+        default = "on" if default and option.has_negation else "off"
+    elif isinstance(default, tuple):
+        default = " ".join(f"{part:.5g}" for part in default)
+    return f"{text} (default: {default})"
 
 
 def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, Any]:
-    """Read the command line into one instance of each of the configurations.
+    """Read the command line into an instance of each configuration class, by the same names.
 
-    One with a field ``given`` has the names there of all fields that the command line sets. Ends
-    the program with exit code 2 on a wrong argument, and with 0 after ``--help``.
+    A field ``given`` gets the names of all fields that the command line sets. Exits with code 2 on
+    a wrong argument, and with 0 after ``--help``.
     """
-    known = [option for config in configs.values() for option in options(config)]
-    groups = {_key(option.group): option.group for option in known}
+    known = [option for config in configs.values() for option in flag_fields(config)]
+    names = {name for option in known for name in option.all_names} | {*_HELP}
     parser = build_parser(known)
     try:
-        values = _read(parser, list(_words(sys.argv[1:] if argv is None else argv)), known, groups)
+        words = [*_expanded(_Word(word) for word in (sys.argv[1:] if argv is None else argv))]
+        flags = [word for word in words if word.text.partition("=")[0] in names]
+        try:
+            namespace, unknown = parser.parse_known_args([word.text for word in words])
+        except _Mistake as mistake:  # of the first flag that set nothing
+            place = next((word.place for word in flags[len(parser.settings) :]), "")
+            raise _Mistake(f"{place}{mistake}") from None
+        values = vars(namespace)
+        if "help" in values:
+            _print_help(values["help"], known)
+        if unknown:
+            wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
+            place = next(word.place for word in words if word.text == wrong)
+            raise _Mistake(f"{place}{_unknown(wrong, names)}")
+        _check_contradictions(parser.settings, flags, known)
         values["given"] = frozenset(values)
         for option in known:
-            if option.flag.env and os.environ.get(option.flag.env):
-                values.setdefault(option.field.name, _from_environment(option))
-    except (_Mistake, argparse.ArgumentTypeError) as mistake:
+            env = option.flag.env
+            if env and os.environ.get(env) and option.field.name not in values:
+                try:
+                    values[option.field.name] = (option.flag.kind or not_empty)(os.environ[env])
+                except argparse.ArgumentTypeError as error:
+                    raise _Mistake(f"{env} of the environment: {error}") from None
+    except _Mistake as mistake:
         parser.exit(2, f"{PROGRAM}: error: {mistake} (see --help)\n")
     return {name: from_values(config, values) for name, config in configs.items()}
 
 
-def _read(
-    parser: Parser, words: Sequence[_Word], known: Sequence[Option], groups: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the values that words give, by fields' names. Raises ``_Mistake``."""
-    names = {name for option in known for name in option.all_names} | {*_HELP}
-    flags = [word for word in words if word.text.partition("=")[0] in names]
-    try:
-        namespace, unknown = parser.parse_known_args([word.text for word in words])
-    except _Mistake as mistake:  # of the first flag that set nothing
-        place = next((word.place for word in flags[len(parser.settings) :]), "")
-        raise _Mistake(f"{place}{mistake}") from None
-    values = vars(namespace)
-    if "help" in values:
-        _print_help(values["help"], known, groups)
-    if unknown:
-        wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
-        place = next(word.place for word in words if word.text == wrong)
-        raise _Mistake(f"{place}{_unknown(wrong, names)}")
-    _check_agree(parser.settings, flags, known)
-    return values
+def _unknown(word: str, names: Collection[str]) -> str:
+    """Return the message for an unknown word, with the nearest flag if one is near."""
+    if not word.startswith("-"):
+        return f"unrecognized argument: {word}"
+    nearest = difflib.get_close_matches(word.partition("=")[0], sorted(names), n=1, cutoff=0.6)
+    return f"unknown flag {word}" + (f": did you mean {nearest[0]}?" if nearest else "")
 
 
-def _check_agree(
-    settings: Sequence[_Setting], flags: Sequence[_Word], known: Sequence[Option]
+def _check_contradictions(
+    settings: Sequence[_Setting], flags: Sequence[_Word], known: Sequence[FlagField]
 ) -> None:
     """Raise ``_Mistake`` where two different flags set one field to different values.
 
-    The same flag once more, and one after the file that has the other, takes its place.
+    The same flag given again replaces the first, and so does one after the file with the first.
     """
-    by_field = {option.field.name: option for option in known}
+    by_name = {option.field.name: option for option in known}
     last: dict[tuple[str, str], dict[str, tuple[_Setting, _Word]]] = {}
     for setting, word in zip(settings, flags, strict=True):
         last.setdefault((setting.field, word.file), {})[setting.name] = setting, word
-    for (field, _), by_name in last.items():
-        (first, _), *others = by_name.values()
+
+    def typed(setting: _Setting) -> str:
+        option = by_name[setting.field]
+        words = [] if setting.name in option.bare_names else option.words(setting.value)[1:]
+        return " ".join([setting.name, *words])
+
+    for given in last.values():
+        (first, _), *others = given.values()
         for other, word in others:
             if other.value != first.value:
-                one, two = (_typed(by_field[field], each) for each in (first, other))
-                raise _Mistake(f"{word.place}{one} contradicts {two}: drop one of the two")
+                contradiction = f"{typed(first)} contradicts {typed(other)}"
+                raise _Mistake(f"{word.place}{contradiction}: drop one of the two")
 
 
-def _typed(option: Option, setting: _Setting) -> str:
-    words = [] if setting.name in option.bare_names else option.words(setting.value)[1:]
-    return " ".join([setting.name, *words])
-
-
-def _key(title: str) -> str:
-    """Return the word that names a group of flags: "checkpoints", "xla"."""
-    return title.split()[0].rstrip(":,").lower()
-
-
-def _print_help(which: str, known: Sequence[Option], groups: Mapping[str, str]) -> NoReturn:
+def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
+    """Print the common flags, all, those of a group, or those with a word; exit with code 0."""
+    groups = {option.group.split()[0].rstrip(":,").lower(): option.group for option in known}
     word = which.lower()
     if word == "all":
         shown = list(known)
@@ -551,36 +497,16 @@ def _print_help(which: str, known: Sequence[Option], groups: Mapping[str, str]) 
     sys.exit(0)
 
 
-def _mentions(option: Option, word: str) -> bool:
-    """Tell whether a word is in a flag's names, or in its help or values at a word's beginning."""
+def _mentions(option: FlagField, word: str) -> bool:
+    """Return True if a word is in a flag's names, or starts a word of its help or choices."""
     if any(word in name.lower() for name in option.all_names):
         return True
     text = " ".join([option.flag.help, *map(str, option.choices)]).lower()
     return re.search(rf"(?<![a-z0-9]){re.escape(word)}", text) is not None
 
 
-def _unknown(word: str, names: Collection[str]) -> str:
-    """Return what to say of a word that no flag takes: the nearest flag, if one is near."""
-    if not word.startswith("-"):
-        return f"unrecognized argument: {word}"
-    nearest = difflib.get_close_matches(word.partition("=")[0], sorted(names), n=1, cutoff=0.6)
-    return f"unknown flag {word}" + (f": did you mean {nearest[0]}?" if nearest else "")
-
-
-def _from_environment(option: Option) -> Any:
-    name = option.flag.env
-    assert name is not None
-    try:
-        return (option.flag.kind or not_empty)(os.environ[name])
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{name} of the environment: {error}") from None
-
-
-# ------------------------------------------------------------------------------------------------
-
-
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that ends on a wrong argument with one line and exit code 2."""
+    """The parser of a small tool: ends on a wrong argument with one line and exit code 2."""
 
     def __init__(self, program: str, description: str) -> None:
         super().__init__(prog=program, description=description, allow_abbrev=False)

@@ -20,7 +20,6 @@ from training.backend import Backend, pass_seed
 from training.begin import check_weights
 from training.config import LossConfig
 from training.files import folder_at
-from training.resolve import FLAG
 from training.weights import weights_in
 
 if TYPE_CHECKING:
@@ -236,7 +235,7 @@ class Teacher:
         """Load the teacher of ``run`` onto the devices, and log what it is."""
         assert run.teacher is not None
         spec, found = run.teacher.model, run.teacher.config.checkpoints
-        weights = weights_in(folder_at(found.resume), FLAG)
+        weights = weights_in(folder_at(found.resume), "--teacher_weights")
         check_weights(weights, verify=found.verify_checkpoint)
         preprocessing = run.teacher.config.data.preprocessing
         say(

@@ -1,4 +1,9 @@
-"""The run of ``--teacher``: on the same devices, of another model; decided before any starts."""
+"""From flags to a ``Run``: every choice made and every check passed before a device starts.
+
+A backend's ``resolve`` (``xla_fsdp/resolve_xla.py``, ``torch_fsdp/resolve_torch.py``) makes a
+``Run`` by these functions and its own choices. Nothing below the entrypoint asks again what "auto"
+means.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
 from models.registry import open_model
-from training.config import EmaConfig, LossConfig, OptimizerConfig, RunConfig, check_mixing
+from training.config import EmaConfig, LossConfig, RunConfig
 from training.errors import UsageError, is_first_of_torchrun
 from training.files import folder_at
 from training.flags import by_field, flat, from_values
@@ -24,119 +29,17 @@ if TYPE_CHECKING:
 
     from models.blocks import Grid
     from models.spec import ModelSizes, ModelSpec
-    from training.weights import Weights
 
-
-# ------------------------------------------------------------------------------------------------
-# Says which augmentations of images go together, and with which source of images.
-
-
-_OF_ONE_IMAGE = ("vflip", "train_interpolation", "aa", "color_jitter", "reprob")
-_MOST_HUE = 0.5
-
-
-def check_augmentations(data: DataConfig) -> None:
-    """Raise UsageError for augmentations that cannot be, or that would do nothing."""
-    flags, source = by_field(DataConfig), data.data_source
-    unused = {"aug_repeats": ALWAYS_ALIKE} | dict.fromkeys(_OF_ONE_IMAGE, NOT_AUGMENTED)
-    for name, sources in unused.items():
-        value = getattr(data, name)
-        if value != flags[name].field.default and source in sources:
-            raise UsageError(
-                f"{flags[name].typed(value)} does nothing with --data_source {source}: drop it"
-            )
-    if data.aug_repeats > data.batch_size:
-        raise UsageError(
-            f"--aug_repeats {data.aug_repeats} is more than --batch_size {data.batch_size}: an "
-            "image is to be so many times in one batch"
-        )
-    jitter = data.jitter_of_each
-    if len(jitter) not in (3, 4):
-        raise UsageError(
-            "--color_jitter takes one number, three (brightness, contrast, saturation) or four "
-            f"(and hue), not {len(jitter)}"
-        )
-    if any(hue > _MOST_HUE for hue in jitter[3:]):
-        raise UsageError(f"--color_jitter: the hue, {jitter[3]:g}, must be at most {_MOST_HUE}")
-    if data.aa and data.color_jitter and "3a" not in data.aa:
-        raise UsageError(
-            f"--color_jitter is incompatible with --aa {data.aa}, which has such changes itself "
-            "(timm leaves it out then): drop one of the two"
-        )
-
-
-# ------------------------------------------------------------------------------------------------
-# ``--buckets``: what a model must be to take images of several sizes, a batch of one of them.
-
-
-_APART = 0.25
-"""By what share of the model's own tokens those of a bucket may differ. Memory is that of the
-largest; figures such as MFU are those of the model's own size."""
-
-
-def check_buckets(config: RunConfig, model: ModelSpec) -> None:
-    """Raises UsageError for ``--buckets`` that the model cannot be trained with."""
-    sizes = config.data.bucket_sizes
-    if not sizes:
-        return
-    if reason := model.why_one_grid():
-        raise UsageError(f"--buckets is incompatible with --model {model.name}: {reason}")
-    if config.sharding.grad_ckpt == "auto":
-        raise UsageError("--buckets is incompatible with --grad_ckpt auto: name what is to be kept")
-    own, grid = model.sizes.input_shape[1:], model.sizes.grid
-    patch = [side // count for side, count in zip(own, grid, strict=True)]
-    if own not in sizes:
-        raise UsageError(f"--buckets must have the model's own size, {_shown(own)}, among them")
-    for size in sizes:
-        if sizes.count(size) > 1:
-            raise UsageError(f"--buckets has {_shown(size)} twice")
-        if any(side % each for side, each in zip(size, patch, strict=True)):
-            raise UsageError(
-                f"--buckets: {_shown(size)} is no whole number of patches of {_shown(patch)}"
-            )
-    for size, (rows, columns) in zip(sizes, grids(config, model), strict=True):
-        apart = abs(rows * columns / model.sizes.num_patches - 1)
-        if apart > _APART:
-            raise UsageError(
-                f"--buckets: {_shown(size)} has {rows * columns} patches, the model's own size "
-                f"{model.sizes.num_patches}: they may differ by {_APART:.0%}"
-            )
-
-
-def grids(config: RunConfig, model: ModelSpec) -> list[Grid]:
-    """Return the grid of patches of each bucket; none without buckets."""
-    if not config.data.bucket_sizes:  # of a volume's three sides there are none
-        return []
-    own, (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
-    return [(h * rows // own[0], w * columns // own[1]) for h, w in config.data.bucket_sizes]
-
-
-def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
-    """Return the model's sizes with as many tokens as images of the largest bucket have."""
-    sizes = model.sizes
-    if not config.data.bucket_sizes:
-        return sizes
-    most = max(rows * columns for rows, columns in grids(config, model))
-    return replace(sizes, num_tokens=sizes.num_tokens + most - sizes.num_patches)
-
-
-def _shown(size: object) -> str:
-    return "x".join(map(str, size))  # type: ignore[call-overload]
-
-
-# ------------------------------------------------------------------------------------------------
-# From what was asked to what is done: every choice made, and checked, before a device starts.
-#
-# A backend's ``resolve`` (``xla_fsdp/resolve_xla.py``, ``torch_fsdp/resolve_torch.py``) makes a
-# ``Run`` by these functions and its own choices. Nothing below asks again.
+MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).items()}
+"""The flag of each model argument, by timm's name."""
 
 
 class BackendConfig(Protocol):
-    """What is asked of a backend's own configuration, a frozen dataclass of flags."""
+    """What every backend's own configuration, a frozen dataclass of flags, has."""
 
     @property
     def keeps_fp32_weights(self) -> bool:
-        """Weights are stored in fp32, whatever is computed with."""
+        """Whether weights are stored in fp32 at any precision."""
 
     @property
     def product_multiple(self) -> int:
@@ -151,18 +54,18 @@ Own = TypeVar("Own", bound=BackendConfig)
 
 @dataclass(frozen=True)
 class Run(Generic[Own]):
-    """A run with every choice made: what all below the entrypoint is given."""
+    """A run with every choice made: what everything below the entrypoint is given."""
 
     config: RunConfig
     own: Own
-    """The backend's."""
+    """The backend's configuration."""
     model: ModelSpec
     mesh: Mesh
     why: Mapping[str, str] = field(default_factory=dict)
-    """By field, for the line that describes the run: what has decided an "auto"."""
+    """By field, for the line that describes the run: the reason for what "auto" became."""
     teacher: Self | None = None
     """The run of ``--teacher`` on the same devices, of which the model and the preprocessing are
-    used; None without, and where nothing is trained."""
+    used; None without a teacher, and where nothing is trained."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -175,20 +78,19 @@ class Run(Generic[Own]):
 
     @property
     def log_dir(self) -> Path:
-        """The local folder that logs are written to: ``ckpt_dir``, if that is no URL."""
+        """The local folder for logs: ``ckpt_dir``, if that is no URL."""
         return log_folder(self.ckpt_dir)
 
     @property
     def train_flops_per_image(self) -> float:
-        """Return the FLOPs of one image as MFU counts them, without a backward pass where there is
-        (almost) none."""
+        """FLOPs of one image as MFU counts them; a linear probe has (almost) no backward pass."""
         forward_and_back = self.model.train_flops_per_image
         return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
 
     def build_model(self, constant: Callable[[Tensor], Tensor]) -> Module:
-        """Return the model on the meta device, ready to be sharded; it takes images of all buckets.
+        """Return the model on the meta device, for images of all buckets.
 
-        ``constant`` puts a tensor on a device, as ``Backend.constant``.
+        ``constant`` puts a tensor on the devices, as ``Backend.constant``.
         """
         model = self.model.build()
         if found := grids(self.config, self.model):
@@ -200,10 +102,7 @@ class Run(Generic[Own]):
         return replace(self, config=replace(self.config, data=replace(self.config.data, **changes)))
 
     def on(self, devices: int) -> Self:
-        """Return the same on as many devices as were found.
-
-        Raises UsageError if the flags do not go with them.
-        """
+        """Return the same on the devices found. Raises UsageError if the flags do not fit them."""
         if devices == self.mesh.devices:
             return self
         teacher = self.teacher and self.teacher.on(devices)
@@ -212,65 +111,32 @@ class Run(Generic[Own]):
         return run
 
 
-MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).items()}
-"""The flag that a person types, by timm's name."""
+# ------------------------------------------------------------------------------------------------
+# What needs neither a model nor devices.
 
-
-_ANY_CHANNELS = ("volumes", "fake")
-"""Sources whose images can have any number of channels; those of others are colour or grey."""
-
-
-def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
-    """Return the configuration with a model named, and that model. Raises UsageError."""
-    named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
-    model, source = model_of(named), config.data.data_source
-    if config.optimizer.linear_probe:
-        _check_linear_probe(model)
-    channels = model.sizes.input_shape[0]
-    if source not in _ANY_CHANNELS and channels not in (1, 3):
-        raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (grey)")
-    check_buckets(config, model)
-    return replace(config, model=named), model
-
-
-def _check_linear_probe(model: ModelSpec) -> None:
-    """Raises UsageError for dropout where nothing trains: that part computes as for use."""
-    for name, rate in model.settings.items():
-        if name.endswith("_rate") and name != "drop_rate" and rate:
-            flag = MODEL_FLAG[name]
-            raise UsageError(f"--linear_probe is incompatible with {flag} {rate:g}: give {flag} 0")
-
-
-def model_of(config: ModelConfig) -> ModelSpec:
-    """Return the model that was asked for. Raises UsageError if there is none, or it cannot be."""
-    try:
-        return open_model(config.model or DEFAULT_MODEL, config.overrides())
-    except ModelError as error:
-        raise UsageError(error.told(MODEL_FLAG)) from None
+_BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
+"""Default betas by optimizer; Lion's and Muon's are timm's."""
+_MAX_HUE = 0.5
 
 
 def resolve_common(config: RunConfig) -> RunConfig:
     """Return the configuration with what no backend decides. Raises UsageError."""
-    _check_common(config)
-    config = replace(config, optimizer=_with_betas(config.optimizer))
-    if config.log.eval_batches is not None:
-        return config
-    most = config.max_steps or 0 if config.data.data_source == "fake" else 0
-    return replace(config, log=replace(config.log, eval_batches=most))
+    _check_data(config.data)
+    _check_schedule(config)
+    if config.log.wandb:
+        _check_wandb()
+    if config.optimizer.betas is None:
+        betas = _BETAS[config.optimizer.optimizer]
+        config = replace(config, optimizer=replace(config.optimizer, betas=betas))
+    if config.log.eval_batches is None:
+        batches = config.max_steps or 0 if config.data.data_source == "fake" else 0
+        config = replace(config, log=replace(config.log, eval_batches=batches))
+    return config
 
 
-_BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
-"""By optimizer; of the last two timm's defaults."""
-
-
-def _with_betas(optimizer: OptimizerConfig) -> OptimizerConfig:
-    if optimizer.betas is not None:
-        return optimizer
-    return replace(optimizer, betas=_BETAS[optimizer.optimizer])
-
-
-def _check_common(config: RunConfig) -> None:
-    data = config.data
+def _check_data(data: DataConfig) -> None:
+    """Raise UsageError for crops, normalization or augmentations that contradict each other or the
+    source of the images."""
     for name, (low, high) in (("--scale", data.scale), ("--ratio", data.ratio)):
         if low > high:
             raise UsageError(f"{name} {low} {high}: the first must not be above the second")
@@ -279,12 +145,36 @@ def _check_common(config: RunConfig) -> None:
             wrong = next((each for each in values or () if not 0 <= each <= 1), None)
             if wrong is not None:
                 raise UsageError(f"{name}: {wrong:g} must be at least 0 and at most 1")
-    check_augmentations(data)
+    flags, source = by_field(DataConfig), data.data_source
+    unused = {"aug_repeats": ALWAYS_ALIKE} | dict.fromkeys(
+        ("vflip", "train_interpolation", "aa", "color_jitter", "reprob"), NOT_AUGMENTED
+    )
+    for name, sources in unused.items():
+        value = getattr(data, name)
+        if value != flags[name].field.default and source in sources:
+            raise UsageError(
+                f"{flags[name].typed(value)} does nothing with --data_source {source}: drop it"
+            )
+    if data.aug_repeats > data.batch_size:
+        raise UsageError(
+            f"--aug_repeats {data.aug_repeats} is more than --batch_size {data.batch_size}: an "
+            "image is that many times in one batch"
+        )
+    jitter = data.jitter_of_each
+    if len(jitter) not in (3, 4):
+        raise UsageError(
+            "--color_jitter takes one number, three (brightness, contrast, saturation) or four "
+            f"(and hue), not {len(jitter)}"
+        )
+    if any(hue > _MAX_HUE for hue in jitter[3:]):
+        raise UsageError(f"--color_jitter: the hue, {jitter[3]:g}, must be at most {_MAX_HUE}")
+    if data.aa and data.color_jitter and "3a" not in data.aa:
+        raise UsageError(
+            f"--color_jitter is incompatible with --aa {data.aa}, which has such changes itself "
+            "(timm leaves it out then): drop one of the two"
+        )
     if data.scale[1] == 0:
         raise UsageError("--scale 0 0 leaves no image to crop")
-    _check_schedule(config)
-    if config.log.wandb:
-        _check_wandb()
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -299,9 +189,138 @@ def _check_schedule(config: RunConfig) -> None:
         raise UsageError("--lr_schedule wsd requires --decay_steps")
 
 
+def _check_wandb() -> None:
+    """Raise UsageError without the package wandb or a login for it; contacts no server."""
+    if importlib.util.find_spec("wandb") is None:
+        raise UsageError("--wandb requires the package wandb: python3 -m pip install wandb")
+    if not is_first_of_torchrun():  # the others do not log
+        return
+    from wandb.sdk import wandb_setup
+
+    try:
+        from wandb.sdk.lib.wbauth import authenticate_session
+    except ImportError:  # another version: wandb itself will report it later
+        return
+    try:
+        settings = wandb_setup.singleton().settings
+        logged_in = settings.mode in ("offline", "disabled", "dryrun") or authenticate_session(
+            host=settings.base_url, source="--wandb", prompt=False, update_session=False
+        )
+    except TypeError:  # another version's function
+        return
+    except Exception as error:  # noqa: BLE001 - of an invalid key or variable
+        raise UsageError("--wandb: " + ", ".join(str(error).splitlines()[:3])) from None
+    if not logged_in:
+        raise UsageError(
+            "--wandb requires a login on this host: wandb login, or WANDB_API_KEY; "
+            "WANDB_MODE=offline goes without"
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# The model, and the images that it is trained with.
+
+_ANY_CHANNELS = ("volumes", "fake")
+"""Sources whose images can have any number of channels; others are color or gray."""
+
+
+def model_of(config: ModelConfig) -> ModelSpec:
+    """Return the model of the flags. Raises UsageError for an unknown or impossible one."""
+    try:
+        return open_model(config.model or DEFAULT_MODEL, config.overrides())
+    except ModelError as error:
+        raise UsageError(error.told(MODEL_FLAG)) from None
+
+
+def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
+    """Return the configuration with a model named, and that model. Raises UsageError."""
+    named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
+    model, source = model_of(named), config.data.data_source
+    if config.optimizer.linear_probe:  # frozen blocks compute as in evaluation
+        for name, rate in model.settings.items():
+            if name.endswith("_rate") and name != "drop_rate" and rate:
+                flag = MODEL_FLAG[name]
+                raise UsageError(
+                    f"--linear_probe is incompatible with {flag} {rate:g}: give {flag} 0"
+                )
+    channels = model.sizes.input_shape[0]
+    if source not in _ANY_CHANNELS and channels not in (1, 3):
+        raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (gray)")
+    _check_buckets(config, model)
+    return replace(config, model=named), model
+
+
+_MAX_TOKENS_APART = 0.25
+"""Largest relative difference between a bucket's tokens and the model's own. Memory is that of the
+largest bucket; figures such as MFU are those of the model's own size."""
+
+
+def _check_buckets(config: RunConfig, model: ModelSpec) -> None:
+    """Raise UsageError for ``--buckets`` that the model cannot be trained with."""
+    sizes = config.data.bucket_sizes
+    if not sizes:
+        return
+    if reason := model.why_one_grid():
+        raise UsageError(f"--buckets is incompatible with --model {model.name}: {reason}")
+    if config.sharding.grad_ckpt == "auto":
+        raise UsageError("--buckets is incompatible with --grad_ckpt auto: choose a value")
+    own, grid = model.sizes.input_shape[1:], model.sizes.grid
+    patch = [side // count for side, count in zip(own, grid, strict=True)]
+    if own not in sizes:
+        raise UsageError(f"--buckets must have the model's own size, {_shown(own)}, among them")
+    for size in sizes:
+        if sizes.count(size) > 1:
+            raise UsageError(f"--buckets has {_shown(size)} twice")
+        if any(side % each for side, each in zip(size, patch, strict=True)):
+            raise UsageError(
+                f"--buckets: {_shown(size)} is no whole number of patches of {_shown(patch)}"
+            )
+    for size, (rows, columns) in zip(sizes, grids(config, model), strict=True):
+        apart = abs(rows * columns / model.sizes.num_patches - 1)
+        if apart > _MAX_TOKENS_APART:
+            raise UsageError(
+                f"--buckets: {_shown(size)} has {rows * columns} patches, the model's own size "
+                f"{model.sizes.num_patches}: they may differ by {_MAX_TOKENS_APART:.0%}"
+            )
+
+
+def _shown(size: Any) -> str:
+    return "x".join(map(str, size))
+
+
+def grids(config: RunConfig, model: ModelSpec) -> list[Grid]:
+    """Return the grid of patches of each bucket; [] without buckets."""
+    if not config.data.bucket_sizes:  # volumes, with three sides, have none
+        return []
+    own, (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
+    return [(h * rows // own[0], w * columns // own[1]) for h, w in config.data.bucket_sizes]
+
+
+def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
+    """Return the model's sizes with as many tokens as images of the largest bucket have."""
+    sizes = model.sizes
+    if not config.data.bucket_sizes:
+        return sizes
+    most = max(rows * columns for rows, columns in grids(config, model))
+    return replace(sizes, num_tokens=sizes.num_tokens + most - sizes.num_patches)
+
+
+# ------------------------------------------------------------------------------------------------
+# What depends on the devices.
+
+
+def check_rows(mesh: Mesh, model: ModelSpec) -> None:
+    """Raise UsageError if an image has fewer rows of patches than devices that shard them."""
+    rows = model.sizes.grid[0]
+    if mesh.domain > rows:
+        raise UsageError(
+            f"--mesh_domain {mesh.domain} is more than the {rows} rows of patches of an image"
+        )
+
+
 def check_batch(run: Run) -> None:
-    """Raises UsageError if the batch cannot be divided over the devices and the passes, or what a
-    device then has of it cannot be mixed."""
+    """Raise UsageError if the batch cannot be divided over devices and passes, or a device's part
+    of it cannot be mixed."""
     data, mesh = run.config.data, run.mesh
     if data.batch_size % (mesh.batch_parts * data.grad_accum_steps):
         together = "".join(
@@ -316,51 +335,29 @@ def check_batch(run: Run) -> None:
             f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
             f"{together}{passes}"
         )
-    images = run.config.data.pass_size // mesh.batch_parts
-    check_mixing(run.config.loss, images, run.model.sizes.input_shape)
-
-
-def check_rows(mesh: Mesh, model: ModelSpec) -> None:
-    """Raises UsageError if there are not as many rows of patches as devices to shard them over."""
-    rows = model.sizes.grid[0]
-    if mesh.domain > rows:
+    loss, shape = run.config.loss, run.model.sizes.input_shape
+    if not loss.mixes:
+        return
+    images = data.pass_size // mesh.batch_parts
+    if images % 2:
+        named = "--mixup" if loss.mixup else "--cutmix" if loss.cutmix else "--cutmix_minmax"
         raise UsageError(
-            f"--mesh_domain {mesh.domain} is more than the {rows} rows of patches of an image"
+            f"{named} mixes the images of a device two by two, and there are {images} in a pass: "
+            "choose --batch_size and --grad_accum_steps so that the number is even"
         )
-
-
-def _check_wandb() -> None:
-    """Raises UsageError without wandb, or a login for it; asks no server."""
-    if importlib.util.find_spec("wandb") is None:
-        raise UsageError("--wandb requires the package wandb: python3 -m pip install wandb")
-    if not is_first_of_torchrun():  # the others do not log
-        return
-    from wandb.sdk import wandb_setup
-
-    try:
-        from wandb.sdk.lib.wbauth import authenticate_session
-    except ImportError:  # another version: wandb itself will say so, later
-        return
-    try:
-        settings = wandb_setup.singleton().settings
-        logged_in = settings.mode in ("offline", "disabled", "dryrun") or authenticate_session(
-            host=settings.base_url, source="--wandb", prompt=False, update_session=False
-        )
-    except TypeError:  # another version's function
-        return
-    except Exception as error:  # noqa: BLE001 - of a key or variable that cannot be
-        raise UsageError("--wandb: " + ", ".join(str(error).splitlines()[:3])) from None
-    if not logged_in:
-        raise UsageError(
-            "--wandb requires a login on this host: wandb login, or WANDB_API_KEY; "
-            "WANDB_MODE=offline goes without"
-        )
+    if loss.cuts and len(shape) != 3:
+        raise UsageError("cutmix is for images: of volumes use --mixup")
+    if loss.cutmix_minmax is not None:
+        low, high = loss.cutmix_minmax
+        if any(int(side * low) >= int(side * high) for side in shape[1:]):
+            raise UsageError(
+                f"--cutmix_minmax {low:g} {high:g} leaves no side of a box to be drawn in images "
+                f"of {shape[1]} x {shape[2]}: the second must be larger"
+            )
 
 
 # ------------------------------------------------------------------------------------------------
-
-
-FLAG = "--teacher_weights"
+# The run of --teacher: on the same devices, of another model.
 
 
 def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run[Any]:
@@ -370,8 +367,8 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
     that cannot run so, whose weights do not fit it, or that is for other images or classes than
     the student.
     """
-    loss, config = run.config.loss, run.config
-    if loss.teacher is None or config.use.eval_only or config.self_check:
+    config, name = run.config, run.config.loss.teacher
+    if name is None or config.use.eval_only or config.self_check:
         return run
     if run.mesh.domain > 1:
         raise UsageError(
@@ -379,52 +376,39 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
         )
     from training.weights import weights_in, with_preprocessing_of
 
-    assert loss.teacher_weights is not None  # the flag needs it
-    weights = weights_in(folder_at(loss.teacher_weights), FLAG)
+    assert config.loss.teacher_weights is not None  # --teacher requires it
+    weights = weights_in(folder_at(config.loss.teacher_weights), "--teacher_weights")
     try:
-        teacher = resolve(_configuration(run, weights))
+        if weights.run is not None:  # a checkpoint knows its model
+            model: ModelConfig = from_values(ModelConfig, weights.run.arguments)
+            if model.model != name:
+                raise UsageError(f"{weights.path} is of --model {model.model}")
+        else:  # made for the student's images and classes
+            channels, *spatial = run.model.sizes.input_shape
+            model = ModelConfig(
+                model=name,
+                img_size=tuple(spatial),
+                dimension=len(spatial) if len(spatial) > 2 else None,
+                in_chans=channels,
+                num_classes=run.model.sizes.num_classes,
+            )
+        # It is used, not trained: no optimizer state and no gradients, sharded as ZeRO-3.
+        teacher = resolve(
+            replace(
+                config,
+                model=model,
+                data=replace(config.data, mean=None, std=None),  # the weights' own
+                loss=LossConfig(),
+                ema=EmaConfig(),
+                optimizer=replace(config.optimizer, linear_probe=False),
+                checkpoints=replace(config.checkpoints, resume=str(weights.path), resume_epoch=0),
+                sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
+            )
+        )
         weights.check_fits(teacher.model)
     except UsageError as error:
-        raise UsageError(f"--teacher {loss.teacher}: {error}") from None
-    _check_alike(loss.teacher, teacher.model, run.model)
-    return replace(run, teacher=with_preprocessing_of(weights, teacher)[1])
-
-
-def _configuration(run: Run[Any], weights: Weights) -> RunConfig:
-    """Return what the teacher is resolved from: it is used, not trained, and shards as ZeRO-3."""
-    config = run.config
-    return replace(
-        config,
-        model=_model(run, weights),
-        data=replace(config.data, mean=None, std=None),  # the weights' own
-        loss=LossConfig(),
-        ema=EmaConfig(),
-        optimizer=replace(config.optimizer, linear_probe=False),
-        checkpoints=replace(config.checkpoints, resume=str(weights.path), resume_epoch=0),
-        sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
-    )
-
-
-def _model(run: Run[Any], weights: Weights) -> ModelConfig:
-    """Return the teacher's model: as a checkpoint has it, else made for what the student is."""
-    name = run.config.loss.teacher
-    if weights.run is not None:
-        saved: ModelConfig = from_values(ModelConfig, weights.run.arguments)
-        if saved.model != name:
-            raise UsageError(f"{weights.path} is of --model {saved.model}")
-        return saved
-    channels, *spatial = run.model.sizes.input_shape
-    return ModelConfig(
-        model=name,
-        img_size=tuple(spatial),
-        dimension=len(spatial) if len(spatial) > 2 else None,
-        in_chans=channels,
-        num_classes=run.model.sizes.num_classes,
-    )
-
-
-def _check_alike(name: str, teacher: ModelSpec, student: ModelSpec) -> None:
-    there, here = teacher.sizes, student.sizes
+        raise UsageError(f"--teacher {name}: {error}") from None
+    there, here = teacher.model.sizes, run.model.sizes
     if there.input_shape != here.input_shape:
         images, wanted = (" x ".join(map(str, each.input_shape)) for each in (here, there))
         raise UsageError(
@@ -436,3 +420,4 @@ def _check_alike(name: str, teacher: ModelSpec, student: ModelSpec) -> None:
             f"--teacher {name} has {there.num_classes} classes, the student {here.num_classes}: "
             "give another teacher, or --num_classes"
         )
+    return replace(run, teacher=with_preprocessing_of(weights, teacher)[1])

@@ -84,8 +84,6 @@ def _prepare(run: XlaRun) -> None:
     import torch.distributed as dist
     import torch_xla.runtime as xr
 
-    if run.own.compile_cache_dir:
-        xr.initialize_cache(run.own.compile_cache_dir)
     if xr.process_count() > 1:  # checkpoints are planned together
         import torch_xla.distributed.xla_backend  # noqa: F401 - registers xla://
 

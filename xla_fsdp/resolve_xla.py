@@ -11,8 +11,7 @@ import torch
 
 from training.config import RunConfig
 from training.errors import UsageError
-from training.files import check_own
-from training.flags import by_field, check_needs
+from training.flags import by_field, check_rules
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
     Run,
@@ -125,7 +124,7 @@ def _resolve(
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
     own, why_form = _resolve_form(config, own)
-    check_needs(config, own)
+    check_rules(config, own)
     _check_form(config, own, device)
     mesh = make_mesh(config.sharding, topology.devices if topology else device_count(own))
     if device == "TPU" and topology is None:
@@ -187,13 +186,6 @@ def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
         raise UsageError(
             "--optimizer muon is incompatible with --flatten_parameters: drop one of the two"
         )
-    if own.compile_cache_dir and (cache := Path(own.compile_cache_dir)).exists():
-        if not cache.is_dir():
-            raise UsageError(f"--compile_cache_dir {cache} is a file, not a folder")
-        try:
-            check_own(cache, "--compile_cache_dir")  # what is in it is run
-        except OSError as error:
-            raise UsageError(f"--compile_cache_dir {cache}: {error.strerror}") from None
 
 
 def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaConfig:

@@ -16,7 +16,6 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch import nn
-from tqdm import tqdm
 
 from data.loader import BatchLoader, Share
 from training.backend import InitializeModule, State, pass_seed
@@ -255,13 +254,6 @@ class XlaBackend(abc.ABC):
 
     def wait(self) -> None:
         xm.wait_device_ops()
-        if self._own.compile_cache_dir and self.is_main:
-            counts = self.counters()
-            tqdm.write(
-                f"compile cache: {counts['cache_hits']} program(s) so far came from "
-                f"{self._own.compile_cache_dir}, {counts['compilations']} were compiled, of which "
-                f"it had {counts['cache_unreadable']} that torch_xla cannot read"
-            )
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         tensors = dict(values)
@@ -285,15 +277,11 @@ class XlaBackend(abc.ABC):
 
         transfers = met.metric_data("TransferFromDeviceTime")
         cached, compiled = counter("CachedCompile"), counter("UncachedCompile")
-        counts = {
+        return {
             "compilations": compiled,
             "executions": cached + compiled,  # each execution looks up its graph
             "device_to_host": transfers[0] if transfers else 0,
         }
-        if self._own.compile_cache_dir:
-            counts["cache_hits"] = counter("PersistentCacheHit")
-            counts["cache_unreadable"] = counter("PersistentCacheDeserializeFailure")
-        return counts
 
     def memory(self) -> dict[str, int]:
         return self._memory.read()
@@ -336,11 +324,6 @@ class XlaBackend(abc.ABC):
         text += ", moments in bf16" if self._rounds_moments else ""
         text += self._run.why.get("grad_ckpt", "") + self._run.why.get("attention", "")
         text += f", graph broken {' and '.join(breaks)}" if breaks else ""
-        if self._own.compile_cache_dir:
-            text += (
-                f", compiled programs kept in {self._own.compile_cache_dir} (torch_xla 2.9 writes "
-                "but cannot read them: each run compiles anew)"
-            )
         return text
 
     def _devices(self) -> str:
