@@ -1,6 +1,6 @@
-"""What a Vision Transformer is made of: timm's argument names, and the presets.
+"""The arguments of a Vision Transformer by timm's names, their checks, presets and flags.
 
-Imports nothing heavy, so that ``--help`` and the argument checks stay fast.
+Imports nothing heavy, so that ``--help`` and the checks stay fast.
 """
 
 from __future__ import annotations
@@ -12,30 +12,24 @@ from typing import Any, ClassVar, Literal
 
 from config_fields import bounded, flag, positive, positive_number, rate
 
-# ------------------------------------------------------------------------------------------------
-# The one error that asking for a model can end with.
-
-
-_ARGUMENT = re.compile(r"<(\w+)>")
-
 
 class ModelError(Exception):
-    """The model that was asked for cannot be: one line that says why, or what to change.
+    """The requested model is impossible: one line that says why, or what to change.
 
-    Arguments of the model stand in the text as ``<img_size>``; ``told`` writes them as a user
-    knows them, ``str()`` by their own names.
+    Arguments of the model are ``<img_size>`` in the text; ``told`` writes them by the names of
+    flags, ``str()`` by their own.
     """
 
     def told(self, names: Mapping[str, str]) -> str:
         """Return the line with each argument's name replaced by its entry in ``names``, if any."""
-        return _ARGUMENT.sub(lambda match: names.get(match[1], match[1]), self.args[0])
+        return re.sub(r"<(\w+)>", lambda match: names.get(match[1], match[1]), self.args[0])
 
     def __str__(self) -> str:
         return self.told({})
 
 
 # ------------------------------------------------------------------------------------------------
-# Which arguments of a Vision Transformer go together. Imports nothing heavy: told at once.
+# Checks of arguments.
 
 
 def check_taken(name: str, given: Iterable[str], config: type) -> None:
@@ -47,7 +41,7 @@ def check_taken(name: str, given: Iterable[str], config: type) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise ModelError for arguments that timm would take and then compute something else.
+    """Raise ModelError for arguments with which timm would silently compute something else.
 
     ``arguments`` are all of the model's, by timm's names.
     """
@@ -61,12 +55,15 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             f"{width} / <num_heads> {heads} is {width // heads}"
         )
     rate = arguments["patch_drop_rate"]
-    if rate and int(_patches(arguments) * (1 - rate)) < 1:
-        raise ModelError(f"<patch_drop_rate> {rate} leaves no patch")
+    if rate:
+        image, patch = spatial_size(arguments["img_size"]), spatial_size(arguments["patch_size"])
+        patches = (image[0] // patch[0]) * (image[1] // patch[1])
+        if int(patches * (1 - rate)) < 1:
+            raise ModelError(f"<patch_drop_rate> {rate} leaves no patch")
 
 
 def check_width(arguments: Mapping[str, Any]) -> None:
-    """Raise ModelError for a width that cannot be divided over the heads, or leaves no MLP."""
+    """Raise ModelError for a width that the heads do not divide, or that leaves no MLP."""
     width, heads = arguments["embed_dim"], arguments["num_heads"]
     if width % heads:
         raise ModelError(f"<embed_dim> {width} is not a multiple of <num_heads> {heads}")
@@ -75,7 +72,7 @@ def check_width(arguments: Mapping[str, Any]) -> None:
 
 
 def check_patches(img_size: Any, patch_size: Any, dimension: int = 2) -> None:
-    """Raise ModelError if an image is not a whole number of patches each way."""
+    """Raise ModelError if an image is not a whole number of patches along each dimension."""
     images = spatial_size(img_size, dimension)
     for image, patch in zip(images, spatial_size(patch_size, dimension), strict=True):
         if image % patch:
@@ -90,18 +87,13 @@ def spatial_size(size: Any, dimension: int = 2) -> tuple[int, ...]:
     if isinstance(size, int):
         return (size,) * dimension
     if len(size) != dimension:
-        told = " ".join(map(str, size))
-        raise ModelError(f"<img_size> {told} has {len(size)} numbers: give 1 or {dimension}")
+        numbers = " ".join(map(str, size))
+        raise ModelError(f"<img_size> {numbers} has {len(size)} numbers: give 1 or {dimension}")
     return tuple(size)
 
 
-def _patches(arguments: Mapping[str, Any]) -> int:
-    height, width = spatial_size(arguments["img_size"])
-    rows, columns = spatial_size(arguments["patch_size"])
-    return (height // rows) * (width // columns)
-
-
 # ------------------------------------------------------------------------------------------------
+# Arguments and presets.
 
 
 @dataclass(frozen=True)
@@ -170,6 +162,10 @@ PRESETS: dict[str, VitConfig] = {
 }
 
 DEFAULT_MODEL = "vit_10b"
+
+
+# ------------------------------------------------------------------------------------------------
+# Flags.
 
 
 def _own(name: str, help: str, **more):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import check_patches, check_taken, check_width, spatial_size
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from models.spec import ModelSpec
 
 NAME = "hybrid_vit"
-_OWN_NAME = "vit"
+_WITHOUT_PREFIX = "vit"
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class HybridVitConfig:
     """The arguments of a HybridViT, by timm's names where timm has one."""
 
     dimension: int = 2
-    """How many spatial dimensions its input has: 2 for images, 3 for volumes."""
+    """Spatial dimensions of the input: 2 for images, 3 for volumes."""
     img_size: int | tuple[int, ...] = 1024
     """Pixels along each of them, or one number for all; a volume's slices come first."""
     patch_size: int = 8
@@ -39,11 +39,11 @@ class HybridVitConfig:
 
 
 def names() -> list[str]:
-    return [_OWN_NAME]
+    return [_WITHOUT_PREFIX]
 
 
 def knows(name: str) -> bool:
-    return name == _OWN_NAME
+    return name == _WITHOUT_PREFIX
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
@@ -52,11 +52,11 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     Raises ModelError for an argument that it does not have, and for sizes that do not fit.
     """
     check_taken(NAME, overrides, HybridVitConfig)
-    arguments = asdict(HybridVitConfig(**overrides))
-    size = spatial_size(arguments["img_size"], arguments["dimension"])
-    check_patches(size, arguments["patch_size"], len(size))
-    check_width(arguments)
-    # Only now: timm takes seconds, and a wrong size is told before.
+    config = HybridVitConfig(**overrides)
+    size = spatial_size(config.img_size, config.dimension)
+    check_patches(size, config.patch_size, len(size))
+    check_width(asdict(config))
+    # Imported only now: timm takes seconds, and a wrong size is reported before.
     from models.hybrid_vit import HybridVitSpec
 
-    return HybridVitSpec(NAME, overrides, arguments | {"img_size": size})
+    return HybridVitSpec(overrides, replace(config, img_size=size))

@@ -1,4 +1,4 @@
-"""The family of models that go by a name of this project: ``--model vit_10b``."""
+"""The family of models with a name of this project: ``--model vit_10b``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from models.spec import ModelSpec
 
 _FINE_TUNED = ("img_size", "in_chans", "num_classes", "weight_init")
-"""What fine-tuning changes: the preprocessing of timm's weights stays the right one."""
+"""What fine-tuning may change without changing the preprocessing that timm's weights expect."""
 
 
 def names() -> list[str]:
@@ -32,7 +32,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     config = replace(PRESETS[name], **overrides)
     check_patches(config.img_size, config.patch_size)
     check_arguments(asdict(config))
-    # Only now: timm takes seconds, and a wrong size is told before.
+    # Imported only now: timm takes seconds, and a wrong size is reported before.
     from timm import get_pretrained_cfg
     from timm.models.vision_transformer import VisionTransformer
 

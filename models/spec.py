@@ -1,4 +1,4 @@
-"""What the rest of the program knows of a model: a ``ModelSpec``, whatever its family."""
+"""What the rest of the program knows about a model of any family: a ``ModelSpec``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from models import blocks
-from models.blocks import Grid, PartOfPositions, TokenPart
+from models.positions import Grid, PartOfPositions, TokenPart
 
 # ------------------------------------------------------------------------------------------------
 # How much work a training step is, counted on a model without memory.
@@ -39,7 +39,7 @@ def train_flops_per_image(model: nn.Module, input_shape: Sequence[int]) -> float
     ``input_shape``: (channels, *spatial). Matrix products only, two operations a multiply-add.
     Recomputation under gradient checkpointing is not counted: the convention of MFU in PaLM
     (Chowdhery et al. 2022, appendix B). ``model`` is on meta, its blocks are ``model.blocks`` and
-    cost the same each; it is of no use afterwards.
+    cost the same each; it cannot be used afterwards.
     """
     blocks = model.blocks
     assert isinstance(blocks, nn.Sequential | nn.ModuleList)
@@ -57,7 +57,7 @@ class _TrainStepFlops(TorchDispatchMode):
     """Counts the operations of a training step while only its forward pass runs.
 
     The gradient of each factor of a product is a product of the same size; a factor that needs no
-    gradient, such as the images, has none. So no backward pass has to run: on a TPU these counts
+    gradient, such as the images, has none. A backward pass must not run here: on a TPU these counts
     are needed before XLA starts, and autograd's engine knows only the devices that are there when
     it first runs.
     """
@@ -81,8 +81,8 @@ class _TrainStepFlops(TorchDispatchMode):
 # ------------------------------------------------------------------------------------------------
 
 
-_FREE = ("weight_init", "fix_init", "head_init_scale")
-"""Settings that matter for first weights alone."""
+_OF_FIRST_WEIGHTS = ("weight_init", "fix_init", "head_init_scale")
+"""Settings that matter for initial weights alone."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ModelSizes:
 
 
 class ModelSpec(abc.ABC):
-    """One model: builds it, fills it unit by unit, takes it apart, and knows the facts about it.
+    """One model: builds it, initializes it unit by unit, and has the facts about it.
 
     The facts are read off the model itself, which is built once on the meta device, without
     memory. The blocks are ``model.blocks``; everything around them is one more unit, the root.
@@ -130,19 +130,19 @@ class ModelSpec(abc.ABC):
     def __init__(
         self, name: str, overrides: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> None:
-        """``name`` and ``overrides`` are what ``open_model`` makes the same spec of; ``settings``
-        are all arguments of the model, plain JSON values by timm's names."""
+        """``open_model`` returns the same spec for ``name`` and ``overrides``; ``settings`` are all
+        arguments of the model, plain JSON values by timm's names."""
         self.name = name
         self.overrides = dict(overrides)
         self.settings = dict(settings)
 
-    # -- a family's own ---------------------------------------------------------------
+    # What each family defines.
 
     @abc.abstractmethod
     def build(self) -> nn.Module:
-        """Return the model on the meta device, where it holds no weights yet, ready to train.
+        """Return a new model on the meta device, where it holds no weights yet.
 
-        Maps images (batch, *sizes.input_shape) to logits (batch, classes).
+        It maps images (batch, *sizes.input_shape) to logits (batch, classes).
         """
 
     @abc.abstractmethod
@@ -163,7 +163,7 @@ class ModelSpec(abc.ABC):
 
     @abc.abstractmethod
     def _sizes(self, model: nn.Module) -> ModelSizes:
-        """Read off a model on meta."""
+        """Return the sizes of a model on meta."""
 
     @abc.abstractmethod
     def why_no_token_part(self) -> str | None:
@@ -173,8 +173,8 @@ class ModelSpec(abc.ABC):
     def compute_on_part(self, model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
         """Let ``model``, given the rows of each image that hold ``part``, compute whole logits.
 
-        Its learned positions, which must have their values, become those of the part; returned by
-        their plain names. What attention does is the caller's: each token has to see all others.
+        Its learned positions, which must have their values, become those of the part; they are
+        returned by their plain names. The caller must make attention see the tokens of all parts.
         """
 
     @property
@@ -191,7 +191,7 @@ class ModelSpec(abc.ABC):
         return None
 
     def why_one_grid(self) -> str | None:
-        """Return why the model takes images of its own size alone; None if it can take others."""
+        """Return why the model computes with images of its own size only; None if not only."""
         return "it takes images of its own size alone"
 
     def compute_on_grids(
@@ -200,15 +200,15 @@ class ModelSpec(abc.ABC):
         grids: Sequence[Grid],
         constant: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Let ``model`` take images of these grids of patches, too; of its own it is as before.
+        """Let ``model`` also compute with images of these grids of patches.
 
         ``constant`` puts small tensors on the devices.
         """
         raise NotImplementedError
 
-    # -- for all families -------------------------------------------------------------
+    # The same for all families.
 
-    def block_dimensions(self) -> dict[str, tuple[str, ...]]:
+    def logical_axes(self) -> dict[str, tuple[str, ...]]:
         """Return the logical axes of each parameter of a block, by its name there.
 
         "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of
@@ -216,14 +216,14 @@ class ModelSpec(abc.ABC):
         ``models.blocks.FOLDED`` is folded into the next one: the parameter has one dimension fewer
         than axes. Empty where ``why_no_tensor_parallel`` has a reason.
         """
-        return {} if self.why_no_tensor_parallel() else blocks.dimensions(self._block)
+        return {} if self.why_no_tensor_parallel() else blocks.logical_axes(self._block)
 
     def why_no_tensor_parallel(self) -> str | None:
-        """Return why blocks cannot compute with parts of their heads and MLP; None if they can."""
+        """Return why heads and MLP columns of a block cannot be sharded; None if they can."""
         return blocks.why_no_tensor_parallel(self._block)
 
     def why_no_transformer_engine(self) -> str | None:
-        """Return why TransformerEngine's layer cannot stand for a block; None if it can."""
+        """Return why TransformerEngine's layer cannot take a block's place; None if it can."""
         return blocks.why_no_transformer_engine(self._block)
 
     @property
@@ -231,7 +231,7 @@ class ModelSpec(abc.ABC):
         return self.meta.blocks[0]  # type: ignore[index,return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is read off the model: another process builds its own."""
+        """Do not pickle what is read off the model: another process builds its own."""
         cached = {
             name
             for kind in type(self).__mro__
@@ -248,7 +248,7 @@ class ModelSpec(abc.ABC):
 
     @functools.cached_property
     def meta(self) -> nn.Module:
-        """The model on the meta device, to be looked at: not to be changed or filled."""
+        """The model on the meta device, to read facts from: do not change or fill it."""
         return self.build()
 
     @functools.cached_property
@@ -266,8 +266,8 @@ class ModelSpec(abc.ABC):
 
     @functools.cached_property
     def layers(self) -> dict[str, int]:
-        """The number of each parameter's layer, by its name: 0 for what comes before the blocks,
-        the last one for the head, as timm counts them for layer-wise learning rates."""
+        """The number of each parameter's layer, by the parameter's name: 0 before the blocks, the
+        last one for the head, as timm counts them for layer-wise learning rates."""
         return group_parameters(self.meta, self.meta.group_matcher(), reverse=True)  # type: ignore[operator]
 
     @functools.cached_property
@@ -281,22 +281,19 @@ class ModelSpec(abc.ABC):
         return set(self.meta.no_weight_decay())  # type: ignore[operator]
 
     def why_blocks_differ(self) -> str | None:
-        """Return a line that says which blocks are not like the first; None if one loop runs all.
-
-        Other probabilities of drop path do not count.
-        """
+        """Return how blocks differ, other than in their drop path; None if one loop can run all."""
         return blocks.blocks_differ(list(self.meta.blocks))  # type: ignore[arg-type]
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """Return the settings that are not as in ``before``, the settings of another spec.
+        """Return the settings that differ from ``before``, the settings of another spec.
 
-        None if weights trained with those go on to mean the same here: dropout rates and first
-        weights may be others. So may be what ``before`` does not have.
+        Dropout rates and settings of initial weights may differ, and ``before`` may lack some:
+        weights trained with it mean the same here.
         """
         return [
             name
             for name, value in self.settings.items()
-            if not (name.endswith("_rate") or name in _FREE)
+            if not (name.endswith("_rate") or name in _OF_FIRST_WEIGHTS)
             and name in before
             and before[name] != value
         ]

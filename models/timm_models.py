@@ -14,15 +14,10 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from models.blocks import Grid, PartOfPositions, Resampling, TokenPart, parameters_differ
+from models.blocks import blocks_differ
 from models.config import ModelError, check_arguments, check_patches
-from models.initialize import (
-    Scheme,
-    check_buffers,
-    eva_scheme,
-    initialize,
-    vision_transformer_scheme,
-)
+from models.initialize import check_buffers, eva_scheme, initialize, vision_transformer_scheme
+from models.positions import Grid, PartOfPositions, Resampling, TokenPart
 from models.spec import ModelSizes, ModelSpec
 from models.timm_private import (
     arguments_given_to,
@@ -56,13 +51,13 @@ class TimmSpec(ModelSpec):
         arguments: Mapping[str, Any],
         preprocessing: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ModelError if the arguments do not go together, or timm does not take them."""
+        """Raises ModelError if the arguments are incompatible, or timm does not take them."""
         self._kind, self._arguments = kind, dict(arguments)
         complete = taken_arguments(kind) | self._arguments
         super().__init__(name, overrides, {key: _as_json(v) for key, v in complete.items()})
         self._preprocessing = None if preprocessing is None else dict(preprocessing)
         check_arguments(complete)
-        self.sizes  # noqa: B018 - read off the model, which shows whether it can be built
+        self.sizes  # noqa: B018 - builds the model, which shows whether it can be built
 
     @property
     def preprocessing(self) -> dict[str, Any] | None:
@@ -72,21 +67,20 @@ class TimmSpec(ModelSpec):
         try:
             return self._kind(**self._arguments | _WITHOUT_MEMORY[self._kind])
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-            raise ModelError(f"timm cannot build {self.name}: {_one_line(error)}") from None
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ModelError(f"timm cannot build {self.name}: {reason}") from None
 
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
-        initialize(module, name, seed=seed, scheme=self._scheme)
-
-    @functools.cached_property
-    def _scheme(self) -> Scheme:
         settings = self.settings
         if self._kind is Eva:
-            return eva_scheme(head_init_scale=settings["head_init_scale"])
-        return vision_transformer_scheme(
-            weight_init=settings["weight_init"],
-            num_classes=settings["num_classes"],
-            fix_init=settings["fix_init"],
-        )
+            scheme = eva_scheme(head_init_scale=settings["head_init_scale"])
+        else:
+            scheme = vision_transformer_scheme(
+                weight_init=settings["weight_init"],
+                num_classes=settings["num_classes"],
+                fix_init=settings["fix_init"],
+            )
+        initialize(module, name, seed=seed, scheme=scheme)
 
     def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
         put_blocks(model, blocks)
@@ -119,49 +113,36 @@ class TimmSpec(ModelSpec):
         }
         compute_on_grids(model, positions)
 
-    # -- facts ------------------------------------------------------------------------
-
     def _sizes(self, model: nn.Module) -> ModelSizes:
         assert isinstance(model, VisionTransformer | Eva)
-        patches, drop = model.patch_embed.num_patches, self.settings["patch_drop_rate"]
         height, width = model.patch_embed.img_size
-        attention = next(part for part in model.blocks[0].modules() if hasattr(part, "num_heads"))
+        patches, drop_rate = model.patch_embed.num_patches, self.settings["patch_drop_rate"]
+        in_training = patches
+        if drop_rate:  # as timm's PatchDropout counts
+            in_training = max(1, int(patches * (1.0 - drop_rate)))
+        block = model.blocks[0]
+        attention = next(part for part in block.modules() if hasattr(part, "num_heads"))
         differential = hasattr(attention, "lambda_init")  # two heads of queries share their values
+        last = [part for name, part in block.named_modules() if name.endswith("fc2")]
         return ModelSizes(
             input_shape=(model.in_chans, height, width),
             num_classes=model.num_classes,
             grid=tuple(model.patch_embed.grid_size),
             num_tokens=patches + model.num_prefix_tokens,
-            train_tokens=_kept(patches, drop) + model.num_prefix_tokens,
+            train_tokens=in_training + model.num_prefix_tokens,
             depth=len(model.blocks),
             embed_dim=model.embed_dim,
             num_heads=attention.num_heads,
             head_dim=attention.head_dim,
             value_dim=attention.head_dim * (2 if differential else 1),
-            hidden=_hidden(model.blocks[0]),
+            # The inputs of the MLP's last product: behind a gate, half of what there was.
+            hidden=last[0].in_features if last else block.in_split[0],  # of a parallel block
             attn_drop_rate=self.settings["attn_drop_rate"],
         )
 
 
-def _kept(patches: int, drop_rate: float) -> int:
-    """Return how many patches are kept, as timm's PatchDropout counts."""
-    return max(1, int(patches * (1.0 - drop_rate))) if drop_rate else patches
-
-
-def _hidden(block: nn.Module) -> int:
-    """Return the width that the MLP's last product takes: behind a gate, half of what there was."""
-    for name, part in block.named_modules():
-        if name.endswith("fc2"):
-            return part.in_features
-    return block.in_split[0]  # type: ignore[index,return-value] # of a parallel block
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _as_json(value: Any) -> Any:
-    """Return a plain JSON value that tells the same: of a class its name."""
+    """Return a plain JSON value for an argument: of a class or function its name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -174,6 +155,7 @@ def _as_json(value: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------
+# The family.
 
 
 KINDS = (VisionTransformer, Eva)
@@ -186,16 +168,16 @@ EVA_NAMES = {
     "scale_attn_norm": "scale_attn_inner",
     "scale_mlp_norm": "scale_mlp",
 }
-"""Eva's names of what is an argument of VisionTransformer, too."""
+"""Eva's names of arguments that VisionTransformer has, too."""
 _FIXED = {"dynamic_img_size": False, "dynamic_img_pad": False}
 """All images of a run have one size: for another one, XLA would compile another program."""
 _CLASSES = 1000
-"""Of a model that timm has as an encoder, without a head: those of ImageNet, as the presets'."""
+"""For a model that timm has without a head: those of ImageNet, as the presets have."""
 _PREPROCESSING = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
 
 
 def names() -> list[str]:
-    """Return timm's names of such models, without "timm/"; a few of them cannot be opened."""
+    """Return timm's names of such models, without "timm/"; a few of them ``open_model`` refuses."""
     return sorted(
         name
         for module in _MODULES
@@ -205,12 +187,12 @@ def names() -> list[str]:
 
 
 def knows(name: str) -> bool:
-    """Tell whether timm has a model ``name``, of whatever kind; after a dot it may name weights."""
+    """Return True if timm has a model ``name``, of any class; after a dot it may name weights."""
     return timm.is_model(name)
 
 
 def has_weights(name: str) -> bool:
-    """Tell whether timm has the trained weights that a name with a tag names."""
+    """Return True if timm has the trained weights that a name with a tag names."""
     return timm.is_model_pretrained(name)
 
 
@@ -221,7 +203,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     take an argument, or if sizes do not fit.
     """
     full_name = f"timm/{name}"
-    model, arguments = _as_timm_has_it(name)
+    model, arguments = _timms_model(name)
     kind = type(model)
     taken = taken_arguments(kind)
     given = {
@@ -229,12 +211,14 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     }
     for argument in given:
         if argument not in taken:
-            raise ModelError(f"{full_name} does not take <{argument}> ({_is_a(model)})")
+            raise ModelError(
+                f"{full_name} does not take <{argument}> (it is timm's {kind.__name__})"
+            )
     _check_key_heads(full_name, arguments, given)
     if model.num_classes == 0:
         given.setdefault("num_classes", _CLASSES)
     arguments |= _FIXED | given
-    if {"img_size", "patch_size"} & given.keys():  # timm has models that leave out a rest itself
+    if {"img_size", "patch_size"} & given.keys():  # some of timm's own models leave out a rest
         check_patches(*((taken | arguments)[key] for key in ("img_size", "patch_size")))
     trained = preprocessing_of(timm.get_pretrained_cfg(name))
     return TimmSpec(full_name, overrides, kind, arguments, trained)
@@ -243,7 +227,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
 def _check_key_heads(
     full_name: str, arguments: Mapping[str, Any], given: Mapping[str, Any]
 ) -> None:
-    """Raise ModelError for sizes that timm's own number of key heads, a block each, does not fit.
+    """Raise ModelError for sizes that do not fit timm's number of key heads, one for each block.
 
     ``arguments`` are those of timm for the name. Models whose blocks differ are refused before.
     """
@@ -264,13 +248,13 @@ def _check_key_heads(
 
 
 def preprocessing_of(pretrained: Any) -> dict[str, Any] | None:
-    """Return what one of timm's ``PretrainedCfg`` says of preprocessing; None without one."""
+    """Return the preprocessing of one of timm's ``PretrainedCfg``; None without one."""
     if pretrained is None:
         return None
     return {key: getattr(pretrained, key) for key in _PREPROCESSING}
 
 
-def _as_timm_has_it(name: str) -> tuple[nn.Module, dict[str, Any]]:
+def _timms_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """Return timm's model on meta, and the arguments that it was made with.
 
     Raises ModelError if it is not one that can be sharded block by block.
@@ -281,11 +265,14 @@ def _as_timm_has_it(name: str) -> tuple[nn.Module, dict[str, Any]]:
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise ModelError(f"timm cannot build {name}: {error}") from None
     if type(model) not in KINDS:
-        raise ModelError(f"timm/{name} is no Vision Transformer that is known here: {_is_a(model)}")
+        raise ModelError(
+            f"timm/{name} is no Vision Transformer that is known here: "
+            f"it is timm's {type(model).__name__}"
+        )
     embed = type(model.patch_embed)
     if embed is not PatchEmbed:
         raise ModelError(f"timm/{name} has a patch embedding that is not known: {embed.__name__}")
-    difference = parameters_differ(list(model.blocks))
+    difference = blocks_differ(list(model.blocks), settings=False)
     if difference:
         raise ModelError(f"timm/{name} has blocks that differ: {difference}")
     try:
@@ -294,7 +281,3 @@ def _as_timm_has_it(name: str) -> tuple[nn.Module, dict[str, Any]]:
         raise ModelError(f"timm/{name}: {error}") from None
     del arguments["device"]
     return model, arguments
-
-
-def _is_a(model: nn.Module) -> str:
-    return f"it is timm's {type(model).__name__}"

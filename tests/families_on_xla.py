@@ -21,7 +21,7 @@ from tests.filled import SMALL
 from tests.scan_on_xla import scanned
 from tools.self_check.small_run import FirstWeights
 from xla_fsdp.around_blocks import compute_in_bf16
-from xla_fsdp.attention import kernels
+from xla_fsdp.attention import flash
 
 NAMES = {
     "plain": "vit_base_patch16_224",
@@ -121,9 +121,9 @@ def calls_of_flash(name: str) -> int:
         shapes.append(q.shape)
         return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
 
-    kernels.attention = attention
+    flash.attention = attention
     for block in model.blocks:
-        kernels.use_flash(block, shards=None)
+        flash.use_flash(block, shards=None)
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)
     assert set(shapes) == {(2, 2, spec.sizes.num_tokens, spec.sizes.head_dim)}
     return len(shapes)

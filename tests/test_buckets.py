@@ -16,7 +16,7 @@ from data.config import DataConfig
 from data.loader import PADDING, Share
 from data.pack import pack
 from data.source import DatasetRequest, open_data
-from models.blocks import Resampling
+from models.positions import Resampling
 from models.timm_private import compute_on_grids, why_one_grid
 from tests.cli import train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line

@@ -295,7 +295,7 @@ def test_dimensions_of_a_block(family):
     """What "tensor" shards is each parameter whose size follows the heads, or the MLP's width."""
     more = {"qk_norm": True, "scale_attn_norm": True, "init_values": 0.1}
     spec = small(family, **more if family == "plain" else {})
-    dimensions = spec.block_dimensions()
+    dimensions = spec.logical_axes()
     refused = {
         "parallel branches": "its blocks are of timm's ParallelThingsBlock",
         "parallel MLP": "its blocks are of timm's ParallelScalingBlock",

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.loader import BadImage, Batch, BatchLoader, Share
-from models.blocks import attentions, use_product
+from models.blocks import attentions, combine_parts, use_product
 from models.timm_private import has_own_queries
 from training.mesh import Mesh
 from training.resolve import Run
@@ -272,10 +272,7 @@ class _Ring(torch.autograd.Function):
             if output is None or statistics is None:
                 output, statistics = found, total
             else:
-                together = torch.logaddexp(statistics, total)
-                output = output * (statistics - together).exp()[..., None]
-                output += found * (total - together).exp()[..., None]
-                statistics = together
+                output, statistics = combine_parts(output, statistics, found, total)
             if coming is not None:
                 here = coming()
                 keys, values = _split(here, k.shape[-1])

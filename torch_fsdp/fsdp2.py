@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from models.blocks import PartOfPositions
+from models.positions import PartOfPositions
 from torch_fsdp.devices import Device
 from torch_fsdp.optimizers import LossScale
 from torch_fsdp.parallelize import DOMAIN, SHARD, make_device_meshes, parallelize

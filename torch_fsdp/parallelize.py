@@ -21,8 +21,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from models.blocks import PartOfPositions, TokenPart
 from models.initialize import cast_buffers
+from models.positions import PartOfPositions, TokenPart
 from torch_fsdp.blocks import parallelize_block
 from torch_fsdp.domain import DomainGroup, attend_over_processes, domain_group
 from torch_fsdp.resolve_torch import TorchRun

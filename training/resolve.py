@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from models.blocks import Grid
+    from models.positions import Grid
     from models.spec import ModelSizes, ModelSpec
 
 MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).items()}

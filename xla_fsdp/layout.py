@@ -23,7 +23,7 @@ from training.checkpoints.state import Chunk, ShardedTensor
 from training.errors import UsageError
 from training.mesh import LOGICAL_AXIS_RULES, Axes, Mesh, Spec
 from xla_fsdp.attention.kernels import Shards
-from xla_fsdp.products import Int8Marks, int8_marks
+from xla_fsdp.products import Int8Marks
 from xla_fsdp.resolve_xla import Recipe
 from xla_fsdp.sharding import Gather, GatherInFp8, MarkBoth
 from xla_fsdp.torch_xla_private import (
@@ -45,7 +45,7 @@ class MeshLayout:
         """By parameter."""
         self.replicated_bytes = 0
         """Of parameters that no dimension of allows to shard."""
-        dimensions = recipe.model.block_dimensions() if self.mesh.tensor > 1 else {}
+        dimensions = recipe.model.logical_axes() if self.mesh.tensor > 1 else {}
         self.tensor_dims, self.packed = tensor_dims(dimensions), packed_parts(dimensions)
 
     def _device_order(self) -> list[int]:
@@ -136,7 +136,7 @@ class MeshLayout:
 
     def int8_marks(self, name: str) -> Int8Marks:
         """Return the marks of a block's weight, by its name, whose products are in int8."""
-        return int8_marks(
+        return Int8Marks(
             lambda shape: self.block_spec(name, shape),
             lambda shape: self.gathered_spec(name, shape),
             self.mark,
@@ -212,7 +212,7 @@ class MeshLayout:
 def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Return by a block parameter's name the dimension that "tensor" shards; others are not named.
 
-    ``dimensions`` are ``ModelSpec.block_dimensions``; the parameter is as ``pack`` makes it.
+    ``dimensions`` are ``ModelSpec.logical_axes``; the parameter is as ``pack`` makes it.
     """
     return {
         name: index

@@ -11,6 +11,7 @@ keep timm's names; what they compute is changed from outside, by replacing ``for
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -29,18 +30,24 @@ from xla_fsdp.around_blocks import (
     drop_patches_of_whole_images,
     gather_small_parameters,
 )
-from xla_fsdp.attention import sharded
-from xla_fsdp.attention.kernels import use_flash
-from xla_fsdp.attention.sharded import FlashProducts, Gathered, PlainProducts, Ring
-from xla_fsdp.attention.whole import How, use_whole
+from xla_fsdp.attention.flash import use_flash
+from xla_fsdp.attention.sharded import (
+    FlashProducts,
+    Gathered,
+    PlainProducts,
+    Ring,
+    TokensOverDevices,
+    attention_of_heads,
+)
+from xla_fsdp.attention.whole import use_whole
 from xla_fsdp.layout import MeshLayout
 from xla_fsdp.products import linear_weights, multiply_unfolded
-from xla_fsdp.remat import kept_by
+from xla_fsdp.remat import SAVED_BY
 from xla_fsdp.resolve_xla import Recipe
 from xla_fsdp.scan import ScannedBlocks
 from xla_fsdp.sharding import MarkBoth
 from xla_fsdp.tensor_parallel import pack, shard_heads_and_columns
-from xla_fsdp.torch_xla_private import is_sharded, keeps_linear, scatter_gradients_as_rows
+from xla_fsdp.torch_xla_private import is_sharded, linear_option, scatter_gradients_as_rows
 
 Units = list[tuple[str, nn.Module]]
 
@@ -57,7 +64,7 @@ def parallelize_spmd(
     mesh, logical = recipe.mesh, recipe.mesh.logical_spec
     blocks = units[:-1]
     batch_parts = mesh.shard_count(logical("batch"))
-    saved = kept_by(recipe.remat if recipe.scan else "full")
+    save = SAVED_BY[recipe.remat if recipe.scan else "full"]()
     in_int8 = linear_weights(blocks[0][1]) if recipe.int8 else set[str]()
 
     def gather(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -75,17 +82,19 @@ def parallelize_spmd(
         # Tensor: each device computes some heads and some columns of the MLP.
         elif mesh.tensor > 1:
             shards = layout.shards(*logical("batch", "heads"))
-            attention = sharded.choose(recipe.attention, shards, How(shards, saved))
-            shard_heads_and_columns(block, layout, attention, saved, int8, batch_parts)
+            attention = functools.partial(
+                attention_of_heads, form=recipe.attention, shards=shards, save=save
+            )
+            shard_heads_and_columns(block, layout, attention, save, int8, batch_parts)
         # Attention: by kernels on each device's own images; "sdpa" leaves it to PyTorch.
         elif recipe.attention == "flash":
             use_flash(block, layout.shards(*logical("batch")))
         elif recipe.attention == "whole":
-            use_whole(block, How(layout.shards(*logical("batch")), saved))
+            use_whole(block, layout.shards(*logical("batch")), save)
 
         # Linear layers keep images and tokens apart, so that each can be sharded.
         if recipe.scan and mesh.tensor == 1:
-            multiply_unfolded(block, kept=saved, parts=batch_parts, int8=int8)
+            multiply_unfolded(block, save=save, parts=batch_parts, int8=int8)
         elif mesh.domain > 1 and mesh.tensor == 1:
             multiply_unfolded(block, lambda w: layout.gather("", w), parts=batch_parts)
 
@@ -101,8 +110,8 @@ def parallelize_spmd(
             mark_tokens=layout.mark_tokens,
             gather=gather,
             bf16=recipe.bf16,
-            kept=saved,
-            mark_kept=layout.mark_saved,
+            save=save,
+            mark_saved=layout.mark_saved,
         )
         if recipe.residual_bf16:
             add_in_bf16(stack)
@@ -169,7 +178,7 @@ def parallelize_nested(
         if recipe.attention == "flash":
             use_flash(block, shards=None)
         elif recipe.attention == "whole":
-            use_whole(block, How())
+            use_whole(block)
         # Rematerialize inside of the unit, so that weights are gathered once more for it.
         if recipe.remat == "full" and _trains(block):
             checkpoint_module(block)
@@ -211,7 +220,7 @@ def _nested_unit(module: nn.Module, recipe: Recipe, device: torch.device) -> nn.
         # Pinned, a gathering is an all-reduce of padded whole weights, other on each rank.
         pin_layout_in_collective_ops=False,
         # FSDP's own linear layer runs its backward in fp32 under autocast.
-        **keeps_linear(recipe.bf16),
+        **linear_option(recipe.bf16),
     )
     if not by_row:
         scatter_gradients_as_rows(unit, devices)
@@ -230,11 +239,12 @@ def _use_attention_over_domain(block: nn.Module, recipe: Recipe, layout: MeshLay
 
     flash = recipe.attention == "flash"
     products = FlashProducts(layout.shards(mesh.domain_batch_axes)) if flash else PlainProducts()
-    ring = Ring(mesh.domain, products, mark_tokens, mark_parts)
+    over_domain: TokensOverDevices = Ring(mesh.domain, products, mark_tokens, mark_parts)
     if recipe.domain_attention == "gather":
-        ring = Gathered(mesh.domain, products, mark_tokens, mark_parts, layout.mark_images)
+        marks = mark_tokens, mark_parts, layout.mark_images
+        over_domain = Gathered(mesh.domain, products, *marks)
     for attention in attentions(block):
-        use_product(attention, ring.attention)
+        use_product(attention, over_domain.attention)
 
 
 def _trains(module: nn.Module) -> bool:

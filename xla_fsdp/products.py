@@ -16,16 +16,84 @@ import torch
 from torch import nn
 
 from training.mesh import Spec
-from xla_fsdp.remat import KeptInput
+from xla_fsdp.remat import SaveInput
 from xla_fsdp.sharding import MarkAs
 from xla_fsdp.torch_xla_private import dot_general_int8
 
-# ------------------------------------------------------------------------------------------------
-# A barrier for XLA's fusions.
+_SUM_ROWS = 8
+"""Rows of ones that a sum is multiplied from: of one row XLA would make a sum again."""
+
+
+def multiply_unfolded(
+    block: nn.Module,
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    save: SaveInput | None = None,
+    *,
+    parts: int,
+    int8: Callable[[str], Int8Marks] | None = None,
+) -> None:
+    """Let the linear layers of ``block`` compute by ``product`` and ``add_bias``.
+
+    The batch is sharded into ``parts``. ``int8`` returns how a weight of this name is sharded.
+    ``gather`` makes a sharded weight whole, where nothing else does: else the partitioner may
+    compute with the shards, and exchange tokens. ``save`` may save the results of layers that have
+    more outputs than inputs.
+    """
+
+    def compute(name: str) -> Callable[[nn.Linear, torch.Tensor], torch.Tensor]:
+        marks = int8(f"{name}.weight") if int8 else None
+
+        def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+            weight = gather(linear.weight) if gather else linear.weight
+            widens = linear.out_features > linear.in_features
+            rows = "abcdefgh"[: x.dim() - 1]
+            y = product(f"{rows}y,zy->{rows}z", x, weight, save, marks, widens=widens)
+            return add_bias(y, linear.bias, parts)
+
+        return forward
+
+    for name, part in block.named_modules():
+        if type(part) is nn.Linear:
+            part.forward = types.MethodType(compute(name), part)  # type: ignore[method-assign]
+
+
+def product(
+    equation: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    save: SaveInput | None = None,
+    int8: Int8Marks | None = None,
+    *,
+    widens: bool = True,
+) -> torch.Tensor:
+    """Multiply in autocast's dtype, as ``torch.einsum`` does by the equation.
+
+    With ``int8`` in that, and the weight is a sharded one. ``widens``: the result has more features
+    than ``x``, and is saved if ``save`` saves such.
+    """
+    save = save or SaveInput()
+    results = save if widens else SaveInput()
+    operand = x
+    if torch.is_autocast_enabled("xla"):
+        dtype = torch.get_autocast_dtype("xla")
+        operand, weight = operand.to(dtype), weight if int8 else weight.to(dtype)
+    if int8:
+        return results.result(Int8Product.apply, equation, operand, weight, int8)
+    operand = _Apart.apply(operand)
+    save.follow(operand, x)
+    return results.result(_Product.apply, equation, operand, weight)
+
+
+def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
+    """Add a bias of a product's last dimensions to it, in the product's dtype.
+
+    Dimension 0 of the product is sharded into ``parts``.
+    """
+    return y if bias is None else _AddBias.apply(y, bias, parts)
 
 
 def apart(x: torch.Tensor) -> torch.Tensor:
-    """Let what computes ``x`` stay out of the products with it, which would repeat it for each of
+    """Keep what computes ``x`` out of the products with it, which would repeat it for each of
     their tiles."""
     import torch_xla.core.xla_model as xm  # here: what uses this is read without XLA, too
 
@@ -34,47 +102,91 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return apart(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, equation: str, x, weight, saved_result):
+        ctx.save_for_backward(x, weight)
+        ctx.equation = equation
+        return torch.einsum(equation, x, weight) if saved_result is None else saved_result
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return None, *_gradients(ctx.equation, apart(grad.to(x.dtype)), x, weight), None
+
+
+def _gradients(
+    equation: str, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given, result = equation.split("->")
+    of_x, of_weight = given.split(",")
+    grad_x = torch.einsum(f"{result},{of_weight}->{of_x}", grad, weight)
+    return grad_x, torch.einsum(f"{result},{of_x}->{of_weight}", grad, x)
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, bias, parts: int):
+        ctx.dtype, ctx.dimensions, ctx.parts = bias.dtype, bias.dim(), parts
+        return y + bias.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # What each device finds for its own images is summed before it is exchanged.
+        of_device = grad.unflatten(0, (ctx.parts, -1))
+        names = "abcdefgh"[: of_device.dim()]
+        summed, left = names[1 : -ctx.dimensions], names[0] + names[-ctx.dimensions :]
+        rows = torch.full(
+            (_SUM_ROWS, *of_device.shape[1 : 1 + len(summed)]),
+            1 / _SUM_ROWS,
+            dtype=grad.dtype,
+            device=grad.device,
+        )
+        sums = torch.einsum(f"z{summed},{names}->z{left}", rows, of_device)
+        return grad, sums.to(ctx.dtype).sum((0, 1)), None
+
+
 # ------------------------------------------------------------------------------------------------
 # Matrix products of linear layers in int8, forward: ``--matmul int8``.
 #
-# Each row of what a layer is given and each row of its weight, along what the product sums over,
-# is divided by its largest magnitude and rounded to 127 steps on either side; the int32 sums are
+# Each row of a layer's input and each row of its weight, along what the product sums over, is
+# divided by its largest magnitude and rounded to 127 steps on either side; the int32 sums are
 # scaled. A weight is rounded before it is gathered, so that half as much is gathered as in bf16.
 # Gradients are those of a product with the rounded weight, in autocast's dtype; rounding itself
 # has the gradient of doing nothing (Bengio et al., arXiv:1308.3432).
 
 
-Mark = Callable[[torch.Tensor, torch.Size], torch.Tensor]
-"""Marks how a weight of a size lies, or numbers of it: 1 in place of some of its sizes."""
 _STEPS = 127
 
 
 @dataclass(frozen=True)
 class Int8Marks:
-    """How a weight lies on the devices."""
+    """How a weight is sharded: the specs of a weight of a size, at rest and in a product."""
 
-    sharded: Mark
-    """As it is kept, and its gradient."""
-    whole: Mark
-    """As a product with it takes it."""
+    sharded_spec: Callable[[torch.Size], Spec]
+    whole_spec: Callable[[torch.Size], Spec]
+    mark: MarkAs
+
+    def sharded(self, x: torch.Tensor, size: torch.Size) -> torch.Tensor:
+        """Mark a weight of this size, or numbers of it: 1 in place of some of its sizes."""
+        return self._marked(x, self.sharded_spec(size))
 
     def gather(self, x: torch.Tensor, size: torch.Size) -> torch.Tensor:
-        return self.whole(self.sharded(x, size), size)
+        return self._marked(self.sharded(x, size), self.whole_spec(size))
 
-
-def int8_marks(
-    sharded: Callable[[torch.Size], Spec], whole: Callable[[torch.Size], Spec], mark: MarkAs
-) -> Int8Marks:
-    """Return marks made of the specs of a weight of a size, as it is kept and as it is used."""
-
-    def mark_numbers(x: torch.Tensor, spec: Spec) -> torch.Tensor:
-        kept = (axes if n > 1 else () for n, axes in zip(x.shape, spec, strict=True))
-        return mark(x * 1, tuple(kept))
-
-    return Int8Marks(
-        sharded=lambda x, size: mark_numbers(x, sharded(size)),
-        whole=lambda x, size: mark_numbers(x, whole(size)),
-    )
+    def _marked(self, x: torch.Tensor, spec: Spec) -> torch.Tensor:
+        axes = (axes if n > 1 else () for n, axes in zip(x.shape, spec, strict=True))
+        return self.mark(x * 1, tuple(axes))
 
 
 def linear_weights(block: nn.Module) -> set[str]:
@@ -94,7 +206,7 @@ class Int8Product(torch.autograd.Function):
     """The product of ``products.product``, computed in int8, with a sharded weight."""
 
     @staticmethod
-    def forward(ctx, equation: str, x, weight, marks: Int8Marks, known):
+    def forward(ctx, equation: str, x, weight, marks: Int8Marks, saved_result):
         given, _ = equation.split("->")
         of_x, of_weight = given.split(",")
         summed = [name for name in of_weight if name in of_x]
@@ -105,8 +217,8 @@ class Int8Product(torch.autograd.Function):
         numbers, factors = (marks.gather(part, weight.shape) for part in parts)
         ctx.save_for_backward(x, numbers, factors)
         ctx.equation, ctx.marks, ctx.dtype = equation, marks, weight.dtype
-        if known is not None:
-            return known
+        if saved_result is not None:
+            return saved_result
         of_rows, scales = rounded(x, along_x)
         sums = dot_general_int8(of_rows, numbers, along_x, along_weight)
         left = [size for at, size in enumerate(numbers.shape) if at not in along_weight]
@@ -118,140 +230,7 @@ class Int8Product(torch.autograd.Function):
     def backward(ctx, grad):
         x, numbers, factors = ctx.saved_tensors
         grad = apart(grad.to(x.dtype))
-        given, result = ctx.equation.split("->")
-        of_x, of_weight = given.split(",")
         weight = apart((numbers * factors).to(x.dtype))
-        of_x_found = torch.einsum(f"{result},{of_weight}->{of_x}", grad, weight)
-        of_weight_found = torch.einsum(f"{result},{of_x}->{of_weight}", grad, x)
-        of_weight_found = ctx.marks.sharded(of_weight_found, weight.shape).to(ctx.dtype)
-        return None, of_x_found, of_weight_found, None, None
-
-
-# ------------------------------------------------------------------------------------------------
-
-
-_NOTHING_ELSE = KeptInput()
-_ROWS = 8
-"""Rows of ones that a sum is multiplied from: of one row XLA would make a sum again."""
-
-
-def multiply_unfolded(
-    block: nn.Module,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    kept: KeptInput | None = None,
-    *,
-    parts: int,
-    int8: Callable[[str], Int8Marks] | None = None,
-) -> None:
-    """Let the linear layers of ``block`` compute by ``product`` and ``add_bias``.
-
-    The batch is sharded into ``parts``. ``int8`` tells of a weight, by its name, how it lies.
-
-    ``gather`` makes a sharded weight whole, where nothing else does: else the partitioner may
-    compute with the shards, and exchange tokens. ``kept`` may hold the results of layers that
-    make more features of less.
-    """
-
-    def compute(name: str) -> Callable[[nn.Linear, torch.Tensor], torch.Tensor]:
-        marks = int8(f"{name}.weight") if int8 else None
-
-        def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-            weight = gather(linear.weight) if gather else linear.weight
-            widens = linear.out_features > linear.in_features
-            rows = "abcdefgh"[: x.dim() - 1]
-            y = product(f"{rows}y,zy->{rows}z", x, weight, kept, marks, widens=widens)
-            return add_bias(y, linear.bias, parts)
-
-        return forward
-
-    for name, part in block.named_modules():
-        if type(part) is nn.Linear:
-            part.forward = types.MethodType(compute(name), part)  # type: ignore[method-assign]
-
-
-def product(
-    equation: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    kept: KeptInput | None = None,
-    int8: Int8Marks | None = None,
-    *,
-    widens: bool = True,
-) -> torch.Tensor:
-    """Multiply in autocast's dtype, as ``torch.einsum`` does by the equation.
-
-    With ``int8`` in that, and the weight is a sharded one. ``widens``: the result has more features
-    than ``x``, and is kept if ``kept`` keeps such.
-    """
-    kept = kept or _NOTHING_ELSE
-    results = kept if widens else _NOTHING_ELSE
-    operand = x
-    if torch.is_autocast_enabled("xla"):
-        dtype = torch.get_autocast_dtype("xla")
-        operand, weight = operand.to(dtype), weight if int8 else weight.to(dtype)
-    if int8:
-        return results.result(Int8Product.apply, equation, operand, weight, int8)
-    operand = _Apart.apply(operand)
-    kept.follow(operand, x)
-    return results.result(_Product.apply, equation, operand, weight)
-
-
-def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
-    """Add to a product what its last dimensions are to have more, in the product's dtype.
-
-    Dimension 0 of the product is sharded into ``parts``.
-    """
-    return y if bias is None else _AddBias.apply(y, bias, parts)
-
-
-class _Apart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return apart(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, equation: str, x, weight, known):
-        ctx.save_for_backward(x, weight)
-        ctx.equation = equation
-        return torch.einsum(equation, x, weight) if known is None else known
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        grad = apart(grad.to(x.dtype))
-        given, result = ctx.equation.split("->")
-        of_x, of_weight = given.split(",")
-        return (
-            None,
-            torch.einsum(f"{result},{of_weight}->{of_x}", grad, weight),
-            torch.einsum(f"{result},{of_x}->{of_weight}", grad, x),
-            None,
-        )
-
-
-class _AddBias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, bias, parts: int):
-        ctx.dtype, ctx.dimensions, ctx.parts = bias.dtype, bias.dim(), parts
-        return y + bias.to(y.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        # What each device finds for its own images is added up before it is exchanged.
-        of_device = grad.unflatten(0, (ctx.parts, -1))
-        names = "abcdefgh"[: of_device.dim()]
-        summed, left = names[1 : -ctx.dimensions], names[0] + names[-ctx.dimensions :]
-        rows = torch.full(
-            (_ROWS, *of_device.shape[1 : 1 + len(summed)]),
-            1 / _ROWS,
-            dtype=grad.dtype,
-            device=grad.device,
-        )
-        sums = torch.einsum(f"z{summed},{names}->z{left}", rows, of_device)
-        return grad, sums.to(ctx.dtype).sum((0, 1)), None
+        grad_x, grad_weight = _gradients(ctx.equation, grad, x, weight)
+        grad_weight = ctx.marks.sharded(grad_weight, weight.shape).to(ctx.dtype)
+        return None, grad_x, grad_weight, None, None

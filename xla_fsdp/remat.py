@@ -1,7 +1,8 @@
-"""What the loop forward through the blocks keeps of each for the loop back: ``--grad_ckpt``.
+"""What of a block is saved for the backward pass, and what is rematerialized: ``--grad_ckpt``.
 
-The loop back computes each block's forward pass once more, to have it recorded for autograd. What
-was kept then takes the place of what was computed, and XLA drops what only led there.
+The backward loop over the blocks computes each block's forward pass once more, to have it recorded
+for autograd. What was saved then takes the place of what is computed, and XLA drops what only led
+there.
 """
 
 from __future__ import annotations
@@ -22,177 +23,178 @@ from xla_fsdp.torch_xla_private import data_behind, moved_to, recorded_number
 Tensors = list[torch.Tensor]
 
 
-class KeptInput:
-    """Keeps a block's input, and nothing else: all is computed anew (``full``)."""
+class SaveInput:
+    """Saves a block's input and rematerializes all else (``full``)."""
 
     def adapt(self, block: nn.Module) -> None:
-        """Change how a block computes, if what is kept asks for it."""
+        """Change how a block computes, if what is saved needs it."""
 
     def result(self, function: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
-        """Return the result of ``function``, whose last argument is what is known of it, if any."""
+        """Return the result of ``function``, which may be saved.
+
+        Its last argument is the saved result, or None if it has to compute it.
+        """
         return function(*given, None)
 
     def follow(self, result: torch.Tensor, x: torch.Tensor) -> None:
-        """Take note that ``result`` costs next to nothing to compute from ``x``."""
+        """Rematerialize ``result`` if ``x`` is: it costs next to nothing to compute from it."""
 
-    def sent(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input as it goes to the memory that keeps it."""
+    def send(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a block's input as it goes to the memory that it is saved in."""
         return x
 
-    def fetched(self, x: torch.Tensor) -> torch.Tensor:
+    def fetch(self, x: torch.Tensor) -> torch.Tensor:
         """Return it as it comes back."""
         return x
 
     @contextmanager
-    def keep(self, x: torch.Tensor) -> Iterator[Tensors]:
-        """Let a block with the input ``x`` be computed; yields what is kept, complete at the end.
+    def save(self, x: torch.Tensor) -> Iterator[Tensors]:
+        """Let a block with the input ``x`` be computed; yields what is saved, complete at the end.
 
-        The first of it is the input. All that needs a gradient, ``x`` among it, asks for one.
+        The input comes first. All that needs a gradient, ``x`` among it, requires one.
         """
         with torch.no_grad():
             yield [x * 1]
 
     @contextmanager
-    def know(self, kept: Tensors) -> Iterator[None]:
-        """Let the same block be computed again, with what was kept of it behind its input."""
-        assert not kept
+    def rematerialize(self, saved: Tensors) -> Iterator[None]:
+        """Let the same block be computed again, with what was saved of it behind its input."""
+        assert not saved
         with torch.enable_grad():
             yield
 
 
-class KeptOnHost(KeptInput):
-    """Keeps a block's input in the memory of the host that drives the device (``offload``)."""
+class SaveInputOnHost(SaveInput):
+    """Saves a block's input in the memory of the host that drives the device (``offload``)."""
 
-    def sent(self, x: torch.Tensor) -> torch.Tensor:
+    def send(self, x: torch.Tensor) -> torch.Tensor:
         return moved_to("pinned_host", x)
 
-    def fetched(self, x: torch.Tensor) -> torch.Tensor:
+    def fetch(self, x: torch.Tensor) -> torch.Tensor:
         return moved_to("device", x)
 
 
-class KeptResults(KeptInput):
-    """Keeps results that cost most to compute, too (``selective``).
+class SaveResults(SaveInput):
+    """Saves also the results that cost most to compute (``selective``).
 
-    They go by the order in which they are computed, which is the same in both loops.
+    They are known by the order in which they are computed, which is the same in both loops.
     """
 
     def __init__(self) -> None:
-        self._results: Tensors | None = None
-        self._known: Tensors = []
+        self._saving: Tensors | None = None
+        self._saved: Tensors = []
 
     @contextmanager
-    def keep(self, x: torch.Tensor) -> Iterator[Tensors]:
-        self._results = [x * 1]
+    def save(self, x: torch.Tensor) -> Iterator[Tensors]:
+        self._saving = [x * 1]
         try:
             with torch.no_grad():
-                yield self._results
+                yield self._saving
         finally:
-            self._results = None
+            self._saving = None
 
     @contextmanager
-    def know(self, kept: Tensors) -> Iterator[None]:
-        self._known = list(kept)
+    def rematerialize(self, saved: Tensors) -> Iterator[None]:
+        self._saved = list(saved)
         with torch.enable_grad():
             yield
-        assert not self._known, "more was kept than is computed"
+        assert not self._saved, "more was saved than is computed"
 
     def result(self, function: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
-        y = function(*given, self._known.pop(0) if self._known else None)
-        if self._results is not None:
-            self._results.append(y)
+        y = function(*given, self._saved.pop(0) if self._saved else None)
+        if self._saving is not None:
+            self._saving.append(y)
         return y
 
 
-class KeptSaved(KeptInput):
-    """Keeps what autograd saves, so that no product is computed again (``none``).
+class SaveAll(SaveInput):
+    """Saves what autograd saves, so that no product is computed again (``none``).
 
-    Norms and activations are computed again, from their inputs; weights are gathered again, and
+    Norms and activations are rematerialized from their inputs; weights are gathered again, and
     random masks are drawn again: what does not come from the block's input is what both loops are
     given.
     """
 
     def __init__(self) -> None:
         self._places: list[int | None] = []
-        """Of each tensor that autograd saves, or that a result is computed again from, in order,
-        the place in what is kept; None if it is not."""
-        self._pack: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
-        self._again: set[int] = set()
-        """The numbers of results that are computed again."""
+        """Of each tensor that autograd saves, or that a result is rematerialized from, in order:
+        its place in what is saved, or None if it is not."""
+        self._pack: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+        self._rematerialized: set[int] = set()
+        """The numbers of results that are rematerialized."""
 
     def adapt(self, block: nn.Module) -> None:
         for part in list(block.modules()):
             act = getattr(part, "act", None)
-            if isinstance(part, _NORMS):
+            if isinstance(part, nn.LayerNorm | RmsNorm):
                 part.forward = types.MethodType(self._from_input, part)  # type: ignore[method-assign]
             elif isinstance(act, nn.Module) and not [*act.parameters()]:
                 act.forward = types.MethodType(self._from_input, act)
 
     @contextmanager
-    def keep(self, x: torch.Tensor) -> Iterator[Tensors]:
+    def save(self, x: torch.Tensor) -> Iterator[Tensors]:
         (of_input,) = data_behind(x)
-        kept = [x * 1]
-        numbers: dict[int, int] = {}
-        self._places, self._again = [], set()
+        saved_tensors = [x * 1]
+        places: dict[int, int] = {}  # by the tensor's number: one that is saved twice has one place
+        self._places, self._rematerialized = [], set()
 
-        def pack(saved: torch.Tensor) -> torch.Tensor:
-            place, number = None, recorded_number(saved)
-            if of_input in data_behind(saved) and number not in self._again:
-                place = numbers.setdefault(number, len(kept) - 1)
-                if place == len(kept) - 1:
-                    kept.append(saved.detach().reshape(_unfolded(saved.shape, x.shape)))
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            place, number = None, recorded_number(tensor)
+            if of_input in data_behind(tensor) and number not in self._rematerialized:
+                place = places.setdefault(number, len(saved_tensors) - 1)
+                if place == len(saved_tensors) - 1:
+                    shape = _unfolded(tensor.shape, x.shape)
+                    saved_tensors.append(tensor.detach().reshape(shape))
             self._places.append(place)
-            return saved.detach()  # an output saved with what computes it would never be let go of
+            return tensor.detach()  # an output saved with what computes it would never be freed
 
-        with torch.enable_grad(), self._saved_by(pack):
-            yield kept
+        with torch.enable_grad(), self._packed_by(pack):
+            yield saved_tensors
 
     @contextmanager
-    def know(self, kept: Tensors) -> Iterator[None]:
+    def rematerialize(self, saved: Tensors) -> Iterator[None]:
         places = iter(self._places)
 
-        def pack(saved: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
             place = next(places)
-            return saved.detach() if place is None else kept[place].reshape(saved.shape)
+            return tensor.detach() if place is None else saved[place].reshape(tensor.shape)
 
-        with torch.enable_grad(), self._saved_by(pack):
+        with torch.enable_grad(), self._packed_by(pack):
             yield
-        assert next(places, _NO_MORE) is _NO_MORE, "more was kept than is computed"
+        assert not [*places], "more was saved than is computed"
 
     def follow(self, result: torch.Tensor, x: torch.Tensor) -> None:
-        if recorded_number(x) in self._again:
-            self._again.add(recorded_number(result))
+        if recorded_number(x) in self._rematerialized:
+            self._rematerialized.add(recorded_number(result))
 
     @contextmanager
-    def _saved_by(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    def _packed_by(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         self._pack = pack
-        with saved_tensors_hooks(pack, _as_it_is):
+        with saved_tensors_hooks(pack, _unchanged):
             yield
-        self._pack = _as_it_is
+        self._pack = _unchanged
 
     def _from_input(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Compute a module so that it can be computed again from its input, which is kept."""
+        """Compute a module so that it can be rematerialized from its input, which is saved."""
         y = _FromInput.apply(module, x, self._pack(x), *module.parameters())
-        self._again.add(recorded_number(y))
+        self._rematerialized.add(recorded_number(y))
         return y
 
 
-_NORMS = (nn.LayerNorm, RmsNorm)
-
-
 class _FromInput(torch.autograd.Function):
-    """A module's result of what is known of its input, ``x``, and its gradient by that alone."""
+    """A module's result, and its gradient by ``saved`` alone, what was saved of its input ``x``."""
 
     @staticmethod
-    def forward(ctx, module: nn.Module, x, known, *parameters):
+    def forward(ctx, module: nn.Module, x, saved, *parameters):
         ctx.save_for_backward(*parameters)
-        ctx.module, ctx.known = module, known
+        ctx.module, ctx.saved = module, saved
         ctx.autocast = torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
-        return type(module).forward(module, known)
+        return type(module).forward(module, saved)
 
     @staticmethod
     def backward(ctx, grad):
         x, *parameters = (
-            each.detach().requires_grad_() for each in (ctx.known, *ctx.saved_tensors)
+            each.detach().requires_grad_() for each in (ctx.saved, *ctx.saved_tensors)
         )
         enabled, dtype = ctx.autocast
         module = copy.copy(ctx.module)
@@ -204,19 +206,10 @@ class _FromInput(torch.autograd.Function):
         return None, grad_x, None, *grads
 
 
-def kept_by(grad_ckpt: str) -> KeptInput:
-    """Return what keeps of a block what this value of ``--grad_ckpt`` says."""
-    forms = {"full": KeptInput, "offload": KeptOnHost, "selective": KeptResults, "none": KeptSaved}
-    return forms[grad_ckpt]()
-
-
-_NO_MORE = object()
-
-
 def _unfolded(shape: torch.Size, of_input: torch.Size) -> torch.Size:
     """Return the shape as (images, tokens, ...) where both are folded into one dimension.
 
-    Norms fold them. The partitioner could not shard the tokens of what is kept alone.
+    Norms fold them. The partitioner could not shard the tokens of what is saved alone.
     """
     images_and_tokens = of_input[:2]
     first = next((i for i, size in enumerate(shape) if size != 1), None)
@@ -225,5 +218,14 @@ def _unfolded(shape: torch.Size, of_input: torch.Size) -> torch.Size:
     return torch.Size((*images_and_tokens, *shape[first + 1 :]))
 
 
-def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
-    return saved
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+SAVED_BY = {
+    "full": SaveInput,
+    "offload": SaveInputOnHost,
+    "selective": SaveResults,
+    "none": SaveAll,
+}
+"""The values of ``--grad_ckpt``."""

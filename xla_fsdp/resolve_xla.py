@@ -23,7 +23,7 @@ from training.resolve import (
     with_teacher,
 )
 from xla_fsdp import torch_xla_private, tpu
-from xla_fsdp.attention.whole import Whole
+from xla_fsdp.attention.sizes import WholeSizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.estimates import resolve_policy
 from xla_fsdp.tpu import Topology, this_chip
@@ -282,7 +282,7 @@ def _hinders_whole(config: RunConfig, sizes: ModelSizes, generation: int) -> str
     if config.sharding.precision == "bf16":
         dtype = torch.bfloat16
     heads = sizes.num_heads // config.sharding.mesh_tensor
-    if not Whole(1, tokens, heads, sizes.head_dim, dtype).fits(generation):
+    if not WholeSizes(1, tokens, heads, sizes.head_dim, dtype).fits(generation):
         return f"has no room in vector memory for {heads} heads of {sizes.head_dim}"
     return None
 

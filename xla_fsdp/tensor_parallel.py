@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
-from xla_fsdp.attention.sharded import HeadsAttention
 from xla_fsdp.attention.whole import Qkv
 from xla_fsdp.layout import MeshLayout
 from xla_fsdp.products import Int8Marks, add_bias, product
-from xla_fsdp.remat import KeptInput
+from xla_fsdp.remat import SaveInput
 from xla_fsdp.sharding import Gather, MarkBoth, Scatter
 
 
@@ -39,15 +39,16 @@ def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
 def shard_heads_and_columns(
     block: nn.Module,
     layout: MeshLayout,
-    attention_product: HeadsAttention,
-    saved: KeptInput,
+    attention_product: Callable[[Any, Qkv, torch.Tensor | None], torch.Tensor],
+    save: SaveInput,
     int8: Callable[[str], Int8Marks] | None,
     batch_parts: int,
 ) -> None:
     """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns.
 
-    ``saved`` may save the results of products by columns, ``int8`` gives the marks of a weight by
-    its name if products are in int8. The batch is sharded into ``batch_parts``.
+    ``attention_product`` is ``attention_of_heads`` of timm's module, qkv and the table of a rotary
+    embedding. ``save`` may save the results of products by columns. ``int8`` returns the marks of a
+    weight by its name, if products are in int8. The batch is sharded into ``batch_parts``.
     """
 
     def multiply(equation: str, x: torch.Tensor, linear: nn.Linear, name: str, **saving):
@@ -59,7 +60,7 @@ def shard_heads_and_columns(
     ) -> torch.Tensor:
         equation = "bnd,ed->bne" if linear.weight.dim() == 2 else "bnd,ced->bnce"
         widens = linear.out_features > linear.in_features
-        y = multiply(equation, x, linear, name, kept=saved, widens=widens)
+        y = multiply(equation, x, linear, name, save=save, widens=widens)
         y = add_bias(y, linear.bias if bias is None else bias, batch_parts)
         return MarkBoth.apply(y, layout.mark_columns)
 

@@ -1,0 +1,250 @@
+"""The Pallas kernels of attention by whole sequences, written in JAX: see ``whole.py``.
+
+Queries, keys and values are (images, tokens, heads x width), as the products beside attention
+have them: nothing is transposed in HBM. A program of the grid computes a few images, a group of
+heads that fills whole vector registers, and a block of queries. Scores never leave vector memory;
+the backward pass computes them again from queries and keys, so that nothing else is saved.
+
+A head that begins or ends within a register of 128 lanes is computed in the registers that it
+touches, the other heads' lanes in them set to zero on one side of each product. The matrix units
+would pad it to as much.
+
+Imports JAX: import it where a kernel is lowered, and not before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from xla_fsdp.attention.sizes import (
+    BACKWARD_BLOCKS,
+    BACKWARD_HEADS,
+    DEFAULT_VECTOR_MEMORY,
+    FORWARD_BLOCKS,
+    FORWARD_HEADS,
+    LANES,
+    WholeSizes,
+)
+
+# ------------------------------------------------------------------------------------------------
+# The calls: grid, blocks and results.
+
+
+def forward_function(s: WholeSizes) -> Callable:
+    """Return a function of JAX arrays that calls the kernel of the forward pass."""
+    images = s.images(FORWARD_HEADS)
+    return pl.pallas_call(
+        functools.partial(_forward, s),
+        grid=(s.batch // images, s.groups, s.query_blocks),
+        in_specs=[_argument(s, images, kind, place) for place, kind in enumerate("qkk")],
+        out_specs=pl.BlockSpec((images, s.queries, s.lanes), lambda i, j, block: (i, block, j)),
+        out_shape=jax.ShapeDtypeStruct(s.shape, _name(s.dtype)),
+        compiler_params=_compiler_params(3, s.vector_memory(FORWARD_HEADS, FORWARD_BLOCKS)),
+        name="attention_forward",
+    )
+
+
+def backward_function(s: WholeSizes) -> Callable:
+    """Return a function of JAX arrays that calls the kernel of the backward pass.
+
+    Over the grid's third axis a program writes gradients: of queries, which it computes first with
+    those of keys and values, then of keys, then of values. So all of them go to one array.
+    """
+    images, groups = s.images(BACKWARD_HEADS), s.groups
+    rows = s.query_blocks * s.queries
+    sums = pltpu.VMEM((images, rows, s.lanes), "float32" if s.query_blocks > 1 else _name(s.dtype))
+    block = (images, s.queries, s.lanes)
+    if s.packed:
+        written = pl.BlockSpec(block, lambda i, j, of, block: (i, block, of * groups + j))
+    else:
+        written = pl.BlockSpec((1, *block), lambda i, j, of, block: (of, i, block, j))
+    return pl.pallas_call(
+        functools.partial(_backward, s),
+        grid=(s.batch // images, groups, 3, s.query_blocks),
+        in_specs=[_argument(s, images, kind, place % 3) for place, kind in enumerate("qkkq")],
+        out_specs=written,
+        out_shape=jax.ShapeDtypeStruct(s.gradients, _name(s.dtype)),
+        scratch_shapes=[sums, sums],
+        compiler_params=_compiler_params(4, s.vector_memory(BACKWARD_HEADS, BACKWARD_BLOCKS)),
+        name="attention_backward",
+    )
+
+
+def _argument(s: WholeSizes, images: int, kind: str, place: int) -> pl.BlockSpec:
+    """Return which block of an argument a program reads: of its queries, "q", or of all, "k".
+
+    ``place``: where in a packed array the argument is.
+    """
+    first, last = place * s.groups if s.packed else 0, s.query_blocks - 1
+
+    def queries(i: Any, j: Any, *rest: Any) -> tuple:
+        if len(rest) == 1 or not last:
+            return i, rest[-1], first + j
+        of, block = rest  # once gradients are only written, no new block is read
+        return i, jnp.where(of == 0, block, last), first + j
+
+    if kind == "q":
+        return pl.BlockSpec((images, s.queries, s.lanes), queries)
+    return pl.BlockSpec((images, s.tokens, s.lanes), lambda i, j, *_: (i, 0, first + j))
+
+
+def _compiler_params(axes: int, vector_memory: int) -> pltpu.CompilerParams:
+    """Let programs run in any order, but for those of a group."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", *["arbitrary"] * (axes - 2)),
+        vmem_limit_bytes=vector_memory if vector_memory > DEFAULT_VECTOR_MEMORY else None,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------------------------------------
+# What a program computes.
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The lanes of the registers that a head touches, and which of them are its own."""
+
+    lanes: slice
+    own: Any
+    """Booleans (1, lanes), or None if all are."""
+
+    def only(self, x: Any) -> Any:
+        """Set the lanes of other heads to zero."""
+        return x if self.own is None else jnp.where(self.own, x, jnp.zeros_like(x))
+
+
+def _heads(s: WholeSizes) -> Iterator[_Head]:
+    """Yield the heads of a group."""
+    for first in range(0, s.lanes, s.width):
+        start = first // LANES * LANES
+        end = min(-(-(first + s.width) // LANES) * LANES, s.lanes)
+        lane = _numbers(1, end - start) + start
+        own = (lane >= first) & (lane < first + s.width)
+        yield _Head(slice(start, end), None if end - start == s.width else own)
+
+
+class _Sums:
+    """Sums over heads, register by register: two heads may share one."""
+
+    def __init__(self) -> None:
+        self._of_register: dict[int, Any] = {}
+
+    def add(self, head: _Head, x: Any) -> None:
+        for start in range(head.lanes.start, head.lanes.stop, LANES):
+            part = x[:, start - head.lanes.start : start - head.lanes.start + LANES]
+            before = self._of_register.get(start)
+            self._of_register[start] = part if before is None else before + part
+
+    def write(self, ref: Any, image: int, place: tuple[int, ...] = ()) -> None:
+        """Write what was added for an image; ``place``: where in a stack of such arrays."""
+        for start, x in self._of_register.items():
+            here = (*place, image, slice(None), slice(start, start + x.shape[1]))
+            ref[here] = x.astype(ref.dtype)
+
+    def add_to(self, ref: Any, image: int, block: Any) -> None:
+        """Add to what earlier blocks of queries have left there; None: there is only one."""
+        for start, x in self._of_register.items():
+            here = (image, slice(0, x.shape[0]), slice(start, start + x.shape[1]))
+            if block is None:
+                ref[here] = x.astype(ref.dtype)
+                continue
+
+            @pl.when(block == 0)
+            def _(x: Any = x, here: tuple = here) -> None:
+                ref[here] = x
+
+            @pl.when(block > 0)
+            def _(x: Any = x, here: tuple = here) -> None:
+                ref[here] += x
+
+
+def _forward(s: WholeSizes, q_ref: Any, k_ref: Any, v_ref: Any, output_ref: Any) -> None:
+    for image in range(q_ref.shape[0]):
+        output = _Sums()
+        for head in _heads(s):
+            q, k, v = (ref[image, :, head.lanes] for ref in (q_ref, k_ref, v_ref))
+            scores = _product(head.only(q), k, 1, 1)  # (queries, keys)
+            weights = jnp.exp((scores - scores.max(1, keepdims=True)) * s.width**-0.5)
+            sums = weights.sum(1, keepdims=True)
+            output.add(head, _product(weights.astype(v.dtype), head.only(v), 1, 0) / sums)
+        output.write(output_ref, image)
+
+
+def _backward(s: WholeSizes, *refs: Any) -> None:
+    """Compute all three gradients of a block of queries, those of keys as a sum over blocks."""
+    *given, written, key_sums, value_sums = refs
+    of, block = pl.program_id(2), pl.program_id(3)
+    here = slice(None)
+    if s.query_blocks > 1:
+        here = pl.ds(pl.multiple_of(block * s.queries, s.queries), s.queries)
+
+    @pl.when(of == 0)
+    def _() -> None:
+        for image in range(given[0].shape[0]):
+            found = _Sums(), _Sums(), _Sums()
+            for head in _heads(s):
+                for total, x in zip(found, _of_head(s, head, image, block, *given), strict=True):
+                    total.add(head, x)
+            found[0].write(written, image, () if s.packed else (0,))
+            for x, total in zip(found[1:], (key_sums, value_sums), strict=True):
+                x.add_to(total, image, block if s.query_blocks > 1 else None)
+
+    for place, sums in enumerate((key_sums, value_sums), 1):
+
+        @pl.when(of == place)
+        def _(sums: Any = sums) -> None:
+            values = sums[:, here, :].astype(written.dtype)
+            written[...] = values.reshape(written.shape)
+
+
+def _of_head(
+    s: WholeSizes, head: _Head, image: int, block: Any, *refs: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of a head's queries, keys and values, in fp32.
+
+    Scores are (keys, queries) here: three of the five products then use them as they are, and a
+    query's sum is over rows, which the vector units add without exchanging lanes.
+    """
+    q, k, v, grad = (ref[image, :, head.lanes] for ref in refs)
+    if s.tokens % s.queries:  # the last block reads past the end: anything may be there
+        first = block * s.queries
+        q, grad = (
+            jnp.where(_numbers(s.queries, 1) + first < s.tokens, x, jnp.zeros_like(x))
+            for x in (q, grad)
+        )
+    q, k, grad = (head.only(x) for x in (q, k, grad))
+    scores = _product(k, q, 1, 1)  # (keys, queries)
+    weights = jnp.exp((scores - scores.max(0, keepdims=True)) * s.width**-0.5)
+    weights = weights / weights.sum(0, keepdims=True)
+    of_weights = _product(v, grad, 1, 1)
+    inner = (weights * of_weights).sum(0, keepdims=True)
+    of_scores = (weights * (of_weights - inner) * s.width**-0.5).astype(q.dtype)
+    return (
+        _product(of_scores, k, 0, 0),
+        _product(of_scores, q, 1, 0),
+        _product(weights.astype(q.dtype), grad, 1, 0),
+    )
+
+
+def _product(left: Any, right: Any, over_left: int, over_right: int) -> Any:
+    """Multiply, summing over a dimension of each; in fp32."""
+    dimensions = (((over_left,), (over_right,)), ((), ()))
+    return jax.lax.dot_general(left, right, dimensions, preferred_element_type="float32")
+
+
+def _numbers(rows: int, columns: int) -> Any:
+    """Return 0, 1, ... along the rows, or along the columns if there is one row."""
+    return jax.lax.broadcasted_iota("int32", (rows, columns), int(rows == 1))
