@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from models.blocks import combine_parts
 from tests.cli import run_program
 from torch_fsdp import domain
+from xla_fsdp.attention import sharded
 from xla_fsdp.attention.sharded import PlainProducts, Ring
 
 REL = 1e-6
@@ -79,6 +81,22 @@ def test_lower_precision_by_process(monkeypatch):
     assert found.dtype == torch.bfloat16
     assert statistics.dtype == torch.float32
     assert_near([found.float()], [expected], rel=0.01)
+
+
+@pytest.mark.parametrize("log_add_exp", [torch.logaddexp, sharded._log_add_exp])
+def test_parts_are_combined(log_add_exp):
+    """Three parts of unlike sizes and magnitudes, one after the other, as a ring does."""
+    q, k, v = drawn((2, 3, 10, 8), (2, 3, 12, 8), (2, 3, 12, 16))
+    k = k * torch.linspace(0.1, 30, 12)[:, None]
+    products, output, statistics = PlainProducts(), None, None
+    for keys, values in zip(k.split((5, 1, 6), 2), v.split((5, 1, 6), 2), strict=True):
+        found = products.forward(q, keys, values, None, SCALE)
+        if output is None:
+            output, statistics = found
+        else:
+            output, statistics = combine_parts(output, statistics, *found, log_add_exp)
+    whole = (SCALE * q @ k.mT).logsumexp(-1)
+    assert_near((output, statistics), (whole_attention(q, k, v), whole))
 
 
 @pytest.mark.parametrize("padding", [0, 3])
