@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,9 @@ from xla_fsdp.attention import flash, whole
 from xla_fsdp.attention.kernels import Shards, autocast_dtype
 from xla_fsdp.attention.sizes import LANES
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.sharding import Mark
+
+if TYPE_CHECKING:
+    from xla_fsdp.sharding import Mark
 
 # ------------------------------------------------------------------------------------------------
 # Heads over devices.
