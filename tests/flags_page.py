@@ -11,9 +11,10 @@ from training.flags import FlagField, flag_fields, help_text
 PAGE = Path(__file__).resolve().parent.parent / "docs/flags.md"
 _INTRODUCTION = """# All flags
 
-What every flag of `run_vit_training.py` does, with unit and default, in the groups and the order
-of its help. `tests/flags_page.py` makes this page from the flags' fields, and a test compares the
-two: change a flag's `help` where it is defined.
+This page answers: what does this flag do, and what is its default? [options.md](options.md) says
+which flag to use for what. `tests/flags_page.py` makes this page from the fields that are flags, in
+the groups and the order of `--help all`, and a test compares the two: change a help text where its
+flag is defined.
 
 Messages use a flag's first name. `@FILE` stands for the flags in a file. The last value counts.
 """
