@@ -357,16 +357,15 @@ class FolderLock:
         self.release()
 
 
-def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -> None:
+def check_own(folder: Path, *, shared: bool = False) -> None:
     """Raise UsageError if a folder, or what is in it, is another user's, and not ``shared``.
 
     A checkpoint in it would be resumed, whoever has forged it. Raises OSError.
     """
     if not shared and (theirs := what_others_own(folder)):
-        remedy = ", or use what is there as it is with --shared_ckpt_dir"
         raise UsageError(
-            f"{flag} {folder}: {theirs}: give a folder of your own"
-            + (remedy if flag == "--ckpt_dir" else "")
+            f"--ckpt_dir {folder}: {theirs}: give a folder of your own, or use what is there as it "
+            "is with --shared_ckpt_dir"
         )
 
 
