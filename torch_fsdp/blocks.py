@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 if TYPE_CHECKING:
-    from torch_fsdp.resolve_torch import Recipe, TorchRun
+    from torch_fsdp.resolve_torch import TorchRecipe, TorchRun
 
 _aten: Any = torch.ops.aten
 _ATTENTION = {
@@ -56,7 +56,7 @@ class TimmBlocks:
 
 
 def parallelize_block(
-    model: nn.Module, name: str, block: nn.Module, recipe: Recipe, device: torch.device
+    model: nn.Module, name: str, block: nn.Module, recipe: TorchRecipe, device: torch.device
 ) -> nn.Module:
     """Return the block that is to be sharded in the place of timm's ``block``.
 

@@ -296,7 +296,7 @@ def _flat_range(view: torch.Tensor) -> range:
 # -- The moving average of the weights (EMA) -------------------------------------------------------
 
 
-class WeightAverage:
+class PartsAverage:
     """An fp32 average of each part, on the part's device."""
 
     def __init__(self, parts: Mapping[str, torch.Tensor], config: EmaConfig) -> None:

@@ -42,7 +42,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TorchRecipe:
     """How the plain model becomes a parallel one, in the order in which it is done."""
 
     domain_attention: str | None
@@ -81,7 +81,7 @@ class Form:
 @dataclass(frozen=True)
 class TorchRun(Run[TorchConfig]):
     form: Form = field(kw_only=True)
-    recipe: Recipe = field(kw_only=True)
+    recipe: TorchRecipe = field(kw_only=True)
 
 
 def resolve(
@@ -129,7 +129,7 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
     config, model = resolve_model(config)  # after what is known at once: timm takes a second
     if mesh.domain > 1:
         config = resolve_domain(config, own, mesh, model)
-    recipe = Recipe(
+    recipe = TorchRecipe(
         domain_attention=config.sharding.domain_attention if mesh.domain > 1 else None,
         blocks=blocks,
         grad_ckpt=sharding.grad_ckpt,

@@ -17,7 +17,7 @@ from data.loader import Batch, BatchLoader, Share
 from torch_fsdp import optimizers
 from torch_fsdp.devices import Device
 from torch_fsdp.domain import image_rows, open_loader
-from torch_fsdp.optimizers import Muon, WeightAverage
+from torch_fsdp.optimizers import Muon, PartsAverage
 from torch_fsdp.resolve_torch import DTYPES, TorchRun
 from training.backend import InitializeModule, State, pass_seed
 from training.optimizers import Updates, count_skipped, key_of, no_counts, not_finite, ns_dtype
@@ -48,7 +48,7 @@ class TorchBackend(abc.ABC):
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._locals: dict[str, nn.Parameter] = {}
         """This process's part of each parameter, by names in the plain model."""
-        self._ema: WeightAverage | None = None
+        self._ema: PartsAverage | None = None
         self._frozen: TorchBackend | None = None
         self._skipped = no_counts().to(device.where)
 
@@ -136,7 +136,7 @@ class TorchBackend(abc.ABC):
                 eps,
             )
         if self._run.config.ema.model_ema:
-            self._ema = WeightAverage(self._locals, self._run.config.ema)
+            self._ema = PartsAverage(self._locals, self._run.config.ema)
 
     def _make_rounding_keys(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the key of the random bits that round each part's moments: the same for the same
