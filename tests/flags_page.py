@@ -11,12 +11,14 @@ from training.flags import FlagField, flag_fields, help_text
 PAGE = Path(__file__).resolve().parent.parent / "docs/flags.md"
 _INTRODUCTION = """# All flags
 
-This page answers: what does this flag do, and what is its default? [options.md](options.md) says
-which flag to use for what. `tests/flags_page.py` makes this page from the fields that are flags, in
-the groups and the order of `--help all`, and a test compares the two: change a help text where its
-flag is defined.
+This page answers: what does each flag of `run_vit_training.py` do, and what is its default?
 
-Messages use a flag's first name. `@FILE` stands for the flags in a file. The last value counts.
+The groups and their order are those of `--help all`. [options.md](options.md) says which flag is
+for what. `tests/flags_page.py` writes this page from the flags' fields, and a test compares the
+two: to change a text here, change the `help` of the field.
+
+Messages use the first name of a flag. `@FILE` stands for the flags in that file. If a flag is given
+twice, the last value counts.
 """
 
 

@@ -1,4 +1,4 @@
-"""Every flag, file and heading that README.md and docs/ name is there."""
+"""Every flag, file and heading that README.md and docs/ name is there, and docs/ has an index."""
 
 import re
 
@@ -21,3 +21,10 @@ def test_flags_and_files_that_documents_name_are_there():
     missing = {path for path in paths if not any((at / path).exists() for at in packages)}
     assert {path for path in missing if not path.startswith("runs/")} == set()
     assert broken_anchors() == []
+
+
+def test_each_page_says_what_it_answers_and_is_in_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.read_text().split("\n")[2].startswith("This page answers: "), page.name
+        assert page.name == "README.md" or f"]({page.name}) |" in index, page.name
