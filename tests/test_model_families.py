@@ -10,7 +10,7 @@ import torch
 from models.initialize import cast_buffers, fill_buffers
 from models.registry import ModelError, list_models, open_model
 from tests.filled import SMALL, filled
-from xla_fsdp.layout import packed_parts, tensor_dims
+from xla_fsdp.resolve_xla import packed_parts, tensor_dims
 
 FAMILIES = {
     "plain": "vit_base_patch16_224",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from models.blocks import FOLDED
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, check_rules
-from training.mesh import Mesh, make_mesh
+from training.mesh import LOGICAL_AXIS_RULES, Mesh, make_mesh
 from training.resolve import (
     Run,
     check_batch,
@@ -63,6 +65,24 @@ class Recipe:
     """This and the next two: options of nested FSDP."""
     flatten_parameters: bool
     shard_on_cpu: bool
+
+
+def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+    """Return by a block parameter's name the dimension that "tensor" shards; others are not named.
+
+    ``dimensions`` are ``ModelSpec.logical_axes``; the parameter is as ``pack`` makes it.
+    """
+    return {
+        name: index
+        for name, kinds in dimensions.items()
+        for index, kind in enumerate(kinds)
+        if "tensor" in LOGICAL_AXIS_RULES[kind]
+    }
+
+
+def packed_parts(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+    """Return the parameters that ``pack`` makes (parts, rows, ...), and how many parts each has."""
+    return {name: FOLDED[kinds[0]] for name, kinds in dimensions.items() if kinds[0] in FOLDED}
 
 
 def recipe_of(run: XlaRun) -> Recipe:

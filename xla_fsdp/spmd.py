@@ -12,14 +12,13 @@ from torch import nn
 from data.loader import Batch
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
+from xla_fsdp.hosts import HostPart, part_of_host
 from xla_fsdp.layout import (
-    HostPart,
     MeshLayout,
     device_part,
     is_stacked,
     local_devices,
     name_in_block,
-    part_of_host,
     plain_names,
     plain_values,
 )
