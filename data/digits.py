@@ -41,7 +41,7 @@ def open_digits(request: DatasetRequest) -> DataSource:
 
 
 def digits_source(request: DatasetRequest, name: str, digits: Iterable[SplitDigit]) -> DataSource:
-    """Return a source of digits that are kept in memory."""
+    """Return a source of digits that are in memory."""
     augment, plain = transforms_of(request)
     found: dict[str, list[tuple[int, np.ndarray]]] = {"train": [], "val": []}
     for split, digit, _, pixels in digits:

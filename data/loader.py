@@ -195,7 +195,7 @@ def order_in_runs(
 class BatchLoader(Protocol):
     """Gives batches of one process's share, epoch by epoch, from any position.
 
-    A loader that yields the same tensor objects again tells the device side that nothing has to be
+    A loader that yields the same tensor objects again shows the device side that nothing has to be
     copied.
     """
 
@@ -388,7 +388,7 @@ def prefetch(
     """Yield ``put(batch)`` for each batch; a thread puts up to ``depth`` of them ahead.
 
     If the source yields the same tensors again, they are put once. An error of the source or of
-    ``put`` is raised here, in the place of its batch (torch_xla's ParallelLoader ends the epoch
+    ``put`` is raised here, instead of its batch (torch_xla's ParallelLoader ends the epoch
     silently instead). ``failed`` is called with it at once, in the thread, while earlier batches
     are still to be used.
 

@@ -1,7 +1,7 @@
 """The source of mosaics of handwritten digits: real images of any size, no download.
 
 A mosaic is a grid of cells of 8 x 8 pixels, each with one digit (``data/digits.py``). Its label is
-the digit that occurs most often, which only the whole image tells: a model that sees a part of the
+the digit that occurs most often, which only the whole image shows: a model that sees a part of the
 rows cannot be right.
 
 The cells, from the first row to the last, are divided into four bands of the same length. Each of

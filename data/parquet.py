@@ -206,7 +206,7 @@ def _index(path: str, given: tuple[str, str] | None) -> tuple[pq.FileMetaData, C
 
 
 def _open(path: str, metadata: Any = None) -> pq.ParquetFile:
-    """Open a file anew: forked processes must share neither a handle nor a connection."""
+    """Open a file again: forked processes must share neither a handle nor a connection."""
     if not is_url(path):
         os.close(regular(path, os.O_RDONLY))
         return pq.ParquetFile(path, metadata=metadata, memory_map=True, pre_buffer=False)

@@ -136,7 +136,7 @@ class SampleSplit(Split):
 
     @abc.abstractmethod
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        """Return the image ``number``, as the model sees it; it stands in the place of ``index``.
+        """Return the image ``number``, as the model sees it, in place of ``index``.
 
         Random draws depend on the seed, the epoch and ``index`` alone: not on the process that
         loads it, nor on where a run was resumed. Raises BrokenImageError.
@@ -173,7 +173,7 @@ class SampleSplit(Split):
 
 
 ATTEMPTS = 10
-"""How many images are tried in the place of a broken one before the run ends."""
+"""How many images are tried instead of a broken one before the run ends."""
 
 
 def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> int:

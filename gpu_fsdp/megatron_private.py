@@ -21,7 +21,7 @@ def own_range(parameter: DTensor) -> slice:
 
 
 def set_last_micro_batch(model: Any, is_last: bool) -> None:
-    """Tell the hooks of the coming backward pass whether they are to reduce what is left."""
+    """Let the hooks know of the coming backward pass whether they are to reduce what is left."""
     model.is_last_microbatch = is_last
 
 

@@ -48,7 +48,7 @@ _INSTALL = "see requirements-gpu.txt, or use --block timm"
 
 
 class TeBlocks(TimmBlocks):
-    """TransformerEngine's layers in the place of timm's blocks."""
+    """TransformerEngine's layers instead of timm's blocks."""
 
     def __init__(self, fp8: str) -> None:
         """Remember the recipe of ``--fp8``, "none" for none."""

@@ -3,7 +3,7 @@
 One node meets nobody. Of several, torchrun waits for the others in compiled code: it prints
 nothing, and Ctrl-C does not reach it. (Its own join timeout names no missing node.) Here they meet
 first, on the port that torchrun takes afterwards: one node has the port, the others connect, and it
-tells them to start. Every ten seconds each node prints who is missing; signals and JOIN_TIMEOUT end
+lets them start. Every ten seconds each node prints who is missing; signals and JOIN_TIMEOUT end
 it at once, until torchrun has started its processes and looks after both itself.
 
 What is sent are lines of JSON, over plain sockets.
@@ -221,7 +221,7 @@ def listen(args: argparse.Namespace) -> socket.socket | None:
 
 
 class Host:
-    """The node that has the port: waits for all nodes, tells them to start, frees the port."""
+    """The node that has the port: waits for all nodes, lets them start, frees the port."""
 
     def __init__(self, listener: socket.socket, args: argparse.Namespace, watch: Watch) -> None:
         self._listener, self._args, self._watch = listener, args, watch
@@ -387,7 +387,7 @@ def number_starts(handler: Any) -> None:
 
     torchrun's own count is a node's: where one fails, or is replaced, the others start their
     processes again and do not count it. And each start gets a store of its own: PyTorch 2.9 keeps
-    the first one's, and tells its address only to the nodes of the first start (#135712).
+    the first one's, and gives its address only to the nodes of the first start (#135712).
     """
     rendezvous, earlier = handler.next_rendezvous, int(os.environ["RUN_ATTEMPT"])
     mine = 0
@@ -409,7 +409,7 @@ def number_starts(handler: Any) -> None:
 
 
 def wait_for_checkpoints(context: Any, stopping: type[Exception]) -> None:
-    """Give the processes time to write a checkpoint when torchrun is told to stop.
+    """Give the processes time to write a checkpoint when torchrun is asked to stop.
 
     torchrun kills them after 30 seconds, however long a scheduler's notice is. Those that hang are
     ended by --step_timeout_s. After another one has failed they have the 30 seconds: most then wait

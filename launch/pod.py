@@ -115,7 +115,7 @@ class Pod:
         self._writing = threading.Lock()
         self._running: set[Worker] = set()
         self._deadline: tuple[float, int] | None = None
-        """When to send SIGKILL; with 0 in the place of the signal: when to disconnect."""
+        """When to send SIGKILL; with 0 instead of the signal: when to disconnect."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._note)

@@ -96,7 +96,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     args = build_parser().parse_args(own)
     if command and not command[0]:
-        raise Mistake("the command after -- begins with an empty word")
+        raise Mistake("the command after -- starts with an empty word")
     args.command = command
     return args
 

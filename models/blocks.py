@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 # ------------------------------------------------------------------------------------------------
-# The product of attention: another function in the place of PyTorch's, put in from outside of a
+# The product of attention: another function instead of PyTorch's, put in from outside of a
 # model.
 
 
@@ -107,7 +107,7 @@ def _described(block: nn.Module, settings: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"the block": type(block).__name__}
     found |= {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
     for name, part in block.named_modules() if settings else ():
-        if isinstance(part, DropPath | nn.Identity):  # one is in the place of the other
+        if isinstance(part, DropPath | nn.Identity):  # one may replace the other
             continue
         found[name or "the block"] = type(part).__name__
         for key, value in vars(part).items():
@@ -161,7 +161,7 @@ def logical_axes(block: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def why_no_tensor_parallel(block: nn.Module) -> str | None:
-    """Return why ``block`` has no heads and MLP columns to shard, in a line that begins with "its",
+    """Return why ``block`` has no heads and MLP columns to shard, in a line that starts with "its",
     or None."""
     if type(block) not in (Block, ResPostBlock, EvaBlock, EvaBlockPostNorm):
         return f"its blocks are of timm's {type(block).__name__}"

@@ -25,7 +25,7 @@ FAMILIES = {
     "hybrid_": "models.hybrid_names",
     "timm/": "models.timm_models",
 }
-"""By what its names begin with, the module of each family."""
+"""By what its names start with, the module of each family."""
 
 _COUNTED = 30
 """The most models that are built to be listed, in seconds; a longer list has names alone."""

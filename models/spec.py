@@ -155,7 +155,7 @@ class ModelSpec(abc.ABC):
 
     @abc.abstractmethod
     def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
-        """Let ``model`` compute with ``blocks``, one module, in the place of all of its blocks.
+        """Let ``model`` compute with ``blocks``, one module, instead of all of its blocks.
 
         It is called as ``blocks(x, shared=..., stacked=...)``, x being (batch, tokens, width):
         keyword arguments of each block, the same for all or one for each along dimension 0.

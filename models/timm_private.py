@@ -278,5 +278,5 @@ def compute_on_part(model: nn.Module, part: TokenPart) -> dict[str, PartOfPositi
 
 
 def has_own_queries(module: nn.Module) -> bool:
-    """Return True if a module's attention has learned queries in the place of the tokens."""
+    """Return True if a module's attention has learned queries instead of the tokens."""
     return isinstance(module, AttentionPoolLatent)

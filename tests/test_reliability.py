@@ -379,7 +379,7 @@ def test_logs_on_a_full_disk_end_nothing(run, small_disk):
     assert "Traceback" not in done.stderr
     assert "training completed: step 12" in done.stdout
     assert "warning: TensorBoard's file cannot be written" in done.stdout
-    assert "note: curves.png cannot be written" in done.stdout
+    assert "warning: curves.png cannot be written" in done.stdout
     assert left(run) == [5, 10, 11, 12]
 
 

@@ -215,7 +215,7 @@ def test_another_order_in_mid_epoch_is_refused(flags, told, run, capsys):
     said = told_in_one_line(capsys, *words)
     assert f"{run}/step_10 was written in the middle of epoch 1" in said
     assert f"({told})" in said
-    assert "--restart_epoch to begin that epoch anew" in said
+    assert "--restart_epoch to restart that epoch" in said
 
 
 @pytest.fixture
@@ -277,9 +277,9 @@ def test_an_epoch_begun_anew(run):
     """Steps are counted on; from its own checkpoints in mid-epoch such a run goes on as ever."""
     flags = [*QUICK, "--num_epochs", "1", "--seed", "1", "--restart_epoch", "--max_steps"]
     first = train_tiny_gpu(run, *flags, "15")
-    assert "note: --seed was 0, is 1: epoch 1 begins anew" in first.stdout
+    assert "note: --seed was 0, is 1: epoch 1 starts again" in first.stdout
     assert read_saved_run(run / "step_15").position == Position(15, 0, 5 * 128)
     whole = train_tiny_gpu(run, *flags, "99")
-    assert "begins anew" not in whole.stdout
+    assert "starts again" not in whole.stdout
     assert list(whole.steps) == list(range(1, 10 + 11 + 1))
     assert read_saved_run(run / "step_21").position == Position(21, 1, 0)

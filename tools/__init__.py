@@ -1,1 +1,1 @@
-"""Tools beside training: they import the program, which imports none of them."""
+"""Tools around training: they import the program, which imports none of them."""

@@ -34,7 +34,7 @@ USEFUL, DATA, FIRST, OTHER, EVAL, SAVE, LOST, DOWN = PARTS = (
     "down",
 )
 """The parts of wall time. Lost work: steps that a later start repeated. Down: from the last sign of
-life of one start to the beginning of the next one."""
+life of one start to the start of the next one."""
 _SPANS = {"eval": EVAL, "save": SAVE, "first_step": FIRST}
 
 
@@ -79,7 +79,7 @@ class Account:
 
 
 def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
-    """Return where the time of a run went, from the beginning of its first start on.
+    """Return where the time of a run went, from its first start on.
 
     ``events``: those of ``training/logs/records.py``, in order. The time up to each counts for what
     it describes, so the parts add up to the whole. The time between a start that reached its last

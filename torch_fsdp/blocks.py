@@ -58,7 +58,7 @@ class TimmBlocks:
 def parallelize_block(
     model: nn.Module, name: str, block: nn.Module, recipe: TorchRecipe, device: torch.device
 ) -> nn.Module:
-    """Return the block that is to be sharded in the place of timm's ``block``.
+    """Return the block that is to be sharded instead of timm's ``block``.
 
     ``name`` is its name in ``model``.
     """

@@ -167,7 +167,7 @@ def agree(
     if saved and config.init_from:
         notes.append(f"note: --init_from {config.init_from} is ignored: this run is resumed")
     if saved and (difference := other_order(saved, run, data)):
-        notes.append(f"note: {difference}: epoch {saved.position.epoch + 1} begins anew")
+        notes.append(f"note: {difference}: epoch {saved.position.epoch + 1} starts again")
 
     # The logs so far, which list the images that could not be read.
     if is_url(ckpt_dir):
@@ -306,7 +306,7 @@ class Progress:
 
 
 def progress_of(saved: SavedRun | None, run: Run, data: DataSource, epoch_steps: int) -> Progress:
-    """Return where a run continues that resumes ``saved`` (None: at the beginning).
+    """Return where a run continues that resumes ``saved`` (None: at the start).
 
     A step is an update, counted over the whole run. With another batch size the run continues at
     the same place in the data, and so in the schedule, with as many more steps as are left there.
@@ -381,7 +381,7 @@ def check_resume(saved: SavedRun, run: Run, data: DataSource) -> None:
         raise UsageError(
             f"{saved.path} was written in the middle of epoch {saved.position.epoch + 1}, whose "
             f"images come in another order now ({difference}): some would be trained on twice, "
-            "others not at all: give the same, or --restart_epoch to begin that epoch anew"
+            "others not at all: give the same, or --restart_epoch to restart that epoch"
         )
 
 
@@ -456,7 +456,7 @@ def _refuse(saved: SavedRun, differences: Sequence[str]) -> None:
     if differences:
         raise UsageError(
             f"{saved.path} was trained {'; '.join(differences)}: give the same (flags of the model "
-            "may be left out, they are the checkpoint's), or train anew in another --ckpt_dir"
+            "may be left out, they are the checkpoint's), or train in another --ckpt_dir"
         )
 
 

@@ -1,4 +1,4 @@
-"""A whole training, as one narrative: prepare before any device starts, then begin, train, end."""
+"""A whole training, as one narrative: prepare before any device starts, then start, train, end."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _run_nested(
 ) -> None:
     """Call the body in one of the processes.
 
-    Unpickling ``_installed`` and ``begun`` has installed signal handlers and begun the watch here.
+    Unpickling ``_installed`` and ``begun`` has installed signal handlers and the watch here.
     ``parent`` is the process that starts the others, None if there are no others.
     """
     if parent is not None:

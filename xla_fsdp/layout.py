@@ -156,7 +156,7 @@ class MeshLayout:
     # -- marks on activations -----------------------------------------------------------
 
     def mark(self, x: torch.Tensor, spec: Spec) -> torch.Tensor:
-        """Tell the partitioner how ``x`` is sharded; returns it."""
+        """Mark for the partitioner how ``x`` is sharded; returns it."""
         xs.mark_sharding(x, self.xla_mesh, partition_spec(spec))
         return x
 

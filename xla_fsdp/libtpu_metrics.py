@@ -1,5 +1,5 @@
 """``libtpu_metrics.py PARENT``, a program of its own: for each line that it is given, what libtpu
-tells of its host's memory. It ends with its parent, also while libtpu waits for an answer."""
+reports of its host's memory. It ends with its parent, also while libtpu waits for an answer."""
 
 import json
 import sys

@@ -78,7 +78,7 @@ class _Carried:
 class Scan:
     """The loop, traced for tensors of these shapes; ``reverse`` runs it from last to first.
 
-    Random numbers in the body are drawn anew in each round, from the seeds given to the call:
+    Random numbers in the body are drawn again in each round, from the seeds given to the call:
     two loops that draw in the same order draw the same from the same seeds.
     """
 
@@ -232,7 +232,7 @@ class ScannedBlocks(nn.Module):
     ``adapt`` changes how a block computes; ``save`` says what is saved of it for the backward loop,
     ``mark_saved`` how that is sharded. ``stack(name, parameter, depth)`` makes zeros for one of its
     parameters, ``constant`` puts a small tensor on the devices; ``mark_tokens`` and
-    ``gather(name, weight)`` tell the partitioner how activations are sharded and where a weight is
+    ``gather(name, weight)`` mark how activations are sharded and where a weight is
     gathered. Names are those in a block.
     """
 

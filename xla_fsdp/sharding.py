@@ -9,7 +9,7 @@ import torch
 from training.mesh import Spec
 
 Mark = Callable[[torch.Tensor], torch.Tensor]
-"""A function that tells the partitioner how a tensor is sharded, and returns it."""
+"""A function that marks for the partitioner how a tensor is sharded, and returns it."""
 MarkAs = Callable[[torch.Tensor, Spec], torch.Tensor]
 """The same by a spec."""
 

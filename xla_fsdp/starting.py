@@ -30,7 +30,7 @@ class StartWatch:
         self._before: dict[int, ctypes.Array[ctypes.c_char]] = {}
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        """Unpickle as the other process's own watch, begun there.
+        """Unpickle as the other process's own watch, started there.
 
         torch_xla starts the runtime of a nested run in processes of its own, after it has unpickled
         the function's arguments there.
@@ -38,7 +38,7 @@ class StartWatch:
         return _begin_here, ()
 
     def begin(self, group: int) -> None:
-        """Begin; of the processes of a host with the same ``group``, one prints."""
+        """Start; of the processes of a host with the same ``group``, one prints."""
         words = [str(group), _what_is_waited_for(), str(FIRST_SECONDS), str(EVERY_SECONDS)]
         self._printer = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *words], stdin=subprocess.PIPE
@@ -52,7 +52,7 @@ class StartWatch:
                 libc.sigaction(number, default, None)
 
     def end(self) -> None:
-        """End; does nothing if nothing was begun."""
+        """End; does nothing if nothing was started."""
         libc = ctypes.CDLL(None)
         while self._before:
             number, before = self._before.popitem()

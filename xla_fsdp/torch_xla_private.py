@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 WRITTEN_FOR = {"torch_xla": "2.9.0"}
 
 REPLICATED = Ellipsis
-"""In the place of the indices of a shard that is the whole tensor."""
+"""Instead of the indices of a shard that is the whole tensor."""
 
 
 def _xlac() -> Any:

@@ -188,7 +188,7 @@ def walk(computations: Computations, name: str, links: Links) -> list[TimedInstr
     """Return the instructions that a computation runs, and the time of each.
 
     They are in the order of the text but for loops, whose body comes before them; a loop of n
-    rounds has one entry for each of its instructions. No move goes on beyond the computation's end.
+    rounds has one entry for each of its instructions. No move outlives the computation.
     """
     instructions = computations[name]
     named = {each.name: each for each in instructions}

@@ -1,4 +1,4 @@
-"""Backends without devices: they trace a step and save its graphs in the place of running them."""
+"""Backends without devices: they trace a step and save its graphs instead of running them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Recorder:
         return known if isinstance(known, str) else None
 
     def _replace(self, same: list[torch.Tensor], sharding: str | Result) -> None:
-        """Put a placeholder in the place of the tensors of one value."""
+        """Put a placeholder instead of the tensors of one value."""
         first = same[0]
         placeholder = create_placeholder_tensor(first.shape, first.dtype)
         data = _Data(placeholder, sharding)

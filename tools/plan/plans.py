@@ -435,7 +435,7 @@ def _draw(
     chosen.
 
     Full points are the compiler's figures, hollow ones arithmetic. Without any price the chips are
-    drawn in the place of the cost.
+    drawn instead of the cost.
     """
     priced = [plan for plan in plans if plan.cost < math.inf]
     shown = priced or list(plans)

@@ -137,7 +137,7 @@ class Compilations:
 def _run(words: list[str]) -> tuple[int, str, str]:
     """Run ``--compile_only``; return its exit code, stdout and stderr. It ends with this process.
 
-    Compiling goes on in a child of the child, which takes gigabytes: whatever ends the waiting,
+    Compiling continues in a child of the child, which takes gigabytes: whatever ends the waiting,
     such as Ctrl-C or SIGTERM, ends both.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -115,7 +115,7 @@ def size_of(count: float) -> str:
 
 
 def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """Return the small run in the place of ``run``, and the body of every process.
+    """Return the small run instead of ``run``, and the body of every process.
 
     Checks what needs no device, as for training. Raises UsageError.
     """

@@ -121,7 +121,7 @@ _LAYER_SCALE = 0.1
 
 
 def shrink(run: Run) -> Run:
-    """Return the small run in the place of ``run``: the same choices, on the same devices.
+    """Return the small run instead of ``run``: the same choices, on the same devices.
 
     Without what depends on random numbers: dropout of all kinds, mixed images. And without losses
     other than the cross-entropy, which ask nothing of the devices.

@@ -93,7 +93,7 @@ def is_restart(ckpt_dir: Path) -> bool:
 
 
 def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
-    """Return the checkpoints that ``--resume`` and ``--resume_epoch`` name, none to start anew.
+    """Return the checkpoints that ``--resume`` and ``--resume_epoch`` name, none for a new run.
 
     Looks at names and sizes; whoever resumes one reads its content. Raises UsageError.
     """
@@ -153,7 +153,7 @@ def _newest(existing: list[Path]) -> Candidates:
     if existing and not good:
         raise UsageError(
             f"{passed_over[0]}, and all others are damaged, too: --resume another one, or choose "
-            "another --ckpt_dir to start anew"
+            "another --ckpt_dir to start a new run"
         )
     return Candidates(good, passed_over, explicit=False)
 

@@ -13,7 +13,7 @@ of optimizer steps of the run so far:
     training.order                                  what decides the images' order, likewise
     training.format                                 version of all this; 2 has a manifest
 
-All entries are tensors: loading them runs nothing. What is random on the device is drawn anew each
+All entries are tensors: loading them runs nothing. What is random on the device is drawn again each
 step from the seed and the step number.
 
 Its ``manifest.json`` has the size and the checksum of each file (XXH3, 128 bits: faster than any

@@ -108,7 +108,7 @@ class CheckpointSaver:
     """What decides the order of the training images, see ``SavedRun``."""
     _failed: int = field(default=0, init=False)
     _ends_with: RunFailed | None = field(default=None, init=False)
-    """Why the run cannot go on."""
+    """Why the run cannot continue."""
     _being_written: tuple[Path, Background[list[str | None]]] | None = field(
         default=None, init=False
     )

@@ -309,7 +309,7 @@ def _grouped(record: dict[str, Any]) -> dict[str, float]:
 
 
 def process_start() -> float:
-    """Return when this process began, in seconds since 1970."""
+    """Return when this process started, in seconds since 1970."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age
@@ -330,7 +330,7 @@ class Events:
             self._sink.write({"event": event, "time": time.time(), "step": self._step, **values})
 
     def start(self, process_started: float, step: int) -> None:
-        """Record a start that continues after ``step``, and when its process began."""
+        """Record a start that continues after ``step``, and when its process started."""
         self._step = step
         self._write("start", process_started=process_started)
 

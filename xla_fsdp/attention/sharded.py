@@ -297,7 +297,7 @@ def _after(rows: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
 class Gathered(TokensOverDevices):
     """Each device gathers the keys and values of whole images, and keeps its queries.
 
-    One gathering in the place of a ring's many permutes, for the memory of all keys; gradients of
+    One gathering instead of a ring's many permutes, for the memory of all keys; gradients of
     keys are scattered.
     """
 

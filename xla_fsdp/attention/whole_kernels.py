@@ -5,7 +5,7 @@ have them: nothing is transposed in HBM. A program of the grid computes a few im
 heads that fills whole vector registers, and a block of queries. Scores never leave vector memory;
 the backward pass computes them again from queries and keys, so that nothing else is saved.
 
-A head that begins or ends within a register of 128 lanes is computed in the registers that it
+A head that starts or ends within a register of 128 lanes is computed in the registers that it
 touches, the other heads' lanes in them set to zero on one side of each product. The matrix units
 would pad it to as much.
 
