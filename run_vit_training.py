@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import getpass
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 from torch_fsdp.config import TorchConfig
 from training.config import RunConfig
 from training.errors import (
+    SIGNAL,
     RunFailed,
     SelfCheckFailed,
     StoppedBySignal,
@@ -127,9 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, and do what they ask for; return the exit code."""
     end_with_torchrun()
     _name_user()
-    flags = read_flags(argv)
     try:
-        return _run(flags)
+        code = _run(read_flags(argv))
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         if prints_here(error):
             where = f"{error.process}: " if error.process else ""
@@ -144,6 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Who reads the output has gone, as `head` does: nothing can be printed any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SIGNAL + signal.SIGPIPE
 
 
 def _run(flags: Flags) -> int:

@@ -401,6 +401,17 @@ def test_help_finds_flags_by_a_word(capsys):
     assert "--teacher" not in found("model")
 
 
+@pytest.mark.parametrize("flags", ["--help all", "--list_models *"])
+def test_whose_reader_ends_early_ends_without_a_word(flags):
+    """As before ``| head -1``, which leaves what is longer than a pipe holds unread."""
+    command = [sys.executable, "-u", "run_vit_training.py", *flags.split()]
+    with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as program:
+        program.stdout.readline()
+        program.stdout.close()
+        assert program.stderr.read() == ""
+    assert program.returncode == 128 + 13
+
+
 def test_every_flag_has_help_with_its_default(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for option in by_field(RunConfig, *OWN.values()).values():
