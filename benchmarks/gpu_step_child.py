@@ -29,7 +29,7 @@ from gpu_fsdp import resolve_gpu
 from models.config import VitConfig
 from run_vit_training import read_flags
 from torch_fsdp.launch_torch import launch
-from torch_fsdp.resolve_torch import DTYPES, TorchRun
+from torch_fsdp.recipe import DTYPES, TorchRun
 from training.backend import Backend
 from training.errors import UsageError
 from training.losses import Objective

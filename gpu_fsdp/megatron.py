@@ -25,7 +25,7 @@ from gpu_fsdp.parallelize import (
 )
 from torch_fsdp.devices import Device
 from torch_fsdp.parallelize import OUTER, SHARD
-from torch_fsdp.resolve_torch import ZERO_NAMES, TorchRun
+from torch_fsdp.recipe import ZERO_NAMES, TorchRun
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes

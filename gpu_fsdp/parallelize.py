@@ -1,6 +1,6 @@
 """How a plain Vision Transformer becomes a parallel one with Megatron-FSDP: ``parallelize``.
 
-(FSDP2's is ``torch_fsdp/parallelize.py``, with what a block becomes in ``torch_fsdp/blocks.py``.)
+(FSDP2's is ``torch_fsdp/parallelize.py``, with what a block becomes in ``torch_fsdp/recipe.py``.)
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from gpu_fsdp import megatron_private
 from models.initialize import cast_buffers, fill_buffers
-from torch_fsdp.blocks import TimmBlocks, parallelize_block
 from torch_fsdp.devices import Device
 from torch_fsdp.parallelize import OUTER, SHARD
-from torch_fsdp.resolve_torch import TorchRun
+from torch_fsdp.recipe import TimmBlocks, TorchRun, parallelize_block
 from training.backend import InitializeModule
 
 with warnings.catch_warnings():  # that it does without TransformerEngine and Apex

@@ -14,7 +14,8 @@ from gpu_fsdp.te_block import TeBlocks
 from torch_fsdp import devices, resolve_torch
 from torch_fsdp.config import TorchConfig
 from torch_fsdp.devices import Device
-from torch_fsdp.resolve_torch import FSDP2, Form, TorchRun
+from torch_fsdp.recipe import Form, TorchRun
+from torch_fsdp.resolve_torch import FSDP2
 from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh

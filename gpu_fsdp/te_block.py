@@ -16,9 +16,8 @@ from torch import nn
 
 from models.config import ModelError
 from models.spec import ModelSizes
-from torch_fsdp.blocks import TimmBlocks
 from torch_fsdp.config import FP8_MULTIPLE
-from torch_fsdp.resolve_torch import TorchRun
+from torch_fsdp.recipe import TimmBlocks, TorchRun
 from training.errors import UsageError
 from training.resolve import MODEL_FLAG
 

@@ -9,7 +9,7 @@ the mean over all tokens, a linear head. It has 126,907,624 parameters for image
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,38 @@ from timm.layers import trunc_normal_
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from models.hybrid_names import NAME, HybridVitConfig
+from models.config import check_patches, check_taken, check_width, spatial_size
 from models.initialize import initialize, vision_transformer_scheme
 from models.positions import PartOfPositions, TokenPart, pool_over_parts, replace_positions
 from models.spec import ModelSizes, ModelSpec
 
+NAME = "hybrid_vit"
+_WITHOUT_PREFIX = "vit"
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}
 _STD = 0.02
+
+
+@dataclass(frozen=True)
+class HybridVitConfig:
+    """The arguments of a HybridViT, by timm's names where timm has one."""
+
+    dimension: int = 2
+    """Spatial dimensions of the input: 2 for images, 3 for volumes."""
+    img_size: int | tuple[int, ...] = 1024
+    """Pixels along each of them, or one number for all; a volume's slices come first."""
+    patch_size: int = 8
+    in_chans: int = 3
+    num_classes: int = 1000
+    embed_dim: int = 768
+    depth: int = 16
+    num_heads: int = 6
+    mlp_ratio: float = 4.0
+    qkv_bias: bool = True
+    drop_rate: float = 0.0
+    pos_drop_rate: float = 0.0
+    proj_drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
+    drop_path_rate: float = 0.0
 
 
 class PatchConvolution(nn.Module):
@@ -154,3 +179,27 @@ class HybridVitSpec(ModelSpec):
             hidden=int(config.embed_dim * config.mlp_ratio),
             attn_drop_rate=config.attn_drop_rate,
         )
+
+
+# -- the family: what ``--model`` knows of it ------------------------------------------------------
+
+
+def names() -> list[str]:
+    return [_WITHOUT_PREFIX]
+
+
+def knows(name: str) -> bool:
+    return name == _WITHOUT_PREFIX
+
+
+def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
+    """Return the model with ``overrides``, fields of ``HybridVitConfig``, over its own arguments.
+
+    Raises ModelError for an argument that it does not have, and for sizes that do not fit.
+    """
+    check_taken(NAME, overrides, HybridVitConfig)
+    config = HybridVitConfig(**overrides)
+    size = spatial_size(config.img_size, config.dimension)
+    check_patches(size, config.patch_size, len(size))
+    check_width(asdict(config))
+    return HybridVitSpec(overrides, replace(config, img_size=size))

@@ -22,7 +22,7 @@ __all__ = ["FAMILIES", "ListedModel", "ModelError", "list_models", "open_model"]
 
 FAMILIES = {
     "": "models.presets",
-    "hybrid_": "models.hybrid_names",
+    "hybrid_": "models.hybrid_vit",
     "timm/": "models.timm_models",
 }
 """By what its names start with, the module of each family."""

@@ -9,9 +9,9 @@ from benchmarks import tpu_table
 from tests.cli import run_program
 from tools.compile_only.compiler import Compiled, hbm_needed
 from tools.compile_only.expected import Links, expect
+from tools.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
 from tools.compile_only.hlo import measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
-from tools.compile_only.trace import REPLICATED, Graph, Result, Step, Value, local_bytes
 from xla_fsdp.tpu import parse_topology
 
 # Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,25 @@ def test_imports_go_one_way(part):
     files = [path for path in sources() if part in path.relative_to(ROOT).with_suffix("").parts[:1]]
     for path in files:
         assert imported_by(path) & ours <= MAY_IMPORT[part] | {part}, path
+
+
+def test_no_two_files_need_each_other():
+    """Nor do more in a circle; imports inside of functions and for types alone count, too."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] not in ("benchmarks", "tests")
+    }
+    needs: dict[str, set[str]] = {}
+    for name, path in files.items():
+        needs[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                needs[name] |= {alias.name for alias in node.names} & files.keys()
+            elif isinstance(node, ast.ImportFrom) and node.module in files:
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                needs[name] |= names & files.keys() or {node.module}
+    list(TopologicalSorter(needs).static_order())  # raises CycleError, which names them
 
 
 def test_no_namespace_below_the_entrypoint():

@@ -15,7 +15,7 @@ from models.positions import PartOfPositions
 from torch_fsdp.devices import Device
 from torch_fsdp.optimizers import LossScale
 from torch_fsdp.parallelize import DOMAIN, SHARD, make_device_meshes, parallelize
-from torch_fsdp.resolve_torch import ZERO_NAMES, TorchRun
+from torch_fsdp.recipe import ZERO_NAMES, TorchRun
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor

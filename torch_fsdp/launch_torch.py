@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from models import timm_private
 from torch_fsdp import devices
 from torch_fsdp.devices import Device
-from torch_fsdp.resolve_torch import TorchRun
+from torch_fsdp.recipe import TorchRun
 from training import errors
 from training.backend import Backend
 from training.errors import UsageError, is_first_of_torchrun

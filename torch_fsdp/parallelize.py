@@ -23,9 +23,8 @@ from torch.distributed.tensor import Shard
 
 from models.initialize import cast_buffers
 from models.positions import PartOfPositions, TokenPart
-from torch_fsdp.blocks import parallelize_block
 from torch_fsdp.domain import DomainGroup, attend_over_processes, domain_group
-from torch_fsdp.resolve_torch import TorchRun
+from torch_fsdp.recipe import TorchRun, parallelize_block
 from training.backend import InitializeModule
 
 OUTER, SHARD, DOMAIN = "dcn", "fsdp", "domain"

@@ -7,81 +7,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from models.config import ModelError
 from torch_fsdp import devices
-from torch_fsdp.blocks import TimmBlocks
 from torch_fsdp.config import TorchConfig
 from torch_fsdp.devices import Device
+from torch_fsdp.recipe import DTYPES, Form, TimmBlocks, TorchRecipe, TorchRun
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import check_rules
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
     MODEL_FLAG,
-    Run,
     check_batch,
     check_rows,
     resolve_common,
     resolve_model,
-    with_teacher,
 )
+from training.teacher import with_teacher
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
     from torch_fsdp.torch_backend import TorchBackend
-
-ZERO_NAMES = ("no sharding", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class TorchRecipe:
-    """How the plain model becomes a parallel one, in the order in which it is done."""
-
-    domain_attention: str | None
-    """How attention sees the tokens of all processes that share an image: "ring" or "ulysses"; None
-    where no processes share one."""
-    blocks: TimmBlocks
-    """timm's blocks, or what replaces them."""
-    grad_ckpt: str
-    """Which activations of a block are recomputed: "none", "selective" or "full"."""
-    compile: Literal["none", "block", "around attention"]
-    """What torch.compile makes one graph of. It cannot compile an exchange between processes."""
-    dtype: torch.dtype
-    """Of weights and activations in products."""
-    reduce_dtype: torch.dtype
-    """Of gradients while they are reduced."""
-    zero: int
-    """What is sharded: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
-    forward_prefetch: int
-    """FSDP2: blocks to unshard ahead of the one that computes."""
-    backward_prefetch: int
-    cpu_offload: bool
-    """FSDP2: shards are in host memory."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """One form of FSDP."""
-
-    check: Callable[[RunConfig, TorchConfig, Mesh, Device], None]
-    """Raises UsageError for flags that this form cannot follow."""
-    open_backend: Callable[[TorchRun, Device], TorchBackend]
-    written_for: Mapping[str, str] = field(default_factory=dict)
-    """The versions of packages whose private names it uses."""
-
-
-@dataclass(frozen=True)
-class TorchRun(Run[TorchConfig]):
-    form: Form = field(kw_only=True)
-    recipe: TorchRecipe = field(kw_only=True)
 
 
 def resolve(

@@ -18,7 +18,7 @@ from torch_fsdp import optimizers
 from torch_fsdp.devices import Device
 from torch_fsdp.domain import image_rows, open_loader
 from torch_fsdp.optimizers import Muon, PartsAverage
-from torch_fsdp.resolve_torch import DTYPES, TorchRun
+from torch_fsdp.recipe import DTYPES, TorchRun
 from training.backend import InitializeModule, State, pass_seed
 from training.optimizers import Updates, count_skipped, key_of, no_counts, not_finite, ns_dtype
 from training.processes.stopping import largest_of_all

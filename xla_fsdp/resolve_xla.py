@@ -22,8 +22,8 @@ from training.resolve import (
     resolve_common,
     resolve_model,
     sizes_of_largest,
-    with_teacher,
 )
+from training.teacher import with_teacher
 from xla_fsdp import torch_xla_private, tpu
 from xla_fsdp.attention.sizes import WholeSizes
 from xla_fsdp.config import XlaConfig

@@ -21,9 +21,10 @@ from tools.compile_only.compiler import (
 )
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import draw, explain, explained_json, explained_table
+from tools.compile_only.graphs import Result, Step, local_bytes
 from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
-from tools.compile_only.trace import Result, Step, local_bytes, start_xla, trace_step
+from tools.compile_only.trace import start_xla, trace_step
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
 from xla_fsdp import jax_private, torch_xla_private, tpu

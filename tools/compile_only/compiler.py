@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from tools.compile_only.graphs import Graph, Step, local_bytes
 from tools.compile_only.hlo import types_of
-from tools.compile_only.trace import Graph, Step, local_bytes
 from training.errors import UsageError
 from training.processes.parent import end_with
 from xla_fsdp import jax_private

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from data.loader import Batch
-from tools.compile_only.trace import REPLICATED, Graph, Result, Value, tiles
+from tools.compile_only.graphs import REPLICATED, Graph, Result, Value, tiles
 from training.backend import InitializeModule
 from training.mesh import Spec
 from xla_fsdp import torch_xla_private as private

@@ -1,4 +1,4 @@
-"""What one transformer block becomes: its kind, recomputation of activations, torch.compile.
+"""What is done to the model: the recipe that ``resolve_torch`` makes, and what a block becomes.
 
 Recomputation and torch.compile replace ``block.forward`` and leave the module as it is. So
 parameter names stay those of the plain model, and FSDP's hooks stay outside of what is compiled.
@@ -7,7 +7,9 @@ parameter names stay those of the plain model, and FSDP's hooks stay outside of 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -17,8 +19,15 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-if TYPE_CHECKING:
-    from torch_fsdp.resolve_torch import TorchRecipe, TorchRun
+from torch_fsdp.config import TorchConfig
+from torch_fsdp.devices import Device
+from training.backend import Backend
+from training.config import RunConfig
+from training.mesh import Mesh
+from training.resolve import Run
+
+ZERO_NAMES = ("no sharding", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _aten: Any = torch.ops.aten
 _ATTENTION = {
@@ -53,6 +62,56 @@ class TimmBlocks:
     def timm_name(self, name: str) -> str:
         """Return a parameter's name in timm's model, given its name in one with these blocks."""
         return name
+
+
+@dataclass(frozen=True)
+class TorchRecipe:
+    """How the plain model becomes a parallel one, in the order in which it is done."""
+
+    domain_attention: str | None
+    """How attention sees the tokens of all processes that share an image: "ring" or "ulysses"; None
+    where no processes share one."""
+    blocks: TimmBlocks
+    """timm's blocks, or what replaces them."""
+    grad_ckpt: str
+    """Which activations of a block are recomputed: "none", "selective" or "full"."""
+    compile: Literal["none", "block", "around attention"]
+    """What torch.compile makes one graph of. It cannot compile an exchange between processes."""
+    dtype: torch.dtype
+    """Of weights and activations in products."""
+    reduce_dtype: torch.dtype
+    """Of gradients while they are reduced."""
+    zero: int
+    """What is sharded: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    forward_prefetch: int
+    """FSDP2: blocks to unshard ahead of the one that computes."""
+    backward_prefetch: int
+    cpu_offload: bool
+    """FSDP2: shards are in host memory."""
+
+
+class ClosableBackend(Backend, Protocol):
+    """A backend whose process groups end before the process does."""
+
+    def close(self) -> None:
+        """Free all that uses a process group."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of FSDP."""
+
+    check: Callable[[RunConfig, TorchConfig, Mesh, Device], None]
+    """Raises UsageError for flags that this form cannot follow."""
+    open_backend: Callable[[TorchRun, Device], ClosableBackend]
+    written_for: Mapping[str, str] = field(default_factory=dict)
+    """The versions of packages whose private names it uses."""
+
+
+@dataclass(frozen=True)
+class TorchRun(Run[TorchConfig]):
+    form: Form = field(kw_only=True)
+    recipe: TorchRecipe = field(kw_only=True)
 
 
 def parallelize_block(
