@@ -163,7 +163,10 @@ def test_on_fsdp2_by_a_checkpoint_of_this_program(zero, own_teacher, monkeypatch
         ("--teacher_weights w", "--teacher_weights w requires --teacher"),
         ("--teacher vit_10b", "--teacher vit_10b requires --teacher_weights"),
         ("--distillation_alpha 0.1", "--distillation_alpha 0.1 requires --teacher"),
-        ("{teacher} --distillation_tau 2", "_tau 2.0 requires --distillation_type soft"),
+        (
+            "{teacher} --distillation_tau 2",
+            "--distillation_tau 2.0 requires --distillation_type soft",
+        ),
         ("--distillation_tau 0", "argument --distillation_tau: 0 must be at least 1e-12"),
         (
             "--distillation_alpha 1.1",
@@ -171,7 +174,10 @@ def test_on_fsdp2_by_a_checkpoint_of_this_program(zero, own_teacher, monkeypatch
         ),
         ("{teacher} --compile_only", "{named} is incompatible with --compile_only: drop one"),
         ("{teacher} --plan", "{named} is incompatible with --plan: drop one of the two"),
-        ("{teacher} --mesh_domain 2 --cpu_devices 2", "is incompatible with --mesh_domain 2"),
+        (
+            "{teacher} --mesh_domain 2 --cpu_devices 2",
+            "--teacher is incompatible with --mesh_domain 2",
+        ),
         (
             "{teacher} --backend cuda --fsdp megatron",
             "--teacher requires --fsdp fsdp2, this is meg",

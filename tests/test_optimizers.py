@@ -244,7 +244,10 @@ def test_betas_and_flops_follow():
         ("--no_decay norms --flatten_parameters", "is incompatible with --flatten_parameters"),
         ("--linear_probe --flatten_parameters", "is incompatible with --flatten_parameters"),
         ("--optimizer muon --flatten_parameters", "is incompatible with --flatten_parameters"),
-        ("--linear_probe --drop_path_rate 0.1", "go with --drop_path_rate 0.1: give --drop_path"),
+        (
+            "--linear_probe --drop_path_rate 0.1",
+            "incompatible with --drop_path_rate 0.1: give --drop_path",
+        ),
         (
             "--backend cuda --optimizer lion --no_preserve_fp32_weights --fsdp megatron "
             "--precision bf16 --reduce_dtype bf16",
