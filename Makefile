@@ -16,7 +16,7 @@ help:
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
 	@echo "make coverage  which lines no test executes, beside docs/hardware.md (an hour)"
 	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"
-	@echo "make lint    ruff, mypy, and words that help and messages do not use"
+	@echo "make lint    ruff, mypy, and words that help, messages and docs do not use"
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
 	@echo "make bench-checkpoint  what a checkpoint costs training, for docs/benchmarks.md (10 minutes)"
