@@ -3,7 +3,7 @@
 import re
 
 from tests.cli import ROOT
-from tests.documented_commands import broken_anchors, flags_and_paths, known_flags
+from tests.documented_commands import DOCUMENTS, broken_anchors, flags_and_paths, known_flags
 
 
 def test_flags_and_files_that_documents_name_are_there():
@@ -29,3 +29,13 @@ def test_each_page_says_what_it_answers_and_is_in_the_index():
     for page in (ROOT / "docs").glob("*.md"):
         assert page.read_text().split("\n")[2].startswith("This page answers: "), page.name
         assert page.name == "README.md" or f"]({page.name}) |" in index, page.name
+
+
+def test_functions_that_documents_name_are_there():
+    """As ``path.py::Class.function``; "module" stands for lines outside of all functions."""
+    for document in DOCUMENTS:
+        for path, name in re.findall(r"`([\w/]+\.py)::([\w.]+)`", document.read_text()):
+            source = (ROOT / path).read_text()
+            for part in name.split("."):
+                defined = re.search(rf"(def|class) {part}\b", source)
+                assert defined or part == "module", f"{document.name}: {path}::{name}"
