@@ -53,7 +53,7 @@ def test_a_child_does_not_inherit_the_lock(tmp_path):
             FolderLock(tmp_path)._file = None
             held = FolderLock(tmp_path)
             held._file = os.open(tmp_path / ".lock", os.O_RDWR)
-            os._exit(int(held._try()))
+            os._exit(int(held._locked()))
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

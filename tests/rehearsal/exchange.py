@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import Here
+
+from .machine import Here
 
 WAIT = timedelta(seconds=120)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slice_ import Slice
+from .slice_ import Slice
 
 PCI = "/sys/bus/pci/devices/"
 METADATA = "metadata.google.internal"

@@ -12,8 +12,9 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
-from exchange import Exchange
-from machine import Here
+
+from .exchange import Exchange
+from .machine import Here
 
 XLAC = torch_xla._XLAC
 
