@@ -16,7 +16,7 @@ help:
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
 	@echo "make coverage  which lines no test executes, beside docs/hardware.md (an hour)"
 	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff, mypy, and words that help, messages and docs do not use"
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
 	@echo "make bench-checkpoint  what a checkpoint costs training, for docs/benchmarks.md (10 minutes)"
@@ -75,6 +75,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.words
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
@@ -110,7 +111,7 @@ bench-domain: $(INSTALLED)
 		--domain_sizes 1 2 4 8 --use_mixed_precision --csv runs/domain.csv --plot runs/domain.png $(ARGS)
 
 faults: $(INSTALLED) datasets/digits
-	$(BIN)/python -m benchmarks.faults $(ARGS)
+	$(BIN)/python -m tests.faults $(ARGS)
 
 clean:
 	rm -rf .venv datasets runs

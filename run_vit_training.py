@@ -6,27 +6,28 @@ import faulthandler
 import functools
 import getpass
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpu_fsdp.config import GpuConfig
+from torch_fsdp.config import TorchConfig
+from training.config import RunConfig
 from training.errors import (
+    SIGNAL,
     RunFailed,
     SelfCheckFailed,
     StoppedBySignal,
     UsageError,
     is_first_of_torchrun,
-    tells,
+    prints_here,
 )
-from training.hosts.parent import end_with_torchrun
-from training.options.config import RunConfig
-from training.options.flag_rules import check_foreign, check_switches
-from training.options.flags import PROGRAM, parse
+from training.flags import MODE_FLAGS, PROGRAM, check_foreign, check_rules, parse
+from training.processes.parent import end_with_torchrun
 from xla_fsdp.config import XlaConfig
 
-OWN = {"xla": XlaConfig, "cuda": GpuConfig}
+OWN = {"xla": XlaConfig, "cuda": TorchConfig}
 """The configuration of each backend, by its name. A new backend is a folder with one of these, a
 function ``resolve`` and a function ``launch``, and its lines here, in ``choose_backend`` and in
 ``start``."""
@@ -38,7 +39,7 @@ class Flags:
 
     run: RunConfig
     xla: XlaConfig
-    cuda: GpuConfig
+    cuda: TorchConfig
 
     @property
     def own(self) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def choose_backend(choice: str) -> str:
     """Return "xla" or "cuda": what was asked for; for auto TPU, else CUDA, else XLA on the CPU."""
     if choice != "auto":
         return choice
-    from gpu_fsdp import devices
+    from torch_fsdp import devices
     from xla_fsdp.resolve_xla import device_type
 
     if device_type() == "CPU" and not devices.choose().is_host:
@@ -63,25 +64,14 @@ def choose_backend(choice: str) -> str:
 
 
 Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
-"""A function from a run to the same with its data, and the body of every process, which is given a
-run and a backend."""
-
-
-def prepare_training(resumable: Any, run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
-    from training.train import prepare, train
-
-    run, plan = prepare(resumable, run)
-    return run, functools.partial(train, plan)
-
-
-def prepare_self_check(run: Any) -> tuple[Any, Callable[[Any, Any], None]]:
-    from training.self_check.check import prepare_self_check
-
-    return prepare_self_check(run)
+"""A function from a resolved run to the same with its data, and the body of every process: a
+function of a run and a backend."""
 
 
 def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> None:
     """Resolve the run on the backend, prepare it, and run its body in every process."""
+    from training.processes.exchange import naming_itself
+
     if backend == "xla":
         from xla_fsdp import resolve_xla
         from xla_fsdp.launch_xla import NoBackwardYet
@@ -91,19 +81,13 @@ def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> No
             run, body = prepare(resolve_xla.resolve(config, flags.xla))
         resolve_xla.check_libtpu()
 
-        launch_on_xla(_naming_itself(body), run)
+        launch_on_xla(functools.partial(naming_itself, body), run)
     else:
         from gpu_fsdp import resolve_gpu
-        from gpu_fsdp.launch_gpu import launch as launch_on_gpus
+        from torch_fsdp.launch_torch import launch as launch_on_gpus
 
         run, body = prepare(resolve_gpu.resolve(config, flags.cuda))
-        launch_on_gpus(_naming_itself(body), run)
-
-
-def _naming_itself(body: Callable[[Any, Any], None]) -> Callable[..., None]:
-    from training.hosts.processes import naming_itself
-
-    return functools.partial(naming_itself, body)
+        launch_on_gpus(functools.partial(naming_itself, body), run)
 
 
 def print_models(pattern: str) -> int:
@@ -124,10 +108,10 @@ def _plan(flags: Flags) -> int:
     backend = "cuda" if flags.run.backend == "cuda" else "xla"
     check_foreign(flags.own, backend, flags.run.given)
     if backend == "cuda":
-        from gpu_fsdp.plan.command import plan_gpus
+        from tools.plan.gpu import plan_gpus
 
         return plan_gpus(flags.run, flags.cuda)
-    from xla_fsdp.plan.command import plan_slices
+    from tools.plan.tpu import plan_slices
 
     return plan_slices(flags.run, flags.xla)
 
@@ -145,11 +129,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, and do what they ask for; return the exit code."""
     end_with_torchrun()
     _name_user()
-    flags = read_flags(argv)
     try:
-        return _run(flags)
+        code = _run(read_flags(argv))
+        sys.stdout.flush()
+        return code
     except UsageError as error:
-        if tells(error):
+        if prints_here(error):
             where = f"{error.process}: " if error.process else ""
             print(f"{PROGRAM}: error: {where}{error}", file=sys.stderr)
         return 2
@@ -162,6 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Who reads the output has gone, as `head` does: nothing can be printed any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SIGNAL + signal.SIGPIPE
 
 
 def _run(flags: Flags) -> int:
@@ -169,33 +158,40 @@ def _run(flags: Flags) -> int:
     config, use = flags.run, flags.run.use
     if config.list_models is not None:
         return print_models(config.list_models)
-    check_switches(config, *flags.own.values())
-    if config.checkpoints.init_from:
-        from training.trained_weights.initial_weights import with_model_of_weights
+    check_rules(config, *flags.own.values(), only=MODE_FLAGS)
+    trains = not (use.predict or use.eval_only or config.self_check)
+    if config.checkpoints.init_from and (flags.xla.compile_only or config.plan or not trains):
+        from training.begin import with_model_of_weights
 
-        config = with_model_of_weights(config)
+        config, _ = with_model_of_weights(config)
         flags = replace(flags, run=config)
     if flags.xla.compile_only:
-        from xla_fsdp.compile_only.command import compile_only
+        from tools.compile_only.command import compile_only
 
         check_foreign(flags.own, "xla", config.given)
         return compile_only(config, flags.xla)
     if config.plan:
         return _plan(flags)
-    prepare: Prepare = prepare_self_check
+
+    prepare: Prepare
     if use.predict or use.eval_only:
-        from training.inference.inference import find_trained, predict, prepare_evaluation
+        from training.predict import find_trained, predict, prepare_evaluation
 
         config, weights = find_trained(config)
         if use.predict:
             predict(config, weights)
             return 0
         prepare = functools.partial(prepare_evaluation, weights)
-    elif not config.self_check:
-        from training.hosts.start import find_resumed
+    elif config.self_check:
+        from tools.self_check.check import prepare_self_check
 
-        config, resumable = find_resumed(config)
-        prepare = functools.partial(prepare_training, resumable)
+        prepare = prepare_self_check
+    else:
+        from training.begin import choose_start
+        from training.train import prepare_training
+
+        config, chosen = choose_start(config)
+        prepare = functools.partial(prepare_training, chosen)
     backend = choose_backend(config.backend)
     check_foreign(flags.own, backend, config.given)
     start(backend, flags, config, prepare)

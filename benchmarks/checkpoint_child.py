@@ -23,12 +23,12 @@ from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from run_vit_training import choose_backend, read_flags, start
 from training.backend import Backend
 from training.checkpoints import saver as saver_module
-from training.checkpoints.content import Position
+from training.checkpoints.format import Position
 from training.checkpoints.saver import CheckpointSaver
-from training.losses.objective import Objective
-from training.options.resolve import Run
+from training.files import folder_at
+from training.losses import Objective
+from training.resolve import Run
 from training.step import put_micro_batches, shard_and_optimize, train_step
-from training.url_path import folder_at
 
 WARMUP, FEWEST_STEPS = 3, 8
 
@@ -159,7 +159,7 @@ def measure(run: Run, backend: Backend, *, folder: Path, repeats: int, rates: li
 
 def _saver(folder: Path, run: Run, backend: Backend, *, beside: bool) -> CheckpointSaver:
     return CheckpointSaver(
-        folder, backend, lambda text: None, run.values, None, 1, 1, beside_training=beside
+        folder, backend, lambda text: None, run.values, None, 1, 1, asynchronous=beside
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, run_python
-from xla_fsdp.compile_only.command import DOES_NOT_FIT
+from tools.compile_only.command import DOES_NOT_FIT
 
 CODE_THAT_IS_COMPILED = (
     "run_vit_training.py config_fields.py training models data xla_fsdp requirements-tpu.txt"

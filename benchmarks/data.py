@@ -237,11 +237,11 @@ def torchvisions(root: Path, batch_size: int, workers: int) -> Iterator[int]:
 def programs(root: Path, batch_size: int, workers: int) -> Iterator[int]:
     """Yield the lengths of the program's batches, without end."""
     from data.config import DataConfig
-    from data.loading.share import Share
-    from data.source import Wanted, open_data
+    from data.loader import Share
+    from data.source import DatasetRequest, open_data
 
     config = DataConfig(data_dir=str(root), batch_size=batch_size, num_workers=workers)
-    source = open_data(Wanted(config, 3, (SIZE, SIZE), CLASSES, seed=0))
+    source = open_data(DatasetRequest(config, 3, (SIZE, SIZE), CLASSES, seed=0))
     loader = source.train_loader(batch_size, Share())
     epoch = 0
     while True:

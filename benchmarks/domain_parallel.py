@@ -10,7 +10,7 @@ The first runs the program's own step (training/step.py) on CUDA, or on CPUs whe
 processes of their own, as each other configuration is, so what does not fit is a row that says OOM.
 
 With --tpu_topology nothing runs: the TPU compiler tells memory and expected step of the slices
-(run_vit_training.py --compile_only); what it leaves out, xla_fsdp/compile_only/expected.py says.
+(run_vit_training.py --compile_only); what it leaves out, tools/compile_only/expected.py says.
 
 - s: wall clock from devices idle to devices idle over --num_iterations, divided by them; of a TPU
   slice the expected step
@@ -34,9 +34,9 @@ from tqdm import tqdm
 from benchmarks.common import commit, failure_of, last_json, run_python
 from benchmarks.domain_parallel_rows import COLUMNS, FORWARD, OOM, TRAIN, Row, plot, write_csv
 from run_vit_training import read_flags
+from tools.compile_only.command import DOES_NOT_FIT
 from training.errors import UsageError
-from xla_fsdp.compile_only.command import DOES_NOT_FIT
-from xla_fsdp.compile_only.topologies import parse_topology
+from xla_fsdp.tpu import parse_topology
 
 HYBRID = "hybrid_vit"
 

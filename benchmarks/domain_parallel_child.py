@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
-from data.loading.loader import Batch
+from data.loader import Batch
 from gpu_fsdp import resolve_gpu
-from gpu_fsdp.launch_gpu import launch as launch_gpu
 from run_vit_training import read_flags
+from torch_fsdp.launch_torch import launch as launch_gpu
 from training.backend import Backend
 from training.errors import UsageError
-from training.losses.objective import Objective
-from training.options.resolve import Run
+from training.losses import Objective
+from training.resolve import Run
 from training.step import shard_and_optimize, train_step
 from xla_fsdp import resolve_xla
 from xla_fsdp.launch_xla import launch as launch_xla

@@ -9,8 +9,8 @@ a model take turns --repeats times. The table gives medians:
 
 - s/step: wall clock from device idle to device idle over --steps steps, divided by them
 - ratio: images/s over those of timm's loop with the same model and batch in the same run
-- MFU: images/s x models.flops.train_flops_per_image (forward and backward, matrix products,
-  nothing recomputed) over the dense peak in gpu_fsdp/nvidia_gpus.py for the precision: with FP8
+- MFU: images/s x models.spec.train_flops_per_image (forward and backward, matrix products,
+  nothing recomputed) over the dense peak in torch_fsdp/devices.py for the precision: with FP8
   that of FP8
 - peak GiB: torch.cuda.max_memory_allocated of a timed step
 
@@ -260,7 +260,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"no default batch size for {unknown[0]}: give --batch_sizes")
         options.batch_sizes = [BATCH_SIZES[model] for model in options.models]
     if len(options.batch_sizes) != len(options.models):
-        parser.error("--batch_sizes needs one number a model")
+        parser.error("--batch_sizes requires one number a model")
     return options, flags
 
 

@@ -24,23 +24,23 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from data.loading.loader import Batch
+from data.loader import Batch
 from gpu_fsdp import resolve_gpu
-from gpu_fsdp.launch_gpu import launch
-from gpu_fsdp.resolve_gpu import GpuRun
 from models.config import VitConfig
 from run_vit_training import read_flags
+from torch_fsdp.launch_torch import launch
+from torch_fsdp.recipe import DTYPES, TorchRun
 from training.backend import Backend
 from training.errors import UsageError
-from training.losses.objective import Objective
+from training.losses import Objective
 from training.step import shard_and_optimize, train_step
 
 Step = Callable[[int], torch.Tensor]
 """A function that runs the step of this number and returns its loss on the device."""
-BuildStep = Callable[[GpuRun, Backend, list[Batch]], Step]
+BuildStep = Callable[[TorchRun, Backend, list[Batch]], Step]
 
 
-def own_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
+def own_step(run: TorchRun, backend: Backend, batches: list[Batch]) -> Step:
     """Return the program's own step on the backend of ``run``."""
     sharded = shard_and_optimize(run, backend)
     optimizer, objective = run.config.optimizer, Objective(run, backend)
@@ -60,7 +60,7 @@ def own_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
     return step
 
 
-def timm_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
+def timm_step(run: TorchRun, backend: Backend, batches: list[Batch]) -> Step:
     """Return timm's training loop: autocast, fused AdamW, clipping; DDP on several GPUs."""
     device, count = batches[0][0].device, len(batches)
     config, precision = run.config.optimizer, run.config.sharding.precision
@@ -81,7 +81,7 @@ def timm_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
         fused=True,
     )
     scaler = GradScaler(device.type, enabled=precision == "fp16")
-    dtype = resolve_gpu.DTYPES[precision]
+    dtype = DTYPES[precision]
     lower = torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
     model.train()
 
@@ -105,7 +105,7 @@ def timm_step(run: GpuRun, backend: Backend, batches: list[Batch]) -> Step:
     return step
 
 
-def random_batches(run: GpuRun, backend: Backend) -> list[Batch]:
+def random_batches(run: TorchRun, backend: Backend) -> list[Batch]:
     """Return this process's share of one batch, in micro-batches, on its device.
 
     Its values are random, not zeros: a GPU that multiplies zeros draws less power and clocks
@@ -121,7 +121,7 @@ def random_batches(run: GpuRun, backend: Backend) -> list[Batch]:
     return [backend.put((some, theirs)) for some, theirs in zip(*parts, strict=True)]
 
 
-def measure(run: GpuRun, backend: Backend, *, build: BuildStep, warmup: int, steps: int) -> None:
+def measure(run: TorchRun, backend: Backend, *, build: BuildStep, warmup: int, steps: int) -> None:
     """Time ``steps`` steps, from device idle to device idle; nothing is read in between."""
     step = build(run, backend, random_batches(run, backend))
     for number in range(warmup):

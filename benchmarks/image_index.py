@@ -57,12 +57,12 @@ def load(args: argparse.Namespace) -> None:
     """Print what opening the folder took in seconds, and the PSS in bytes while it is read."""
     from data.config import DataConfig
     from data.image_folder import open_folder
-    from data.loading.share import Share
-    from data.source import Wanted
+    from data.loader import Share
+    from data.source import DatasetRequest
 
     began = time.perf_counter()
     config = DataConfig(data_dir=str(args.folder), batch_size=BATCH, num_workers=args.num_workers)
-    source = open_folder(Wanted(config, 3, (8, 8), args.classes, 0))
+    source = open_folder(DatasetRequest(config, 3, (8, 8), args.classes, 0))
     source.fingerprint()
     opened = time.perf_counter() - began
     batches = source.train_loader(BATCH, Share()).epoch(0)

@@ -23,12 +23,17 @@ from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit
 from run_vit_training import read_flags
-from training.options.resolve import resolve_model
-from training.plan.prices import read_prices
-from training.plan.work import find_work
-from xla_fsdp.plan.command import Planner, ask_compiler, found_in
-from xla_fsdp.plan.compilations import Compilations, compile_words
-from xla_fsdp.plan.search import GOALS, Found, Option, Search
+from tools.plan.plans import read_request
+from tools.plan.tpu import (
+    Compilations,
+    ask_compiler,
+    compile_words,
+    computed_candidates,
+    found_in,
+    refusal,
+)
+from tools.plan.tpu_search import GOALS, ComputedCandidate, Found, Search
+from xla_fsdp.tpu import CHIPS
 
 AT_MOST = 1.02
 """What the search finds, over the best of the grid."""
@@ -42,7 +47,7 @@ class Problem:
 
     flags: str
     grid: dict[str, tuple[Any, ...]]
-    """The values of each flag that are tried, in the place of xla_fsdp.plan.space.CHOICES."""
+    """The values of each flag that are tried, in the place of tools.plan.tpu_search.CHOICES."""
 
 
 def grid(
@@ -130,17 +135,20 @@ def main() -> int:
 def check(name: str, problem: Problem) -> Row:
     """Compile the whole grid of a problem, and compare what the search finds with its best."""
     flags = read_flags(["--plan", "--precision", "bf16", *problem.flags.split()])
-    config, model = resolve_model(flags.run)
-    planner = Planner(config, flags.xla, model, find_work(config, model), read_prices(None))
-    options = [o for o in planner.options(problem.grid) if not planner.refusal(o.candidate)]
+    request = read_request(flags.run, flags.xla, tuple(CHIPS))
+    options = [
+        option
+        for option in computed_candidates(request, problem.grid)
+        if not refusal(request, option.candidate)
+    ]
     compilations = Compilations(KEPT)
-    truth: dict[Option, Found] = {}
+    truth: dict[ComputedCandidate, Found] = {}
     for option in tqdm(options, desc=name, unit="step"):
-        answer = compilations.ask(compile_words(config, flags.xla, option.candidate))
+        answer = compilations.ask(compile_words(request.config, flags.xla, option.candidate))
         truth[option] = found_in(answer) or Found(False, 0.0, math.inf)
     search = Search(options)
     asked = math.ceil(len(options) / 2)
-    ask_compiler(planner, search, compilations, asked=asked)
+    ask_compiler(request, search, compilations, asked=asked)
     behind = {}
     for goal in GOALS:
         best = min(figure(goal, option, found.step_s) for option, found in truth.items())
@@ -152,7 +160,7 @@ def check(name: str, problem: Problem) -> Row:
     return Row(name, len(options), len(search.found), behind)
 
 
-def figure(goal: str, option: Option, step_s: float) -> float:
+def figure(goal: str, option: ComputedCandidate, step_s: float) -> float:
     """Return what a goal wants as little as possible of, as a number; infinite for no fit."""
     value = GOALS[goal](option, step_s)
     if not isinstance(value, tuple):

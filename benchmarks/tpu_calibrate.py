@@ -30,10 +30,9 @@ from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, write_between
 from benchmarks.compiled import add_document, report_of
+from tools.compile_only.expected import Links, expect
 from training.mesh import Mesh
-from xla_fsdp.compile_only.expected import expect
-from xla_fsdp.compile_only.links import Links
-from xla_fsdp.compile_only.topologies import parse_topology
+from xla_fsdp.tpu import parse_topology
 
 BEGIN, END = "<!-- begin: make tpu-calibrate -->", "<!-- end: make tpu-calibrate -->"
 IMAGES = {2048: "448 896", 8192: "896 1792"}

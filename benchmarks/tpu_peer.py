@@ -29,12 +29,7 @@ import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, failure_of, last_json, write_between
-from benchmarks.compiled import (
-    CODE_THAT_IS_COMPILED,
-    add_choices,
-    add_document,
-    kept_report,
-)
+from benchmarks.compiled import CODE_THAT_IS_COMPILED, add_choices, add_document, kept_report
 
 BATCH = "1024"
 ROWS = {
@@ -45,13 +40,13 @@ ROWS = {
     "ViT-L/16, v6e:2x4": ("vit_large_patch16_224", "v6e:2x4"),
 }
 DTYPES = ("fp32", "bf16")
-PEER, LIBTPU_FLAGS = "benchmarks/tpu_peer_step.py", "xla_fsdp/libtpu_flags.py"
+PEER, LIBTPU_FLAGS = "benchmarks/tpu_peer_step.py", "xla_fsdp/tpu.py"
 GOAL = 0.85
 """The program's expected step, over the peer's."""
 BEGIN, END = "<!-- begin: make tpu-peer -->", "<!-- end: make tpu-peer -->"
 _SET_FOR_LIBTPU = """
 import json, os, sys
-from xla_fsdp.libtpu_flags import as_on_a_tpu
+from xla_fsdp.tpu import as_on_a_tpu
 print(json.dumps(as_on_a_tpu(int(sys.argv[1]), os.environ.get("LIBTPU_INIT_ARGS", ""))))
 """
 

@@ -23,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.registry import open_model
 from models.spec import ModelSpec
-from xla_fsdp.compile_only.devices import JAX_WITHOUT_TPU, devices_of
-from xla_fsdp.compile_only.expected import expect
-from xla_fsdp.compile_only.links import Links
-from xla_fsdp.compile_only.topologies import parse_topology
+from tools.compile_only.compiler import JAX_WITHOUT_TPU, devices_of
+from tools.compile_only.expected import Links, expect
+from xla_fsdp.tpu import parse_topology
 
 os.environ.update(JAX_WITHOUT_TPU)
 

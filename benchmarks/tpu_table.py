@@ -24,12 +24,7 @@ import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, write_between
-from benchmarks.compiled import (
-    CODE_THAT_IS_COMPILED,
-    add_choices,
-    add_document,
-    kept_report,
-)
+from benchmarks.compiled import CODE_THAT_IS_COMPILED, add_choices, add_document, kept_report
 
 PRESET_FLAGS = "--precision bf16 --batch_size 1024".split()
 MODELS = ("vit_10b", "vit_60b", "vit_120b")

@@ -43,7 +43,7 @@ def measure(run, backend, *, steps: int, wrapper: bool) -> None:
     import torch.nn.functional as F
     import torch_xla.debug.metrics as met
 
-    from training.updates.parameter_groups import all_by_adamw
+    from training.optimizers import all_by_adamw
 
     spec, optimizer = run.model, run.config.optimizer
     model = spec.build()
@@ -99,25 +99,37 @@ def measure(run, backend, *, steps: int, wrapper: bool) -> None:
 
 def use_torch_xlas_wrapper(backend) -> None:
     """Let torch_xla's SPMD wrapper place the blocks and the root instead of our marks."""
-    from torch_xla.experimental.spmd_fully_sharded_data_parallel import (
-        SpmdFullyShardedDataParallel,
-    )
+    from torch_xla.distributed.fsdp import checkpoint_module
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+    from models.initialize import fill_buffers
+    from xla_fsdp.around_blocks import compute_in_bf16
+
+    recipe, layout = backend._recipe, backend._layout
 
     def zeros_like(parameter, dtype):  # as the wrapper shards parameters
         spec = (("fsdp",), *[()] * (parameter.dim() - 1))
-        return backend._new_state(parameter.shape, spec, dtype)
+        return layout.zeros(parameter.shape, spec, dtype)
 
-    def wrap_block(model, name, block):
-        parent, _, child = name.rpartition(".")
-        wrapped = SpmdFullyShardedDataParallel(block, mesh=backend._mesh)
-        setattr(model.get_submodule(parent), child, wrapped)
+    def shard(model, units, initialize):
+        """Wrap the blocks one by one, which then compute one by one, and the model."""
+        for name, unit in units:
+            initialize(unit, name)
+            fill_buffers(unit, backend.constant)
+            if unit is not model and recipe.remat == "full":
+                checkpoint_module(unit)
+            wrapped = SpmdFullyShardedDataParallel(unit, mesh=layout.xla_mesh)
+            if unit is not model:
+                model.set_submodule(name, wrapped)
+            backend._break_graph(wait=True)
+        if recipe.bf16:
+            compute_in_bf16(wrapped)
+        backend._model = wrapped
         return wrapped
 
-    backend._scans = False  # it wraps blocks one by one, which then compute one by one
+    backend.shard = shard
     backend._zeros_like = zeros_like
     backend._plain_names = lambda name: [name.replace("_orig_module.", "")]
-    backend._shard_block = wrap_block
-    backend._shard_root = lambda model: SpmdFullyShardedDataParallel(model, mesh=backend._mesh)
 
 
 def run_child(form: str, devices: int, steps: int, flags: list[str]) -> dict[str, float]:

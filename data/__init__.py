@@ -1,1 +1,1 @@
-"""The sources of images: a source is one file, and all give batches through a ``BatchLoader``."""
+"""Sources of images: each is one file, and all give batches through a ``BatchLoader``."""

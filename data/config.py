@@ -1,7 +1,12 @@
-"""What a run is asked to read, and how images become tensors. Imports nothing heavy."""
+"""The flags about data: sources of images, batches, preprocessing and augmentation.
+
+Imports nothing heavy, so that ``--help`` and error messages stay fast.
+"""
 
 from __future__ import annotations
 
+import argparse
+import re
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -14,9 +19,100 @@ from config_fields import (
     number,
     positive,
 )
-from data.image.augment_names import policy
-from data.image.preprocessing import Preprocessing
-from data.registry import GIVE_FLOATS, OPENED_BY
+
+OPENED_BY = {
+    "folder": "data.image_folder:open_folder",
+    "webdataset": "data.webdataset:open_shards",
+    "fake": "data.fake:FakeSource",
+    "digits": "data.digits:open_digits",
+    "mnist": "data.mnist:open_mnist",
+    "volumes": "data.volumes:open_volumes",
+    "mosaics": "data.mosaics:open_mosaics",
+    "parquet": "data.parquet:open_parquet",
+    "huggingface": "data.huggingface:open_huggingface",
+}
+"""The sources by the names that ``--data_source`` takes: module and function of each.
+
+A new source is a file beside this one, with a function from ``DatasetRequest`` to ``DataSource``
+(``data/source.py``), and a line here. It is imported when it is chosen: some sources need packages
+of their own."""
+
+GIVE_FLOATS = ("volumes", "mosaics")
+"""Sources that give normalised fp32 values, not bytes."""
+NOT_AUGMENTED = (*GIVE_FLOATS, "fake")
+"""Sources whose images get none of timm's augmentations of one image: those are for photographs."""
+ALWAYS_ALIKE = ("mosaics", "fake")
+"""Sources that give the same image in each epoch, so that repeating it in a batch is of no use."""
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+CROP_MODES = ("center", "squash", "border")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How images are resized and normalised, under timm's names; by default as for ImageNet."""
+
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    crop_pct: float = 0.875
+    """Side of the centre crop, as a fraction of the size that ``crop_mode`` resizes to."""
+    interpolation: str = "bicubic"
+    test_interpolation: str | None = None
+    """The interpolation in validation and prediction; None: as in training."""
+    crop_mode: str = "center"
+    """What is resized in validation and prediction: the shorter side (center), each side by itself
+    (squash), or the longer side, with a border of the mean colour (border)."""
+
+    @property
+    def interpolation_of_val(self) -> str:
+        """Return the interpolation of images that are not trained on."""
+        return self.test_interpolation or self.interpolation
+
+    def of_channels(self, channels: int) -> tuple[list[float], list[float]]:
+        """Return mean and std of each channel; unless there are three, each has their average."""
+        if channels == len(self.mean):
+            return list(self.mean), list(self.std)
+        mean, std = (sum(values) / len(values) for values in (self.mean, self.std))
+        return [mean] * channels, [std] * channels
+
+    @classmethod
+    def of_new_weights(cls, data_source: str) -> Preprocessing:
+        """Return the preprocessing for new weights: values of volumes stay unchanged."""
+        if data_source == "volumes":
+            return cls(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+        return cls()
+
+    def __str__(self) -> str:
+        mean, std = (" ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
+        crop = f"crop {self.crop_pct:g}"
+        if self.crop_mode != "center":
+            crop += f" {self.crop_mode}"
+        return f"mean {mean}, std {std}, {crop}, {self.interpolation_of_val}"
+
+
+_WHOLE, _NUMBER = r"\d{1,4}", r"\d{1,4}(\.\d{1,9})?"
+_POLICY = re.compile(
+    rf"""
+    (original|originalr|v0|v0r|3a) (-mstd{_NUMBER})*
+    | rand (-(m|n|mmax|inc){_WHOLE} | -(p|mstd){_NUMBER} | -t(weights|3a|3aw))*
+    | augmix (-(m|w|d|b){_WHOLE} | -(a|mstd){_NUMBER})*
+    """,
+    re.VERBOSE,
+)
+
+
+def policy(text: str) -> str:
+    """Read a policy of ``timm.data.auto_augment``, as an argparse type.
+
+    timm itself ignores what it cannot read: "rand-magnitude9" would mean "rand".
+    """
+    if not _POLICY.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no policy of timm's: give one such as 3a, original, v0, "
+            "rand-m9-mstd0.5-inc1 or augmix-m3-w3"
+        )
+    return text
+
 
 _NEW = Preprocessing()
 """The preprocessing that new weights are trained with."""
@@ -25,110 +121,116 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lan
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Says which images are read, in which batches, and how they are changed on the way."""
+    """Which images are read, in which batches, and how they are augmented and preprocessed."""
 
     group: ClassVar[str] = "data"
 
     data_dir: str = flag(
         "/datasets/imagenet-1k",
         "folder with train/<class>/* and val/<class>/* images, or its URL",
+        metavar="FOLDER",
         common=True,
     )
     data_source: str = flag(
         "folder",
-        "folder: images of --data_dir; webdataset: tar shards; parquet, huggingface: tables "
-        "(docs/tables.md); volumes: arrays (docs/data.md); fake: zeros; digits; mnist; mosaics",
+        "kind of data; folder: images of --data_dir; webdataset: tar shards; parquet, huggingface: "
+        "tables (docs/tables.md); volumes: arrays (docs/data.md); fake: zeros; digits; mnist; "
+        "mosaics",
+        metavar="SOURCE",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),
         common=True,
     )
     labels: str | None = flag(
         None,
-        "CSV file with the columns path (relative to --data_dir), label and split (train or val); "
-        "default: the files of --data_dir/train/<class>/* and val/<class>/*",
+        "CSV file with the columns path (relative to --data_dir), label and split (train or val) "
+        "(default: the class folders --data_dir/train/<class>/* and val/<class>/*)",
         metavar="FILE",
-        needs=("data_source=volumes",),
+        requires=("data_source=volumes",),
     )
     train_shards: str | None = flag(
         None,
-        "training shards in --data_dir: a pattern such as '*-train-*.tar', or all by number, as "
-        "'train-{0000..1023}.tar' (default: train/*.tar, or else *train*.tar)",
+        "training shards in --data_dir: a pattern such as '*-train-*.tar', or a range of numbers "
+        "such as 'train-{0000..1023}.tar' (default: train/*.tar, or else *train*.tar)",
         metavar="PATTERN",
-        needs=("data_source=webdataset",),
+        requires=("data_source=webdataset",),
     )
     val_shards: str | None = flag(
         None,
-        "validation shards likewise (default: val/*.tar, or else *val*.tar)",
+        "validation shards in --data_dir, in the same form (default: val/*.tar, or else *val*.tar)",
         metavar="PATTERN",
-        needs=("data_source=webdataset",),
+        requires=("data_source=webdataset",),
     )
     index_dir: str | None = flag(
         None,
-        "folder for the index of the images, which spares listing them at each start (default: "
+        "folder for the index of the images, which saves listing them at each start (default: "
         "beside the images, or else, and for URLs, ~/.cache/vit_fsdp)",
-        metavar="DIR",
-        needs=("data_source=folder|data_source=volumes|data_source=webdataset",),
-        conflicts=("labels",),
+        metavar="FOLDER",
+        requires=("data_source=folder|data_source=volumes|data_source=webdataset",),
+        incompatible_with=("labels",),
     )
     rebuild_index: bool = flag(
         False,
-        "list all images again, whatever index there is",
-        needs=("data_source=folder|data_source=volumes|data_source=webdataset",),
-        conflicts=("labels",),
+        "list all images again and replace the index",
+        requires=("data_source=folder|data_source=volumes|data_source=webdataset",),
+        incompatible_with=("labels",),
     )
     columns: tuple[str, str] | None = flag(
         None,
-        "the table's columns of images and of labels (default: the only ones that it can be)",
+        "the table's columns of images and of labels (default: detected, if there is one of each)",
         metavar=("IMAGE", "LABEL"),
-        needs=("data_source=parquet|data_source=huggingface",),
+        requires=("data_source=parquet|data_source=huggingface",),
     )
     images_per_read: int | None = flag(
         None,
-        "in training, so many images of one row group follow each other in the random order, since "
-        "a row group can only be read whole; 1: none need (default: an eighth of a row group)",
+        "number of images of one row group that follow each other in the random order of training, "
+        "as a row group can only be read whole; 1: fully random (default: an eighth of a row "
+        "group)",
         kind=positive,
         metavar="N",
-        needs=("data_source=parquet",),
+        requires=("data_source=parquet",),
     )
     buckets: list[str] | None = flag(
         None,
         "image sizes, height x width in pixels, the model's own among them: each image is resized "
-        "to the one whose aspect ratio is nearest to its own, and a batch holds images of one of "
-        "them (docs/data.md) (default: the model's own size, for all images)",
+        "to the one of the nearest aspect ratio, and a batch has images of one size (docs/data.md) "
+        "(default: the model's own size for all images)",
         kind=height_by_width,
         metavar="HxW",
-        needs=("data_source=folder|data_source=webdataset",),
-        conflicts=(
+        requires=("data_source=folder|data_source=webdataset",),
+        incompatible_with=(
             *("mesh_domain", "block", "compile_only", "expect"),
             *("aug_repeats", "cutmix", "cutmix_minmax", "teacher"),
         ),
     )
     num_workers: int | None = flag(
         None,
-        "loader processes per training process; 0: load in it (default: by the cores, 1 to 32)",
+        "number of loader processes per training process; 0: load in the training process "
+        "(default: by the cores, 1 to 32)",
         kind=bounded(int, 0, 1024),
         common=True,
     )
     batch_size: int = flag(
         1024,
-        "images per optimizer step over all devices (global); the devices must divide it",
+        "number of images per optimizer step, over all devices",
         kind=positive,
         common=True,
     )
     grad_accum_steps: int = flag(
         1,
-        "micro-batches per optimizer step: --batch_size is divided into as many passes",
+        "number of micro-batches per optimizer step, into which --batch_size is divided (gradient "
+        "accumulation)",
         kind=positive,
     )
     scale: tuple[float, float] = flag(
         (0.08, 1.0),
-        "random-resized-crop area, as a share of the image",
+        "smallest and largest area of the random resized crop, as a share of the image",
         kind=fraction,
         metavar=("MIN", "MAX"),
     )
     ratio: tuple[float, float] = flag(
         (3 / 4, 4 / 3),
-        "random-resized-crop aspect ratio",
+        "smallest and largest aspect ratio of the random resized crop",
         kind=bounded(float, 0.1, 10),
         metavar=("MIN", "MAX"),
     )
@@ -136,86 +238,93 @@ class DataConfig:
     vflip: float = flag(0.0, "probability of a vertical flip", kind=fraction)
     train_interpolation: Literal[Interpolation, "random"] | None = flag(
         None,
-        "of the crops of training; random: bilinear or bicubic (default: --interpolation)",
+        "interpolation of training crops; random: bilinear or bicubic (default: that of "
+        "--interpolation)",
+        metavar="METHOD",
     )
     aa: str | None = flag(
         None,
-        "timm's AutoAugment (original, originalr, v0, v0r), 3-Augment (3a), RandAugment "
-        "(rand-m9-mstd0.5-inc1) or AugMix (augmix-m3-w3): docs/augmentation.md (default: none)",
+        "augmentation policy of timm: AutoAugment (original, originalr, v0, v0r), 3-Augment (3a), "
+        "RandAugment (rand-m9-mstd0.5-inc1) or AugMix (augmix-m3-w3); docs/augmentation.md "
+        "(default: none)",
         kind=policy,
         metavar="POLICY",
     )
     color_jitter: float | tuple[float, ...] = flag(
         0.0,
-        "by what share brightness, contrast and saturation change at most; three numbers: of each; "
-        "a fourth: the hue, up to 0.5",
+        "largest relative change of brightness, contrast and saturation: one number for all, three "
+        "for each, or four with the hue, up to 0.5",
         kind=bounded(float, 0, 10),
         several=True,
     )
-    reprob: float = flag(0.0, "probability that rectangles of an image are erased", kind=fraction)
+    reprob: float = flag(0.0, "probability of random erasing of rectangles", kind=fraction)
     remode: Literal["const", "rand", "pixel"] = flag(
         "pixel",
-        "what erased pixels become; const: the mean colour; rand: a random colour; pixel: noise",
-        needs=("reprob",),
+        "fill of erased rectangles; const: the mean color; rand: a random color; pixel: noise",
+        requires=("reprob",),
     )
     recount: int = flag(
         1,
-        "rectangles that are erased at most, which share the area",
+        "largest number of erased rectangles, which share the erased area",
         kind=bounded(int, 1, 100),
-        needs=("reprob",),
+        requires=("reprob",),
     )
     aug_repeats: int = flag(
         1,
-        "times that an image is in a batch, augmented anew each time; an epoch stays as long, and "
-        "shows as many fewer images (repeated augmentation)",
+        "repeated augmentation: number of times an image is in a batch, augmented each time; an "
+        "epoch keeps its number of steps and has that many times fewer images",
         kind=bounded(int, 1, 100),
         names=("--aug_repeats", "--repeated_aug"),
     )
     max_bad_images: int | str = flag(
         "1%",
-        "images that may be unreadable: in training another image takes the place of each, in "
-        "validation they are left out; --ckpt_dir/bad_images.txt lists them; one more ends "
-        "training, with a checkpoint and code 5, or the evaluation, with code 2. N: in all; P%: "
-        "this share of the training images and of the validation images, each rounded up; 0: none",
+        "largest number of unreadable images; N: in all; P%: a percentage of the training and of "
+        "the validation images, each rounded up; 0: none. In training another image replaces each, "
+        "in validation they are skipped; --ckpt_dir/bad_images.txt lists them. One more ends "
+        "training, with a checkpoint and exit code 5, or an evaluation, with exit code 2",
         kind=count_or_percent,
         metavar="N|P%",
     )
     mean: tuple[float, float, float] | None = flag(
         None,
-        "what is subtracted from each colour (0 to 1); other channels: the mean of the three "
-        f"(default: that of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.mean))}, of "
-        "volumes 0)",
+        "mean of each color channel, 0 to 1, that is subtracted; images of other channels use the "
+        f"average of the three (default: the weights' own; new weights: ImageNet's, "
+        f"{' '.join(map(str, _NEW.mean))}; volumes: 0)",
         kind=number,
         metavar=("R", "G", "B"),
     )
     std: tuple[float, float, float] | None = flag(
         None,
-        "what each colour is divided by, then; other channels: the mean of the three (default: "
-        f"that of the weights; new ones: ImageNet's, {' '.join(map(str, _NEW.std))}, of volumes 1)",
+        "standard deviation of each color channel, by which values are divided; images of other "
+        "channels use the average of the three (default: the weights' own; new weights: "
+        f"ImageNet's, {' '.join(map(str, _NEW.std))}; volumes: 1)",
         kind=bounded(float, 1e-6, 1e9),
         metavar=("R", "G", "B"),
     )
     crop_pct: float | None = flag(
         None,
-        "in validation, side of the centre crop as a share of what --crop_mode resizes (default: "
-        f"that of the weights; new ones: {_NEW.crop_pct})",
+        "side of validation's center crop, as a share of what --crop_mode resizes (default: the "
+        f"weights' own; new weights: {_NEW.crop_pct})",
         kind=bounded(float, 0.1, 1),
         metavar="SHARE",
     )
     crop_mode: Literal["center", "squash", "border"] | None = flag(
         None,
-        "what is resized in validation before the centre is cropped: the shorter side (center), "
-        "each side, without regard to proportions (squash), or the longer side, with a border of "
-        f"the mean colour (border) (default: that of the weights; new ones: {_NEW.crop_mode})",
+        "what is resized in validation before the center crop; center: the shorter side; squash: "
+        "each side, which changes the proportions; border: the longer side, with a border of the "
+        f"mean color (default: the weights' own; new weights: {_NEW.crop_mode})",
     )
     interpolation: Interpolation | None = flag(
         None,
-        f"of resized images (default: that of the weights; new ones: {_NEW.interpolation})",
+        "interpolation of resized images; nearest, bilinear, bicubic, box, hamming or lanczos "
+        f"(default: the weights' own; new weights: {_NEW.interpolation})",
+        metavar="METHOD",
     )
     test_interpolation: Interpolation | None = flag(
         None,
-        "of resized images in validation and use, where it is to be another (default: that of the "
-        "weights; new ones: --interpolation's)",
+        "interpolation of resized images in validation and prediction, if it differs (default: the "
+        "weights' own; new weights: that of --interpolation)",
+        metavar="METHOD",
     )
 
     @property

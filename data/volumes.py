@@ -1,53 +1,67 @@
-"""The source of arrays in files, volumes above all: each process reads its rows of them only.
+"""The source of arrays in files, volumes above all: each process reads only its rows of them.
 
-They lie in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``, or a table says which they are
-(``--labels``). An array is cut to the model's size, never resized: for training anywhere, else in
-the middle. ``data/index/array_files.py`` knows the formats.
+They are in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``, or a table lists them
+(``--labels``). An array is cropped to the model's size, never resized: for training anywhere, for
+validation in the middle.
+
+``open_array`` knows the formats: .npy, .npz, NIfTI (.nii, .nii.gz) and TIFF. It opens a file so
+that any part can be read without the rest. An unreadable file raises BrokenImageError when it is
+opened if its header, size or table of contents shows the damage, and else when it is read.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import importlib
+import itertools
+import logging
+import math
+import os
+import struct
+import zipfile
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
 
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import Dataset
 
-from data.errors import BrokenImageError, DataFolderError
-from data.image.transforms import seeded
-from data.index.array_files import SUFFIXES, ArrayFile, Window, check_packages, open_array
-from data.index.folder_index import FolderIndex, check_folder
-from data.index.kept_folder import kept_split
-from data.index.label_file import read_labels
-from data.loading.sample_split import SampleSplit
-from data.source import SplitSource, Wanted
-from data.storage import is_url
+from data.files import BrokenImageError, DataFolderError, is_url, reason_of, regular
+from data.index import FolderIndex, cached_split, check_folder, read_labels
+from data.source import DatasetRequest, DataSource, SampleSplit
+from data.transforms import seeded
+
+# The reason that a file cannot be read is reported by this program: tifffile need not log it.
+logging.getLogger("tifffile").addHandler(logging.NullHandler())
+
+Window = tuple[slice, ...]
+"""The part of an array to read: for each axis from where to where, in steps of 1."""
 
 
-def open_volumes(wanted: Wanted) -> SplitSource:
-    """Find the files of the splits that are wanted.
+def open_volumes(request: DatasetRequest) -> DataSource:
+    """Find the files of the splits that are requested.
 
-    Raises DataFolderError for a folder or table that cannot be used, and for a missing package.
+    Raises DataFolderError for an unusable folder or table, and for a missing package.
     """
-    config, splits = wanted.config, ("train", "val") if wanted.with_train else ("val",)
+    config, splits = request.config, ("train", "val") if request.with_train else ("val",)
     if is_url(config.data_dir):
         raise DataFolderError(
             f"--data_dir {config.data_dir}: --data_source volumes reads parts of files, which have "
             "to be on a disk of this host"
         )
     if config.labels is None:
-        check_folder(config.data_dir, wanted.num_classes, splits, SUFFIXES)
-        found = [kept_split(config, split, SUFFIXES) for split in splits]
+        check_folder(config.data_dir, request.num_classes, splits, SUFFIXES)
+        found = [cached_split(config, split, SUFFIXES) for split in splits]
     else:
-        found = read_labels(config.labels, config.data_dir, wanted.num_classes, splits)
+        found = read_labels(config.labels, config.data_dir, request.num_classes, splits)
     for index in found:
         check_packages(index.paths)
-    *train, val = [VolumesSplit(wanted, *each) for each in zip(splits, found, strict=True)]
+    *train, val = [VolumesSplit(request, *each) for each in zip(splits, found, strict=True)]
     left_out = sum((index.left_out for index in found), Counter[str]())
-    name = config.labels or config.data_dir
-    return SplitSource(wanted, name, train[0] if train else None, val, found[-1].classes, left_out)
+    name, classes = config.labels or config.data_dir, found[-1].classes
+    return DataSource(request, name, train[0] if train else None, val, classes, left_out)
 
 
 class VolumesSplit(SampleSplit):
@@ -56,20 +70,14 @@ class VolumesSplit(SampleSplit):
     reads_rows = True
     dtype = torch.float32
 
-    def __init__(self, wanted: Wanted, split: str, found: FolderIndex) -> None:
-        super().__init__(found.labels, wanted.seed, substitutes=split == "train")
+    def __init__(self, request: DatasetRequest, split: str, found: FolderIndex) -> None:
+        super().__init__(request, found.labels, substitutes=split == "train")
         self._index = found
-        self._channels, self._size = wanted.channels, wanted.size
-        self._rows = range(wanted.size[0])
-        self._augments, self._hflip = split == "train", wanted.config.hflip
-        values = wanted.config.preprocessing.of_channels(wanted.channels)
-        a_number_each = (-1, *[1] * len(wanted.size))
-        self._mean, self._std = (torch.tensor(each).reshape(a_number_each) for each in values)
-
-    def of_rows(self, rows: range) -> Dataset:
-        part = copy.copy(self)
-        part._rows = rows
-        return part
+        self._channels, self._size = request.channels, request.size
+        self._augments, self._hflip = split == "train", request.config.hflip
+        mean_and_std = request.config.preprocessing.of_channels(request.channels)
+        by_channel = (-1, *[1] * len(request.size))
+        self._mean, self._std = (torch.tensor(each).reshape(by_channel) for each in mean_and_std)
 
     def digest(self) -> str:
         """Return a checksum of the names in order and of their labels, which a table may change."""
@@ -79,29 +87,46 @@ class VolumesSplit(SampleSplit):
     def name_of(self, number: int) -> str:
         return self._index.paths[number]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self._channels, len(self._rows), *self._size[1:])
-
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
         path = self._index.paths[number]
         with open_array(path) as array:
             channel_axis = self._channel_axis(path, array.shape)
             size = [n for axis, n in enumerate(array.shape) if axis != channel_axis]
-            self._check_size(path, size)
-            starts, flip = self._place(size, epoch, index)
-            window = self._window(starts, channel_axis, len(array.shape))
-            values = self._read(path, array, window)
+            if any(there < needed for there, needed in zip(size, self._size, strict=True)):
+                raise DataFolderError(
+                    f"{path} holds an array of {_times(size)}, smaller than the "
+                    f"{_times(self._size)} that the model takes: leave it out, or give the model a "
+                    "smaller image size"
+                )
+            starts, flip = self._crop(size, epoch, index)
+            # This process's rows of the crop.
+            window = [slice(start, start + n) for start, n in zip(starts, self._size, strict=True)]
+            window[0] = slice(starts[0] + self.rows.start, starts[0] + self.rows.stop)
+            if channel_axis is not None:
+                window.insert(channel_axis, slice(0, self._channels))
+            try:
+                values = array.read(tuple(window))
+            except BrokenImageError as error:
+                if len(self.rows) == self._size[0]:
+                    raise
+                # Processes that read other rows may not see the damage: the image would be
+                # replaced here, and not there.
+                raise DataFolderError(
+                    f"{path} is damaged ({error}), and processes that read other rows of it cannot "
+                    "know: mend or remove it"
+                ) from None
         values = values[None] if channel_axis is None else np.moveaxis(values, channel_axis, 0)
-        image = torch.from_numpy(np.ascontiguousarray(as_floats(values)))
+        if values.dtype.kind in "iu":  # whole numbers: as a share of the largest of their type
+            values = values.astype(np.float32) / np.float32(np.iinfo(values.dtype).max)
+        image = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32, copy=False)))
         if flip:
             image = image.flip(-1)
         return (image - self._mean) / self._std
 
     def _channel_axis(self, path: str, shape: tuple[int, ...]) -> int | None:
-        """Return which axis of an array is that of the channels; None: it has none.
+        """Return which axis of an array has the channels; None: no axis has.
 
-        Raises DataFolderError for an array that has not the model's dimensions and channels.
+        Raises DataFolderError for an array without the model's dimensions and channels.
         """
         dimensions, channels = len(self._size), self._channels
         if len(shape) == dimensions and channels == 1:
@@ -116,16 +141,9 @@ class VolumesSplit(SampleSplit):
             f"with channels: {channels}"
         )
 
-    def _check_size(self, path: str, size: list[int]) -> None:
-        if any(there < wanted for there, wanted in zip(size, self._size, strict=True)):
-            raise DataFolderError(
-                f"{path} holds an array of {_times(size)}, smaller than the {_times(self._size)} "
-                "that the model takes: leave it out, or give the model a smaller image size"
-            )
-
-    def _place(self, size: list[int], epoch: int, index: int) -> tuple[list[int], bool]:
-        """Return where what is cut out of an array begins, and whether it is flipped."""
-        left = [there - wanted for there, wanted in zip(size, self._size, strict=True)]
+    def _crop(self, size: list[int], epoch: int, index: int) -> tuple[list[int], bool]:
+        """Return where the crop of an array of this size starts, and whether it is flipped."""
+        left = [there - needed for there, needed in zip(size, self._size, strict=True)]
         if not self._augments:
             return [each // 2 for each in left], False
 
@@ -135,37 +153,232 @@ class VolumesSplit(SampleSplit):
 
         return seeded(draw, left, self.seed, epoch, index)
 
-    def _window(self, starts: list[int], channel_axis: int | None, dimensions: int) -> Window:
-        ends = [start + length for start, length in zip(starts, self._size, strict=True)]
-        rows = slice(starts[0] + self._rows.start, starts[0] + self._rows.stop)
-        window = [rows, *map(slice, starts[1:], ends[1:])]
-        if channel_axis is not None:
-            window.insert(channel_axis, slice(0, self._channels))
-        return tuple(window)
-
-    def _read(self, path: str, array: ArrayFile, window: Window) -> np.ndarray:
-        """Return this part's values.
-
-        Raises DataFolderError for damage that who reads other rows may not see: the image would
-        be replaced here, and not there.
-        """
-        try:
-            return array.read(window)
-        except BrokenImageError as error:
-            if len(self._rows) == self._size[0]:
-                raise
-            raise DataFolderError(
-                f"{path} is damaged ({error}), and processes that read other rows of it cannot "
-                "know: mend or remove it"
-            ) from None
-
-
-def as_floats(values: np.ndarray) -> np.ndarray:
-    """Return float32: whole numbers as a share of the largest of their type, others as they are."""
-    if values.dtype.kind in "iu":
-        return values.astype(np.float32) / np.float32(np.iinfo(values.dtype).max)
-    return values.astype(np.float32)
-
 
 def _times(sizes: tuple[int, ...] | list[int]) -> str:
     return " x ".join(map(str, sizes)) or "no axis"
+
+
+# -- files of arrays -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ArrayFile:
+    """An array in an open file."""
+
+    shape: tuple[int, ...]
+    """The sizes of its axes. NIfTI's axes are in reverse order: slices, height, width."""
+    dtype: np.dtype
+    _read: Callable[[Window], np.ndarray]
+
+    def read(self, window: Window) -> np.ndarray:
+        """Return a part, and read little more than that. Raises BrokenImageError."""
+        with _broken_if_it_raises():
+            return np.array(self._read(window))
+
+
+@contextlib.contextmanager
+def open_array(path: str) -> Iterator[ArrayFile]:
+    """Open the array in the file ``path``. Raises BrokenImageError."""
+    with contextlib.ExitStack() as stack:
+        with _broken_if_it_raises():
+            os.close(regular(path, os.O_RDONLY))
+            openers = (each for suffix, each in _OPENERS.items() if path.lower().endswith(suffix))
+            opener = next(openers, None)
+            if opener is None:
+                raise BrokenImageError(f"its name ends in none of {', '.join(SUFFIXES)}")
+            opened = opener(path, stack)
+            if opened.dtype.kind not in "biuf":
+                raise BrokenImageError(f"its values are {opened.dtype}, and not numbers")
+        yield opened
+
+
+@contextlib.contextmanager
+def _broken_if_it_raises() -> Iterator[None]:
+    try:
+        yield
+    except BrokenImageError:
+        raise
+    except Exception as error:  # each format raises what it likes
+        raise BrokenImageError(reason_of(error)) from error
+
+
+def check_packages(paths: Iterable[str]) -> None:
+    """Raises DataFolderError if files of these names need a package that is not installed."""
+    suffixes = {suffix for path in paths for suffix in SUFFIXES if path.lower().endswith(suffix)}
+    for suffix in sorted(suffixes & set(_PACKAGES)):
+        package = _PACKAGES[suffix]
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            raise DataFolderError(
+                f"{suffix} files need the package {package}: python3 -m pip install {package}"
+            ) from None
+
+
+# NumPy's files
+
+
+def _open_npy(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
+    array = np.lib.format.open_memmap(path, mode="r")
+    return ArrayFile(array.shape, array.dtype, lambda window: array[window])
+
+
+def _open_npz(path: str, stack: contextlib.ExitStack) -> ArrayFile:
+    """Map the array if it is uncompressed in the file, else read it as a stream."""
+    archive = stack.enter_context(zipfile.ZipFile(path))
+    members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
+    named = [members[name] for name in ("volume", "image") if name in members]
+    if len(members) != 1 and not named:
+        raise BrokenImageError(f"it has {len(members)} arrays, and none is named volume or image")
+    member = next(iter(members.values())) if len(members) == 1 else named[0]
+    stream = stack.enter_context(archive.open(member))
+
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    elif version == (2, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
+    else:
+        raise BrokenImageError(
+            f"version {version[0]}.{version[1]} of NumPy's format is not known here"
+        )
+    first = stream.tell()
+
+    if member.compress_type == zipfile.ZIP_STORED and not dtype.hasobject:
+        # The member's header in the file may differ from the one in the archive's list.
+        with open(path, "rb") as file:
+            file.seek(member.header_offset)
+            name_length, extra_length = struct.unpack("<26xHH", file.read(30))
+        start = member.header_offset + 30 + name_length + extra_length
+        order: Any = "F" if fortran else "C"
+        array = np.memmap(path, dtype, "r", start + first, shape, order)
+        return ArrayFile(shape, dtype, lambda window: array[window])
+
+    def read(window: Window) -> np.ndarray:
+        if fortran:  # as the transposed array in C's order
+            return _streamed(stream, first, shape[::-1], dtype, window[::-1]).T
+        return _streamed(stream, first, shape, dtype, window)
+
+    return ArrayFile(shape, dtype, read)
+
+
+def _streamed(
+    stream: IO[bytes], first: int, shape: tuple[int, ...], dtype: np.dtype, window: Window
+) -> np.ndarray:
+    """Return a part of an array in C's order that starts at ``first``, reading forwards only.
+
+    Beside the part, one row or plane of the array is in memory at a time.
+    """
+    inner = 1 if len(shape) < 3 else 2
+    rows, rest = window[:-inner], window[-inner:]
+    bytes_a_row = math.prod(shape[-inner:]) * dtype.itemsize
+    found = np.empty([each.stop - each.start for each in window], dtype)
+    for place in itertools.product(*(range(each.start, each.stop) for each in rows)):
+        stream.seek(first + int(np.ravel_multi_index(place, shape[:-inner])) * bytes_a_row)
+        values = np.frombuffer(stream.read(bytes_a_row), dtype).reshape(shape[-inner:])
+        target = tuple(at - each.start for at, each in zip(place, rows, strict=True))
+        found[target] = values[rest]
+    return found
+
+
+# NIfTI
+
+
+def _open_nifti(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
+    import nibabel
+
+    array: Any = nibabel.load(path).dataobj
+    if not path.lower().endswith(".gz"):
+        _check_length(path, array.offset + math.prod(array.shape) * array.dtype.itemsize)
+    return ArrayFile(array.shape[::-1], array.dtype, lambda window: array[window[::-1]].T)
+
+
+def _check_length(path: str, needed: int) -> None:
+    """Raises BrokenImageError if a file has been cut off, which its header does not show."""
+    if os.path.getsize(path) < needed:
+        raise BrokenImageError(f"it has {os.path.getsize(path):,} of {needed:,} bytes")
+
+
+# TIFF
+
+
+def _open_tiff(path: str, stack: contextlib.ExitStack) -> ArrayFile:
+    """Open the first page, as height x width or height x width x samples."""
+    from tifffile import TiffFile
+
+    tiff = stack.enter_context(TiffFile(path))
+    page: Any = tiff.pages.first
+    ends = [sum(each) for each in zip(page.dataoffsets, page.databytecounts, strict=True)]
+    _check_length(path, max(ends, default=0))
+    if page.imagedepth > 1:
+        raise BrokenImageError("it is a volume; of TIFF files, images are read")
+    planes, _, height, width, samples = page.shaped  # planes or samples is 1
+    mapped: np.ndarray | None = None
+    if page.is_memmappable:
+        dtype, size = page.dtype.newbyteorder(tiff.byteorder), (planes, height, width, samples)
+        mapped = np.memmap(path, dtype, "r", page.dataoffsets[0], size)
+
+    def read(window: Window) -> np.ndarray:
+        rows, columns, *channels = window
+        if mapped is None:
+            found = _segments(tiff.filehandle, page, rows, columns)
+        else:
+            found = mapped[:, rows, columns]
+        values = np.concatenate(list(found), axis=-1)
+        return values[..., channels[0]] if channels else values[..., 0]
+
+    channels = planes * samples
+    shape = (height, width, channels) if channels > 1 else (height, width)
+    return ArrayFile(shape, page.dtype, read)
+
+
+def _segments(file: Any, page: Any, rows: slice, columns: slice) -> np.ndarray:
+    """Decode the tiles or strips that hold these rows and columns.
+
+    Returns (planes, rows, columns, samples).
+    """
+    planes, _, height, width, samples = page.shaped
+    high, wide = page.chunks[:2] if page.planarconfig == 1 else page.chunks[-2:]
+    across, down = math.ceil(width / wide), math.ceil(height / high)
+    found = np.zeros(
+        (planes, rows.stop - rows.start, columns.stop - columns.start, samples), page.dtype
+    )
+    needed = itertools.product(
+        range(planes),
+        range(rows.start // high, math.ceil(rows.stop / high)),
+        range(columns.start // wide, math.ceil(columns.stop / wide)),
+    )
+    for plane, tile_row, tile_column in needed:
+        number = (plane * down + tile_row) * across + tile_column
+        length = page.databytecounts[number]
+        if not length:  # a sparse file's tile of zeros
+            continue
+        file.seek(page.dataoffsets[number])
+        values, *_ = page.decode(
+            file.read(length), number, jpegtables=page.jpegtables, jpegheader=page.jpegheader
+        )
+        top, left = tile_row * high, tile_column * wide
+        values = values[0, : height - top, : width - left]
+        there, here = _overlap(top, values.shape[0], rows)
+        there_too, here_too = _overlap(left, values.shape[1], columns)
+        found[plane, here, here_too] = values[there, there_too]
+    return found
+
+
+def _overlap(start: int, length: int, window: slice) -> tuple[slice, slice]:
+    """Return where a tile and a window overlap: from the tile's start, and from the window's."""
+    first, end = max(start, window.start), min(start + length, window.stop)
+    return slice(first - start, end - start), slice(first - window.start, end - window.start)
+
+
+_OPENERS = {
+    ".npy": _open_npy,
+    ".npz": _open_npz,
+    ".nii": _open_nifti,
+    ".nii.gz": _open_nifti,
+    ".tif": _open_tiff,
+    ".tiff": _open_tiff,
+}
+_PACKAGES = {".nii": "nibabel", ".nii.gz": "nibabel", ".tif": "tifffile", ".tiff": "tifffile"}
+SUFFIXES = tuple(_OPENERS)
+"""The file extensions of arrays, in small letters."""

@@ -1,78 +1,112 @@
-"""The source of images in tar files, the shards of WebDataset, each read by its place in a shard.
+"""The source of images in tar files, the shards of WebDataset, each read at its offset in a shard.
 
-So training takes its images in the order of any other source, whatever shards they are in: for
-any number of processes, and from any step on.
+So training reads its images in the same order as from any other source, whatever shards they are
+in: for any number of processes, and from any step on.
+
+A sample is the files of one name, its key, up to the first dot after the last slash, as
+https://github.com/webdataset/webdataset has it: KEY.jpg and KEY.cls, say.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import functools
 import json
 import os
 import re
+import tarfile
+from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import IO, Any
 
 import numpy as np
 import xxhash
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm import tqdm
 
+from data.buckets import make_source
 from data.config import DataConfig
-from data.errors import BrokenImageError, DataFolderError, reason_of
-from data.image.buckets import source_of
-from data.image.transforms import transforms_of
-from data.index.index_file import VERSION, Kept, Table, is_worth_it, places
-from data.index.shard_index import index_shards
-from data.index.strings import Strings
-from data.loading.bytes_split import BytesSplit
-from data.source import SplitSource, Wanted
-from data.storage import HEAD, find_files, read_bytes
+from data.files import (
+    HEAD,
+    BrokenImageError,
+    DataFolderError,
+    find_files,
+    is_url,
+    open_system,
+    read_bytes,
+    reason_of,
+    regular,
+)
+from data.index import Strings, Table, load_or_build
+from data.source import DatasetRequest, DataSource
+from data.transforms import BytesSplit, Transform, transforms_of
 
-_NUMBERED = re.compile(r"(.*)\{(\d+)\.\.(\d+)\}(.*)")
-_STAMPS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "created")
-"""What file systems tell of a file that is another after a change; the first known is used."""
-_CLASSES = ("classes.json", "classes.txt")
+Files = Mapping[str, Mapping[str, Any]]
+"""What the file system knows of each file in ``--data_dir``, by its name there."""
 
 
-def open_shards(wanted: Wanted) -> SplitSource:
-    """Index the shards of the splits that are wanted.
+def open_shards(request: DatasetRequest) -> DataSource:
+    """Index the shards of the splits that are requested.
 
     Raises DataFolderError for shards that are missing or damaged, and for labels that do not fit.
     """
-    augment, plain = transforms_of(wanted)
-    config = wanted.config
-    if not config.data_dir:
+    augment, plain = transforms_of(request)
+    config, root = request.config, request.config.data_dir
+    if not root:
         raise DataFolderError("--data_dir is empty: give the folder or URL that holds the shards")
-    files = find_files(config.data_dir)
-    splits = ("train", "val") if wanted.with_train else ("val",)
+    files = find_files(root)
+    splits = ("train", "val") if request.with_train else ("val",)
     chosen = {split: choose_shards(config, split, files) for split in splits}
     twice = sorted(set(chosen["val"]).intersection(chosen.get("train", ())))
     if twice:
         raise DataFolderError(
-            f"{twice[0]} in {config.data_dir} would be in train and in val: give --train_shards "
-            "and --val_shards"
+            f"{twice[0]} in {root} would be in train and in val: give --train_shards and "
+            "--val_shards"
         )
-    found = {split: _kept(config, split, chosen[split], files) for split in splits}
-    classes = _classes(config.data_dir, found, files)
-    how = {"train": augment, "val": plain}
+    tables = {split: _cached_index(config, split, chosen[split], files) for split in splits}
+    classes = _classes(root, tables, files)
     made = {
-        split: ShardSplit(wanted, split, table, _labels(wanted, table, classes), how[split])
-        for split, table in found.items()
+        split: ShardSplit(request, split, table, classes, augment if split == "train" else plain)
+        for split, table in tables.items()
     }
-    left_out = sum((Counter(table.info["left_out"]) for table in found.values()), Counter[str]())
-    return source_of(wanted, config.data_dir, made.get("train"), made["val"], classes, left_out)
+    left_out = sum((Counter(table.info["left_out"]) for table in tables.values()), Counter[str]())
+    return make_source(request, root, made.get("train"), made["val"], classes, left_out)
 
 
 class ShardSplit(BytesSplit):
     """One split (train or val) of shards: a dataset by (epoch, image index)."""
 
     def __init__(
-        self, wanted: Wanted, split: str, table: Table, labels: np.ndarray, transform: Callable
+        self,
+        request: DatasetRequest,
+        split: str,
+        table: Table,
+        classes: list[str] | None,
+        transform: Transform,
     ) -> None:
-        """Take what ``index_shards`` found, and the labels as numbers of the model's classes."""
-        super().__init__(wanted, labels, transform, substitutes=split == "train")
-        root, shards = wanted.config.data_dir, table.info["shards"]
+        """``table``: what ``index_shards`` found. Raises DataFolderError."""
+        root, shards = request.config.data_dir, table.info["shards"]
+        labels, names = table.arrays["label"], table.info["names"]
+        if not len(labels):
+            raise DataFolderError(f"there is no image in the shards of {root}")
+        if names is not None and names != classes:
+            number_of = {name: number for number, name in enumerate(classes or ())}
+            missing = [name for name in names if name not in number_of]
+            if missing:
+                raise DataFolderError(f"a label in {root} is {missing[0]}, which classes.* lacks")
+            labels = np.array([number_of[name] for name in names], np.int32)[labels]
+        count = len(classes) if classes else int(labels.max()) + 1
+        if count > request.num_classes:
+            raise DataFolderError(
+                f"{root} has {count} classes, --num_classes is {request.num_classes}"
+            )
+        if labels.max() >= count:
+            raise DataFolderError(
+                f"a label in {root} is {labels.max()}, of {count} classes by name"
+            )
+        super().__init__(request, labels, transform, substitutes=split == "train")
         self._shards = [os.path.join(root, name) for name, _ in shards]
         self._places = table.arrays
         self._keys = Strings(table.arrays["keys"], table.arrays["ends of keys"])
@@ -97,22 +131,23 @@ class ShardSplit(BytesSplit):
         return digest.hexdigest()
 
 
-def choose_shards(config: DataConfig, split: str, files: Mapping[str, Any]) -> list[str]:
+# -- which files are the shards, and what are the classes ------------------------------
+
+
+def choose_shards(config: DataConfig, split: str, files: Files) -> list[str]:
     """Return which of the files of ``--data_dir`` are the split's shards, sorted.
 
     Raises DataFolderError if there are none, or if one is missing that a pattern numbers.
     """
     pattern = config.train_shards if split == "train" else config.val_shards
     flag = f"--{split}_shards"
-    if pattern and (numbered := _NUMBERED.fullmatch(pattern)):
+    if pattern and (numbered := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern)):
         head, first, last, tail = numbered.groups()
         numbers = range(int(first), int(last) + 1)
-        names = (f"{head}{number:0{len(first)}}{tail}" for number in numbers)
-        chosen = []
-        for name in names:
+        chosen = [f"{head}{number:0{len(first)}}{tail}" for number in numbers]
+        for name in chosen:
             if name not in files:
                 raise DataFolderError(f"{config.data_dir} has no {name} of {flag} {pattern}")
-            chosen.append(name)
         if chosen:
             return chosen
     patterns = [pattern] if pattern else [f"{split}/*.tar", f"*{split}*.tar"]
@@ -120,37 +155,16 @@ def choose_shards(config: DataConfig, split: str, files: Mapping[str, Any]) -> l
         if chosen := sorted(fnmatch.filter(files, each)):
             return chosen
     raise DataFolderError(
-        f"{config.data_dir} has no shards {' or '.join(patterns)}: {flag} says which they are"
+        f"{config.data_dir} has no shards {' or '.join(patterns)}: name them with {flag}"
     )
 
 
-def _kept(config: DataConfig, split: str, shards: list[str], files: Mapping[str, Any]) -> Table:
-    """Return the index of the shards, read from a file if they have not changed since."""
-    stamps = [[shard, _stamp(files[shard])] for shard in shards]
-    root = config.data_dir
-
-    def build() -> Table:
-        table = index_shards(root, shards)
-        return Table(table.arrays, table.info | {"shards": stamps})
-
-    def change(table: Table) -> str | None:
-        return None if table.info["shards"] == stamps else "its shards have changed"
-
-    kept = Kept(places(config, root, f"{split}-of-webdataset"), root, {"version": VERSION}, config)
-    return kept.load(build, change, functools.partial(is_worth_it, config, "label"))
-
-
-def _stamp(info: Mapping[str, Any]) -> str:
-    changes = next((info[name] for name in _STAMPS if info.get(name) is not None), "")
-    return f"{info.get('size')} {changes}"
-
-
-def _classes(root: str, found: Mapping[str, Table], files: Mapping[str, Any]) -> list[str] | None:
+def _classes(root: str, tables: Mapping[str, Table], files: Files) -> list[str] | None:
     """Return the classes' names by label: of the file beside the shards, or else of the labels.
 
     None if neither names any. Raises DataFolderError.
     """
-    for file in _CLASSES:
+    for file in ("classes.json", "classes.txt"):
         if file not in files:
             continue
         try:
@@ -159,9 +173,9 @@ def _classes(root: str, found: Mapping[str, Table], files: Mapping[str, Any]) ->
         except (BrokenImageError, ValueError) as error:
             raise DataFolderError(f"{root}/{file} cannot be read: {reason_of(error)}") from None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise DataFolderError(f"{root}/{file} is no list of names, one of each class")
+            raise DataFolderError(f"{root}/{file} is not a list of names, one of each class")
         return names
-    named = [table.info["names"] for table in found.values()]
+    named = [table.info["names"] for table in tables.values()]
     if any(names != named[0] for names in named):
         raise DataFolderError(
             f"the classes that the shards of train and val name differ in {root}: put the names "
@@ -170,20 +184,166 @@ def _classes(root: str, found: Mapping[str, Table], files: Mapping[str, Any]) ->
     return named[0]
 
 
-def _labels(wanted: Wanted, table: Table, classes: list[str] | None) -> np.ndarray:
-    """Return the labels as numbers of classes. Raises DataFolderError where they are none."""
-    root, labels, names = wanted.config.data_dir, table.arrays["label"], table.info["names"]
-    if not len(labels):
-        raise DataFolderError(f"there is no image in the shards of {root}")
-    if names is not None and names != classes:
-        number_of = {name: number for number, name in enumerate(classes or ())}
-        missing = [name for name in names if name not in number_of]
-        if missing:
-            raise DataFolderError(f"a label in {root} is {missing[0]}, which classes.* lacks")
-        labels = np.array([number_of[name] for name in names], np.int32)[labels]
-    count = len(classes) if classes else int(labels.max()) + 1
-    if count > wanted.num_classes:
-        raise DataFolderError(f"{root} has {count} classes, --num_classes is {wanted.num_classes}")
-    if labels.max() >= count:
-        raise DataFolderError(f"a label in {root} is {labels.max()}, of {count} classes by name")
-    return labels
+# -- the index: where each image is in the shards, and its label -----------------------
+
+
+Label = int | str
+"""A class's number, or its name."""
+_KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
+_LABEL_FIELDS = ("label", "cls")
+
+
+@dataclass
+class _Sample:
+    start: int | None = None
+    """The offset of the image in the shard, in bytes."""
+    size: int = 0
+    label: Label | None = None
+
+
+@dataclass
+class _Shard:
+    """The samples of one shard, in its order."""
+
+    keys: list[str] = field(default_factory=list)
+    starts: array = field(default_factory=lambda: array("q"))
+    sizes: array = field(default_factory=lambda: array("q"))
+    labels: list[Label] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def _cached_index(config: DataConfig, split: str, shards: list[str], files: Files) -> Table:
+    """Return the index of the shards, read from an index file if they have not changed since."""
+    root = config.data_dir
+    stamps = []
+    # File systems differ in which field shows a change of a file: the first known is used.
+    fields = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "created")
+    for shard in shards:
+        info = files[shard]
+        changed = next((info[name] for name in fields if info.get(name) is not None), "")
+        stamps.append([shard, f"{info.get('size')} {changed}"])
+
+    def build() -> Table:
+        table = index_shards(root, shards)
+        return Table(table.arrays, table.info | {"shards": stamps})
+
+    def change(table: Table) -> str | None:
+        return None if table.info["shards"] == stamps else "its shards have changed"
+
+    return load_or_build(config, split, root, build, change, counted="label")
+
+
+def index_shards(root: str, shards: Sequence[str]) -> Table:
+    """Return where the images of these shards are, in their order, by reading all their headers.
+
+    Its arrays: for each image the "shard"'s number, "start" and "size" in it in bytes, "label"; and
+    the keys, as ``Strings``. Its info: "names", which the labels are numbers of, sorted; None if
+    the labels were numbers. Raises DataFolderError for a shard that is damaged, and for an image
+    without a label.
+    """
+    paths = [os.path.join(root, shard) for shard in shards]
+    with ThreadPoolExecutor(16) as pool:  # most of the time they wait, if shards are far away
+        scanned = pool.map(_scan, paths)
+        bar = tqdm(scanned, f"reading {root}", len(paths), unit=" shards", delay=5, disable=None)
+        found = list(bar)
+    labels = [label for shard in found for label in shard.labels]
+    names = sorted({label for label in labels if isinstance(label, str)})
+    number_of = {name: number for number, name in enumerate(names)}
+    if names and any(isinstance(label, int) for label in labels):
+        raise DataFolderError(
+            f"the labels in the shards of {root} are numbers, but also names, such as {names[0]}: "
+            "give them all as numbers"
+        )
+    numbers = [number_of[label] if isinstance(label, str) else label for label in labels]
+    keys = Strings.of(key for shard in found for key in shard.keys)
+    counts = [len(shard.keys) for shard in found]
+    arrays = {
+        "shard": np.repeat(np.arange(len(found), dtype=np.int32), counts),
+        "start": np.concatenate([np.array(shard.starts, np.int64) for shard in found]),
+        "size": np.concatenate([np.array(shard.sizes, np.int64) for shard in found]),
+        "label": np.array(numbers, np.int32),
+        "keys": keys.content,
+        "ends of keys": keys.ends,
+    }
+    left_out = sum((shard.left_out for shard in found), Counter[str]())
+    return Table(arrays, {"names": names or None, "left_out": left_out})
+
+
+def _scan(path: str) -> _Shard:
+    """Return what is in a shard.
+
+    Raises DataFolderError for a damaged one, a key with two images, and an image without a label.
+    """
+    samples: dict[str, _Sample] = {}
+    shard = _Shard()
+    try:
+        with _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                named = _KEY.fullmatch(member.name)
+                if not (named and member.isreg()):
+                    continue
+                key, suffix = named[1], f".{named[2].lower()}"
+                if suffix in IMG_EXTENSIONS:
+                    sample = samples.setdefault(key, _Sample())
+                    if sample.start is not None:
+                        raise DataFolderError(
+                            f"{path} has two images of the name {key}: remove one"
+                        )
+                    sample.start, sample.size = member.offset_data, member.size
+                elif suffix in (".cls", ".json"):
+                    sample = samples.setdefault(key, _Sample())
+                    if suffix == ".cls" or sample.label is None:
+                        content = tar.extractfile(member).read()  # type: ignore[union-attr]
+                        sample.label = _label(f"{path}: {member.name}", suffix, content)
+                else:
+                    shard.left_out[suffix] += 1
+            file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("it is cut off or damaged")
+    except DataFolderError:
+        raise
+    except Exception as error:  # each file system raises what it likes
+        raise DataFolderError(f"{path} cannot be read: {reason_of(error)}") from error
+
+    for key, sample in samples.items():
+        if sample.start is None:
+            shard.left_out["labels without an image"] += 1
+            continue
+        if sample.label is None:
+            raise DataFolderError(
+                f"{path}: the image {key} has no label: {key}.cls, or {key}.json with the field "
+                f"{' or '.join(_LABEL_FIELDS)}, is needed beside it"
+            )
+        shard.keys.append(key)
+        shard.starts.append(sample.start)
+        shard.sizes.append(sample.size)
+        shard.labels.append(sample.label)
+    return shard
+
+
+def _open(path: str) -> IO[bytes]:
+    if not is_url(path):
+        return open(path, "rb", opener=regular)
+    system, there = open_system(path)
+    return system.open(there, "rb")
+
+
+def _label(name: str, suffix: str, content: bytes) -> Label | None:
+    """Return the label that a file holds; None for JSON without one. Raises DataFolderError."""
+    try:
+        text = content.decode().strip()
+        if suffix == ".json":
+            fields = json.loads(text)
+            found = [fields[each] for each in _LABEL_FIELDS if each in fields]
+            if not found:
+                return None
+            label = found[0]
+        else:
+            label = int(text) if re.fullmatch(r"-?\d+", text, re.ASCII) else text
+        if isinstance(label, str) and label:
+            return label
+        if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < 2**31:
+            return label
+        raise ValueError(f"{label!r} is neither a number from 0 on nor a name")
+    except (ValueError, TypeError) as error:
+        raise DataFolderError(f"{name} holds no label: {reason_of(error)}") from None

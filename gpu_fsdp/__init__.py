@@ -1,1 +1,1 @@
-"""The GPU backend: PyTorch's FSDP2 or NVIDIA's Megatron-FSDP, a process a device."""
+"""What is NVIDIA's alone: Megatron-FSDP and TransformerEngine's blocks, over ``torch_fsdp``."""

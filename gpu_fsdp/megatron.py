@@ -1,46 +1,40 @@
-"""Megatron-FSDP: NVIDIA's ``fully_shard_model`` around the whole model, blocks as its units.
+"""The step and the checkpoints of NVIDIA's Megatron-FSDP, blocks as its units.
 
-The optimizer is a plain AdamW on each process's parts: the package's own wrapper takes a
-step while it is made. The loss is divided here and gradients are only summed
-(``calculate_per_token_loss``): the scaling in 0.6.1 is wrong for a sharded outer dimension.
+The optimizer is this program's, on each process's parts: the package's own wrapper takes a step
+while it is made. The loss is divided here and gradients are only summed.
 """
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.layers import PatchEmbed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gpu_fsdp import megatron_private
-from gpu_fsdp.devices import Device
-from gpu_fsdp.gpu_backend import OUTER, SHARD, GpuBackend
-from gpu_fsdp.initial_values import InitialValues
-from gpu_fsdp.resolve_gpu import DTYPES, ZERO_NAMES, GpuRun
-from gpu_fsdp.te_block import timm_name
-from models.meta import cast_buffers, fill_buffers
+from gpu_fsdp.parallelize import (
+    TENSOR,
+    MegatronFSDP,
+    install_weights,
+    optimizer_parameters,
+    parallelize,
+    wants_meta_init,
+)
+from torch_fsdp.devices import Device
+from torch_fsdp.parallelize import OUTER, SHARD
+from torch_fsdp.recipe import ZERO_NAMES, TorchRun
+from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
-from training.checkpoints.shards import Chunk, ShardedTensor, flat_range_boxes
-
-with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
-    warnings.simplefilter("ignore")
-    from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-
-TENSOR = "tp"
-_META_SHARE = 0.25
-"""Share of the device's memory above which a model is not put there whole before sharding."""
+from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
 
 
-class MegatronBackend(GpuBackend):
+class MegatronBackend(TorchBackend):
     _model: MegatronFSDP
 
-    def __init__(self, run: GpuRun, device: Device) -> None:
+    def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
         # The package wants a tensor-parallel dimension, if only of size 1.
         shape = (run.mesh.dcn, run.mesh.fsdp, 1)
@@ -59,108 +53,27 @@ class MegatronBackend(GpuBackend):
         form += ", fp32 weights" if self._own.preserve_fp32_weights else ", no fp32 weights"
         return form + (", meta init" if self._meta_init else "")
 
-    # -- sharding ---------------------------------------------------------------------
-
-    def _shard_units(
+    def _parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        initial = InitialValues(model, units, initialize)
-        self._meta_init = self._wants_meta_init(model)
-        blocks = [self._prepare_block(model, name, unit) for name, unit in units if name]
-        dtype = DTYPES[self._sharding.precision]
-        model.to(dtype)
-        fill = functools.partial(self._fill, initial)
-        owners = [
-            (name, part)
-            for name, part in model.named_modules()
-            if next(part.parameters(recurse=False), None) is not None
-        ]
-        for name, part in owners:
-            if self._meta_init:  # the package calls it once it has given the part memory
-                part.reset_parameters = functools.partial(fill, name, part)
-            else:
-                part.to_empty(device=self._device.where, recurse=False)
-                fill(name, part)
-        self._fill_buffers("", model)
-        model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
-        self._model = fully_shard_model(model, **self._options(type(blocks[0])))
-        self._take_parameters()
-        if dtype != torch.float32 and self._own.preserve_fp32_weights:
-            self._restore_precision(initial)
+        self._meta_init = wants_meta_init(model, self._run, self._device)
+        self._model = parallelize(
+            model,
+            units,
+            initialize,
+            self._run,
+            self._mesh,
+            self._all,
+            self._device.where,
+            meta_init=self._meta_init,
+        )
+        self._parameters = optimizer_parameters(self._model, self._recipe.blocks)
         return self._model
 
-    def _wants_meta_init(self, model: nn.Module) -> bool:
-        limit = self._device.memory().get("limit")
-        if self._own.meta_init is not None or self._zero == 0 or limit is None:
-            return bool(self._own.meta_init)
-        size = 4 * sum(parameter.numel() for parameter in model.parameters())
-        return size > _META_SHARE * limit
-
-    @torch.no_grad()
-    def _fill(self, initial: InitialValues, name: str, part: nn.Module) -> None:
-        for key, parameter in part.named_parameters(prefix=name, recurse=False):
-            parameter.copy_(initial[timm_name(key)])
-        self._fill_buffers(name, part)
-
-    def _fill_buffers(self, name: str, module: nn.Module) -> None:
-        """Give the buffers below ``module`` their values; those in blocks the blocks' dtype."""
-        fill_buffers(module, lambda values: values.to(self._device.where))
-        dtype = DTYPES[self._sharding.precision]
-        for inner, part in module.named_modules(prefix=name):
-            if inner.startswith("blocks."):
-                cast_buffers(part, dtype)
-
-    def _options(self, block: type[nn.Module]) -> dict[str, Any]:
-        own, mesh = self._own, self._run.mesh
-        several = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._all} if mesh.dcn > 1 else {}
-        return {
-            "device_mesh": self._mesh,
-            "dp_shard_dim": SHARD,
-            "tp_dim": TENSOR,
-            **several,
-            # With the patch embedding a unit of its own, no part begins inside a row of another
-            # parameter, on which the package fails for some widths.
-            "fsdp_unit_modules": [block, PatchEmbed],
-            "zero_dp_strategy": self._zero,
-            "outer_dp_sharding_strategy": own.outer_dp_sharding_strategy,
-            "device": self._device.where,
-            "init_model_with_meta_device": self._meta_init,
-            "mixed_precision_policy": self._precision_policy(),
-            "overlap_grad_reduce": own.overlap_grad_reduce,
-            "overlap_param_gather": own.overlap_param_gather,
-            "sync_model_each_microbatch": False,
-            "preproc_state_dict_for_dcp_ckpt": False,
-            "calculate_per_token_loss": True,
-        }
-
-    def _precision_policy(self) -> MixedPrecisionPolicy:
-        if not self._own.preserve_fp32_weights:  # gradients then have the weights' precision
-            return MixedPrecisionPolicy(None, None, None)
-        reduce_dtype = DTYPES[self._own.reduce_dtype]
-        return MixedPrecisionPolicy(torch.float32, torch.float32, reduce_dtype)
-
-    def _take_parameters(self) -> None:
-        distributed = megatron_private.optimizer_parameters(self._model)
-        for name, _ in self._model.module.named_parameters():
-            self._parameters[timm_name(name)] = distributed[name]
-
-    @torch.no_grad()
-    def _restore_precision(self, initial: InitialValues) -> None:
-        """Give fp32 weights their exact values: the package took them from ones rounded to bf16."""
-        for name, parameter in self._parameters.items():
-            local = parameter.to_local()
-            part = megatron_private.own_range(parameter)
-            local.copy_(initial[name].flatten()[part.start : part.stop].view(local.shape))
-        self._install()
-
-    def _install(self) -> None:
-        """Let the weights that are computed with follow the optimizer's."""
-        if self._zero:
-            self._model.synchronize_param_gather()
-        self._model.install_optimized_model_weights()
-
-    def _local_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return ((name, part.to_local().detach()) for name, part in self._parameters.items())
+    def _shard_groups(self) -> list[dist.ProcessGroup]:
+        if self._own.outer_dp_sharding_strategy:
+            return [self._all]
+        return [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
 
     # -- a step -----------------------------------------------------------------------
 
@@ -168,10 +81,10 @@ class MegatronBackend(GpuBackend):
         # After the last micro-batch the package reduces what it has not yet; without overlap
         # finish_grad_sync does, and both would add gradients up twice.
         is_last = is_last and self._own.overlap_grad_reduce
-        megatron_private.say_last_micro_batch(self._model, is_last)
+        megatron_private.set_last_micro_batch(self._model, is_last)
         (loss / self.world_size).backward()
 
-    def _take_gradients(self) -> None:
+    def _collect_gradients(self) -> None:
         self._model.finish_grad_sync()
         for name, parameter in self._parameters.items():
             local = self._locals[name]
@@ -192,12 +105,7 @@ class MegatronBackend(GpuBackend):
         self._model.zero_grad_buffer()
 
     def _squares(self) -> Iterator[torch.Tensor]:
-        yield self._square(self._locals, self._sharded_over())
-
-    def _sharded_over(self) -> list[dist.ProcessGroup]:
-        if self._own.outer_dp_sharding_strategy:
-            return [self._all]
-        return [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
+        yield self._square(self._locals, self._shard_groups())
 
     def close(self) -> None:
         super().close()
@@ -206,6 +114,9 @@ class MegatronBackend(GpuBackend):
             megatron_private.remove_gradient_hooks(model)
 
     # -- checkpoints ------------------------------------------------------------------
+
+    def _after_load(self) -> None:
+        install_weights(self._model, self._zero)
 
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
         parameter = self._parameters[name]
@@ -218,6 +129,3 @@ class MegatronBackend(GpuBackend):
             count = torch.Size(sizes).numel()
             chunks.append(Chunk(offsets, flat[at : at + count].view(sizes)))
         return ShardedTensor(parameter.shape, values.dtype, chunks)
-
-    def _after_load(self) -> None:
-        self._install()

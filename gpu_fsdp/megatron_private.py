@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.tensor import DTensor
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 WRITTEN_FOR = {"megatron-fsdp": "0.6.1"}
 
@@ -19,8 +20,8 @@ def own_range(parameter: DTensor) -> slice:
     return getattr(parameter, "megatron_fsdp_slice", slice(0, parameter.numel()))
 
 
-def say_last_micro_batch(model: Any, is_last: bool) -> None:
-    """Tell the hooks of the coming backward pass whether they are to reduce what is left."""
+def set_last_micro_batch(model: Any, is_last: bool) -> None:
+    """Let the hooks know of the coming backward pass whether they are to reduce what is left."""
     model.is_last_microbatch = is_last
 
 

@@ -1,172 +1,82 @@
-"""Which form of FSDP, which mesh, which device a run on GPUs has; decided before any starts."""
+"""``--backend cuda``: the one place where NVIDIA's parts take the place of PyTorch's.
+
+``--fsdp megatron`` replaces FSDP2, ``--block te`` timm's blocks. All else is ``torch_fsdp``'s.
+"""
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-from gpu_fsdp import devices, te_block
-from gpu_fsdp.config import GpuConfig
-from gpu_fsdp.domain.resolve_domain import resolve_domain
+from gpu_fsdp import megatron_private
+from gpu_fsdp.te_block import TeBlocks
+from torch_fsdp import devices, resolve_torch
+from torch_fsdp.config import TorchConfig
+from torch_fsdp.devices import Device
+from torch_fsdp.recipe import Form, TorchRun
+from torch_fsdp.resolve_torch import FSDP2
+from training.config import RunConfig
 from training.errors import UsageError
-from training.mesh import Mesh, make_mesh
-from training.options.config import RunConfig
-from training.options.flag_rules import check_needs
-from training.options.resolve import Run, check_batch, resolve_common, resolve_model
-from training.options.teacher_run import with_teacher
+from training.mesh import Mesh
 
-ZERO_NAMES = ("no sharding", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-GpuRun = Run[GpuConfig]
+if TYPE_CHECKING:
+    from torch_fsdp.torch_backend import TorchBackend
 
 
-def world_size() -> int:
-    """Processes of the run, as torchrun tells."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
+def resolve(config: RunConfig, own: TorchConfig) -> TorchRun:
     """Return the run that the flags ask for on the processes that torchrun has started.
 
     Raises UsageError.
     """
-    run = _resolve(config, own)
-    strategy = 0 if run.own.zero_dp_strategy == 0 else 3  # of 2, it would never be sharded again
-    beside = replace(run.own, block="timm", fp8="none", zero_dp_strategy=strategy)
-    return with_teacher(run, lambda config: _resolve(config, beside))
-
-
-def _resolve(config: RunConfig, own: GpuConfig) -> GpuRun:
-    config = _resolve_policy(resolve_common(replace(config, backend="cuda")))
-    _check_devices()
-    own = _resolve_form(config, own)
-    own = replace(own, zero_dp_strategy=_zero_dp_strategy(config, own))
-    check_needs(config, own)
-    _check_strategy(config, own)
-    _check_form(config, own)
-    mesh = _mesh(config, own)
-    _check_precision(config, own, mesh)
-    config, model = resolve_model(config)  # after what is known at once: timm takes a second
-    run = GpuRun(resolve_domain(config, own, mesh, model), own, model, mesh)
-    te_block.check(run)
-    check_batch(run)
-    te_block.check_batch(run)
-    return run
-
-
-def _resolve_policy(config: RunConfig) -> RunConfig:
-    """Decide ``--grad_ckpt``. Raises UsageError."""
-    if config.sharding.grad_ckpt == "offload":
-        raise UsageError("--grad_ckpt offload needs --backend xla, this is cuda: use full")
-    if config.sharding.grad_ckpt == "auto":
-        return replace(config, sharding=replace(config.sharding, grad_ckpt="full"))
-    return config
-
-
-def _resolve_form(config: RunConfig, own: GpuConfig) -> GpuConfig:
-    if own.fsdp != "auto":
-        return own
-    needs_fsdp2 = (
-        config.sharding.mesh_domain > 1
-        or config.optimizer.linear_probe
-        or config.loss.teacher is not None
-    )
-    megatron = devices.choose().runs_megatron and not needs_fsdp2
-    return replace(own, fsdp="megatron" if megatron else "fsdp2")
-
-
-def _zero_dp_strategy(config: RunConfig, own: GpuConfig) -> int:
-    """Return 0 to 3, by ``--zero_dp_strategy`` or the two older flags for 0 and 2.
-
-    Raises UsageError where they contradict each other.
-    """
-    shortcuts = {
-        "--run_without_fsdp": (config.sharding.run_without_fsdp, 0),
-        "--no_reshard_after_forward": (not config.sharding.reshard_after_forward, 2),
-    }
-    strategy = own.zero_dp_strategy
-    for flag, (given, means) in shortcuts.items():
-        if given and own.zero_dp_strategy not in (None, means):
-            raise UsageError(
-                f"{flag} means --zero_dp_strategy {means}, not {own.zero_dp_strategy}: drop one"
-            )
-        if given and strategy is None:
-            strategy = means
-    return 3 if strategy is None else strategy
-
-
-def _mesh(config: RunConfig, own: GpuConfig) -> Mesh:
-    """Return the mesh of a run; without sharding FSDP2 has copies, and all-reduces gradients."""
-    size = world_size()
-    mesh = make_mesh(
-        config.sharding,
-        size,
-        "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
-    )
-    if own.zero_dp_strategy == 0 and own.fsdp == "fsdp2":
-        return Mesh(dcn=mesh.fsdp, domain=mesh.domain)
-    return mesh
-
-
-def _check_devices() -> None:
-    device = devices.choose()
-    if device.is_host and not dist.is_gloo_available():
-        raise UsageError("--backend cuda: no CUDA device here, nor PyTorch with gloo for the CPU")
-    here, there_are = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device.count()
-    if there_are is not None and here > there_are:
-        raise UsageError(
-            f"torchrun started {here} processes on this node, which has {there_are} x "
-            f"{device.noun}: a process each, --nproc-per-node {there_are} or fewer"
+    if own.fsdp == "auto":
+        needs_fsdp2 = (
+            config.sharding.mesh_domain > 1
+            or config.optimizer.linear_probe
+            or config.loss.teacher is not None
         )
+        megatron = devices.choose().runs_megatron and not needs_fsdp2
+        own = replace(own, fsdp="megatron" if megatron else "fsdp2")
+    form = MEGATRON if own.fsdp == "megatron" else FSDP2
+    blocks = TeBlocks(own.fp8) if own.block == "te" else None
+    return resolve_torch.resolve(config, own, form, blocks)
 
 
-def _check_strategy(config: RunConfig, own: GpuConfig) -> None:
-    strategy = own.zero_dp_strategy
-    if config.sharding.mesh_tensor > 1:
-        raise UsageError(
-            f"--mesh_tensor {config.sharding.mesh_tensor} needs --backend xla, this is cuda"
-        )
-    if strategy == 1 and own.fsdp == "fsdp2":
-        raise UsageError("--fsdp fsdp2 has no --zero_dp_strategy 1: use 2 or 3, or --fsdp megatron")
-    for name in ("mesh_dcn", "mesh_fsdp"):
-        if strategy == 0 and getattr(config.sharding, name) not in (None, 1):
-            raise UsageError(f"--{name} shapes sharding, --zero_dp_strategy 0 has none: drop one")
-
-
-def _check_form(config: RunConfig, own: GpuConfig) -> None:
-    """Raises UsageError for what the form of FSDP cannot do, here or at all."""
-    if own.cpu_offload and config.optimizer.optimizer == "muon":
-        raise UsageError("--optimizer muon does not go with --cpu_offload: drop one of the two")
-    if own.fsdp == "megatron" and config.optimizer.linear_probe:
-        raise UsageError("--linear_probe needs --fsdp fsdp2, this is megatron")
-    if own.fsdp == "megatron" and config.loss.teacher is not None:
-        raise UsageError("--teacher needs --fsdp fsdp2, this is megatron")
-    if own.fsdp == "fsdp2":
-        if own.meta_init is False:
-            raise UsageError("--no-meta_init needs --fsdp megatron, this is fsdp2")
-        if own.cpu_offload and devices.choose().is_host:
-            raise UsageError("--cpu_offload needs CUDA: here everything is in host memory anyway")
-        return
+def _check_megatron(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Device) -> None:
+    if config.optimizer.linear_probe:
+        raise UsageError("--linear_probe requires --fsdp fsdp2, this is megatron")
+    if config.loss.teacher is not None:
+        raise UsageError("--teacher requires --fsdp fsdp2, this is megatron")
     check_megatron_runs_here()
     if own.zero_dp_strategy == 0 and own.meta_init:
-        raise UsageError("--meta_init needs --zero_dp_strategy 1, 2 or 3: Megatron-FSDP refuses 0")
+        raise UsageError(
+            "--meta_init requires --zero_dp_strategy 1, 2 or 3: Megatron-FSDP refuses 0"
+        )
+    if mesh.domain > 1:
+        raise UsageError(
+            f"--mesh_domain {mesh.domain} requires --fsdp fsdp2: Megatron-FSDP shards no images "
+            "here"
+        )
+    if config.sharding.precision == "fp16":
+        raise UsageError("--precision fp16 requires --fsdp fsdp2: with megatron use bf16")
+    if own.reduce_dtype != "fp32" and mesh.fsdp == 1:
+        raise UsageError(
+            f"--reduce_dtype {own.reduce_dtype} requires --mesh_fsdp of 2 or more with --fsdp "
+            "megatron"
+        )
 
 
 def check_megatron_runs_here() -> None:
     """Raises UsageError where Megatron-FSDP cannot run."""
     if not devices.choose().runs_megatron:
-        raise UsageError("--fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2")
+        raise UsageError("--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2")
     try:
         with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
             warnings.simplefilter("ignore")
             import megatron_fsdp  # noqa: F401
     except ImportError:
         raise UsageError(
-            "--fsdp megatron needs the package megatron-fsdp: python3 -m pip install "
+            "--fsdp megatron requires the package megatron-fsdp: python3 -m pip install "
             "-r requirements-gpu.txt, or use --fsdp fsdp2"
         ) from None
     except (OSError, RuntimeError, AssertionError) as error:  # it imports TransformerEngine
@@ -177,18 +87,10 @@ def check_megatron_runs_here() -> None:
         ) from None
 
 
-def _check_precision(config: RunConfig, own: GpuConfig, mesh: Mesh) -> None:
-    device, precision = devices.choose(), config.sharding.precision
-    for used in (precision, "bf16" if own.reduce_dtype == "bf16" else "fp32"):
-        if reason := device.lacks(used):
-            raise UsageError(reason)
-    if precision == "fp16" and own.fsdp == "megatron":
-        raise UsageError("--precision fp16 needs --fsdp fsdp2: with megatron use bf16")
-    if own.fsdp == "megatron" and own.reduce_dtype != "fp32" and mesh.fsdp == 1:
-        raise UsageError(
-            f"--reduce_dtype {own.reduce_dtype} needs --mesh_fsdp of 2 or more with --fsdp megatron"
-        )
-    if own.tf32 and not device.has_tf32:
-        raise UsageError("--tf32 needs CUDA")
-    if own.reduce_dtype == "fp16" and precision != "fp16":
-        raise UsageError("--reduce_dtype fp16 needs --precision fp16, whose loss is scaled")
+def _open_megatron(run: TorchRun, device: Device) -> TorchBackend:
+    from gpu_fsdp.megatron import MegatronBackend
+
+    return MegatronBackend(run, device)
+
+
+MEGATRON = Form(_check_megatron, _open_megatron, megatron_private.WRITTEN_FOR)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_fsdp.config import FP8_MULTIPLE, GpuConfig
-from models.errors import ModelError
+from models.config import ModelError
 from models.spec import ModelSizes
+from torch_fsdp.config import FP8_MULTIPLE
+from torch_fsdp.recipe import TimmBlocks, TorchRun
 from training.errors import UsageError
-from training.options.resolve import MODEL_FLAG, Run
+from training.resolve import MODEL_FLAG
 
 TE_NAME = {
     "norm1.weight": "self_attention.layernorm_qkv.layer_norm_weight",
@@ -45,10 +46,100 @@ _IN_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
 _INSTALL = "see requirements-gpu.txt, or use --block timm"
 
 
-def timm_name(name: str) -> str:
-    """Return a parameter's name in timm's model for its name in one with either kind of block."""
-    match = _IN_BLOCK.fullmatch(name)
-    return match[1] + _TIMM_NAME.get(match[2], match[2]) if match else name
+class TeBlocks(TimmBlocks):
+    """TransformerEngine's layers instead of timm's blocks."""
+
+    def __init__(self, fp8: str) -> None:
+        """Remember the recipe of ``--fp8``, "none" for none."""
+        self._fp8 = fp8
+
+    def check(self, run: TorchRun) -> None:
+        unsupported = {
+            "--compile": run.own.compile,  # its layers opt out of tracing: nothing is compiled
+            "--grad_ckpt selective": run.config.sharding.grad_ckpt == "selective",
+        }
+        for flag, given in unsupported.items():
+            if given:
+                raise UsageError(f"--block te has no {flag}: drop it, or use --block timm")
+        if reason := run.model.why_no_transformer_engine():
+            reason = ModelError(reason).told(MODEL_FLAG)
+            raise UsageError(
+                f"--block te cannot be this model's blocks: {reason}: use --block timm"
+            )
+        te = import_te()
+        if self._fp8 != "none":
+            images = run.config.data.pass_size // run.mesh.batch_parts
+            _check_fp8(te, self._fp8, run.model.sizes, images)
+
+    def replace(self, block: nn.Module, device: str) -> nn.Module:
+        """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
+
+        Copies the weights, unless the block is on meta: then the layer is too, and empty.
+        """
+        te = import_te()
+        timm: Any = block
+        attention = timm.attn
+        has_qk_norm = not isinstance(attention.q_norm, nn.Identity)
+        weight = attention.qkv.weight
+        layer = te.TransformerLayer(
+            hidden_size=weight.shape[1],
+            ffn_hidden_size=timm.mlp.fc1.weight.shape[0],
+            num_attention_heads=attention.num_heads,
+            layernorm_epsilon=timm.norm1.eps,
+            hidden_dropout=0.0,
+            attention_dropout=attention.attn_drop.p,
+            drop_path_rate=getattr(timm.drop_path1, "drop_prob", 0.0),
+            self_attn_mask_type="no_mask",
+            attn_input_format="bshd",
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            bias=attention.qkv.bias is not None,
+            activation="gelu",
+            normalization="LayerNorm",
+            qk_norm_type="LayerNorm" if has_qk_norm else None,
+            qk_norm_eps=attention.q_norm.eps if has_qk_norm else 1e-6,
+            params_dtype=weight.dtype,
+            device="meta" if weight.is_meta else device,
+        )
+        if not weight.is_meta:
+            target = dict(layer.named_parameters())
+            with torch.no_grad():
+                for name, parameter in block.named_parameters():
+                    target[TE_NAME[name]].copy_(parameter)
+        return layer
+
+    def checkpoint(self, block: nn.Module, mode: str) -> None:
+        """Recompute all of it in the backward pass, with the FP8 scales of the forward pass."""
+        te = import_te()
+        block.forward = functools.partial(te.checkpoint, block.forward, use_reentrant=False)
+
+    def wrap_model(self, model: nn.Module) -> None:
+        """Compute the layers' matrix products in FP8, if asked for."""
+        if self._fp8 == "none":
+            return
+        te = import_te()
+        from transformer_engine.common import recipe
+
+        chosen = {
+            "delayed": recipe.DelayedScaling,
+            "current": recipe.Float8CurrentScaling,
+            "mxfp8": recipe.MXFP8BlockScaling,
+        }[self._fp8]()
+        if hasattr(te, "autocast"):
+            autocast = functools.partial(te.autocast, enabled=True, recipe=chosen)
+        else:  # before 2.10
+            autocast = functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=chosen)
+        forward = model.forward
+
+        def forward_in_fp8(*args: Any, **kwargs: Any) -> Any:
+            with autocast():
+                return forward(*args, **kwargs)
+
+        model.forward = forward_in_fp8
+
+    def timm_name(self, name: str) -> str:
+        match = _IN_BLOCK.fullmatch(name)
+        return match[1] + _TIMM_NAME.get(match[2], match[2]) if match else name
 
 
 def import_te() -> Any:
@@ -63,31 +154,19 @@ def import_te() -> Any:
             f"--block te: TransformerEngine is broken ({reason}): {_INSTALL}"
         ) from None
     if not torch.cuda.is_available():
-        raise UsageError("--block te needs a CUDA GPU: on the CPU use --block timm")
+        raise UsageError("--block te requires a CUDA GPU: on the CPU use --block timm")
     return te
 
 
-def check(run: Run[GpuConfig]) -> None:
-    """Raises UsageError where TransformerEngine, or this model in it, cannot run."""
-    if run.own.block != "te":
-        return
-    unsupported = {
-        "--compile": run.own.compile,  # its layers opt out of tracing: nothing would be compiled
-        "--grad_ckpt selective": run.config.sharding.grad_ckpt == "selective",
-    }
-    for flag, given in unsupported.items():
-        if given:
-            raise UsageError(f"--block te has no {flag}: drop it, or use --block timm")
-    if reason := run.model.why_no_transformer_engine():
-        reason = ModelError(reason).told(MODEL_FLAG)
-        raise UsageError(f"--block te cannot be this model's blocks: {reason}: use --block timm")
-    te = import_te()
-    if run.own.fp8 != "none":
-        _check_fp8(te, run.own.fp8, run.model.sizes)
+def _check_fp8(te: Any, fp8: str, sizes: ModelSizes, images: int) -> None:
+    """Raises UsageError if this GPU, model or number of images a pass cannot have such products."""
+    kind = "mxfp8" if fp8 == "mxfp8" else "fp8"
+    if hasattr(te, f"is_{kind}_available"):
+        ok, reason = getattr(te, f"is_{kind}_available")(return_reason=True)
+    else:  # before 2.10, as in NVIDIA's image 25.10
+        from transformer_engine.pytorch import fp8 as of_fp8
 
-
-def _check_fp8(te: Any, fp8: str, sizes: ModelSizes) -> None:
-    ok, reason = _fp8_is_available(te, "mxfp8" if fp8 == "mxfp8" else "fp8")
+        ok, reason = getattr(of_fp8.FP8GlobalStateManager, f"is_{kind}_available")()
     if not ok:
         other = "--fp8 delayed" if fp8 == "mxfp8" else "--fp8 none"
         raise UsageError(f"--fp8 {fp8}: {reason.splitlines()[0]}: use {other}")
@@ -95,93 +174,9 @@ def _check_fp8(te: Any, fp8: str, sizes: ModelSizes) -> None:
     for what, size in (("--embed_dim", sizes.embed_dim), ("the MLP's width", sizes.hidden)):
         if size % multiple:
             raise UsageError(f"--fp8 {fp8}: {what} {size} is no multiple of {multiple}")
-
-
-def _fp8_is_available(te: Any, kind: str) -> tuple[bool, str]:
-    """Tell whether this GPU computes in "fp8" or "mxfp8", and if not, why."""
-    if hasattr(te, f"is_{kind}_available"):
-        return getattr(te, f"is_{kind}_available")(return_reason=True)
-    from transformer_engine.pytorch import fp8  # before 2.10, as in NVIDIA's image 25.10
-
-    return getattr(fp8.FP8GlobalStateManager, f"is_{kind}_available")()
-
-
-def check_batch(run: Run[GpuConfig]) -> None:
-    """Raises UsageError if a pass's tokens do not fit FP8 matrix products."""
-    fp8 = run.own.fp8
-    images = run.config.data.pass_size // run.mesh.batch_parts
-    multiple, tokens = FP8_MULTIPLE[fp8], run.model.sizes.num_tokens
-    if images * tokens % multiple:
+    if images * sizes.num_tokens % multiple:
         raise UsageError(
-            f"--fp8 {fp8}: {images} images a pass and GPU x {tokens} tokens is no "
+            f"--fp8 {fp8}: {images} images a pass and GPU x {sizes.num_tokens} tokens is no "
             f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
             f"{multiple} images"
         )
-
-
-def replace_block(block: nn.Module, device: str) -> nn.Module:
-    """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
-
-    Copies the weights, unless the block is on meta: then the layer is too, and empty.
-    """
-    te = import_te()
-    timm: Any = block
-    attention = timm.attn
-    has_qk_norm = not isinstance(attention.q_norm, nn.Identity)
-    weight = attention.qkv.weight
-    layer = te.TransformerLayer(
-        hidden_size=weight.shape[1],
-        ffn_hidden_size=timm.mlp.fc1.weight.shape[0],
-        num_attention_heads=attention.num_heads,
-        layernorm_epsilon=timm.norm1.eps,
-        hidden_dropout=0.0,
-        attention_dropout=attention.attn_drop.p,
-        drop_path_rate=getattr(timm.drop_path1, "drop_prob", 0.0),
-        self_attn_mask_type="no_mask",
-        attn_input_format="bshd",
-        fuse_qkv_params=True,
-        qkv_weight_interleaved=False,
-        bias=attention.qkv.bias is not None,
-        activation="gelu",
-        normalization="LayerNorm",
-        qk_norm_type="LayerNorm" if has_qk_norm else None,
-        qk_norm_eps=attention.q_norm.eps if has_qk_norm else 1e-6,
-        params_dtype=weight.dtype,
-        device="meta" if weight.is_meta else device,
-    )
-    if not weight.is_meta:
-        target = dict(layer.named_parameters())
-        with torch.no_grad():
-            for name, parameter in block.named_parameters():
-                target[TE_NAME[name]].copy_(parameter)
-    return layer
-
-
-def checkpoint_activations(layer: nn.Module) -> None:
-    """Recompute the layer in the backward pass, with the FP8 scales of the forward pass."""
-    te = import_te()
-    layer.forward = functools.partial(te.checkpoint, layer.forward, use_reentrant=False)
-
-
-def compute_in_fp8(model: nn.Module, kind: str) -> None:
-    """Run the matrix products of TransformerEngine's layers in FP8, by the recipe ``kind``."""
-    te = import_te()
-    from transformer_engine.common import recipe
-
-    recipes = {
-        "delayed": recipe.DelayedScaling,
-        "current": recipe.Float8CurrentScaling,
-        "mxfp8": recipe.MXFP8BlockScaling,
-    }
-    chosen = recipes[kind]()
-    if hasattr(te, "autocast"):
-        autocast = functools.partial(te.autocast, enabled=True, recipe=chosen)
-    else:  # before 2.10
-        autocast = functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=chosen)
-    forward = model.forward
-
-    def forward_in_fp8(*args: Any, **kwargs: Any) -> Any:
-        with autocast():
-            return forward(*args, **kwargs)
-
-    model.forward = forward_in_fp8

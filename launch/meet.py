@@ -1,37 +1,373 @@
 """Let the nodes of a run meet, then run torchrun in this process; ``launch/torchrun.sh`` calls it.
 
-One node meets nobody. Of several, torchrun waits for the others in compiled code: it says nothing,
-and Ctrl-C does not reach it. Here they meet first, on the port that torchrun takes afterwards.
-Every ten seconds each node says who is missing; signals and JOIN_TIMEOUT end it at once, until
-torchrun has started its processes and looks after both itself.
+One node meets nobody. Of several, torchrun waits for the others in compiled code: it prints
+nothing, and Ctrl-C does not reach it. (Its own join timeout names no missing node.) Here they meet
+first, on the port that torchrun takes afterwards: one node has the port, the others connect, and it
+lets them start. Every ten seconds each node prints who is missing; signals and JOIN_TIMEOUT end
+it at once, until torchrun has started its processes and looks after both itself.
+
+What is sent are lines of JSON, over plain sockets.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import json
 import os
+import re
+import select
+import selectors
+import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 if not __package__:  # run by its path: the folder of the project, in place of its own
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launch import IN_VAIN
-from launch.meeting import Refused, meet, plain
-from launch.watching import Watch, say
 
+SAY_SECONDS = 10.0
 TORCHRUN_SECONDS = 900
 """The seconds of torchrun's own limit for connecting: never reached before JOIN_TIMEOUT."""
 FOR_EVER = 10**8
-"""The seconds that torchrun is told where JOIN_TIMEOUT is 0."""
+"""The seconds that torchrun is given if JOIN_TIMEOUT is 0."""
+GREETING_SECONDS = 10.0
+"""The seconds within which whoever connects must send its greeting."""
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+LONGEST_LINE = 4096
+NAMES_SHOWN = 8
+
+
+class Refused(Exception):
+    """Raised if this node cannot be one of the run's, whoever comes: one line, exit code 2."""
+
+
+# -- Waiting: what for, how long, until which signal -----------------------------------------------
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"torchrun.sh: {text}\n".encode(errors="replace"))
+
+
+def end(code: int, text: str) -> NoReturn:
+    say(text)
+    os._exit(code)
+
+
+class Watch:
+    """Prints what the node waits for, and ends the process on a signal or at the limit.
+
+    In a thread, as the main one may be in compiled code. Python's handler for signals, in C, writes
+    to a pipe whatever the main thread does; the default action would do nothing in a container,
+    where this is process 1.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self.wait_for("")
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._ignore)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def wait_for(self, what: str) -> None:
+        """Wait for this from now on, with a limit of its own.
+
+        ``waiting_for`` may later be set to something more exact.
+        """
+        self._begin = self._said = time.monotonic()
+        self.waiting_for = what
+
+    def _ignore(self, number: int, frame: object) -> None:
+        """Do nothing: only what Python's own handler does before this is needed."""
+
+    @property
+    def ended(self) -> bool:
+        """Return True if torchrun has started its processes, and installed its own handlers."""
+        return signal.getsignal(signal.SIGTERM) != self._ignore
+
+    def _follow(self) -> None:
+        while not self.ended:
+            now = time.monotonic()
+            if self.waiting_for and now - self._said >= SAY_SECONDS:
+                self._said = now
+                say(f"waiting for {self.waiting_for}, {now - self._begin:.0f} s so far")
+            if self.waiting_for and self._limit and now - self._begin >= self._limit:
+                end(
+                    1,
+                    f"error: {self.waiting_for} did not come within {self._limit:.0f} s "
+                    "(JOIN_TIMEOUT): see why, and start all nodes again",
+                )
+            if select.select([self._reader], [], [], 0.5)[0]:
+                number = os.read(self._reader, 1)[0]
+                if number in (signal.SIGTERM, signal.SIGINT) and not self.ended:
+                    end(128 + number, f"ended by {signal.Signals(number).name}")
+
+
+# -- What is sent over a connection ----------------------------------------------------------------
+
+
+class Line:
+    """A connection over which each side sends JSON objects, one a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in KEEP_ALIVE.items():  # a machine that crashed closes nothing
+            connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
+        self.began = time.monotonic()
+        self._rest = b""
+        self.name = ""
+        """The node at its other end, once that has sent its greeting."""
+
+    def send(self, **message: Any) -> None:
+        """Send an object; a peer that is gone is noticed when it is read from."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Return the objects that have come; None at the end, and for what no node would send."""
+        try:
+            data = self.socket.recv(LONGEST_LINE)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        *complete, self._rest = (self._rest + data).split(b"\n")
+        if not data or len(self._rest) > LONGEST_LINE:
+            return None
+        try:
+            messages = [json.loads(line) for line in complete]
+        except (ValueError, RecursionError):
+            return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
+
+
+def greeting(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "name": args.name,
+        "nodes": args.nodes,
+        "rdzv_id": args.rdzv_id,
+        "who": f"{socket.gethostname()} (process {os.getpid()})",
+    }
+
+
+def plain(text: object) -> str:
+    """Make harmless what came over the network and goes to a terminal, or into a variable."""
+    return re.sub(r"[^ -~]", "?", str(text))[:200]
+
+
+def few(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    shown = ", ".join(names[:NAMES_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+# -- The meeting -----------------------------------------------------------------------------------
+
+
+def meet(args: argparse.Namespace, watch: Watch) -> tuple[str, bool]:
+    """Meet the other nodes; return the job's name, and whether this node had the port.
+
+    Raises Refused.
+    """
+    if listener := listen(args):
+        return Host(listener, args, watch).wait(), True
+    job = join(args, watch)
+    if job is None:
+        say(f"torchrun runs at {args.address}:{args.port} already: joining it")
+    return job or args.rdzv_id, False
+
+
+def listen(args: argparse.Namespace) -> socket.socket | None:
+    """Return a listener on the port to which the others connect; None if another node has it.
+
+    Raises Refused.
+    """
+    if not args.rdzv_id and args.rank > 0:
+        return None
+    own_names = {socket.gethostname(), socket.getfqdn()}
+    address = "" if not args.rdzv_id or args.address in own_names else args.address
+    try:
+        family, _, _, _, where = socket.getaddrinfo(
+            address or None, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        if not address and socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", args.port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+            )
+        return socket.create_server(where[:2], family=family, backlog=1024)
+    except OSError as error:
+        if args.rdzv_id:  # the address is another node's, or another node of this one has it
+            return None
+        if error.errno == errno.EADDRINUSE:
+            raise Refused(
+                f"port {args.port} is in use on this machine, by another run perhaps: "
+                "set MASTER_PORT, the same on all nodes"
+            ) from None
+        raise Refused(f"port {args.port}: {error.strerror}: set MASTER_PORT") from None
+
+
+class Host:
+    """The node that has the port: waits for all nodes, lets them start, frees the port."""
+
+    def __init__(self, listener: socket.socket, args: argparse.Namespace, watch: Watch) -> None:
+        self._listener, self._args, self._watch = listener, args, watch
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._lines: set[Line] = set()
+        self._sent_missing = ""
+
+    def wait(self) -> str:
+        """Wait for all nodes; return the job's name, which all of them got."""
+        while len(self._here()) < self._args.nodes:
+            self._report_missing()
+            for key, _ in self._selector.select(timeout=1):
+                if key.fileobj is not self._listener:
+                    self._hear(key.data)
+                    continue
+                with contextlib.suppress(OSError):
+                    connection, _ = self._listener.accept()
+                    connection.setblocking(False)
+                    line = Line(connection)
+                    self._lines.add(line)
+                    self._selector.register(connection, selectors.EVENT_READ, line)
+            for line in [line for line in self._lines if not line.name]:
+                if time.monotonic() - line.began > GREETING_SECONDS:
+                    self._drop(line)
+        job = f"{plain(socket.gethostname())}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._listener.close()
+        for line in self._lines:
+            line.socket.settimeout(5)
+            line.send(go=job)
+        for line in self._lines:
+            # They close first: the side that does keeps the port for a minute.
+            while line.receive():
+                pass
+            line.socket.close()
+        return job
+
+    def _here(self) -> set[str]:
+        return {self._args.name} | {line.name for line in self._lines if line.name}
+
+    def _report_missing(self) -> None:
+        """Set what this node waits for, and send it to the others if it has changed."""
+        nodes, here = self._args.nodes, self._here()
+        if self._args.rdzv_id:
+            names = few(sorted(name.partition("/")[0] for name in here))
+            missing = f"{nodes - len(here)} of {nodes} nodes (here: {names})"
+        else:
+            ranks = [str(rank) for rank in range(nodes) if str(rank) not in here]
+            missing = f"node{'s' * (len(ranks) > 1)} {few(ranks)} of {nodes}"
+        self._watch.waiting_for = missing
+        if missing != self._sent_missing:
+            self._sent_missing = missing
+            for line in self._lines:
+                line.send(missing=missing)
+
+    def _hear(self, line: Line) -> None:
+        messages = line.receive()
+        if messages is None:
+            self._drop(line)
+            return
+        for message in messages:
+            if line.name:
+                continue
+            if refusal := self._refusal(message):
+                line.send(refused=refusal)
+                say(f"{plain(message.get('who'))} was refused: {refusal}")
+                self._drop(line)
+                return
+            line.name = plain(message.get("name"))
+            self._sent_missing = ""  # send it to this one, too
+
+    def _refusal(self, message: dict[str, Any]) -> str:
+        """Return why the sender of this message cannot be one of the nodes; else ""."""
+        mine = greeting(self._args)
+        for key, variable in (("nodes", "NNODES"), ("rdzv_id", "RDZV_ID")):
+            if message.get(key) != mine[key]:
+                return f"{variable} is '{plain(message.get(key))}' there and '{mine[key]}' here"
+        name = plain(message.get("name"))
+        if name in self._here():
+            return (
+                f"NODE_RANK={name} is here already; another run on this "
+                "machine needs another MASTER_PORT"
+            )
+        if not self._args.rdzv_id and name not in map(str, range(self._args.nodes)):
+            return f"NODE_RANK={name} is not 0 to {self._args.nodes - 1}"
+        return ""
+
+    def _drop(self, line: Line) -> None:
+        self._selector.unregister(line.socket)
+        self._lines.discard(line)
+        line.socket.close()
+
+
+def join(args: argparse.Namespace, watch: Watch) -> str | None:
+    """Connect to the node that has the port; return the job's name when all nodes are there.
+
+    None if torchrun runs there already: this node is to join it. Raises Refused.
+    """
+    host = "the node that has" if args.rdzv_id else "node 0 at"
+    watch.waiting_for = f"{host} {args.address}:{args.port}"
+    while True:
+        try:
+            connection = socket.create_connection((args.address, args.port), timeout=5)
+        except OSError as error:
+            why = error.strerror or str(error)
+        else:
+            connection.settimeout(None)
+            line = Line(connection)
+            with connection:
+                job = converse(line, args, watch)
+            if job:
+                return job
+            if args.rdzv_id and not line.name:
+                return None
+            why = "it left" if line.name else "another program answers there"
+        watch.waiting_for = f"{host} {args.address}:{args.port} ({why})"
+        time.sleep(1)
+
+
+def converse(line: Line, args: argparse.Namespace, watch: Watch) -> str | None:
+    """Talk to the host until it sends the start; return the job's name, None if it leaves.
+
+    Raises Refused.
+    """
+    line.send(**greeting(args))
+    while True:
+        if not line.name and not select.select([line.socket], [], [], GREETING_SECONDS)[0]:
+            return None  # no host of a meeting keeps silent
+        messages = line.receive()
+        if messages is None:
+            return None
+        for message in messages:
+            line.name = args.address
+            if "refused" in message:
+                raise Refused(plain(message["refused"]))
+            if "missing" in message:
+                watch.waiting_for = plain(message["missing"])
+            if message.get("go"):
+                return plain(message["go"])
+
+
+# -- torchrun --------------------------------------------------------------------------------------
 
 
 def torchrun_words(args: argparse.Namespace, hosts: bool) -> Iterable[str]:
-    """Yield torchrun's options for what the nodes have found out."""
+    """Yield torchrun's options; ``hosts``: whether this node had the port of the meeting."""
     if args.nodes == 1:  # a free port, so that two runs on one machine do not meet
         yield from "--nnodes 1 --rdzv-backend c10d --rdzv-endpoint localhost:0".split()
         return
@@ -47,11 +383,11 @@ def torchrun_words(args: argparse.Namespace, hosts: bool) -> Iterable[str]:
 
 
 def number_starts(handler: Any) -> None:
-    """Let the processes know which start of which job this is, the same on all nodes.
+    """Set the number of this start and the name of the job for the processes, on all nodes alike.
 
     torchrun's own count is a node's: where one fails, or is replaced, the others start their
     processes again and do not count it. And each start gets a store of its own: PyTorch 2.9 keeps
-    the first one's, and tells its address only to the nodes of the first start (#135712).
+    the first one's, and gives its address only to the nodes of the first start (#135712).
     """
     rendezvous, earlier = handler.next_rendezvous, int(os.environ["RUN_ATTEMPT"])
     mine = 0
@@ -61,9 +397,9 @@ def number_starts(handler: Any) -> None:
         self._bootstrap_store_info = None
         found = rendezvous(self)
         found.store.set(f"start/{found.rank}", f"{mine} {os.environ['RUN_JOB_ID']}")
-        told = [found.store.get(f"start/{rank}").decode() for rank in range(found.world_size)]
+        lines = [found.store.get(f"start/{rank}").decode() for rank in range(found.world_size)]
         # A node that took the place of another one knows of no start before.
-        start, job = max((int(start), job) for start, job in (line.split(" ", 1) for line in told))
+        start, job = max((int(start), job) for start, job in (line.split(" ", 1) for line in lines))
         os.environ["RENDEZVOUS_ROUND"], os.environ["RUN_JOB_ID"] = str(start), job
         os.environ["RUN_ATTEMPT"] = str(earlier + start)
         mine = start + 1
@@ -73,7 +409,7 @@ def number_starts(handler: Any) -> None:
 
 
 def wait_for_checkpoints(context: Any, stopping: type[Exception]) -> None:
-    """Give the processes of a torchrun that is told to stop the time that their checkpoint takes.
+    """Give the processes time to write a checkpoint when torchrun is asked to stop.
 
     torchrun kills them after 30 seconds, however long a scheduler's notice is. Those that hang are
     ended by --step_timeout_s. After another one has failed they have the 30 seconds: most then wait
@@ -88,7 +424,7 @@ def wait_for_checkpoints(context: Any, stopping: type[Exception]) -> None:
 
 
 def give_up_on_mistakes(agent: Any) -> None:
-    """Let torchrun restart no processes of which one has said by its code that it does not help."""
+    """Let torchrun not restart processes after an exit code after which a restart does not help."""
     monitor = agent._monitor_workers
 
     def monitor_workers(self: Any, group: Any) -> Any:
@@ -120,14 +456,12 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     watch = Watch(args.limit)
     try:
-        # Before the meeting: a node without it, or with a wrong option, is not to come.
+        # Before the meeting: a node without PyTorch, or with a wrong option, must not come.
         from torch.distributed import DistError, run
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import PContext, SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-            DynamicRendezvousHandler,
-        )
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
     except ImportError as error:
         say(f"error: {sys.executable} cannot import PyTorch ({error}): set PYTHON")
         return 2

@@ -17,13 +17,12 @@ from types import FrameType
 from typing import IO
 
 _LONGEST_LINE = 65536
-"""The bytes after which what comes without an end is divided."""
+"""The bytes after which output without a line end is divided."""
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")  # a last \r may be half of \r\n
 _BAR_SECONDS = 10.0
-"""The seconds in which one line of a progress bar, which ends its lines with \\r, is shown."""
+"""The seconds between shown lines of a progress bar, which ends its lines with \\r."""
 _CLIENT_SECONDS = 15.0
-"""The seconds that a client has to tell that its program was killed; then the connection is given
-up."""
+"""The seconds that a client has to report that its program was killed; then it is disconnected."""
 
 
 def _no_link(path: str, flags: int) -> int:
@@ -93,7 +92,7 @@ class Worker:
             self._pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
 
     def send(self, number: int) -> None:
-        """Send the program a signal over the connection, or as soon as there is one."""
+        """Send the program a signal, over the connection or as soon as there is one."""
         assert self._client.stdin
         with contextlib.suppress(BrokenPipeError):
             os.write(self._client.stdin.fileno(), f"{signal.Signals(number).name}\n".encode())
@@ -111,27 +110,25 @@ class Pod:
         self.events: queue.SimpleQueue[tuple[Worker, int] | int] = queue.SimpleQueue()
         """The ends of workers with their exit codes, and signals to this process."""
         self.stopped = False
-        """Whether a signal to this process has stopped the workers: they are not to be started
-        again."""
+        """Whether a signal to this process has stopped the workers: they must not be restarted."""
         self._lacks_logs = False
         self._writing = threading.Lock()
         self._running: set[Worker] = set()
         self._deadline: tuple[float, int] | None = None
-        """When to send SIGKILL; with 0 in the place of the signal: when to give up the
-        connections."""
+        """When to send SIGKILL; with 0 instead of the signal: when to disconnect."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._note)
 
     def open_log(self, index: int) -> IO[bytes]:
-        """Open a worker's log or, where that cannot be written any more, none: training goes on."""
+        """Open a worker's log or, if that cannot be written any more, /dev/null."""
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             path = self.log_dir / f"worker_{index}.log"
             return open(path, "ab", buffering=0, opener=_no_link)
         except OSError as error:
             if not self._lacks_logs:
-                self.say(f"going on without logs: {self.log_dir}: {error.strerror}")
+                self.say(f"continuing without logs: {self.log_dir}: {error.strerror}")
             self._lacks_logs = True
             return open(os.devnull, "ab", buffering=0)
 
@@ -152,8 +149,11 @@ class Pod:
         self._running = {Worker(i, command, self) for i, command in enumerate(commands)}
         failed = 0
         while self._running:
+            left: float | None = None
+            if self._deadline:
+                left = max(0.0, self._deadline[0] - time.monotonic())
             try:
-                event = self.events.get(timeout=self._seconds_left())
+                event = self.events.get(timeout=left)
             except queue.Empty:
                 self._kill()
                 continue
@@ -165,18 +165,14 @@ class Pod:
             if code and not failed:
                 failed = code
                 if not self.stopped:
-                    self._end_others(worker, code)
+                    log = self.log_dir / f"worker_{worker.index}.log"
+                    ending = f"; ending the other {len(self._running)}" if self._running else ""
+                    self.say(
+                        f"worker {worker.index} failed with exit code {code}, see {log}{ending}"
+                    )
+                    self._send(signal.SIGTERM)
+                    self._deadline = time.monotonic() + self._grace, signal.SIGKILL
         return failed
-
-    def _seconds_left(self) -> float | None:
-        return max(0.0, self._deadline[0] - time.monotonic()) if self._deadline else None
-
-    def _end_others(self, worker: Worker, code: int) -> None:
-        log = self.log_dir / f"worker_{worker.index}.log"
-        ending = f"; ending the other {len(self._running)}" if self._running else ""
-        self.say(f"worker {worker.index} failed with exit code {code}, see {log}{ending}")
-        self._send(signal.SIGTERM)
-        self._deadline = time.monotonic() + self._grace, signal.SIGKILL
 
     def _pass_on(self, number: int) -> None:
         name = signal.Signals(number).name

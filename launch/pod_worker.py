@@ -19,7 +19,7 @@ import threading
 import time
 
 JOB = "XLA_DIST_JOB"
-"""The variable that is set for the program and all that it starts: by it they are found again."""
+"""The environment variable by which the program and all that it starts are found again."""
 LOST = 254
 """The exit code of a connection that comes too late. (ssh's own errors end with 255.)"""
 
@@ -60,12 +60,12 @@ def main(task: dict) -> int:
     send(program.pid, signal.SIGKILL)  # what it leaves behind would hold the chips
     for thread in pumps:
         thread.join(10)  # unless a process that left the group holds the pipe
-    # gcloud takes 255 for a broken connection, and would start the program anew.
+    # gcloud takes 255 for a broken connection, and would start the program again.
     return min(code if code >= 0 else 128 - code, LOST)
 
 
 def claim(name: str) -> bool:
-    """Tell whether this is the first connection of a run: after a break, gcloud makes another."""
+    """Return True for the first connection of a run: after a break, gcloud makes another."""
     folder = os.path.join(tempfile.gettempdir(), f"xla_dist-{os.getuid()}")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     try:
@@ -102,7 +102,7 @@ def processes(job: str | None) -> list[int]:
 
 
 def obey(group: int, grace: float) -> None:
-    """Send what stdin names to the program's process group; end that with stdin."""
+    """Send the signals that stdin names to the program's process group; end it when stdin ends."""
     lines = b""
     while data := os.read(0, 1024):  # no buffered reader: it could not be left at exit
         *complete, lines = (lines + data).split(b"\n")

@@ -25,7 +25,7 @@ while (($#)) && [[ $1 != -- ]]; do
             continue
             ;;
         --tpu= | --type= | --version= | --zone= | --project=) fail "$1 needs a value" ;;
-        -h | --help | --dry_run) fail "$1 is not for this script: its head tells what it does" ;;
+        -h | --help | --dry_run) fail "$1 is not for this script: see its head" ;;
         --tpu=?*) tpu=${1#*=} ;;
         --type=?*) type=${1#*=} ;;
         --version=?*) version=${1#*=} ;;
@@ -46,7 +46,7 @@ poll=${POLL_SECONDS:-30}
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 whole=(--tpu="$tpu" ${place[@]+"${place[@]}"} ${network[@]+"${network[@]}"})
-# A mistake in xla_dist's flags is to be told now, not when the slice has come.
+# A mistake in xla_dist's flags must show now, not when the slice has come.
 python3 -m launch.xla_dist "${whole[@]}" ${launcher[@]+"${launcher[@]}"} --dry_run "$@" > /dev/null
 
 queued() { # queued VERB ARGUMENTS

@@ -36,7 +36,7 @@ temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
 archive=$temporary/$dir.tar.gz
 # Tracked and new files, not .venv, datasets or runs; links as what they point to.
-files=(run_vit_training.py config_fields.py requirements-tpu.txt README.md training models data xla_fsdp gpu_fsdp launch recipes)
+files=(run_vit_training.py config_fields.py requirements-tpu.txt README.md training models data xla_fsdp torch_fsdp gpu_fsdp tools launch recipes)
 tar --exclude=__pycache__ -czhf "$archive" -- "${files[@]}"
 
 describe=(gcloud compute tpus tpu-vm describe "$tpu" --format=json --quiet)

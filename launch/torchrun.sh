@@ -3,7 +3,7 @@
 #   launch/torchrun.sh [torchrun options --] <flags of run_vit_training.py>
 # Several nodes: the same command on each, with NNODES, MASTER_ADDR and either NODE_RANK (0, 1, ...)
 # or, for nodes that number themselves and may be restarted one by one, RDZV_ID (the same string on
-# all). They meet first (launch/meet.py): every 10 s each says who is missing; after JOIN_TIMEOUT
+# all). They meet first (launch/meet.py): every 10 s each prints who is missing; after JOIN_TIMEOUT
 # seconds (600; 0: never) they end with code 1.
 # Also from the environment: NPROC_PER_NODE (default: all GPUs), MASTER_PORT (29500),
 # MAX_RESTARTS (0): starts all processes again after one failed, from the newest checkpoint;
@@ -43,7 +43,7 @@ whole STEP_TIMEOUT_S "${STEP_TIMEOUT_S:=1800}" 0 100000000
 whole RUN_ATTEMPT "${RUN_ATTEMPT:=0}" 0 100000000
 if ((nnodes > 1)); then
     [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES=$nnodes needs MASTER_ADDR, the first node's address"
-    [[ $MASTER_ADDR =~ ^[[:alnum:].:_-]+$ ]] || fail "MASTER_ADDR=$MASTER_ADDR is no address"
+    [[ $MASTER_ADDR =~ ^[[:alnum:].:_-]+$ ]] || fail "MASTER_ADDR=$MASTER_ADDR is not an address"
     if [[ -z ${RDZV_ID:-} ]]; then
         [[ $rank =~ ^(0|[1-9][0-9]{0,8})$ ]] && ((rank < nnodes)) ||
             fail "NNODES=$nnodes needs NODE_RANK of 0 to $((nnodes - 1)) (this is '$rank') or RDZV_ID"

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,25 +27,21 @@ from launch import IN_VAIN, pod_worker
 from launch.pod import Pod
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
-"""ssh tells of a worker that is gone after two minutes; by itself it may wait for hours."""
-
-
+"""ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
 MISTAKE = 2
-"""Exit code of a program that was called wrongly."""
+"""The exit code for a wrong command line."""
 STEP_TIMEOUT_SECONDS = 1800
 LARGEST_COUNT = 10_000_000
-"""The most seconds, which is months: Python cannot wait for as long as an int can say."""
-
-
+"""The largest number of seconds, some months: Python cannot wait for larger ones."""
 LONGEST_WORD = 120_000
-"""The most bytes of one word of a command line; Linux takes 128 KiB."""
+"""The most bytes of one word of a command line; Linux allows 128 KiB."""
 
 
 class Mistake(Exception):
-    """Raised for a mistake of the user: told in one line, exit code 2."""
+    """Raised for a mistake of the user: one line on stderr, exit code 2."""
 
 
-class Parser(argparse.ArgumentParser):
+class PodParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Mistake(message)
 
@@ -61,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not shutil.which("gcloud"):
             raise Mistake("no gcloud on PATH: install it, https://cloud.google.com/sdk/docs")
-        ssh_command(args, job, 0, 0)  # a mistake in it is told before anything is started
+        ssh_command(args, job, 0, 0)  # a mistake in it shows before anything is started
         workers = count_workers(args)
         log_dir = Path(args.log_dir or f"runs/xla_dist-{job}")
         try:
@@ -100,13 +96,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     args = build_parser().parse_args(own)
     if command and not command[0]:
-        raise Mistake("the command after -- begins with an empty word")
+        raise Mistake("the command after -- starts with an empty word")
     args.command = command
     return args
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = PodParser(
         prog="python3 -m launch.xla_dist",
         allow_abbrev=False,
         usage="%(prog)s --tpu NAME [options] -- COMMAND ...",
@@ -115,13 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
         "workers, which can write a checkpoint; a second Ctrl-C kills them. When one fails, the "
         "others are ended. Exit code: that of the first that failed.",
     )
-    _add_pod(parser.add_argument)
-    _add_watching(parser.add_argument)
-    return parser
-
-
-def _add_pod(add: Callable) -> None:
-    """Add the flags that say which pod it is, and what the program is given there."""
+    add = parser.add_argument
+    # Which pod it is, and the program's environment there.
     add(
         "--tpu", metavar="NAME", type=tpu_name, required=True, help="the TPU VM, as gcloud names it"
     )
@@ -138,7 +129,7 @@ def _add_pod(add: Callable) -> None:
         action="append",
         default=[],
         type=variable,
-        help="set in the program's environment; may be given often. By default PJRT_DEVICE=TPU; "
+        help="set in the program's environment; may be repeated. By default PJRT_DEVICE=TPU; "
         f"STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, the default of --step_timeout_s in "
         "run_vit_training.py, so that a hang is a failure (0: off); RUN_JOB_ID and RUN_ATTEMPT (0, "
         "1, ...), by which the program knows that it was started again",
@@ -150,10 +141,7 @@ def _add_pod(add: Callable) -> None:
         default="~",
         help="folder on the workers to run COMMAND in (default: the home folder there)",
     )
-
-
-def _add_watching(add: Callable) -> None:
-    """Add the flags that say what is done before the program starts, and when it ends."""
+    # Before the program starts, and when it ends.
     add(
         "--restart-tpuvm-pod-server",
         action="store_true",
@@ -165,8 +153,8 @@ def _add_watching(add: Callable) -> None:
         metavar="N",
         type=count,
         default=0,
-        help="times to start all workers again after one failed, unless with exit codes 2 to 5, by "
-        "which it says that this is in vain; training resumes from its newest checkpoint "
+        help="times to start all workers again after one failed, unless with exit codes 2 to 5, "
+        "after which a restart does not help; training resumes from its newest checkpoint "
         "(default: 0)",
     )
     add(
@@ -174,20 +162,22 @@ def _add_watching(add: Callable) -> None:
         metavar="SECONDS",
         type=count,
         default=120,
-        help="between SIGTERM and SIGKILL for the programs that are left when one has failed or "
-        "a connection broke (default: 120)",
+        help="seconds between SIGTERM and SIGKILL for the programs that are left when one has "
+        "failed or a connection broke (default: 120)",
     )
     add(
         "--log_dir",
         metavar="DIR",
         type=not_empty,
-        help="for worker_<i>.log, all output of a worker (default: runs/xla_dist-NAME-TIME-PID)",
+        help="folder for worker_<i>.log, all output of a worker (default: "
+        "runs/xla_dist-NAME-TIME-PID)",
     )
     add(
         "--dry_run",
         action="store_true",
         help="print the gcloud commands, quoted for a shell, and run nothing",
     )
+    return parser
 
 
 def variable(text: str) -> tuple[str, str]:
@@ -268,8 +258,8 @@ def count_workers(args: argparse.Namespace) -> int:
     """
     asked = subprocess.run(describe_command(args), capture_output=True, text=True, check=False)
     if asked.returncode:
-        told = [line for line in asked.stderr.splitlines() if line.strip()] or ["no reason given"]
-        reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", told[0]).split())
+        lines = [line for line in asked.stderr.splitlines() if line.strip()] or ["no reason given"]
+        reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", lines[0]).split())
         raise Mistake(f"gcloud cannot describe --tpu {args.tpu}, check it and --zone: {reason}")
     try:
         node = json.loads(asked.stdout)

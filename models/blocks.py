@@ -1,53 +1,113 @@
-"""What a block is made of: whether all are alike, and what may take their place."""
+"""What a block is made of: its attention's product, whether blocks are alike, the logical axes of
+its parameters, and whether TransformerEngine's layer may take its place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from timm.layers import Attention, AttentionRope, DropPath, GluMlp, Mlp, SwiGLU
 from timm.models.eva import EvaAttention, EvaBlock, EvaBlockPostNorm
 from timm.models.vision_transformer import Block, ResPostBlock
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-Made = dict[str, Any]
-"""What a block is made of: for each thing in it, by a name to tell, its class, shape or value."""
+# ------------------------------------------------------------------------------------------------
+# The product of attention: another function instead of PyTorch's, put in from outside of a
+# model.
 
 
-def blocks_differ(blocks: Sequence[nn.Module]) -> str | None:
-    """Return a line that names the first block that is not made or set like block 0, and how.
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function of queries, keys and values that computes what attention does with them."""
 
-    None if all compute the same with other weights, whatever their probabilities of drop path.
+
+def attentions(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of timm's in ``module``, it among them, that compute attention."""
+    return (part for part in module.modules() if hasattr(part, "fused_attn"))
+
+
+def use_product(attention: nn.Module, product: Product) -> None:
+    """Let one module of timm's attention compute its product by ``product``.
+
+    Call it on the module that will run: a copy of it would run the original.
     """
-    first = _made_of(blocks[0]) | _settings(blocks[0])
-    return _first_difference(first, [_made_of(block) | _settings(block) for block in blocks])
+    # timm's own products, by TIMM_FUSED_ATTN=0, would not be seen.
+    attention.fused_attn = True  # type: ignore[assignment]
+    forward, mode = attention.forward, _ByProduct(product)
+
+    def forward_with_mode(*args, **kwargs):
+        with mode:
+            return forward(*args, **kwargs)
+
+    attention.forward = forward_with_mode
 
 
-def parameters_differ(blocks: Sequence[nn.Module]) -> str | None:
-    """Return the same for their classes and parameters alone."""
-    return _first_difference(_made_of(blocks[0]), [_made_of(block) for block in blocks])
+class _ByProduct(TorchFunctionMode):
+    """Replaces ``scaled_dot_product_attention`` as far as a ViT uses it."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self._product = product
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attention(self, q, k, v, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False):
+        if attn_mask is not None or dropout_p or is_causal:
+            raise NotImplementedError("attention has no mask and no dropout here")
+        return self._product(q, k, v)
 
 
-def _first_difference(first: Made, each: Sequence[Made]) -> str | None:
-    for index, made in enumerate(each):
-        for what in [*first, *made]:
-            here, there = made.get(what, "missing"), first.get(what, "missing")
+def combine_parts(
+    output: torch.Tensor,
+    statistics: torch.Tensor,
+    of_part: torch.Tensor,
+    part_statistics: torch.Tensor,
+    log_add_exp: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.logaddexp,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention to the keys of two parts together, of attention to each: online softmax.
+
+    Outputs are fp32 (..., queries, width), statistics are log(sum(exp(scores))) of each query, fp32
+    (..., queries). (Milakov, Gimelshein, arXiv 1805.02867; in a ring: Liu, Zaharia, Abbeel, arXiv
+    2310.01889.)
+    """
+    together = log_add_exp(statistics, part_statistics)
+    output = output * (statistics - together).exp()[..., None]
+    output += of_part * (part_statistics - together).exp()[..., None]
+    return output, together
+
+
+# ------------------------------------------------------------------------------------------------
+# Whether blocks are alike.
+
+
+def blocks_differ(blocks: Sequence[nn.Module], *, settings: bool = True) -> str | None:
+    """Return a line that names the first block that differs from block 0, and how; None if none.
+
+    Blocks are alike if they have the same class and parameters of the same shapes; with
+    ``settings`` also the same modules, set to the same plain values. Probabilities of drop path may
+    differ.
+    """
+    described = [_described(block, settings) for block in blocks]
+    first = described[0]
+    for index, block in enumerate(described):
+        for what in [*first, *block]:
+            here, there = block.get(what, "missing"), first.get(what, "missing")
             if here != there:
                 return f"in block {index} {what} is {here}, in block 0 {there}"
     return None
 
 
-def _made_of(block: nn.Module) -> Made:
-    made: Made = {"the block": type(block).__name__}
-    made |= {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
-    return made
-
-
-def _settings(block: nn.Module) -> Made:
-    """Classes of all modules in it, and the plain values that each of them is set to."""
-    found: Made = {}
-    for name, part in block.named_modules():
-        if isinstance(part, DropPath | nn.Identity):  # one is in the place of the other
+def _described(block: nn.Module, settings: bool) -> dict[str, Any]:
+    """Return, by a name for the message, the class, shapes and values of what is in a block."""
+    found: dict[str, Any] = {"the block": type(block).__name__}
+    found |= {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
+    for name, part in block.named_modules() if settings else ():
+        if isinstance(part, DropPath | nn.Identity):  # one may replace the other
             continue
         found[name or "the block"] = type(part).__name__
         for key, value in vars(part).items():
@@ -57,18 +117,20 @@ def _settings(block: nn.Module) -> Made:
     return found
 
 
-# -- what is sharded of a block's work, and how ----------------------------------------
+# ------------------------------------------------------------------------------------------------
+# The logical axes of a block's parameters, for tensor parallelism.
+
 
 FOLDED = {"qkv": 3, "glu": 2}
-"""Dimensions of a parameter that timm folds into the one behind them, with their sizes: queries,
-keys and values; what a gated MLP multiplies."""
+"""Logical axes that timm folds into the one behind them, with their sizes: queries, keys and
+values; the two factors of a gated MLP."""
 
 _PROJECTIONS = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
 _WIDENING = ("mlp.fc1", "mlp.fc1_g", "mlp.fc1_x")
 _OF_WIDTH = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "ls1.gamma", "ls2.gamma")
 _OF_HEAD = ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
 
-_DIMENSIONS: dict[str, tuple[str, ...]] = {
+_LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*_OF_WIDTH, "gamma_1", "gamma_2"), ("width",)),
     "attn.qkv.weight": ("qkv", "heads", "width"),
     "attn.qkv.bias": ("qkv", "heads"),
@@ -89,17 +151,17 @@ _GATED: dict[str, tuple[str, ...]] = {
     "mlp.fc1.weight": ("glu", "hidden", "width"),
     "mlp.fc1.bias": ("glu", "hidden"),
 }
-"""The same where one layer makes both of what the MLP multiplies."""
+"""The same where one layer computes both factors of the MLP."""
 
 
-def dimensions(block: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the kinds of the dimensions of each parameter, see ``ModelSpec.block_dimensions``."""
-    known = _DIMENSIONS | (_GATED if isinstance(block.mlp, GluMlp) else {})
+def logical_axes(block: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the logical axes of each parameter, see ``ModelSpec.logical_axes``."""
+    known = _LOGICAL_AXES | (_GATED if isinstance(block.mlp, GluMlp) else {})
     return {name: known[name] for name, _ in block.named_parameters()}
 
 
 def why_no_tensor_parallel(block: nn.Module) -> str | None:
-    """Return why ``block`` has no heads and MLP columns to shard, in a line that begins with "its",
+    """Return why ``block`` has no heads and MLP columns to shard, in a line that starts with "its",
     or None."""
     if type(block) not in (Block, ResPostBlock, EvaBlock, EvaBlockPostNorm):
         return f"its blocks are of timm's {type(block).__name__}"
@@ -115,20 +177,8 @@ def why_no_tensor_parallel(block: nn.Module) -> str | None:
     return None
 
 
-# -- what TransformerEngine's layer may stand for --------------------------------------
-
-
-def _why_not_plain(block: nn.Module) -> str | None:
-    """Return why ``block`` is not timm's plain one, in a line that begins with "its", or None."""
-    if type(block) is not Block:
-        return f"its blocks are of timm's {type(block).__name__}, not Block"
-    if type(block.attn) is not Attention:
-        return f"its attention is timm's {type(block.attn).__name__}, not Attention"
-    if getattr(block.attn, "gate", None) is not None:
-        return "its attention has a gate"
-    if type(block.mlp) is not Mlp:
-        return f"its MLP is timm's {type(block.mlp).__name__}, not Mlp"
-    return None
+# ------------------------------------------------------------------------------------------------
+# Whether TransformerEngine's layer may take a block's place.
 
 
 def why_no_transformer_engine(block: nn.Module) -> str | None:
@@ -136,15 +186,20 @@ def why_no_transformer_engine(block: nn.Module) -> str | None:
 
     GELU and its tanh approximation, which is all that it has, count as the same.
     """
-    reason = _why_not_plain(block)
-    if reason:
-        return reason
-    assert isinstance(block, Block)
-    attention, mlp = block.attn, block.mlp
+    if type(block) is not Block:
+        return f"its blocks are of timm's {type(block).__name__}, not Block"
+    attention: Any = block.attn
+    mlp: Any = block.mlp
+    if type(attention) is not Attention:
+        return f"its attention is timm's {type(attention).__name__}, not Attention"
+    if attention.gate is not None:
+        return "its attention has a gate"
+    if type(mlp) is not Mlp:
+        return f"its MLP is timm's {type(mlp).__name__}, not Mlp"
+    activation = type(mlp.act).__name__.lower()
     unsupported = {
         "its norm is not LayerNorm": not isinstance(block.norm1, nn.LayerNorm),
-        "its activation is not GELU": "gelu" not in type(mlp.act).__name__.lower()
-        or "quick" in type(mlp.act).__name__.lower(),
+        "its activation is not GELU": "gelu" not in activation or "quick" in activation,
         "it has layer scale (<init_values>)": not isinstance(block.ls1, nn.Identity),
         "it has <scale_attn_norm>": not isinstance(attention.norm, nn.Identity),
         "it has <scale_mlp_norm>": not isinstance(mlp.norm, nn.Identity),

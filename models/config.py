@@ -1,14 +1,99 @@
-"""What a Vision Transformer is made of: timm's argument names, and the presets.
+"""The arguments of a Vision Transformer by timm's names, their checks, presets and flags.
 
-Imports nothing heavy, so that ``--help`` and the argument checks stay fast.
+Imports nothing heavy, so that ``--help`` and the checks stay fast.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from config_fields import bounded, flag, positive, positive_number, rate
+
+
+class ModelError(Exception):
+    """The requested model is impossible: one line that says why, or what to change.
+
+    Arguments of the model are ``<img_size>`` in the text; ``told`` writes them by the names of
+    flags, ``str()`` by their own.
+    """
+
+    def told(self, names: Mapping[str, str]) -> str:
+        """Return the line with each argument's name replaced by its entry in ``names``, if any."""
+        return re.sub(r"<(\w+)>", lambda match: names.get(match[1], match[1]), self.args[0])
+
+    def __str__(self) -> str:
+        return self.told({})
+
+
+# ------------------------------------------------------------------------------------------------
+# Checks of arguments.
+
+
+def check_taken(name: str, given: Iterable[str], config: type) -> None:
+    """Raise ModelError for an argument that is no field of ``config``, the model ``name``'s."""
+    taken = [field.name for field in fields(config)]
+    for argument in given:
+        if argument not in taken:
+            raise ModelError(f"{name} does not take <{argument}>; it takes {', '.join(taken)}")
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ModelError for arguments with which timm would silently compute something else.
+
+    ``arguments`` are all of the model's, by timm's names.
+    """
+    check_width(arguments)
+    width, heads = arguments["embed_dim"], arguments["num_heads"]
+    if arguments["global_pool"] == "token" and not arguments["class_token"]:
+        raise ModelError("<global_pool> token requires <class_token>")
+    if arguments.get("use_rot_pos_emb") and width // heads % 4:
+        raise ModelError(
+            f"rotary position embedding requires heads whose width is a multiple of 4: <embed_dim> "
+            f"{width} / <num_heads> {heads} is {width // heads}"
+        )
+    rate = arguments["patch_drop_rate"]
+    if rate:
+        image, patch = spatial_size(arguments["img_size"]), spatial_size(arguments["patch_size"])
+        patches = (image[0] // patch[0]) * (image[1] // patch[1])
+        if int(patches * (1 - rate)) < 1:
+            raise ModelError(f"<patch_drop_rate> {rate} leaves no patch")
+
+
+def check_width(arguments: Mapping[str, Any]) -> None:
+    """Raise ModelError for a width that the heads do not divide, or that leaves no MLP."""
+    width, heads = arguments["embed_dim"], arguments["num_heads"]
+    if width % heads:
+        raise ModelError(f"<embed_dim> {width} is not a multiple of <num_heads> {heads}")
+    if width * arguments["mlp_ratio"] < 1:
+        raise ModelError(f"<mlp_ratio> {arguments['mlp_ratio']} leaves no MLP")
+
+
+def check_patches(img_size: Any, patch_size: Any, dimension: int = 2) -> None:
+    """Raise ModelError if an image is not a whole number of patches along each dimension."""
+    images = spatial_size(img_size, dimension)
+    for image, patch in zip(images, spatial_size(patch_size, dimension), strict=True):
+        if image % patch:
+            raise ModelError(f"<img_size> {image} is not a multiple of <patch_size> {patch}")
+
+
+def spatial_size(size: Any, dimension: int = 2) -> tuple[int, ...]:
+    """Return the size along each spatial dimension; one number stands for all of them.
+
+    Raises ModelError if there are not as many numbers.
+    """
+    if isinstance(size, int):
+        return (size,) * dimension
+    if len(size) != dimension:
+        numbers = " ".join(map(str, size))
+        raise ModelError(f"<img_size> {numbers} has {len(size)} numbers: give 1 or {dimension}")
+    return tuple(size)
+
+
+# ------------------------------------------------------------------------------------------------
+# Arguments and presets.
 
 
 @dataclass(frozen=True)
@@ -79,29 +164,33 @@ PRESETS: dict[str, VitConfig] = {
 DEFAULT_MODEL = "vit_10b"
 
 
+# ------------------------------------------------------------------------------------------------
+# Flags.
+
+
 def _own(name: str, help: str, **more):
     """Return a flag for one of timm's arguments; None is the model's own value."""
-    text = f"{help} (default: the model's; {DEFAULT_MODEL}: {getattr(_VIT_10B, name)!r})"
-    return flag(None, text, **more)
+    value = getattr(_VIT_10B, name)
+    shown = {"True": "on", "False": "off", "None": "none", "": "''"}.get(str(value), value)
+    return flag(None, f"{help} (default: the model's; {DEFAULT_MODEL}: {shown})", **more)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, and what is to be other than its own; the fields have timm's names."""
+    """The model, and the values that differ from its own; the fields have timm's names."""
 
     group: ClassVar[str] = "model (timm's names; a flag overrides the model's own)"
 
     model: str | None = flag(
         None,
-        "a preset, hybrid_vit, or timm/NAME, of timm's classes VisionTransformer and Eva "
-        "(--list_models) "
-        f"(default: {DEFAULT_MODEL})",
+        "model: a preset, hybrid_vit, or timm/NAME of timm's classes VisionTransformer and Eva "
+        f"(--list_models) (default: {DEFAULT_MODEL})",
         metavar="NAME",
         common=True,
     )
     img_size: int | tuple[int, ...] | None = _own(
         "img_size",
-        "pixels a side; or height and width; of a volume slices, height and width",
+        "image side, or height and width, in pixels; volumes: slices, height and width",
         kind=bounded(int, 1, 16384),
         metavar="N",
         several=True,
@@ -110,58 +199,69 @@ class ModelConfig:
     )
     dimension: int | None = flag(
         None,
-        "2: images, 3: volumes; of hybrid_vit (default: 2)",
+        "number of spatial dimensions of hybrid_vit; 2: images, 3: volumes (default: 2)",
         kind=bounded(int, 2, 3),
         metavar="{2,3}",
     )
-    patch_size: int | None = _own("patch_size", "patch side, pixels", kind=positive, common=True)
+    patch_size: int | None = _own(
+        "patch_size", "side of a patch in pixels", kind=positive, common=True
+    )
     in_chans: int | None = _own(
         "in_chans",
-        "channels: 3 (RGB) or 1 (grey); of volumes any number",
+        "number of channels of the input: 3 (RGB) or 1 (gray); for volumes any number",
         kind=bounded(int, 1, 1024),
     )
     num_classes: int | None = _own(
-        "num_classes", "classes", kind=bounded(int, 1, 10**7), common=True
+        "num_classes", "number of classes", kind=bounded(int, 1, 10**7), common=True
     )
-    embed_dim: int | None = _own("embed_dim", "width", kind=bounded(int, 1, 2**20), common=True)
+    embed_dim: int | None = _own(
+        "embed_dim",
+        "width of the model",
+        kind=bounded(int, 1, 2**20),
+        common=True,
+    )
     depth: int | None = _own(
         "depth",
-        "transformer blocks",
+        "number of transformer blocks",
         kind=bounded(int, 1, 1000),
         names=("--num_blocks", "--depth"),
         common=True,
     )
-    num_heads: int | None = _own("num_heads", "attention heads", kind=positive)
+    num_heads: int | None = _own("num_heads", "number of attention heads", kind=positive)
     mlp_ratio: float | None = _own(
-        "mlp_ratio", "MLP width / width", kind=bounded(float, 0.001, 1000)
+        "mlp_ratio", "width of the MLP / width of the model", kind=bounded(float, 0.001, 1000)
     )
     global_pool: Literal["token", "avg", "avgmax", "max", "map"] | None = _own(
-        "global_pool", "pooling: token, avg, avgmax, max or map"
+        "global_pool", "pooling of the tokens before the head; token: the class token"
     )
     class_token: bool | None = _own("class_token", "prepend a class token")
-    reg_tokens: int | None = _own("reg_tokens", "register tokens", kind=bounded(int, 0, 2**20))
+    reg_tokens: int | None = _own(
+        "reg_tokens", "number of register tokens to prepend", kind=bounded(int, 0, 2**20)
+    )
     pos_embed: Literal["learn", "none"] | None = _own(
-        "pos_embed", "position embedding: learn or none"
+        "pos_embed", "position embedding; learn: a learned one"
     )
-    no_embed_class: bool | None = _own("no_embed_class", "no position embedding for prefix tokens")
+    no_embed_class: bool | None = _own(
+        "no_embed_class", "leave prefix tokens (class, register) without position embedding"
+    )
     pool_include_prefix: bool | None = _own("pool_include_prefix", "pool over prefix tokens too")
-    qkv_bias: bool | None = _own("qkv_bias", "bias in the query, key and value projections")
-    qk_norm: bool | None = _own("qk_norm", "normalise queries and keys")
-    proj_bias: bool | None = _own("proj_bias", "bias in the attention output and MLP projections")
+    qkv_bias: bool | None = _own("qkv_bias", "add a bias to query, key and value projections")
+    qk_norm: bool | None = _own("qk_norm", "normalize queries and keys")
+    proj_bias: bool | None = _own("proj_bias", "add a bias to attention's output and the MLP")
     scale_attn_norm: bool | None = _own(
-        "scale_attn_norm", "norm after attention, before its projection"
+        "scale_attn_norm", "add a norm after attention, before its projection"
     )
-    scale_mlp_norm: bool | None = _own("scale_mlp_norm", "norm inside the MLP")
+    scale_mlp_norm: bool | None = _own("scale_mlp_norm", "add a norm inside the MLP")
     init_values: float | None = _own(
-        "init_values", "layer-scale initial value", kind=positive_number
+        "init_values", "initial value of layer scale", kind=positive_number
     )
-    pre_norm: bool | None = _own("pre_norm", "norm before the blocks")
-    final_norm: bool | None = _own("final_norm", "norm after the blocks")
-    fc_norm: bool | None = _own("fc_norm", "final norm after pooling instead of before")
-    drop_rate: float | None = _own("drop_rate", "dropout before the head", kind=rate)
+    pre_norm: bool | None = _own("pre_norm", "add a norm before the blocks")
+    final_norm: bool | None = _own("final_norm", "add a norm after the blocks")
+    fc_norm: bool | None = _own("fc_norm", "move the final norm behind the pooling")
+    drop_rate: float | None = _own("drop_rate", "dropout rate before the head", kind=rate)
     pos_drop_rate: float | None = _own(
         "pos_drop_rate",
-        "dropout after the embedding",
+        "dropout rate after the embedding",
         kind=rate,
         names=("--pos_dropout", "--pos_drop_rate"),
     )
@@ -170,21 +270,23 @@ class ModelConfig:
     )
     proj_drop_rate: float | None = _own(
         "proj_drop_rate",
-        "dropout in MLP and projections",
+        "dropout rate of the MLP and of attention's projection",
         kind=rate,
         names=("--mlp_dropout", "--proj_drop_rate"),
     )
     attn_drop_rate: float | None = _own(
         "attn_drop_rate",
-        "dropout of attention weights",
+        "dropout rate of attention weights",
         kind=rate,
         names=("--att_dropout", "--attn_drop_rate"),
     )
     drop_path_rate: float | None = _own(
-        "drop_path_rate", "stochastic depth, rising to this rate", kind=rate
+        "drop_path_rate",
+        "stochastic depth rate of the last block; it rises linearly from 0",
+        kind=rate,
     )
     weight_init: Literal["", "jax", "jax_nlhb", "moco", "reset"] | None = _own(
-        "weight_init", "timm's scheme: '', jax, jax_nlhb, moco or reset"
+        "weight_init", "initialization scheme of timm: '', jax, jax_nlhb, moco or reset"
     )
 
     def overrides(self) -> dict[str, object]:

@@ -8,8 +8,8 @@ the mean over all tokens, a linear head. It has 126,907,624 parameters for image
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,38 @@ from timm.layers import trunc_normal_
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from models.initialize import Scheme, initialize, vision_transformer_scheme
+from models.config import check_patches, check_taken, check_width, spatial_size
+from models.initialize import initialize, vision_transformer_scheme
+from models.positions import PartOfPositions, TokenPart, pool_over_parts, replace_positions
 from models.spec import ModelSizes, ModelSpec
-from models.token_part import PartOfPositions, TokenPart, keep_part, pool_over_parts
 
+NAME = "hybrid_vit"
+_WITHOUT_PREFIX = "vit"
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}
 _STD = 0.02
+
+
+@dataclass(frozen=True)
+class HybridVitConfig:
+    """The arguments of a HybridViT, by timm's names where timm has one."""
+
+    dimension: int = 2
+    """Spatial dimensions of the input: 2 for images, 3 for volumes."""
+    img_size: int | tuple[int, ...] = 1024
+    """Pixels along each of them, or one number for all; a volume's slices come first."""
+    patch_size: int = 8
+    in_chans: int = 3
+    num_classes: int = 1000
+    embed_dim: int = 768
+    depth: int = 16
+    num_heads: int = 6
+    mlp_ratio: float = 4.0
+    qkv_bias: bool = True
+    drop_rate: float = 0.0
+    pos_drop_rate: float = 0.0
+    proj_drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
+    drop_path_rate: float = 0.0
 
 
 class PatchConvolution(nn.Module):
@@ -41,50 +67,36 @@ class PatchConvolution(nn.Module):
 
 
 class HybridViT(nn.Module):
-    """Classifies images, or volumes, of one size; its arguments are ``HybridVitConfig``'s."""
+    """Classifies images, or volumes, of one size, ``img_size``, whose numbers are all given."""
 
-    def __init__(
-        self,
-        *,
-        dimension: int,
-        img_size: tuple[int, ...],
-        patch_size: int,
-        in_chans: int,
-        num_classes: int,
-        embed_dim: int,
-        depth: int,
-        num_heads: int,
-        mlp_ratio: float,
-        qkv_bias: bool,
-        drop_rate: float,
-        pos_drop_rate: float,
-        proj_drop_rate: float,
-        attn_drop_rate: float,
-        drop_path_rate: float,
-    ) -> None:
+    def __init__(self, config: HybridVitConfig) -> None:
         super().__init__()
-        self.grid = tuple(size // patch_size for size in img_size)
-        self.patch_embed = PatchConvolution(dimension, patch_size, in_chans, embed_dim)
-        self.pos_embed = nn.Parameter(torch.zeros(1, torch.Size(self.grid).numel(), embed_dim))
-        self.pos_drop = nn.Dropout(pos_drop_rate)
-        steps = max(depth - 1, 1)
+        assert isinstance(config.img_size, tuple)
+        self.grid = tuple(size // config.patch_size for size in config.img_size)
+        self.patch_embed = PatchConvolution(
+            config.dimension, config.patch_size, config.in_chans, config.embed_dim
+        )
+        patches = torch.Size(self.grid).numel()
+        self.pos_embed = nn.Parameter(torch.zeros(1, patches, config.embed_dim))
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        steps = max(config.depth - 1, 1)
         self.blocks = nn.Sequential(
             *(
                 Block(
-                    embed_dim,
-                    num_heads,
-                    mlp_ratio,
-                    qkv_bias=qkv_bias,
-                    proj_drop=proj_drop_rate,
-                    attn_drop=attn_drop_rate,
-                    drop_path=drop_path_rate * index / steps,
+                    config.embed_dim,
+                    config.num_heads,
+                    config.mlp_ratio,
+                    qkv_bias=config.qkv_bias,
+                    proj_drop=config.proj_drop_rate,
+                    attn_drop=config.attn_drop_rate,
+                    drop_path=config.drop_path_rate * index / steps,
                     norm_layer=nn.LayerNorm,
                 )
-                for index in range(depth)
+                for index in range(config.depth)
             )
         )
-        self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(embed_dim, num_classes)
+        self.head_drop = nn.Dropout(config.drop_rate)
+        self.head = nn.Linear(config.embed_dim, config.num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map (batch, channels, *size) to logits (batch, classes)."""
@@ -92,15 +104,15 @@ class HybridViT(nn.Module):
         return self.head(self.head_drop(self.pool(self.blocks(x))))
 
     def group_matcher(self) -> dict[str, Any]:
-        """Return what timm takes for layers: what comes before the blocks, and each block."""
+        """Return patterns of layers, as timm's models do: what is before the blocks, each block."""
         return {"stem": r"^pos_embed|patch_embed", "blocks": [(r"^blocks\.(\d+)", None)]}
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters that are better not decayed, as timm's models do."""
+        """Return the names of parameters without weight decay, as timm's models do."""
         return {"pos_embed"}
 
     def add_positions(self, x: torch.Tensor) -> torch.Tensor:
-        """Add to each token, (batch, patches, width), what was learned of its place."""
+        """Add its learned position to each token, (batch, patches, width)."""
         return x + self.pos_embed
 
     def pool(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,25 +121,19 @@ class HybridViT(nn.Module):
 
 
 class HybridVitSpec(ModelSpec):
-    """The spec of a HybridViT made with ``arguments``, a complete set."""
+    """The spec of a HybridViT."""
 
-    def __init__(
-        self, name: str, overrides: Mapping[str, Any], arguments: Mapping[str, Any]
-    ) -> None:
-        self._arguments = dict(arguments)
-        size = list(arguments["img_size"])
-        super().__init__(name, overrides, self._arguments | {"img_size": size})
+    def __init__(self, overrides: Mapping[str, Any], config: HybridVitConfig) -> None:
+        self._config = config
+        settings = asdict(config)
+        super().__init__(NAME, overrides, settings | {"img_size": list(settings["img_size"])})
 
     def build(self) -> nn.Module:
         with torch.device("meta"):
-            return HybridViT(**self._arguments)
+            return HybridViT(self._config)
 
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
-        initialize(module, name, seed=seed, scheme=self._scheme)
-
-    @functools.cached_property
-    def _scheme(self) -> Scheme:
-        fill = vision_transformer_scheme(weight_init="", num_classes=self.settings["num_classes"])
+        fill = vision_transformer_scheme(weight_init="", num_classes=self._config.num_classes)
 
         def scheme(part: nn.Module, name: str) -> None:
             if isinstance(part, HybridViT):
@@ -135,7 +141,7 @@ class HybridVitSpec(ModelSpec):
             else:
                 fill(part, name)
 
-        return scheme
+        initialize(module, name, seed=seed, scheme=scheme)
 
     def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
         model.blocks = blocks
@@ -145,7 +151,7 @@ class HybridVitSpec(ModelSpec):
 
     def compute_on_part(self, model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
         assert isinstance(model, HybridViT)
-        positions = keep_part(model, "pos_embed", 0, part)
+        positions = replace_positions(model, "pos_embed", 0, part)
         model.add_positions = lambda x: x + positions()  # type: ignore[method-assign]
         model.pool = lambda x: pool_over_parts(x, part, "avg")  # type: ignore[method-assign]
         return {"pos_embed": positions}
@@ -156,20 +162,44 @@ class HybridVitSpec(ModelSpec):
 
     def _sizes(self, model: nn.Module) -> ModelSizes:
         assert isinstance(model, HybridViT)
-        arguments = self._arguments
-        head_dim = arguments["embed_dim"] // arguments["num_heads"]
-        tokens = model.pos_embed.shape[1]
+        config, tokens = self._config, model.pos_embed.shape[1]
+        assert isinstance(config.img_size, tuple)
+        head_dim = config.embed_dim // config.num_heads
         return ModelSizes(
-            input_shape=(arguments["in_chans"], *arguments["img_size"]),
-            num_classes=arguments["num_classes"],
+            input_shape=(config.in_chans, *config.img_size),
+            num_classes=config.num_classes,
             grid=model.grid,
             num_tokens=tokens,
             train_tokens=tokens,
             depth=len(model.blocks),
-            embed_dim=arguments["embed_dim"],
-            num_heads=arguments["num_heads"],
+            embed_dim=config.embed_dim,
+            num_heads=config.num_heads,
             head_dim=head_dim,
             value_dim=head_dim,
-            hidden=int(arguments["embed_dim"] * arguments["mlp_ratio"]),
-            attn_drop_rate=arguments["attn_drop_rate"],
+            hidden=int(config.embed_dim * config.mlp_ratio),
+            attn_drop_rate=config.attn_drop_rate,
         )
+
+
+# -- the family: what ``--model`` knows of it ------------------------------------------------------
+
+
+def names() -> list[str]:
+    return [_WITHOUT_PREFIX]
+
+
+def knows(name: str) -> bool:
+    return name == _WITHOUT_PREFIX
+
+
+def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
+    """Return the model with ``overrides``, fields of ``HybridVitConfig``, over its own arguments.
+
+    Raises ModelError for an argument that it does not have, and for sizes that do not fit.
+    """
+    check_taken(NAME, overrides, HybridVitConfig)
+    config = HybridVitConfig(**overrides)
+    size = spatial_size(config.img_size, config.dimension)
+    check_patches(size, config.patch_size, len(size))
+    check_width(asdict(config))
+    return HybridVitSpec(overrides, replace(config, img_size=size))

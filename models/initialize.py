@@ -1,8 +1,7 @@
-"""First weights, unit by unit: they depend on the seed and on modules' names, on nothing else."""
+"""Initial weights, unit by unit: they depend on the seed and on modules' names, on nothing else."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import re
@@ -14,17 +13,97 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from models.meta import allocate
+from models.config import ModelError
 from models.timm_private import (
     SELF_INITIALIZED,
     RotaryEmbeddingMixed,
+    computed_buffers,
     draw_mixed_frequencies,
     get_init_weights_vit,
+    has_computed_buffers,
 )
 
+# ------------------------------------------------------------------------------------------------
+# Between the meta device, where models are built, and memory.
+
+
+def allocate(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Allocate what is on meta below ``module`` on the CPU, module by module.
+
+    ``name`` is the module's name in the model. Yields each module that was on meta, with its name.
+    The caller fills its own parameters; buffers have their values.
+    """
+    for full_name, part in on_meta(module, name):
+        allocate_own(part)
+        yield full_name, part
+
+
+def on_meta(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module below ``module`` with something of its own on meta, as ``allocate``."""
+    for full_name, part in module.named_modules(prefix=name):
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if any(each.is_meta for each in own):
+            yield full_name, part
+
+
+def allocate_own(part: nn.Module) -> None:
+    """Do the same as ``allocate`` for one module, without the modules below it."""
+    part.to_empty(device="cpu", recurse=False)
+    fill_own_buffers(part)
+
+
+def fill_buffers(
+    module: nn.Module, send: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
+) -> None:
+    """Compute the buffers below ``module`` on the CPU, whatever they hold.
+
+    ``send`` moves one to where it is used. Parameters are not touched.
+    """
+    for part in module.modules():
+        fill_own_buffers(part, send)
+
+
+def cast_buffers(block: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating-point buffers of a block to the dtype that it computes in.
+
+    A block adds its buffers (the key bias of Eva) to parameters in that dtype. Not for the model
+    around the blocks: its tables of angles must stay in fp32.
+    """
+    for part in block.modules():
+        for key, buffer in part.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                part._buffers[key] = buffer.to(dtype)
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raise ModelError for a model with a buffer that cannot be computed from its settings."""
+    saved = model.state_dict().keys() - dict(model.named_parameters()).keys()
+    if saved:
+        raise ModelError(
+            f"it keeps {min(saved)} from step to step (a buffer in its state dict), which is not "
+            "sharded or saved here"
+        )
+    for name, part in model.named_modules():
+        if next(part.buffers(recurse=False), None) is not None and not has_computed_buffers(part):
+            raise ModelError(f"{name} has buffers and no function that computes them")
+
+
+def fill_own_buffers(
+    part: nn.Module, send: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
+) -> None:
+    """Do the same as ``fill_buffers`` for one module, without the modules below it."""
+    if next(part.buffers(recurse=False), None) is not None:
+        for key, values in computed_buffers(part).items():
+            part._buffers[key] = send(values)
+
+
+# ------------------------------------------------------------------------------------------------
+# Initial values.
+
+
 Scheme = Callable[[nn.Module, str], None]
-"""Fills the parameters that are a module's own, (module, its name in the model); may change what
-the modules below it were given before."""
+"""A function (module, its name in the model) that fills the module's own parameters; it may change
+what the modules below it were given before."""
 
 _STD = 0.02
 _ENDS_OF_BRANCHES = re.compile(r"blocks\.(\d+)\.(attn\.proj|mlp\.fc2)")
@@ -34,29 +113,23 @@ def initialize(module: nn.Module, name: str, *, seed: int, scheme: Scheme) -> No
     """Allocate on the CPU, and fill by ``scheme``, every parameter below ``module`` on meta.
 
     ``name`` is the module's name in the model. Each module draws from a generator of its own,
-    seeded by ``seed`` and its name; the caller's random numbers go on as if nothing was drawn.
+    seeded by ``seed`` and its name; the caller's random numbers are not affected.
     """
     fresh = {full_name for full_name, _ in allocate(module, name)}
-    _fill(module, name, fresh, seed, scheme)
 
+    def fill(part: nn.Module, name: str) -> bool:
+        """Fill ``part`` after what is below it; returns True if there was anything to fill."""
+        found = name in fresh
+        for key, child in part.named_children():
+            found |= fill(child, f"{name}.{key}" if name else key)
+        if found:
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                scheme(part, name)
+        return found
 
-def _fill(part: nn.Module, name: str, fresh: set[str], seed: int, scheme: Scheme) -> bool:
-    """Fill ``part`` after what is below it; returns whether there was anything to fill."""
-    found = name in fresh
-    for key, child in part.named_children():
-        found |= _fill(child, f"{name}.{key}" if name else key, fresh, seed, scheme)
-    if found:
-        with _random_numbers_of(seed, name), torch.no_grad():
-            scheme(part, name)
-    return found
-
-
-@contextlib.contextmanager
-def _random_numbers_of(seed: int, name: str) -> Iterator[None]:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        yield
+    fill(module, name)
 
 
 def vision_transformer_scheme(
@@ -104,7 +177,7 @@ def eva_scheme(*, head_init_scale: float) -> Scheme:
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
             _scale_by_depth(part, name)
-            if name == "head" and head_init_scale:  # 0 means as it is
+            if name == "head" and head_init_scale:  # 0 means unchanged
                 part.weight.mul_(head_init_scale)
         elif isinstance(part, RotaryEmbeddingMixed):
             part.freqs.copy_(draw_mixed_frequencies(part))

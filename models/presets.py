@@ -1,4 +1,4 @@
-"""The family of models that go by a name of this project: ``--model vit_10b``."""
+"""The family of models with a name of this project: ``--model vit_10b``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from models.arguments import check_arguments, check_patches, check_taken
-from models.config import PRESETS, VitConfig
+from models.config import PRESETS, VitConfig, check_arguments, check_patches, check_taken
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
 
 _FINE_TUNED = ("img_size", "in_chans", "num_classes", "weight_init")
-"""What fine-tuning changes: the preprocessing of timm's weights stays the right one."""
+"""What fine-tuning may change without changing the preprocessing that timm's weights expect."""
 
 
 def names() -> list[str]:
@@ -33,12 +32,11 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     config = replace(PRESETS[name], **overrides)
     check_patches(config.img_size, config.patch_size)
     check_arguments(asdict(config))
-    # Only now: timm takes seconds, and a wrong size is told before.
+    # Imported only now: timm takes seconds, and a wrong size is reported before.
     from timm import get_pretrained_cfg
     from timm.models.vision_transformer import VisionTransformer
 
-    from models.timm_names import preprocessing_of
-    from models.timm_spec import TimmSpec
+    from models.timm_models import TimmSpec, preprocessing_of
 
     trained = None
     if all(key in _FINE_TUNED or key.endswith("_rate") for key in overrides):

@@ -1,4 +1,4 @@
-"""``--model``: which families of models there are, and how one of their names becomes a spec.
+"""``--model``: the families of models, and how one of their names becomes a spec.
 
 To add a family: a file in this folder with ``names``, ``knows`` and ``open_model``, as ``presets``
 has them, and its line in ``FAMILIES``. Imports nothing heavy, so that ``--help`` stays fast.
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from models.errors import ModelError
+from models.config import ModelError
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
@@ -22,13 +22,13 @@ __all__ = ["FAMILIES", "ListedModel", "ModelError", "list_models", "open_model"]
 
 FAMILIES = {
     "": "models.presets",
-    "hybrid_": "models.hybrid_names",
-    "timm/": "models.timm_names",
+    "hybrid_": "models.hybrid_vit",
+    "timm/": "models.timm_models",
 }
-"""By what its names begin with, the module of each family."""
+"""By what its names start with, the module of each family."""
 
 _COUNTED = 30
-"""So many models are built to be listed, in seconds; of a longer list the names are told."""
+"""The most models that are built to be listed, in seconds; a longer list has names alone."""
 _SUGGESTED = 3
 
 
@@ -38,20 +38,21 @@ class ListedModel:
 
     name: str
     parameters: int | None = None
-    """How many it has; None if it was not counted."""
+    """None if they were not counted."""
     refused: str | None = None
     """Why ``open_model`` refuses it, if that was tried."""
     no_tensor_parallel: str | None = None
-    """Why its blocks have no tensor parallelism; None if they have, or if it was not counted."""
+    """Why its blocks have no tensor parallelism; None if they have, or if it was not opened."""
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     """Return the model ``name`` with ``overrides``, by timm's names, over its own settings.
 
     Raises ModelError for a name that is unknown, a model that cannot be trained here, an argument
-    that it does not take, and for arguments that do not go together.
+    that it does not take, and for arguments that are incompatible.
     """
-    prefix, family = _family(name)
+    prefix = max((each for each in FAMILIES if name.startswith(each)), key=len)
+    family = importlib.import_module(FAMILIES[prefix])
     own_name = name.removeprefix(prefix)
     if not family.knows(own_name):
         raise ModelError(_unknown(name))
@@ -61,11 +62,15 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
 def _unknown(name: str) -> str:
     """Return a line that suggests the names that are most alike.
 
-    First what is right but for capital letters, signs between words and the family's prefix; of a
-    name with a tag of timm's weights the preset, too.
+    First those that differ only in capital letters, signs between words and the family's prefix;
+    for a name with a tag of timm's weights the preset, too.
     """
-    known = {_plain(each): each for each in reversed([*_names()])}  # a preset before timm's own
-    plain, dot, tag = _plain(name).partition(".")
+
+    def simplified(name: str) -> str:
+        return name.strip().lower().replace("-", "_")
+
+    known = {simplified(each): each for each in reversed([*_names()])}  # a preset before timm's own
+    plain, dot, tag = simplified(name).partition(".")
     plain = plain.removeprefix("timm/")
     alike = [known[each] for each in (plain, f"timm/{plain}") if each in known]
     if dot and alike and importlib.import_module(FAMILIES["timm/"]).has_weights(f"{plain}.{tag}"):
@@ -75,18 +80,17 @@ def _unknown(name: str) -> str:
     return f"there is no model {name}{suggested} (--list_models lists them)"
 
 
-def _plain(name: str) -> str:
-    return name.strip().lower().replace("-", "_")
-
-
 def list_models(pattern: str | None = None) -> list[ListedModel]:
-    """List the models whose names match ``pattern``, whatever the capital letters.
+    """List the models whose names match ``pattern``, ignoring case.
 
     It is a part of the name, or with * and ? the whole.
 
     A short list says how many parameters each has, or why it cannot be opened.
     """
-    found = [name for name in _names() if _matches(name, pattern)]
+    pattern = (pattern or "*").lower()
+    if not any(sign in pattern for sign in "*?["):
+        pattern = f"*{pattern}*"
+    found = [name for name in _names() if fnmatch.fnmatch(name.lower(), pattern)]
     if len(found) > _COUNTED:
         return [ListedModel(name) for name in found]
     return [_counted(name) for name in found]
@@ -104,20 +108,7 @@ def _counted(name: str) -> ListedModel:
     )
 
 
-def _matches(name: str, pattern: str | None) -> bool:
-    if pattern is None:
-        return True
-    whole = any(sign in pattern for sign in "*?[")
-    return fnmatch.fnmatch(name.lower(), (pattern if whole else f"*{pattern}*").lower())
-
-
 def _names() -> Iterator[str]:
     for prefix, module in FAMILIES.items():
         for name in importlib.import_module(module).names():
             yield prefix + name
-
-
-def _family(name: str) -> tuple[str, Any]:
-    """Return the longest prefix that fits, with its module."""
-    prefix = max((each for each in FAMILIES if name.startswith(each)), key=len)
-    return prefix, importlib.import_module(FAMILIES[prefix])

@@ -1,4 +1,4 @@
-"""What the rest of the program knows of a model: a ``ModelSpec``, whatever its family."""
+"""What the rest of the program knows about a model of any family: a ``ModelSpec``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,77 @@ from typing import Any
 import torch
 from timm.models import group_parameters
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from models import blocks
-from models.buckets import Grid
-from models.flops import train_flops_per_image
-from models.token_part import PartOfPositions, TokenPart
+from models.positions import Grid, PartOfPositions, TokenPart
 
-_FREE = ("weight_init", "fix_init", "head_init_scale")
-"""Settings that matter for first weights alone."""
+# ------------------------------------------------------------------------------------------------
+# How much work a training step is, counted on a model without memory.
+
+
+_aten = torch.ops.aten
+_FACTORS = {
+    _aten.mm: (0, 1),
+    _aten.bmm: (0, 1),
+    _aten.addmm: (1, 2),
+    _aten.baddbmm: (1, 2),
+    _aten.convolution: (0, 1),
+}
+"""Which arguments of a product are its two factors."""
+
+
+def train_flops_per_image(model: nn.Module, input_shape: Sequence[int]) -> float:
+    """Return the floating-point operations of forward and backward for one image.
+
+    ``input_shape``: (channels, *spatial). Matrix products only, two operations a multiply-add.
+    Recomputation under gradient checkpointing is not counted: the convention of MFU in PaLM
+    (Chowdhery et al. 2022, appendix B). ``model`` is on meta, its blocks are ``model.blocks`` and
+    cost the same each; it cannot be used afterwards.
+    """
+    blocks = model.blocks
+    assert isinstance(blocks, nn.Sequential | nn.ModuleList)
+    model.train()  # dropped patches cost nothing
+    counts = []
+    for depth in range(1, min(len(blocks), 2) + 1):  # all others cost what the second one does
+        model.blocks = blocks[:depth]
+        with _TrainStepFlops() as counter:
+            model(torch.empty(1, *input_shape, device="meta"))
+        counts.append(counter.total)
+    return float(counts[0] + (len(blocks) - 1) * (counts[-1] - counts[0]))
+
+
+class _TrainStepFlops(TorchDispatchMode):
+    """Counts the operations of a training step while only its forward pass runs.
+
+    The gradient of each factor of a product is a product of the same size; a factor that needs no
+    gradient, such as the images, has none. A backward pass must not run here: on a TPU these counts
+    are needed before XLA starts, and autograd's engine knows only the devices that are there when
+    it first runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operation = func.overloadpacket
+        if operation in flop_registry:
+            forward = flop_registry[operation](*args, **(kwargs or {}), out_val=result)
+            backward = sum(args[factor].requires_grad for factor in _FACTORS[operation])
+            self.total += forward * (1 + backward)
+        return result
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+_OF_FIRST_WEIGHTS = ("weight_init", "fix_init", "head_init_scale")
+"""Settings that matter for initial weights alone."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +121,7 @@ class ModelSizes:
 
 
 class ModelSpec(abc.ABC):
-    """One model: builds it, fills it unit by unit, takes it apart, and knows the facts about it.
+    """One model: builds it, initializes it unit by unit, and has the facts about it.
 
     The facts are read off the model itself, which is built once on the meta device, without
     memory. The blocks are ``model.blocks``; everything around them is one more unit, the root.
@@ -67,19 +130,19 @@ class ModelSpec(abc.ABC):
     def __init__(
         self, name: str, overrides: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> None:
-        """``name`` and ``overrides`` are what ``open_model`` makes the same spec of; ``settings``
-        are all arguments of the model, plain JSON values by timm's names."""
+        """``open_model`` returns the same spec for ``name`` and ``overrides``; ``settings`` are all
+        arguments of the model, plain JSON values by timm's names."""
         self.name = name
         self.overrides = dict(overrides)
         self.settings = dict(settings)
 
-    # -- a family's own ---------------------------------------------------------------
+    # What each family defines.
 
     @abc.abstractmethod
     def build(self) -> nn.Module:
-        """Return the model on the meta device, where it holds no weights yet, ready to train.
+        """Return a new model on the meta device, where it holds no weights yet.
 
-        Maps images (batch, *sizes.input_shape) to logits (batch, classes).
+        It maps images (batch, *sizes.input_shape) to logits (batch, classes).
         """
 
     @abc.abstractmethod
@@ -92,7 +155,7 @@ class ModelSpec(abc.ABC):
 
     @abc.abstractmethod
     def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
-        """Let ``model`` compute with ``blocks``, one module, in the place of all of its blocks.
+        """Let ``model`` compute with ``blocks``, one module, instead of all of its blocks.
 
         It is called as ``blocks(x, shared=..., stacked=...)``, x being (batch, tokens, width):
         keyword arguments of each block, the same for all or one for each along dimension 0.
@@ -100,7 +163,7 @@ class ModelSpec(abc.ABC):
 
     @abc.abstractmethod
     def _sizes(self, model: nn.Module) -> ModelSizes:
-        """Read off a model on meta."""
+        """Return the sizes of a model on meta."""
 
     @abc.abstractmethod
     def why_no_token_part(self) -> str | None:
@@ -110,8 +173,8 @@ class ModelSpec(abc.ABC):
     def compute_on_part(self, model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
         """Let ``model``, given the rows of each image that hold ``part``, compute whole logits.
 
-        Its learned positions, which must have their values, become those of the part; returned by
-        their plain names. What attention does is the caller's: each token has to see all others.
+        Its learned positions, which must have their values, become those of the part; they are
+        returned by their plain names. The caller must make attention see the tokens of all parts.
         """
 
     @property
@@ -128,7 +191,7 @@ class ModelSpec(abc.ABC):
         return None
 
     def why_one_grid(self) -> str | None:
-        """Return why the model takes images of its own size alone; None if it can take others."""
+        """Return why the model computes with images of its own size only; None if not only."""
         return "it takes images of its own size alone"
 
     def compute_on_grids(
@@ -137,30 +200,30 @@ class ModelSpec(abc.ABC):
         grids: Sequence[Grid],
         constant: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Let ``model`` take images of these grids of patches, too; of its own it is as before.
+        """Let ``model`` also compute with images of these grids of patches.
 
         ``constant`` puts small tensors on the devices.
         """
         raise NotImplementedError
 
-    # -- for all families -------------------------------------------------------------
+    # The same for all families.
 
-    def block_dimensions(self) -> dict[str, tuple[str, ...]]:
-        """Return the kinds of the dimensions of each parameter of a block, by its name there.
+    def logical_axes(self) -> dict[str, tuple[str, ...]]:
+        """Return the logical axes of each parameter of a block, by its name there.
 
         "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of
-        the MLP), which says how they are sharded (``training.mesh.LIES_ALONG``). A dimension of
-        ``models.blocks.FOLDED`` is folded into the next one: the parameter has one fewer than its
-        kinds. Empty where ``why_no_tensor_parallel`` has a reason.
+        the MLP): ``training.mesh.LOGICAL_AXIS_RULES`` says which mesh axes shard each. An axis of
+        ``models.blocks.FOLDED`` is folded into the next one: the parameter has one dimension fewer
+        than axes. Empty where ``why_no_tensor_parallel`` has a reason.
         """
-        return {} if self.why_no_tensor_parallel() else blocks.dimensions(self._block)
+        return {} if self.why_no_tensor_parallel() else blocks.logical_axes(self._block)
 
     def why_no_tensor_parallel(self) -> str | None:
-        """Return why blocks cannot compute with parts of their heads and MLP; None if they can."""
+        """Return why heads and MLP columns of a block cannot be sharded; None if they can."""
         return blocks.why_no_tensor_parallel(self._block)
 
     def why_no_transformer_engine(self) -> str | None:
-        """Return why TransformerEngine's layer cannot stand for a block; None if it can."""
+        """Return why TransformerEngine's layer cannot take a block's place; None if it can."""
         return blocks.why_no_transformer_engine(self._block)
 
     @property
@@ -168,7 +231,7 @@ class ModelSpec(abc.ABC):
         return self.meta.blocks[0]  # type: ignore[index,return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is read off the model: another process builds its own."""
+        """Do not pickle what is read off the model: another process builds its own."""
         cached = {
             name
             for kind in type(self).__mro__
@@ -185,7 +248,7 @@ class ModelSpec(abc.ABC):
 
     @functools.cached_property
     def meta(self) -> nn.Module:
-        """The model on the meta device, to be looked at: not to be changed or filled."""
+        """The model on the meta device, to read facts from: do not change or fill it."""
         return self.build()
 
     @functools.cached_property
@@ -203,8 +266,8 @@ class ModelSpec(abc.ABC):
 
     @functools.cached_property
     def layers(self) -> dict[str, int]:
-        """The number of each parameter's layer, by its name: 0 for what comes before the blocks,
-        the last one for the head, as timm counts them for layer-wise learning rates."""
+        """The number of each parameter's layer, by the parameter's name: 0 before the blocks, the
+        last one for the head, as timm counts them for layer-wise learning rates."""
         return group_parameters(self.meta, self.meta.group_matcher(), reverse=True)  # type: ignore[operator]
 
     @functools.cached_property
@@ -218,22 +281,19 @@ class ModelSpec(abc.ABC):
         return set(self.meta.no_weight_decay())  # type: ignore[operator]
 
     def why_blocks_differ(self) -> str | None:
-        """Return a line that says which blocks are not like the first; None if one loop runs all.
-
-        Other probabilities of drop path do not count.
-        """
+        """Return how blocks differ, other than in their drop path; None if one loop can run all."""
         return blocks.blocks_differ(list(self.meta.blocks))  # type: ignore[arg-type]
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """Return the settings that are not as in ``before``, the settings of another spec.
+        """Return the settings that differ from ``before``, the settings of another spec.
 
-        None if weights trained with those go on to mean the same here: dropout rates and first
-        weights may be others. So may be what ``before`` does not have.
+        Dropout rates and settings of initial weights may differ, and ``before`` may lack some:
+        weights trained with it mean the same here.
         """
         return [
             name
             for name, value in self.settings.items()
-            if not (name.endswith("_rate") or name in _FREE)
+            if not (name.endswith("_rate") or name in _OF_FIRST_WEIGHTS)
             and name in before
             and before[name] != value
         ]

@@ -21,8 +21,13 @@ from timm.models.vision_transformer import ResPostBlock, VisionTransformer, get_
 from timm.optim.muon import _COEFFICIENTS, _is_suitable_for_muon
 from torch import nn
 
-from models.buckets import Grid
-from models.token_part import PartOfPositions, TokenPart, keep_part, pool_over_parts
+from models.positions import (
+    Grid,
+    PartOfPositions,
+    TokenPart,
+    pool_over_parts,
+    replace_positions,
+)
 
 __all__ = [
     "MUON_COEFFICIENTS",
@@ -55,18 +60,18 @@ MUON_COEFFICIENTS = [*_COEFFICIENTS["quintic"]]
 
 
 def is_suitable_for_muon(shape: torch.Size) -> bool:
-    """Tell whether ``timm.optim.Muon`` orthogonalizes a parameter of this shape; others are
-    AdamW's."""
+    """Return True if ``timm.optim.Muon`` orthogonalizes a parameter of this shape; AdamW updates
+    others."""
     return bool(_is_suitable_for_muon(torch.empty(shape, device="meta")))
 
 
-# -- construction ---------------------------------------------------------------------
+# -- building a model -----------------------------------------------------------------
 
 
 def taken_arguments(kind: type[nn.Module]) -> dict[str, Any]:
     """Return the arguments that the constructor of ``kind`` takes, with their defaults.
 
-    Where the parameters lie, and in which dtype, is not the caller's to choose.
+    Without the device and the dtype, which the caller may not choose.
     """
     parameters = inspect.signature(kind.__init__).parameters
     left_out = ("self", "device", "dtype")
@@ -77,8 +82,8 @@ def taken_arguments(kind: type[nn.Module]) -> dict[str, Any]:
 def arguments_given_to(*kinds: type[nn.Module]) -> Iterator[dict[str, Any]]:
     """Yields a dict that will hold the keyword arguments that one of ``kinds`` is made with inside.
 
-    timm's functions of models put a name's own arguments together with the caller's and keep
-    neither: here they are seen where they arrive.
+    timm's functions merge a name's own arguments with the caller's and store neither, so they are
+    read where they arrive.
     """
     seen: dict[str, Any] = {}
     constructors = {kind: kind.__init__ for kind in kinds}
@@ -105,37 +110,38 @@ def arguments_given_to(*kinds: type[nn.Module]) -> Iterator[dict[str, Any]]:
 
 
 def has_computed_buffers(part: nn.Module) -> bool:
-    """Tell whether the module computes its own buffers that no state dict holds, and can again."""
+    """Return True if the module can compute its own buffers, which no state dict holds."""
     return hasattr(part, "init_non_persistent_buffers")
 
 
 def computed_buffers(part: nn.Module) -> dict[str, torch.Tensor]:
     """Compute the module's own buffers that no state dict holds, on the CPU, by name, in fp32.
 
-    The module itself is left as it is: a twin with tensors of its own computes them.
+    The module itself is not changed: a copy with tensors of its own computes them. Not in a lower
+    precision, in which angles are far off.
     """
     twin = copy.copy(part)  # shares everything, but for what is replaced here
 
-    def empty(tensors: dict[str, Any]) -> dict[str, Any]:
-        return {name: None if each is None else _in_fp32(each) for name, each in tensors.items()}
+    def empty_like(each: torch.Tensor | None) -> torch.Tensor | None:
+        if each is None:
+            return None
+        dtype = torch.float32 if each.is_floating_point() else each.dtype
+        return torch.empty(each.shape, dtype=dtype, device="cpu")
 
-    twin.__dict__["_parameters"] = empty(part._parameters)  # of which they ask the device
+    def empty(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: empty_like(each) for name, each in tensors.items()}
+
+    twin.__dict__["_parameters"] = empty(part._parameters)  # timm reads the device from them
     twin.__dict__["_buffers"] = empty(part._buffers)
     twin.init_non_persistent_buffers()  # type: ignore[operator]
     found = twin._buffers
     return {name: found[name] for name in part._non_persistent_buffers_set if name in found}  # type: ignore[misc]
 
 
-def _in_fp32(like: torch.Tensor) -> torch.Tensor:
-    """Memory on the CPU of this shape; not in a lower precision, in which angles are far off."""
-    dtype = torch.float32 if like.is_floating_point() else like.dtype
-    return torch.empty(like.shape, dtype=dtype, device="cpu")
-
-
 def draw_mixed_frequencies(rope: RotaryEmbeddingMixed) -> torch.Tensor:
-    """First values of the frequencies that a model with mixed RoPE learns.
+    """Draw initial values of the frequencies that a model with mixed RoPE learns.
 
-    timm draws them in the constructor alone: ``reset_parameters`` leaves them as they are.
+    timm draws them in the constructor alone: ``reset_parameters`` does not change them.
     Shape (2, depth, heads, head width / 2).
     """
     return init_random_2d_freqs(
@@ -147,11 +153,7 @@ def draw_mixed_frequencies(rope: RotaryEmbeddingMixed) -> torch.Tensor:
 
 
 def put_blocks(model: nn.Module, blocks: nn.Module) -> None:
-    """Let ``model`` compute with ``blocks``, one module, in the place of all of its blocks.
-
-    It is called as ``blocks(x, shared=..., stacked=...)``: keyword arguments of each block, the
-    same for all or one for each along dimension 0; a VisionTransformer gives none.
-    """
+    """Do what ``ModelSpec.put_blocks`` says; a VisionTransformer has no keyword arguments."""
     model.blocks = blocks
     if isinstance(model, Eva):
         model.forward_features = types.MethodType(_eva_features, model)
@@ -162,7 +164,7 @@ def put_blocks(model: nn.Module, blocks: nn.Module) -> None:
 def _eva_features(
     model: Eva, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False
 ) -> torch.Tensor:
-    """Compute what ``Eva.forward_features`` does without a mask, its loop left to the blocks."""
+    """Compute what ``Eva.forward_features`` does without a mask, with its blocks called once."""
     assert attn_mask is None
     assert not is_causal
     x = model.patch_embed(x)
@@ -177,7 +179,7 @@ def _eva_features(
 
 
 def why_one_grid(model: nn.Module) -> str | None:
-    """Return why the model takes images of its own size alone; None if it can take others."""
+    """Do what ``ModelSpec.why_one_grid`` says."""
     if not isinstance(model, VisionTransformer):
         return f"it is timm's {type(model).__name__}, not VisionTransformer"
     if model.pos_embed is None:
@@ -190,9 +192,9 @@ def why_one_grid(model: nn.Module) -> str | None:
 def compute_on_grids(
     model: nn.Module, positions: Mapping[Grid, Callable[[torch.Tensor], torch.Tensor]]
 ) -> None:
-    """Let a VisionTransformer take images of these grids of patches, too.
+    """Let a VisionTransformer also compute with images of these grids of patches.
 
-    ``positions`` make of its position embedding that of each of them.
+    ``positions`` are functions from its position embedding to that of each grid.
     """
     assert isinstance(model, VisionTransformer)
     patches, own, add = model.patch_embed, model.patch_embed.forward, model._pos_embed
@@ -209,8 +211,8 @@ def compute_on_grids(
         if of_images is None:
             return add(x)
         before = {key: value for key, value in vars(model).items() if key == "pos_embed"}
-        # Of an attribute and a parameter of one name Python finds the attribute. (An FSDP may have
-        # put one there already.)
+        # Python finds an attribute before a parameter of the same name. (FSDP may have put one
+        # there already.)
         vars(model)["pos_embed"] = of_images(model.pos_embed)
         try:
             return add(x)
@@ -225,7 +227,7 @@ def compute_on_grids(
 
 
 def token_parameters(model: nn.Module) -> dict[str, int]:
-    """Return the parameters with an entry for each token, and how many entries are no patch's."""
+    """Do what ``ModelSpec.token_parameters`` says."""
     assert isinstance(model, Eva | VisionTransformer)
     if model.pos_embed is None:
         return {}
@@ -233,7 +235,7 @@ def token_parameters(model: nn.Module) -> dict[str, int]:
 
 
 def why_no_token_part(model: nn.Module) -> str | None:
-    """Return why the model cannot compute with a part of its tokens; None if it can."""
+    """Do what ``ModelSpec.why_no_token_part`` says."""
     if model.attn_pool is not None and type(model.attn_pool) is not AttentionPoolLatent:
         return f"its pooling is timm's {type(model.attn_pool).__name__}"
     if getattr(model.attn_pool, "pos_embed", None) is not None:
@@ -243,11 +245,11 @@ def why_no_token_part(model: nn.Module) -> str | None:
 
 
 def compute_on_part(model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
-    """Let a VisionTransformer or Eva compute with a part of its tokens, as ``ModelSpec`` says."""
+    """Do what ``ModelSpec.compute_on_part`` says."""
     assert isinstance(model, Eva | VisionTransformer)
     model.patch_embed.strict_img_size = False  # it is given fewer rows than its images have
     positions = {
-        name: keep_part(model, name, prefix, part)
+        name: replace_positions(model, name, prefix, part)
         for name, prefix in token_parameters(model).items()
     }
     embed, pool = model._pos_embed, model.pool
@@ -261,10 +263,10 @@ def compute_on_part(model: nn.Module, part: TokenPart) -> dict[str, PartOfPositi
         if not isinstance(found, tuple):
             return found
         x, rope = found
-        return x, None if rope is None else rope[..., part.first : part.last, :]
+        return x, None if rope is None else rope[..., part.first : part.end, :]
 
     def pool_all(x: torch.Tensor, pool_type: str | None = None) -> torch.Tensor:
-        if model.attn_pool is not None:  # attention sees all tokens, here as in blocks
+        if model.attn_pool is not None:  # its attention sees all tokens, as in blocks
             return pool(x, pool_type)
         prefix, kind = model.num_prefix_tokens, pool_type or model.global_pool
         return pool_over_parts(
@@ -276,5 +278,5 @@ def compute_on_part(model: nn.Module, part: TokenPart) -> dict[str, PartOfPositi
 
 
 def has_own_queries(module: nn.Module) -> bool:
-    """Tell whether a module's attention asks with learned queries, and not with the tokens."""
+    """Return True if a module's attention has learned queries instead of the tokens."""
     return isinstance(module, AttentionPoolLatent)

@@ -34,12 +34,12 @@ if flags:
 
 import torch_xla  # noqa: E402, F401 - as a run does, for what it sets
 
-from xla_fsdp import libtpu_flags  # noqa: E402
+from xla_fsdp import tpu  # noqa: E402
 
-libtpu_flags.set_for_this_tpu()
+tpu.set_for_this_tpu()
 run = dict(os.environ)
-compile_only = run | libtpu_flags.as_on_a_tpu(int(kind[1]), given)
-libtpu_flags.check()
-names = (libtpu_flags.VARIABLE, "TPU_MEGACORE")
+compile_only = run | tpu.as_on_a_tpu(int(kind[1]), given)
+tpu.check()
+names = (tpu.VARIABLE, "TPU_MEGACORE")
 told = [{name: each.get(name) for name in names} for each in (run, compile_only)]
 print(json.dumps(told))

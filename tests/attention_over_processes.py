@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from gpu_fsdp.domain.group import DomainGroup
-from gpu_fsdp.domain.ring import ring_attention
-from gpu_fsdp.domain.ulysses import ulysses_attention
+from torch_fsdp.domain import DomainGroup, ring_attention, ulysses_attention
 
 BATCH, HEADS, WIDTH, VALUE_WIDTH = 2, 6, 8, 16
 EVEN, UNEVEN = 5, (7, 1, 4, 2)

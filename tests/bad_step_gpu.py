@@ -10,9 +10,10 @@ import os
 import sys
 
 import run_vit_training
-from gpu_fsdp import devices, resolve_gpu
-from gpu_fsdp.gpu_backend import GpuBackend
+from gpu_fsdp import resolve_gpu
 from tests.megatron_on_cpu import without_cuda
+from torch_fsdp import devices, resolve_torch
+from torch_fsdp.torch_backend import TorchBackend
 from training import step as step_module
 
 BAD = {
@@ -23,7 +24,7 @@ LEFT_OUT = os.environ.get("BAD_STEPS_ARE") == "left_out"
 
 def main(argv: list[str]) -> int:
     forward_backward = step_module.forward_backward
-    clip, optimizer_step = GpuBackend._clip_grad_norm, GpuBackend.optimizer_step
+    clip, optimizer_step = TorchBackend._clip_grad_norm, TorchBackend.optimizer_step
     now = [0, ""]
 
     def spoiled(model, objective, backend, done, micro_batches):
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
 
     def step_or_not(backend, lr, max_norm, loss):
         if LEFT_OUT and now[1]:
-            backend._take_gradients()
+            backend._collect_gradients()
             backend._drop_gradients()
             return loss * 1, backend._skipped
         norm, skipped = optimizer_step(backend, lr, max_norm, loss)
@@ -52,10 +53,10 @@ def main(argv: list[str]) -> int:
             print(f"step {now[0]} skipped", *map(int, skipped.tolist()), flush=True)
         return norm, skipped
 
-    step_module.forward_backward, GpuBackend.optimizer_step = spoiled, step_or_not
-    GpuBackend._clip_grad_norm = clip_spoiled
+    step_module.forward_backward, TorchBackend.optimizer_step = spoiled, step_or_not
+    TorchBackend._clip_grad_norm = clip_spoiled
     if devices.choose().is_host:
-        resolve_gpu._check_precision = lambda *_: None
+        resolve_torch._check_precision = lambda *_: None
     if devices.choose().is_host and "megatron" in argv:
         without_cuda()
         resolve_gpu.check_megatron_runs_here = lambda: None

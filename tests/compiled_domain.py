@@ -12,7 +12,7 @@ import sys
 from unittest import mock
 
 import run_vit_training
-from xla_fsdp.compile_only import command, compiler, hlo
+from tools.compile_only import command, compiler, hlo
 
 
 def whole_tokens(text: str, tokens: int) -> list[str]:

@@ -53,7 +53,7 @@ def compare(run, backend):
 
 if __name__ == "__main__":
     from gpu_fsdp import resolve_gpu
-    from gpu_fsdp.launch_gpu import launch
+    from torch_fsdp.launch_torch import launch
 
     flags = sys.argv[1:]
     if "megatron" in flags:

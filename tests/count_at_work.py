@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         without_cuda()
     import run_vit_training
     from gpu_fsdp import resolve_gpu
-    from gpu_fsdp.gpu_backend import GpuBackend
+    from torch_fsdp.torch_backend import TorchBackend
     from training import step
 
     resolve_gpu.check_megatron_runs_here = lambda: None
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         return call
 
     step.forward_backward = counted(step.forward_backward)
-    GpuBackend.optimizer_step = counted(GpuBackend.optimizer_step)
+    TorchBackend.optimizer_step = counted(TorchBackend.optimizer_step)
     code = run_vit_training.main(argv)
     folder = Path(argv[argv.index("--ckpt_dir") + 1])
     left = len(os.listdir("/proc/self/task")) - threading.active_count()

@@ -3,13 +3,12 @@
 import json
 import sys
 
-from xla_fsdp.compile_only.compiler import _device_ids
-from xla_fsdp.compile_only.devices import devices_of, prepare_jax
-from xla_fsdp.compile_only.topologies import parse_topology
+from tools.compile_only.compiler import device_ids, devices_of, prepare_jax
+from xla_fsdp.tpu import parse_topology
 
 if __name__ == "__main__":
     prepare_jax()
     devices = devices_of(parse_topology(sys.argv[1]))
     places = {device.id: device.coords for device in devices}
-    orders = {by_host: _device_ids(devices, by_host) for by_host in (False, True)}
+    orders = {by_host: device_ids(devices, by_host) for by_host in (False, True)}
     print(json.dumps({str(key): [places[each] for each in order] for key, order in orders.items()}))

@@ -15,7 +15,7 @@ from gpu_fsdp import resolve_gpu
 from tests.megatron_on_cpu import without_cuda
 from training.checkpoints import state
 from training.checkpoints.choose import step_of
-from training.hosts import processes
+from training.processes import exchange
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return write_data(*args)
 
-        if step_of(folder) >= step and rank in (-1, processes.rank()):
+        if step_of(folder) >= step and rank in (-1, exchange.rank()):
             made.write_data = write
         return made
 

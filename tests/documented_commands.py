@@ -9,8 +9,8 @@ from pathlib import Path
 
 from run_vit_training import OWN
 from tests.cli import ROOT
-from training.options.config import RunConfig
-from training.options.flag_rules import by_field
+from training.config import RunConfig
+from training.flags import by_field
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -74,8 +74,8 @@ def one_line(typed: str) -> str:
     return " ".join(filter(None, lines))
 
 
-_OF_OTHERS = re.compile(r"torch_xla/|timm/|(proctrack|select|preempt|task)/")
-"""Files of torch_xla, names of timm's models, and Slurm's names of its plugins."""
+_OF_OTHERS = re.compile(r"torch_xla/|configs/tpu/|timm/|(proctrack|select|preempt|task)/")
+"""Files of torch_xla and MaxText, names of timm's models, and Slurm's names of its plugins."""
 
 
 def flags_and_paths() -> tuple[set[str], set[str]]:
@@ -89,7 +89,7 @@ def flags_and_paths() -> tuple[set[str], set[str]]:
         paths |= {
             span
             for span in code
-            if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", span) and not _OF_OTHERS.match(span)
+            if re.fullmatch(r"[\w.-]+(/[\w.-]+)+/?", span) and not _OF_OTHERS.match(span)
         }
         links = re.findall(r"\]\(([^):#]+)(?:#[\w-]+)?\)", text)
         paths |= {str((document.parent / link).relative_to(ROOT)) for link in links}

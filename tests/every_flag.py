@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from training.config import RunConfig
 from training.errors import UsageError
-from training.options.config import RunConfig
-from training.options.flag_rules import Option, by_field, options
+from training.flags import FlagField, by_field, flag_fields
 
 EVA = "timm/eva02_small_patch14_224"
 
@@ -122,6 +122,7 @@ ELSEWHERE: dict[str, str] = {
     "cpu_devices": "each command has its own number",
     "resume_epoch": "needs a checkpoint of that epoch: tests/test_resume.py",
     "init_from": "needs trained weights: tests/test_fine_tuning.py",
+    "compile_cache_dir": "is refused: tests/test_bad_input.py",
     "expect": "needs what --compile_only printed: tests/test_expectation.py",
 }
 """Flags, by field, that no sweep tries, and why."""
@@ -146,14 +147,13 @@ def files(folder: Path) -> dict[str, tuple[str, ...]]:
         "train_shards": ("train/*.tar",),
         "val_shards": ("val/*.tar",),
         "index_dir": (f"{folder}/index",),
-        "compile_cache_dir": (f"{folder}/cache",),
         "teacher": ("vit_10b",),
         "teacher_weights": (f"{folder}/teacher",),
     }
 
 
 def with_it(typed: str, folder: Path) -> dict[str, str]:
-    """What a value comes with, by field, beside what its flag's ``needs`` say."""
+    """What a value comes with, by field, beside what its flag's ``requires`` says."""
     volumes = {
         "data_dir": f"--data_dir {folder}/volumes",
         "model": "--model hybrid_vit",
@@ -187,7 +187,7 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
     return by_value.get(typed, {})
 
 
-def typed_values(option: Option, values: Mapping[str, tuple[str, ...]]) -> list[str]:
+def typed_values(option: FlagField, values: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Every way to type this flag that is tried."""
     name, shorthands = option.names[0], list(option.flag.shorthands)
     if option.is_switch:
@@ -204,12 +204,12 @@ def items(own: type, folder: Path, fields: Iterable[str] | None = None) -> list[
     known = by_field(RunConfig, own)
     values = VALUES | files(folder)
 
-    def needed(option: Option, by: tuple[Option, ...] = ()) -> dict[str, str]:
+    def needed(option: FlagField, by: tuple[FlagField, ...] = ()) -> dict[str, str]:
         """The words that make true what the flag needs: of alternatives the first one known."""
         found: dict[str, str] = {}
         if option in by:  # two that need each other
             return found
-        for condition in option.flag.needs:
+        for condition in option.flag.requires:
             alternatives = [each.partition("=") for each in condition.split("|")]
             field, _, wanted = next(each for each in alternatives if each[0] in known)
             other = known[field]
@@ -219,7 +219,7 @@ def items(own: type, folder: Path, fields: Iterable[str] | None = None) -> list[
         return found
 
     made = []
-    for option in (*options(RunConfig), *options(own)):
+    for option in (*flag_fields(RunConfig), *flag_fields(own)):
         field = option.field.name
         if field in ELSEWHERE or (fields is not None and field not in fields):
             continue

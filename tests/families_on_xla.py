@@ -14,12 +14,12 @@ import torch_xla.core.xla_model as xm
 from torch import nn
 from torch_xla.distributed.fsdp import checkpoint_module
 
-from models.meta import fill_buffers
+from models.initialize import fill_buffers
 from models.registry import open_model
 from models.spec import ModelSpec
 from tests.filled import SMALL
 from tests.scan_on_xla import scanned
-from training.self_check.content import FirstWeights
+from tools.self_check.small_run import FirstWeights
 from xla_fsdp.around_blocks import compute_in_bf16
 from xla_fsdp.attention import flash
 

@@ -13,9 +13,9 @@ import sys
 
 import run_vit_training
 from data import image_folder
+from training import evaluate
 from training import step as step_module
-from training.hosts import watchdog
-from training.inference import evaluation
+from training.processes import stopping
 
 
 def main(argv: list[str]) -> int:
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
             ctypes.CDLL(None).pause()
         return loss * float("nan" if kind == "loss" else 1.0)
 
-    cross_entropy, batches = evaluation.F.cross_entropy, 0
+    cross_entropy, batches = evaluate.F.cross_entropy, 0
 
     def interrupted(*args, **kwargs):
         nonlocal batches
@@ -42,10 +42,10 @@ def main(argv: list[str]) -> int:
         return cross_entropy(*args, **kwargs)
 
     if kind == "read":
-        watchdog._STARTING_S = first
+        stopping._BEFORE_FIRST_STEP_S = first
         image_folder.read_bytes = lambda path: ctypes.CDLL(None).pause()
     elif kind == "evaluation":
-        evaluation.F.cross_entropy = interrupted
+        evaluate.F.cross_entropy = interrupted
     else:
         step_module.forward_backward = faulty
     return run_vit_training.main(argv)

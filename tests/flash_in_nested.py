@@ -6,9 +6,9 @@ import torch
 import torch_xla
 
 from run_vit_training import read_flags
-from xla_fsdp.compile_only.topologies import parse_topology
 from xla_fsdp.nested import NestedBackend
 from xla_fsdp.resolve_xla import XlaRun, resolve_for_slice
+from xla_fsdp.tpu import parse_topology
 
 FLAGS = (
     "--model vit_tiny_patch16_224 --image_size 32 --embed_dim 64 --num_heads 2 --num_blocks 2 "

@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
-from xla_fsdp.attention import flash, kernels
-from xla_fsdp.attention.sizes import LANES, Shape, padded_tokens, padded_width
+from xla_fsdp.attention import flash
+from xla_fsdp.attention.sizes import LANES, FlashSizes, padded_tokens, padded_width
 
 # (tokens, width of a head, dtype): one block or several, with and without padding.
 CASES = [(197, 80, "float32"), (256, 64, "bfloat16"), (700, 160, "float32"), (1100, 64, "bfloat16")]
 
 
-def to_jax(x: torch.Tensor, shape: Shape):
+def to_jax(x: torch.Tensor, sizes: FlashSizes):
     """As the JAX functions have it: a row's figure once, where a kernel has it in every lane."""
     if x.dtype == torch.int32:
-        x = x[:, 0] if x.shape[-1] == shape.tokens else x[..., 0]
-    elif x.dtype == torch.float32 and x.shape == shape.rows and shape.width != LANES:
+        x = x[:, 0] if x.shape[-1] == sizes.tokens else x[..., 0]
+    elif x.dtype == torch.float32 and x.shape == sizes.statistic_shape and sizes.width != LANES:
         assert (x == x[..., :1]).all()
         x = x[..., 0]
     return jnp.asarray(x.detach().float().numpy()).astype(str(x.dtype).removeprefix("torch."))
@@ -36,11 +36,11 @@ def to_torch(x, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def interpreted(function, shape: Shape, *how):
+def interpreted(function, sizes: FlashSizes, *how):
     def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-        results = function(shape, *how)(*(to_jax(x, shape) for x in arguments))
+        results = function(sizes, *how)(*(to_jax(x, sizes) for x in arguments))
         results = results if isinstance(results, tuple) else [results]
-        return [to_torch(x, torch.float32 if x.ndim == 3 else shape.dtype) for x in results]
+        return [to_torch(x, torch.float32 if x.ndim == 3 else sizes.dtype) for x in results]
 
     return call
 
@@ -59,16 +59,16 @@ def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
     found = gradients(flash.attention, [x.to(dtype) for x in inputs], weights)
     with torch.no_grad():
         without = flash.attention(*(x.to(dtype) for x in inputs))
-    shape = Shape(
-        1, 2, *[padded_tokens(tokens, padded_width(width), dtype)] * 2, width, tokens, dtype
-    )
+    columns = padded_width(width)
+    padded = padded_tokens(tokens, columns, dtype)
+    sizes = FlashSizes(1, 2, padded, padded, columns, dtype)
     return {
         "errors": [
             ((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)
         ],
         "without_gradient": torch.equal(without, found[0]),
-        "blocks": shape.tokens // shape.block,
-        "masked": shape.masked,
+        "blocks": padded // sizes.block,
+        "masked": padded > tokens,
         "dtype": str(dtype),
     }
 
@@ -76,7 +76,7 @@ def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
 def main() -> None:
     pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
     for name in ("forward", "query_gradient", "key_gradients"):
-        function = getattr(kernels, f"{name}_function")
+        function = getattr(flash, f"{name}_function")
         setattr(flash, f"{name}_kernel", functools.partial(interpreted, function))
     print(json.dumps([compare(n, width, getattr(torch, dtype)) for n, width, dtype in CASES]))
 

@@ -6,9 +6,9 @@ The first loss scale is so high that gradients overflow, on one process of sever
 import sys
 
 import run_vit_training
-from gpu_fsdp import loss_scale, resolve_gpu
+from torch_fsdp import optimizers, resolve_torch
 
 if __name__ == "__main__":
-    resolve_gpu._check_precision = lambda *_: None
-    loss_scale._INITIAL = 2.0**22
+    resolve_torch._check_precision = lambda *_: None
+    optimizers._INITIAL = 2.0**22
     sys.exit(run_vit_training.main())

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 import torch_xla
 
-from xla_fsdp.int8 import Int8Marks
-from xla_fsdp.products import product
+from xla_fsdp.products import Int8Marks, product
 
 
 def numbers_of(x, axes):
@@ -35,7 +34,11 @@ def compare(equation, x_shape, weight_shape):
         np.einsum(f"{result},{of_weight}->{of_x}", up, w8 * w_factors),
         np.einsum(f"{result},{of_x}->{of_weight}", up, x),
     ]
-    unmarked = Int8Marks(lambda each, _: each, lambda each, _: each)
+
+    def unsharded(size):
+        return ((),) * len(size)
+
+    unmarked = Int8Marks(unsharded, unsharded, lambda x, _: x)
     tensors = [torch.tensor(each).float().to("xla").requires_grad_() for each in (x, weight)]
     with torch.autocast("xla", torch.bfloat16):
         found = product(equation, *tensors, None, unmarked)

@@ -9,7 +9,8 @@ import sys
 import torch
 
 import run_vit_training
-from xla_fsdp.attention import choice, flash, whole
+from xla_fsdp import resolve_xla
+from xla_fsdp.attention import flash, whole
 
 
 def of_whole(sizes, parts):
@@ -60,7 +61,7 @@ def whole_backward(sizes):
 def flash_weights(shape, scale, parts):
     """exp(score - the row's largest), these, and what is left of the parts behind the ids."""
     q, k = (x.float() for x in parts[:2])
-    assert tuple(q.shape) == shape.heads_of
+    assert tuple(q.shape) == shape.query_shape
     scores, rest = scaled(q, round(scale**-2)) @ k.mT, parts[3:]
     largest = scores.amax(-1, keepdim=True)
     weights = scores - largest
@@ -76,7 +77,7 @@ def flash_forward(shape, scale, for_backward):
         weights, largest, _ = flash_weights(shape, scale, parts)
         sums = weights.sum(-1, keepdim=True)
         output = (weights / sums @ parts[2].float()).to(shape.dtype)
-        rows = [x.expand(shape.rows).contiguous() for x in (sums, largest)]
+        rows = [x.expand(shape.statistic_shape).contiguous() for x in (sums, largest)]
         return [output, *rows] if for_backward else [output]
 
     return call
@@ -86,7 +87,7 @@ def flash_backward(wanted):
     def kernel(shape, scale):
         def call(parts):
             weights, largest, (sums, given, grad, inner) = flash_weights(shape, scale, parts)
-            assert tuple(sums.shape) == tuple(given.shape) == shape.rows
+            assert tuple(sums.shape) == tuple(given.shape) == shape.statistic_shape
             weights = weights * (largest - given[..., :1]).exp() / sums[..., :1]
             of_scores = weights * (grad.float() @ parts[2].float().mT - inner[..., :1])
             q, k = (scaled(x.float(), round(scale**-2)) for x in parts[:2])
@@ -99,8 +100,8 @@ def flash_backward(wanted):
 
 
 if __name__ == "__main__":
-    hinders = choice._hinders_kernels
-    choice._hinders_kernels = lambda config, sizes, generation: hinders(config, sizes, 5)
+    hinders = resolve_xla._hinders_kernels
+    resolve_xla._hinders_kernels = lambda config, sizes, generation: hinders(config, sizes, 5)
     whole.forward_kernel, whole.backward_kernel = whole_forward, whole_backward
     flash.forward_kernel = flash_forward
     flash.query_gradient_kernel = flash_backward("q")

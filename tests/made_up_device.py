@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import run_vit_training
-from gpu_fsdp import devices
+from torch_fsdp import devices
 
 CALLS: collections.Counter[str] = collections.Counter()
 

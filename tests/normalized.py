@@ -3,7 +3,7 @@
 import torch
 from torchvision.transforms.v2 import functional
 
-from training.options.resolve import Run
+from training.resolve import Run
 
 
 def normalized(images: torch.Tensor, run: Run) -> torch.Tensor:

@@ -4,12 +4,12 @@ import os
 import sys
 
 import run_vit_training
-from gpu_fsdp import devices, resolve_gpu
-from gpu_fsdp.devices.cuda import Cuda
+from torch_fsdp import devices, resolve_torch
+from torch_fsdp.devices import Cuda
 
 if __name__ == "__main__":
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         Cuda.start = lambda self: None
         devices.choose = Cuda
-        resolve_gpu._check_devices = lambda: None
+        resolve_torch._check_devices = lambda device: None
     sys.exit(run_vit_training.main())

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from timm.optim import Lion, Muon, param_groups_layer_decay
 from torch import nn
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.filled import filled
 from tests.normalized import normalized
 from tests.resolved import on_xla
-from training.options.config import OptimizerConfig
-from training.updates.schedule import WarmupCosine
-from training.validation import wanted_images
+from training.backend import dataset_request
+from training.config import OptimizerConfig
+from training.schedule import Schedule
 
 
 def groups(model: nn.Module, how: OptimizerConfig) -> list[dict[str, Any]]:
@@ -60,8 +60,8 @@ def train(*flags: str, steps: int = 6) -> tuple[dict[str, list[float]], nn.Modul
         timm.optim.muon.zeropower_via_newtonschulz = functools.partial(
             newton_schulz, dtype=torch.float32
         )
-    loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, Share())
-    schedule = WarmupCosine(how.lr, how.warmup_steps, len(loader) * run.config.num_epochs)
+    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, Share())
+    schedule = Schedule(how.lr, how.warmup_steps, len(loader) * run.config.num_epochs)
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     try:
         for step, (images, labels) in zip(range(steps), loader.epoch(0), strict=False):

@@ -12,14 +12,14 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.filled import filled
 from tests.normalized import normalized
 from tests.plain_checkpoint import tiny_timm_model
 from tests.resolved import on_xla
-from training.validation import wanted_images
+from training.backend import dataset_request
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     model.load_state_dict(filled(run.model, run.config.seed).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
 
-    data, images = open_data(wanted_images(run)), run.config.data
+    data, images = open_data(dataset_request(run)), run.config.data
     train_loader = data.train_loader(images.batch_size, Share())
     val_loader = data.val_loader(images.batch_size, Share())
     total = len(train_loader) * run.config.num_epochs

@@ -15,7 +15,7 @@ def memory_asked_of_torch_xla():
     from xla_fsdp.memory import DeviceMemory
 
     def read(self):
-        if not self._tells:
+        if not self._is_known:
             return {}
         info = xm.get_memory_info(self._device)
         return {"used": info["bytes_used"], "limit": info["bytes_limit"]}
@@ -25,16 +25,18 @@ def memory_asked_of_torch_xla():
 
 def devices_in_the_order_of_their_numbers():
     """Those along "tensor" are then of different hosts, which have different images."""
-    from xla_fsdp import spmd
+    from xla_fsdp.layout import MeshLayout
 
-    spmd.device_order = lambda mesh: list(range(mesh.devices))
+    MeshLayout._device_order = lambda self: list(range(self.mesh.devices))
 
 
 def share_taken_for_the_batch():
     """A host's share is sharded over all devices of the slice."""
     from xla_fsdp.spmd import SpmdBackend
 
-    SpmdBackend._put = lambda self, share: self._send(share, self._activations(share.dim()))
+    SpmdBackend._put = lambda self, share: self._layout.send(
+        share, self._layout._activations(share.dim())
+    )
 
 
 def one_host_computes_more():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from run_vit_training import read_flags
-from training.options.resolve import Run
+from training.resolve import Run
 
 
 def on_xla(flags: str | Sequence[str] = ()) -> Run:

@@ -14,22 +14,11 @@ import torch.nn.functional as F
 from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
 from tests.flash_on_cpu import gradients, interpreted
-from xla_fsdp.attention import flash, kernels
-from xla_fsdp.attention.parts import FlashProducts
-from xla_fsdp.attention.ring import Ring
+from xla_fsdp.attention import flash
+from xla_fsdp.attention.sharded import FlashProducts, Ring
 
 # (devices, tokens, width of a head): parts that the kernels take as they are, and padded ones.
 CASES = [(2, 256, 64), (3, 200, 64), (2, 300, 136)]
-
-
-class OneDevice:
-    """In the place of Shards: the part of one device is the whole."""
-
-    def part(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
-        return part
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
@@ -39,14 +28,14 @@ def same(x: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
     for name in ("forward", "query_gradient", "key_gradients"):
-        function = getattr(kernels, f"{name}_function")
+        function = getattr(flash, f"{name}_function")
         setattr(flash, f"{name}_kernel", functools.partial(interpreted, function))
     errors = []
     for devices, tokens, width in CASES:
         torch.manual_seed(tokens)
         inputs = [torch.randn(1, 2, tokens, width) for _ in range(3)]
         weights = torch.randn(1, 2, tokens, width)
-        ring = Ring(devices, FlashProducts(OneDevice()), same, same)
+        ring = Ring(devices, FlashProducts(None), same, same)
         found = gradients(ring.attention, inputs, weights)
         expected = gradients(F.scaled_dot_product_attention, inputs, weights)
         errors.append(

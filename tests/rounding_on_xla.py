@@ -13,10 +13,8 @@ import json
 import torch
 import torch_xla
 
-from training.updates.parameter_groups import Update
-from training.updates.stochastic_rounding import key_of, random_bits, to_bf16, upper
-from xla_fsdp.bits import same_bits
-from xla_fsdp.optimizer import build_optimizer, parameter_groups, set_lr, step_unless
+from training.optimizers import Update, key_of, random_bits, to_bf16, upper
+from xla_fsdp.optimizer import build_optimizer, parameter_groups, same_bits, set_lr, step_unless
 
 DRAWS = 1 << 18
 VALUES = [1.001, -3.3333e-5, 1e-3, 3.14159, 1e-30, 3.38e38]

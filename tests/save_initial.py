@@ -20,9 +20,9 @@ if __name__ == "__main__":
     if "megatron" in sys.argv:
         without_cuda()
     from gpu_fsdp import resolve_gpu
-    from gpu_fsdp.launch_gpu import launch
     from tests.resolved import on_gpus
-    from training.checkpoints.state import save_state
+    from tests.test_checkpoints import save_state
+    from torch_fsdp.launch_torch import launch
     from training.step import shard_and_optimize
 
     resolve_gpu.check_megatron_runs_here = lambda: None

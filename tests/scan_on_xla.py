@@ -8,9 +8,9 @@ import torch_xla.core.xla_model as xm
 from timm.layers import DropPath
 from torch import nn
 
-from xla_fsdp.kept import kept_by
-from xla_fsdp.scanned_blocks import ScannedBlocks
-from xla_fsdp.sharding.marks import Gather
+from xla_fsdp.remat import SAVED_BY
+from xla_fsdp.scan import ScannedBlocks
+from xla_fsdp.sharding import Gather
 
 DEPTH, WIDTH = 4, 64
 
@@ -50,7 +50,7 @@ def scanned(
         mark_tokens=same,
         gather=lambda _, w: Gather.apply(w, w.dtype, same, same),
         bf16=bf16,
-        kept=kept_by(policy),
+        save=SAVED_BY[policy](),
     )
     for index, block in enumerate(blocks):
         stack.fill(index, block, lambda _, values: values.to("xla"))

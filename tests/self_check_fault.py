@@ -1,6 +1,6 @@
 """run_vit_training.py with a fault in the backend or below it, as FAULT says.
 
-One of ``GPU`` or ``XLA``. Nothing in ``training/self_check`` is touched. Virtual devices of one XLA
+One of ``GPU`` or ``XLA``. Nothing in ``tools/self_check`` is touched. Virtual devices of one XLA
 process cannot fail one by one: there a fault does to the values what it would have done.
 """
 
@@ -84,7 +84,7 @@ def gpu_scaled_gradient(backend_class):
             if part.grad is not None:
                 part.grad.mul_(self.world_size)
 
-    after(backend_class, "_take_gradients", scale)
+    after(backend_class, "_collect_gradients", scale)
 
 
 def gpu_dropped_all_reduce(backend_class):
@@ -118,7 +118,7 @@ def gpu_stale_weight(backend_class):
 
 
 def gpu_clipping_per_shard(backend_class):
-    backend_class._norm_groups = lambda self: []
+    backend_class._shard_groups = lambda self: []
 
 
 GPU = {
@@ -235,7 +235,7 @@ def main(argv: list[str]) -> int:
         resolve_gpu.check_megatron_runs_here = lambda: None
         GPU[fault](MegatronBackend)
     else:
-        from gpu_fsdp.fsdp2 import Fsdp2Backend
+        from torch_fsdp.fsdp2 import Fsdp2Backend
 
         GPU[fault](Fsdp2Backend)
     return run_vit_training.main(argv)

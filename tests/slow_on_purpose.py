@@ -10,10 +10,10 @@ import time
 
 import run_vit_training
 from tests.test_goodput import BATCH_S, SAVE_S
-from training import train_batches
+from training import step
 from training.checkpoints import saver
 
-prefetch, write = train_batches.prefetch, saver.write_checkpoint
+prefetch, write = step.prefetch, saver.write_checkpoint
 
 
 def slow_batches(*args):
@@ -30,5 +30,5 @@ def slow_write(*args, **kwargs):
 
 
 if __name__ == "__main__":
-    train_batches.prefetch, saver.write_checkpoint = slow_batches, slow_write
+    step.prefetch, saver.write_checkpoint = slow_batches, slow_write
     sys.exit(run_vit_training.main())

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tifffile
 
-from data.errors import BrokenImageError, DataFolderError
-from data.index.array_files import check_packages, open_array
+from data.files import BrokenImageError, DataFolderError
+from data.volumes import check_packages, open_array
 
 WINDOWS = [(0, 24, 0, 40), (5, 6, 0, 40), (3, 20, 7, 33), (23, 24, 39, 40)]
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training: what they hold, and what may go wrong meanwhile."""
+"""Checkpoints that are written asynchronously: what they hold, and what may go wrong meanwhile."""
 
 import re
 import subprocess
@@ -12,11 +12,9 @@ import torch.distributed.checkpoint as dcp
 from tests.cli import ROOT, Result, environment, tiny, train_tiny, train_tiny_gpu
 from tests.short_runs import QUICK, program
 from tests.test_checkpoints import left
-from training.checkpoints.manifest import damage
-from training.checkpoints.reader import SafeReader, quiet_dcp
-from training.checkpoints.shards import Chunk, ShardedTensor
-from training.checkpoints.state import bytes_of
-from training.hosts.minutes import MinutesInterval
+from training.checkpoints.format import SafeReader, damage, quiet_dcp
+from training.checkpoints.state import Chunk, ShardedTensor, bytes_of
+from training.processes.exchange import MinutesInterval
 
 DISTURBED = "tests.disturbed_saves"
 NOT_BESIDE = "--no_async_checkpoint"
@@ -103,7 +101,7 @@ def test_a_disk_that_is_full_for_one_process_ends_all(processes, tmp_path, monke
         assert failed.returncode == 4, failed.stderr
     else:
         assert "exitcode  : 4 " in failed.stderr
-    assert failed.stdout.count("training goes on, 1 of --max_failed_saves 2 failed in a row") == 1
+    assert failed.stdout.count("training continues, 1 of --max_failed_saves 2 failed in a row") == 1
     assert "step_4 could not be written" in failed.stdout
     assert failed.stderr.count(f"2 have failed in a row: the newest checkpoint is {tmp_path}") == 1
     assert left(tmp_path) == [2]
@@ -185,12 +183,12 @@ class OneHost:
 )
 def test_minutes(minutes, at, over, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("training.hosts.minutes.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("training.processes.exchange.time.monotonic", lambda: now[0])
     interval = MinutesInterval(OneHost(), minutes)
     assert not interval.over()
     now[0] += at
     assert interval.over() is over
-    interval.begin()
+    interval.restart()
     assert not interval.over()
 
 

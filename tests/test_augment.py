@@ -11,14 +11,13 @@ from timm.data import create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from data.config import DataConfig
-from data.errors import DataFolderError
-from data.image.decode import Pixels
-from data.image.transforms import TrainTransform, seeded
-from data.loading.sampler import GlobalBatchSampler
-from data.loading.share import Share
+from data.decode import Pixels
+from data.files import DataFolderError
+from data.loader import GlobalBatchSampler, Share
+from data.transforms import TrainTransform, seeded
 from tests.test_data import arguments, loaders
 from tests.usage_error import told_in_one_line
-from training.show_augmentations import DRAWS, columns, main, read_run
+from tools.show_augmentations import DRAWS, columns, main, read_run
 
 PHOTOGRAPHS = [np.array(each) for each in load_sample_images().images]  # 427 x 640
 SIZE = (64, 80)
@@ -271,8 +270,8 @@ def test_pictures_that_cannot_be_drawn(capsys, tmp_path):
         ("--fake_data --repeated_aug 3", "--aug_repeats 3 does nothing with"),
         ("--color_jitter 0.4 0.4", "--color_jitter takes one number, three"),
         ("--color_jitter 0 0 0 0.6", "--color_jitter: the hue, 0.6, must be at most 0.5"),
-        ("--color_jitter 0.4 --aa v0", "--color_jitter does not go with --aa v0, which has"),
-        ("--remode const", "--remode const needs --reprob"),
+        ("--color_jitter 0.4 --aa v0", "--color_jitter is incompatible with --aa v0, which has"),
+        ("--remode const", "--remode const requires --reprob"),
         ("--data_source digits --aa rand-n99-t3aw", "--aa rand-n99-t3aw cannot be drawn: "),
     ],
 )

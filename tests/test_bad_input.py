@@ -10,17 +10,17 @@ from PIL import Image
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
-from gpu_fsdp.devices.cpu import Cpu
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
+from torch_fsdp.devices import Cpu
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
-    monkeypatch.setattr("gpu_fsdp.devices.choose", Cpu)
+    monkeypatch.setattr("torch_fsdp.devices.choose", Cpu)
 
 
 def complaint(capsys, ckpt_dir, *flags):
@@ -35,7 +35,7 @@ def complaint(capsys, ckpt_dir, *flags):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--compile_only", "--compile_only needs --tpu_topology. Known, for example: v4: 2x2x1"),
+        ("--compile_only", "--compile_only requires --tpu_topology. Known, for example: v4: 2x2x1"),
         ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4 is unknown. Known, for"),
         (
             "--compile_only --tpu_topology v5p:4x4",
@@ -54,16 +54,16 @@ def complaint(capsys, ckpt_dir, *flags):
             "is larger than the largest slice, v5p:16x16",
         ),
         ("--compile_only --tpu_topology v5e:8x4", "(global) is no multiple of the 32"),
-        ("--tpu_topology v5e:4x4", "--tpu_topology v5e:4x4 needs --compile_only"),
-        ("--hlo_dir hlo", "--hlo_dir hlo needs --compile_only"),
-        ("--explain", "--explain needs --compile_only"),
+        ("--tpu_topology v5e:4x4", "--tpu_topology v5e:4x4 requires --compile_only"),
+        ("--hlo_dir hlo", "--hlo_dir hlo requires --compile_only"),
+        ("--explain", "--explain requires --compile_only"),
         (
             "--compile_only --tpu_topology v5e:4x4 --hlo_dir setup.cfg",
             "--hlo_dir setup.cfg is a file, not a folder",
         ),
         (
             "--compile_only --tpu_topology v5e:4x2 --mark_step_after_forward --no_grad_ckpt",
-            "--compile_only with a broken graph needs --grad_ckpt full",
+            "--compile_only with a broken graph requires --grad_ckpt full",
         ),
         (
             "--compile_only --tpu_topology v5e:2x4 --grad_accum_steps 4",
@@ -71,27 +71,27 @@ def complaint(capsys, ckpt_dir, *flags):
         ),
         (
             "--compile_only --tpu_topology v5e:4x4 --backend cuda --fsdp fsdp2",
-            "--fsdp needs --backend",
+            "--fsdp requires --backend",
         ),
         (
             "--compile_only --tpu_topology v5e:2x4 --grad_ckpt offload --no-scan_blocks",
-            "--grad_ckpt offload needs scanned blocks, here is --no-scan_blocks: use --grad_ckpt",
+            "--grad_ckpt offload requires scanned blocks, here is --no-scan_blocks: use --gr",
         ),
         (
             "--grad_ckpt offload --mark_step_after_forward",
-            "--grad_ckpt offload does not go with --mark_step_after_forward",
+            "--grad_ckpt offload is incompatible with --mark_step_after_forward",
         ),
         (
             "--backend cuda --fsdp fsdp2 --grad_ckpt offload",
-            "--grad_ckpt offload needs --backend xla, this is cuda: use full",
+            "--grad_ckpt offload requires --backend xla, this is cuda: use full",
         ),
-        ("--scan_blocks --xla_fsdp nested", "--scan_blocks does not go with --xla_fsdp nested"),
+        ("--scan_blocks --xla_fsdp nested", "--scan_blocks is incompatible with --xla_fsdp nested"),
         ("--batch_size 15 --cpu_devices 2", "--batch_size 15 (global) is no multiple of the 2"),
         ("--batch_size 2000", "1438 training images, fewer than one batch"),
         ("--image_size 17", "--image_size 17 is not a multiple of --patch_size 4"),
         ("--num_heads 5", "--embed_dim 32 is not a multiple of --num_heads 5"),
         ("--model vit_11b", "there is no model vit_11b: is it vit_10b"),
-        ("--global_pool token", "--global_pool token needs --class_token"),
+        ("--global_pool token", "--global_pool token requires --class_token"),
         ("--patch_drop_rate 0.99", "leaves no patch"),
         ("--data_dir /does/not/exist", "/does/not/exist/train does not exist"),
         ("--num_classes 9", "10 classes, --num_classes is 9"),
@@ -99,37 +99,37 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--resume_epoch 3", "no checkpoint of that epoch's end"),
         (
             "--resume_epoch 3 --resume none",
-            "--resume_epoch 3 takes the place of --resume none: drop",
+            "--resume_epoch 3 replaces --resume none: drop",
         ),
         (
             "--resume_epoch 3 --resume auto",
-            "--resume_epoch 3 takes the place of --resume auto: drop",
+            "--resume_epoch 3 replaces --resume auto: drop",
         ),
-        ("--eval_only --resume_epoch 3 --resume x", "takes the place of --resume x: drop"),
+        ("--eval_only --resume_epoch 3 --resume x", "replaces --resume x: drop"),
         ("--scale 0.9 0.1", "--scale 0.9 0.1"),
         ("--scale 0 0", "leaves no image"),
         ("--ratio 2 1", "--ratio 2.0 1.0"),
-        ("--backend cuda --cpu_devices 2", "--cpu_devices needs --backend xla, this is cuda"),
+        ("--backend cuda --cpu_devices 2", "--cpu_devices requires --backend xla, this is cuda"),
         ("--plan --tpu_topology v5e:32x32", "is larger than the largest slice, v5e:16x16"),
         (
             "--backend xla --dp_outer 2",
             "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1",
         ),
-        ("--backend xla --profile 1:2", "--profile 1:2 needs --backend cuda, this is xla"),
+        ("--backend xla --profile 1:2", "--profile 1:2 requires --backend cuda, this is xla"),
         (
             "--grad_ckpt selective --no-scan_blocks",
-            "--grad_ckpt selective needs scanned blocks, here is --no-scan_blocks: use --grad_ckpt",
+            "--grad_ckpt selective requires scanned blocks, here is --no-scan_blocks: use --gr",
         ),
         ("--grad_ckpt selective --xla_fsdp nested", "here is --xla_fsdp nested: use --grad_ckpt"),
-        ("--precision fp16", "--precision fp16 needs --backend cuda"),
+        ("--precision fp16", "--precision fp16 requires --backend cuda"),
         ("--grad_accum_steps 3", "no multiple of the 1 devices x --grad_accum_steps 3"),
         ("--profile 3", "'3' is not FIRST:LAST"),
         ("--profile 5:4", "'5:4' is not FIRST:LAST"),
         ("--zero_dp_strategy 4", "'4' is none of 0, 1, 2, 3, no_shard, optim"),
-        ("--xla_fsdp spmd --flatten_parameters", "--flatten_parameters needs --xla_fsdp nested"),
+        ("--xla_fsdp spmd --flatten_parameters", "--flatten_parameters requires --xla_fsdp nested"),
         ("--xla_fsdp nested --cpu_devices 2", "nested FSDP runs on 1 CPU device"),
-        ("--shard_on_cpu --run_without_fsdp", "does not go with --run_without_fsdp: drop"),
-        ("--compile_cache_dir setup.cfg", "is a file"),
+        ("--shard_on_cpu --run_without_fsdp", "is incompatible with --run_without_fsdp: drop"),
+        ("--compile_cache_dir x", "torch_xla 2.9 writes compiled programs but cannot read them"),
         (
             "--mesh_dcn 2 --cpu_devices 3",
             "--mesh_dcn 2 x --mesh_fsdp 1 x --mesh_tensor 1 is not the 3 device(s)",
@@ -144,13 +144,13 @@ def complaint(capsys, ckpt_dir, *flags):
             "--mesh_tensor 2 --cpu_devices 8 --batch_size 10",
             "--batch_size 10 (global) is no multiple of the 8 devices / --mesh_tensor 2",
         ),
-        ("--mesh_dcn 2 --xla_fsdp nested", "--mesh_dcn needs --xla_fsdp spmd"),
-        ("--mesh_fsdp 1 --shard_on_cpu", "--mesh_fsdp needs --xla_fsdp spmd"),
+        ("--mesh_dcn 2 --xla_fsdp nested", "--mesh_dcn requires --xla_fsdp spmd"),
+        ("--mesh_fsdp 1 --shard_on_cpu", "--mesh_fsdp requires --xla_fsdp spmd"),
         (
             "--mesh_tensor 2 --run_without_fsdp",
-            "does not go with --run_without_fsdp: drop",
+            "is incompatible with --run_without_fsdp: drop",
         ),
-        ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 needs --backend xla, this is cuda"),
+        ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, this is cuda"),
         ("--mesh_dcn 0", "must be at least 1"),
         (
             "--compile_only --tpu_topology v5e:2x2 --mesh_dcn 2 --mesh_fsdp 8",
@@ -174,7 +174,7 @@ def complaint(capsys, ckpt_dir, *flags):
         (f"--max_steps {'9' * 5000}", f"'{'9' * 40}...' is not a whole number"),
         (f"--num_workers {10**9}", "must be at least 0 and at most 1024"),
         (f"--num_blocks {10**9}", "must be at least 1 and at most 1000"),
-        ("--in_chans 2", "--in_chans 2 is neither 3 (RGB) nor 1 (grey)"),
+        ("--in_chans 2", "--in_chans 2 is neither 3 (RGB) nor 1 (gray)"),
         ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 leaves no MLP"),
         ("--fake_data --batch_size 1281168", "1281167 training images, fewer than one batch"),
         ("--data_dir=", "argument --data_dir: it must not be empty: is a variable of the shell"),
@@ -192,7 +192,7 @@ def test_a_flag_of_another_backend_beside_the_environment(capsys, tmp_path, monk
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
     flags = ["--backend", "cuda", "--cpu_devices", "4"]
     words = complaint(capsys, tmp_path / "ckpt", *flags)
-    assert words.startswith("--cpu_devices needs --backend xla, this is cuda")
+    assert words.startswith("--cpu_devices requires --backend xla, this is cuda")
     words = complaint(capsys, tmp_path / "ckpt", *flags[:2], "--lr", "1", "--min_lr", "2")
     assert words.startswith("--min_lr 2 is above --lr 1")
 
@@ -201,7 +201,7 @@ def test_a_flag_of_another_backend_beside_the_environment(capsys, tmp_path, monk
 def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     words = complaint(capsys, tmp_path / "ckpt", "--compile_only", "--tpu_topology", "v5e:2x2")
-    assert f"--compile_only needs {package}: python3 -m pip install -r requirements-tpu" in words
+    assert f"--compile_only requires {package}: python3 -m pip install -r requirements-tpu" in words
 
 
 @pytest.mark.parametrize(
@@ -215,22 +215,22 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
         ("--no_reshard_after_forward --zero_dp_strategy 3", "means --zero_dp_strategy 2, not 3"),
         (
             "--no_reshard_after_forward --run_without_fsdp",
-            "does not go with --run_without_fsdp: drop",
+            "is incompatible with --run_without_fsdp: drop",
         ),
-        ("--outer_dp_sharding_strategy 1 --dp_outer 2", "needs --fsdp megatron"),
+        ("--outer_dp_sharding_strategy 1 --dp_outer 2", "requires --fsdp megatron"),
         ("--outer_dp_sharding_strategy 2", "is 0 (no_shard) or 1 (optim), not 2"),
-        ("--no_preserve_fp32_weights", "needs --fsdp megatron, this is fsdp2"),
-        ("--no-overlap_grad_reduce", "needs --fsdp megatron, this is fsdp2"),
-        ("--no-overlap_param_gather", "needs --fsdp megatron, this is fsdp2"),
-        ("--no-meta_init", "needs --fsdp megatron, this is fsdp2"),
-        ("--fsdp megatron", "--fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2"),
-        ("--fsdp megatron --cpu_offload", "--cpu_offload needs --fsdp fsdp2, this is megatron"),
-        ("--fsdp megatron --forward_prefetch 2", "--forward_prefetch 2 needs --fsdp fsdp2"),
-        ("--cpu_offload", "--cpu_offload needs CUDA"),
-        ("--precision fp16", "--precision fp16 needs CUDA"),
-        ("--reduce_dtype fp16", "--reduce_dtype fp16 needs --precision fp16"),
-        ("--tf32", "--tf32 needs CUDA"),
-        ("--fp8 delayed", "--fp8 delayed needs --block te"),
+        ("--no_preserve_fp32_weights", "requires --fsdp megatron, this is fsdp2"),
+        ("--no-overlap_grad_reduce", "requires --fsdp megatron, this is fsdp2"),
+        ("--no-overlap_param_gather", "requires --fsdp megatron, this is fsdp2"),
+        ("--no-meta_init", "requires --fsdp megatron, this is fsdp2"),
+        ("--fsdp megatron", "--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2"),
+        ("--fsdp megatron --cpu_offload", "--cpu_offload requires --fsdp fsdp2, this is megatron"),
+        ("--fsdp megatron --forward_prefetch 2", "--forward_prefetch 2 requires --fsdp fsdp2"),
+        ("--cpu_offload", "--cpu_offload requires CUDA"),
+        ("--precision fp16", "--precision fp16 requires CUDA"),
+        ("--reduce_dtype fp16", "--reduce_dtype fp16 requires --precision fp16"),
+        ("--tf32", "--tf32 requires CUDA"),
+        ("--fp8 delayed", "--fp8 delayed requires --block te"),
         ("--block te", "TransformerEngine is not installed: see requirements-gpu.txt"),
         ("--batch_size 18", "--batch_size 18 (global) is no multiple of the 4 devices"),
     ],
@@ -246,18 +246,18 @@ def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--zero_dp_strategy 0 --meta_init", "--meta_init needs --zero_dp_strategy 1, 2 or 3"),
-        ("--zero_dp_strategy 2 --no-overlap_grad_reduce", "needs --zero_dp_strategy 0 or"),
+        ("--zero_dp_strategy 0 --meta_init", "--meta_init requires --zero_dp_strategy 1, 2 or 3"),
+        ("--zero_dp_strategy 2 --no-overlap_grad_reduce", "requires --zero_dp_strategy 0 or"),
         ("--no-overlap_param_gather", "0, --zero_dp_strategy 1 or --zero_dp_strategy 2"),
         (
             "--zero_dp_strategy 1 --dp_outer 2 --no-overlap_grad_reduce",
-            "does not go with --mesh_dcn 2",
+            "is incompatible with --mesh_dcn 2",
         ),
-        ("--outer_dp_sharding_strategy 1", "strategy 1 needs --mesh_dcn"),
+        ("--outer_dp_sharding_strategy 1", "strategy 1 requires --mesh_dcn"),
         ("--outer_dp_sharding_strategy 1 --dp_outer 2 --zero_dp_strategy 2", "3, this is 2"),
-        ("--no_preserve_fp32_weights", "needs --precision bf16"),
-        ("--no_preserve_fp32_weights --precision bf16", "needs --reduce_dtype bf16"),
-        ("--reduce_dtype bf16 --dp_outer 4", "needs --mesh_fsdp of 2 or more"),
+        ("--no_preserve_fp32_weights", "requires --precision bf16"),
+        ("--no_preserve_fp32_weights --precision bf16", "requires --reduce_dtype bf16"),
+        ("--reduce_dtype bf16 --dp_outer 4", "requires --mesh_fsdp of 2 or more"),
     ],
 )
 def test_megatron_flags(flags, words, capsys, tmp_path, monkeypatch):
@@ -280,13 +280,13 @@ def test_wandb_is_not_installed(capsys, tmp_path, monkeypatch):
         "importlib.util.find_spec", lambda name: None if name == "wandb" else find(name)
     )
     line = complaint(capsys, tmp_path / "ckpt", "--wandb", "p")
-    assert "--wandb needs the package wandb: python3 -m pip install wandb" in line
+    assert "--wandb requires the package wandb: python3 -m pip install wandb" in line
 
 
 @pytest.mark.parametrize(
     ("variable", "words"),
     [
-        (None, "--wandb needs a login on this host: wandb login, or WANDB_API_KEY; WANDB_MODE=off"),
+        (None, "--wandb requires a login on this host: wandb login, or WANDB_API_KEY; WANDB_MO"),
         (("WANDB_API_KEY", "short"), "--wandb: WANDB_API_KEY invalid: API key must have 40+ char"),
         (("WANDB_MODE", "none"), "--wandb: 1 validation error for Settings, mode"),
     ],
@@ -386,7 +386,7 @@ def finished(tmp_path_factory):
             "not token; with --no-class_token, not --class_token",
         ),
         ("--resume none", "holds step_1 of an earlier run"),
-        ("--resume best --ckpt_dir elsewhere", "elsewhere has no checkpoint that was evaluated"),
+        ("--resume best --ckpt_dir elsewhere", "elsewhere has no evaluated checkpoint"),
     ],
 )
 def test_resume_of_another_model(flags, words, finished, capsys):
@@ -412,7 +412,7 @@ def test_unreadable_checkpoint(finished, capsys, tmp_path):
     assert cannot in said(lambda f: (f / "__0_0.distcp").unlink())
     assert cannot in said(lambda f: (f / "__0_0.distcp").write_bytes(b"short"))
     assert cannot in said(lambda f: (f / ".metadata").unlink())
-    assert "was not written to its end" in said(lambda f: (f / "manifest.json").unlink())
+    assert "is incomplete" in said(lambda f: (f / "manifest.json").unlink())
 
 
 def test_as_a_program(tmp_path):

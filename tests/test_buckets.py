@@ -11,18 +11,17 @@ import torch
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
+from data.buckets import BucketSampler, nearest_bucket
 from data.config import DataConfig
-from data.image.buckets import BucketSampler, nearest_bucket
-from data.loading.sampler import PADDING
-from data.loading.share import Share
+from data.loader import PADDING, Share
 from data.pack import pack
-from data.source import Wanted, open_data
-from models.buckets import Resampling
+from data.source import DatasetRequest, open_data
+from models.positions import Resampling
 from models.timm_private import compute_on_grids, why_one_grid
 from tests.cli import train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
+from tools.show_augmentations import read_run
 from training.errors import UsageError
-from training.show_augmentations import read_run
 
 BUCKETS = ["16x16", "12x20", "20x12"]
 SIZES = [(16, 16), (12, 20), (20, 12)]
@@ -56,7 +55,7 @@ def numbers(count):
 
 def source(folder, **how):
     how = {"data_dir": str(folder), "batch_size": 8, "num_workers": 0, "buckets": BUCKETS} | how
-    return open_data(Wanted(DataConfig(**how), 3, (16, 16), 2, seed=5))
+    return open_data(DatasetRequest(DataConfig(**how), 3, (16, 16), 2, seed=5))
 
 
 # -- the model ---------------------------------------------------------------------------
@@ -287,23 +286,23 @@ def test_a_resume_in_mid_epoch_on_another_backend(folder, tmp_path):
         ("--buckets 16x16 24x24", "24x24 has 36 patches, the model's own size 16"),
         (
             "--buckets 16x16 --data_source digits",
-            "needs --data_source folder or --data_source webdataset",
+            "requires --data_source folder or --data_source webdataset",
         ),
-        ("--buckets 16x16 --mesh_domain 2", "does not go with --mesh_domain 2"),
+        ("--buckets 16x16 --mesh_domain 2", "is incompatible with --mesh_domain 2"),
         ("--buckets 16x16 --pos_embed none", "it has no learned position embedding"),
         ("--buckets 16x16 --model timm/eva02_tiny_patch14_224", "not VisionTransformer"),
         ("--buckets 16x16 --model hybrid_vit", "hybrid_vit"),
-        ("--buckets 16x16 --grad_ckpt auto", "does not go with --grad_ckpt auto"),
-        ("--buckets 16x16 --self_check", "does not go with --buckets 16x16"),
-        ("--buckets 16x16 --plan", "does not go with --buckets 16x16"),
-        ("--buckets 16x16 --expect x.json", "does not go with --expect x.json"),
-        ("--buckets 16x16 --aug_repeats 2", "does not go with --aug_repeats 2"),
+        ("--buckets 16x16 --grad_ckpt auto", "is incompatible with --grad_ckpt auto"),
+        ("--buckets 16x16 --self_check", "is incompatible with --buckets 16x16"),
+        ("--buckets 16x16 --plan", "is incompatible with --buckets 16x16"),
+        ("--buckets 16x16 --expect x.json", "is incompatible with --expect x.json"),
+        ("--buckets 16x16 --aug_repeats 2", "is incompatible with --aug_repeats 2"),
         (
             "--buckets 16x16 --teacher vit_tiny_patch16_224 --teacher_weights x",
             "with --teacher vit",
         ),
-        ("--buckets 16x16 --cutmix 1", "does not go with --cutmix 1"),
-        ("--buckets 16x16 --backend cuda --block te", "does not go with --block te"),
+        ("--buckets 16x16 --cutmix 1", "is incompatible with --cutmix 1"),
+        ("--buckets 16x16 --backend cuda --block te", "is incompatible with --block te"),
         ("--buckets 16x16 12x20 20x12 --batch_size 64", "use --batch_size 40 or less"),
     ],
 )

@@ -11,19 +11,28 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from training.backend import State
-from training.checkpoints.choose import complete_checkpoints, find_resume
-from training.checkpoints.content import Position, training_tensors
-from training.checkpoints.keep import later_ones, prune, set_aside
-from training.checkpoints.manifest import (
+from training.checkpoints.choose import (
+    complete_checkpoints,
+    find_resume,
+    later_ones,
+    prune,
+    set_aside,
+)
+from training.checkpoints.format import (
+    Position,
+    SafeReader,
     checksum,
     damage,
     entries,
     quick_problem,
+    quiet_dcp,
     read_manifest,
+    read_metadata,
+    read_saved_run,
+    training_tensors,
     write_manifest,
 )
-from training.checkpoints.reader import SafeReader, quiet_dcp, read_metadata, read_saved_run
-from training.checkpoints.state import load_state, save_state, write_state
+from training.checkpoints.state import load_state, state_content, write_state
 from training.errors import UsageError
 
 
@@ -68,8 +77,14 @@ class OneWeight:
             step={name: torch.tensor(self.value) for name in self.step_names},
         )
 
-    def take(self, state):
+    def load_state(self, state):
         self.taken = state
+
+
+def save_state(backend, folder, training):
+    """Write the backend's state, as a saver does, but without a manifest."""
+    with quiet_dcp():
+        write_state(state_content(backend, training, copy=False), folder)
 
 
 def test_the_names_of_what_is_written(tmp_path):
@@ -272,7 +287,7 @@ def test_damage_that_sizes_hide_is_found_by_checksum(tmp_path):
 
 def test_nothing_whole_is_left(tmp_path):
     truncate(write_checkpoint(tmp_path, 5))
-    with pytest.raises(UsageError, match="no other checkpoint is whole"):
+    with pytest.raises(UsageError, match="all others are damaged, too"):
         find_resume(tmp_path, "auto", 0)
 
 

@@ -7,13 +7,12 @@ import pytest
 
 from benchmarks import tpu_table
 from tests.cli import run_program
-from xla_fsdp.compile_only.compiler import Compiled, hbm_asked_for
-from xla_fsdp.compile_only.expected import expect
-from xla_fsdp.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
-from xla_fsdp.compile_only.hlo import measure
-from xla_fsdp.compile_only.links import Links
-from xla_fsdp.compile_only.report import CompiledGraph, as_table, make_report
-from xla_fsdp.compile_only.topologies import parse_topology
+from tools.compile_only.compiler import Compiled, hbm_needed
+from tools.compile_only.expected import Links, expect
+from tools.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
+from tools.compile_only.hlo import measure
+from tools.compile_only.report import CompiledGraph, as_table, make_report
+from xla_fsdp.tpu import parse_topology
 
 # Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.
 WIDTH, DEPTH, BATCH, SIDE, PATCH, CLASSES = 512, 4, 64, 128, 16, 128
@@ -234,7 +233,7 @@ def test_bytes_of_a_device():
 )
 def test_what_a_refusal_asks_for(message, asked):
     """libtpu's messages, shortened; 10 GiB of arguments, which the first one has counted."""
-    found = hbm_asked_for(message, 10 * 2**30)
+    found = hbm_needed(message, 10 * 2**30)
     assert found == (None if asked is None else int(asked))
 
 
@@ -305,7 +304,9 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
     assert report.peak_hbm_bytes == 21 * 2**30
     assert (report.graphs, report.distinct_graphs) == (3, 2)
     assert report.flops_per_chip == (4e12 + 2 * 6e12) / 4
-    assert report.roofline_step_s is report.expected_step_s is None
+    assert report.scheduled is None
+    figures = report.as_json()
+    assert figures["roofline_step_s"] is figures["expected_step_s"] is None
     assert "does not fit by 5.6 GB or more" in as_table(report)
 
 

@@ -1,4 +1,4 @@
-"""``python -m training.convert`` with the real program, PyTorch, safetensors and timm around it."""
+"""``python -m tools.convert`` with the real program, PyTorch, safetensors and timm around it."""
 
 import json
 import re
@@ -17,9 +17,8 @@ import run_vit_training
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny_gpu
 from tests.plain_checkpoint import convert as dcp_to_torch
 from tests.usage_error import told_in_one_line
-from training.convert import stored
-from training.convert.__main__ import main
-from training.convert.torch_private import load_without_values, offset_of
+from tools import convert as tool
+from tools.convert import load_without_values, main, offset_of
 
 IMAGES = sorted(map(str, (DIGITS / "val" / "7").glob("*.png")))[:8]
 
@@ -144,7 +143,7 @@ def test_bare_weights_and_narrower_numbers(weights, tmp_path, capsys):
 @pytest.mark.parametrize("block", [16, 1 << 26])
 def test_boxes_of_a_tensor(block, tmp_path, monkeypatch):
     """As a mesh of two axes leaves them in a checkpoint; one part lies in another order."""
-    monkeypatch.setattr(stored, "_BLOCK", block)
+    monkeypatch.setattr(tool, "_BLOCK", block)
     whole = torch.randn(6, 8)
     torch.save(whole[:, :3].clone(), tmp_path / "left")
     torch.save(whole[:, 3:].t().contiguous().t(), tmp_path / "right")
@@ -153,9 +152,9 @@ def test_boxes_of_a_tensor(block, tmp_path, monkeypatch):
         for name, begin in (("left", (0, 0)), ("right", (0, 3))):
             part = load_without_values(tmp_path / name)
             strides = None if part.is_contiguous() else part.stride()
-            yield stored.Piece(tmp_path / name, offset_of(part), begin, part.shape, strides)
+            yield tool.Piece(tmp_path / name, offset_of(part), begin, part.shape, strides)
 
-    found = stored.Stored(torch.float32, (6, 8), pieces)
+    found = tool.Stored(torch.float32, (6, 8), pieces)
     for dtype in (torch.float32, torch.float16):
         assert torch.equal(found.read(dtype), whole.to(dtype))
 
@@ -186,7 +185,7 @@ def own_model(flags):
 
 PEAK = """
 import json, sys
-from training.convert.__main__ import main
+from tools.convert import main
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
 sizes = []
@@ -227,7 +226,7 @@ def test_mistakes(trained, weights, tmp_path, capsys):
     def said(*words):
         assert main(list(map(str, words))) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        return line.removeprefix("training.convert: error: ")
+        return line.removeprefix("tools.convert: error: ")
 
     for words in (["gs://bucket/run", tmp_path / "x.pt"], [trained.ckpt_dir, "file:///x.pt"]):
         with pytest.raises(SystemExit, match="2"):
@@ -238,7 +237,7 @@ def test_mistakes(trained, weights, tmp_path, capsys):
     assert said(source, tmp_path / "there.pt").endswith("there already: name another, or remove it")
     assert (tmp_path / "there.pt").read_text() == "mine"
     assert "give --to dcp or --to safetensors" in said(source, tmp_path / "x")
-    assert "--to dcp does not go with" in said(source, tmp_path / "x.pt", "--to", "dcp")
+    assert "--to dcp is incompatible with" in said(source, tmp_path / "x.pt", "--to", "dcp")
     assert "make it first" in said(source, tmp_path / "none" / "x.pt")
     assert "no such file or folder" in said(tmp_path / "none", tmp_path / "x.pt")
     size = ("--max_shard_size", "1GB")

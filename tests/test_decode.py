@@ -10,11 +10,11 @@ from scipy.stats import ks_2samp
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 
+from data import transforms
 from data.config import DataConfig
-from data.errors import BrokenImageError
-from data.image import transforms
-from data.image.decode import open_image
-from data.image.transforms import seeded
+from data.decode import open_image
+from data.files import BrokenImageError
+from data.transforms import seeded
 
 PHOTOGRAPHS = load_sample_images().images  # 427 x 640
 SIZE = (64, 80)

@@ -5,12 +5,11 @@ import json
 import pytest
 import torch
 
-from gpu_fsdp import devices
-from gpu_fsdp.adamw import step_unless
-from gpu_fsdp.devices.cpu import Cpu
-from gpu_fsdp.devices.cuda import Cuda
 from tests.cli import ROOT, run_program, tiny, train_tiny_gpu
 from tests.test_sharding import assert_same_training
+from torch_fsdp import devices
+from torch_fsdp.devices import Cpu, Cuda
+from torch_fsdp.optimizers import step_unless
 
 PROGRAM = "tests.made_up_device"
 
@@ -48,8 +47,8 @@ def test_its_checkpoint_is_resumed_on_the_cpu(on_the_cpu, tmp_path):
     ("flags", "processes", "words"),
     [
         ("--precision fp16", 2, "an abacus has no fp16"),
-        ("--reduce_dtype bf16 --tf32", 2, "--tf32 needs CUDA"),
-        ("--fsdp megatron", 2, "--fsdp megatron needs CUDA"),
+        ("--reduce_dtype bf16 --tf32", 2, "--tf32 requires CUDA"),
+        ("--fsdp megatron", 2, "--fsdp megatron requires CUDA"),
         ("", 3, "processes on this node, which has 2 x abacus: "),
     ],
 )
@@ -70,11 +69,12 @@ def test_the_first_one_that_a_host_has(monkeypatch):
 def test_cuda_stands_in_one_file():
     """But for Megatron-FSDP and TransformerEngine, which are CUDA's own."""
     found = {
-        str(path.relative_to(ROOT / "gpu_fsdp"))
-        for path in (ROOT / "gpu_fsdp").rglob("*.py")
+        f"{folder}/{path.name}"
+        for folder in ("torch_fsdp", "gpu_fsdp")
+        for path in (ROOT / folder).rglob("*.py")
         if "torch.cuda." in path.read_text()
     }
-    assert found == {"devices/cuda.py", "te_block.py"}
+    assert found == {"torch_fsdp/devices.py", "gpu_fsdp/te_block.py"}
 
 
 @pytest.mark.parametrize("first_is_skipped", [False, True])

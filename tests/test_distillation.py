@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torchvision.transforms.v2.functional import normalize
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests.cli import TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.filled import filled
@@ -20,8 +20,8 @@ from tests.plain_checkpoint import tiny_timm_model
 from tests.short_runs import mistake, program
 from tests.test_mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_run
 from tests.usage_error import told_in_one_line
-from training.checkpoints.reader import read_metadata
-from training.validation import wanted_images
+from training.backend import dataset_request
+from training.checkpoints.format import read_metadata
 
 IMAGES = "--image_size 32 --patch_size 8".split()
 STEPS = 4
@@ -73,7 +73,7 @@ def plain_steps(monkeypatch, flags, teacher, steps, devices):
     taught, _, (mean, std) = teacher
     preprocessing, base = run.config.data.preprocessing, timms_loss(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=how.weight_decay)
-    loader, losses, norms = open_data(wanted_images(run)).train_loader(16, Share()), [], []
+    loader, losses, norms = open_data(dataset_request(run)).train_loader(16, Share()), [], []
     for step, batch in enumerate(itertools.islice(loader.epoch(0), steps)):
         total = 0.0
         chunks = zip(*(part.chunk(passes) for part in batch), strict=True)
@@ -160,19 +160,28 @@ def test_on_fsdp2_by_a_checkpoint_of_this_program(zero, own_teacher, monkeypatch
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--teacher_weights w", "--teacher_weights w needs --teacher"),
-        ("--teacher vit_10b", "--teacher vit_10b needs --teacher_weights"),
-        ("--distillation_alpha 0.1", "--distillation_alpha 0.1 needs --teacher"),
-        ("{teacher} --distillation_tau 2", "--distillation_tau 2.0 needs --distillation_type soft"),
+        ("--teacher_weights w", "--teacher_weights w requires --teacher"),
+        ("--teacher vit_10b", "--teacher vit_10b requires --teacher_weights"),
+        ("--distillation_alpha 0.1", "--distillation_alpha 0.1 requires --teacher"),
+        (
+            "{teacher} --distillation_tau 2",
+            "--distillation_tau 2.0 requires --distillation_type soft",
+        ),
         ("--distillation_tau 0", "argument --distillation_tau: 0 must be at least 1e-12"),
         (
             "--distillation_alpha 1.1",
             "argument --distillation_alpha: 1.1 must be at least 0 and at most 1",
         ),
-        ("{teacher} --compile_only", "{named} does not go with --compile_only: drop one"),
-        ("{teacher} --plan", "{named} does not go with --plan: drop one of the two"),
-        ("{teacher} --mesh_domain 2 --cpu_devices 2", "--teacher does not go with --mesh_domain 2"),
-        ("{teacher} --backend cuda --fsdp megatron", "--teacher needs --fsdp fsdp2, this is megat"),
+        ("{teacher} --compile_only", "{named} is incompatible with --compile_only: drop one"),
+        ("{teacher} --plan", "{named} is incompatible with --plan: drop one of the two"),
+        (
+            "{teacher} --mesh_domain 2 --cpu_devices 2",
+            "--teacher is incompatible with --mesh_domain 2",
+        ),
+        (
+            "{teacher} --backend cuda --fsdp megatron",
+            "--teacher requires --fsdp fsdp2, this is meg",
+        ),
         ("{teacher} --teacher_weights gone", "--teacher_weights gone: there is no such checkpoi"),
         ("{teacher} --teacher timm/nothing", "--teacher timm/nothing: there is no model timm/noth"),
         ("{teacher} --num_classes 9", "{named}: head.weight is (10, 64) in "),

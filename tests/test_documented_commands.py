@@ -12,12 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import train_tiny_gpu
-from tests.documented_commands import (
-    Command,
-    documented_commands,
-    known_flags,
-    one_line,
-)
+from tests.documented_commands import Command, documented_commands, known_flags, one_line
 from tests.new_machine import Machine, own_mounts
 from tests.test_stopping import ALONE, stop
 from tests.trained_models import put_trained
@@ -179,7 +174,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
                 rf"^\| vit_tiny_patch16_224 \| {variant} \| 4 \| \d+\.\d+ \| [\d.]+ \| [\d.]+ \|"
                 for variant in ("timm", "fsdp2", r"fsdp2\+compile")
             ),
-            r"\| megatron \| 4 \| --fsdp megatron needs CUDA: on the CPU use --fsdp fsdp2 \|",
+            r"\| megatron \| 4 \| --fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2 \|",
             r"\| te \| 4 \| --block te: TransformerEngine is not installed",
             r"\| te\+fp8 \| 4 \| --block te: TransformerEngine is not installed",
         ),
@@ -254,7 +249,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 run_vit_training.py --buckets": Elsewhere("ImageNet by a large model", trains),
     "python3 -m data.pack": Run((r"^2 shards: /datasets/\S+$",), trained=True, private=True),
     # docs/augmentation.md
-    "python3 -m training.show_augmentations": Run(leaves=("augmented.png",)),
+    "python3 -m tools.show_augmentations": Run(leaves=("augmented.png",)),
     # docs/planning.md
     "python3 run_vit_training.py --plan --model vit_10b": Elsewhere(
         "half an hour of TPU compilation", plans
@@ -274,19 +269,19 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         "it writes docs/reliability.md", make_knows
     ),
     # docs/files.md
-    "python3 -m training.convert ~/vit_10b/step_1000": Run(
+    "python3 -m tools.convert ~/vit_10b/step_1000": Run(
         (r"^converted /\S+/vit_10b/step_1000: 31 tensors, 111,528 bytes, to vit_10b.safetensors$",),
         leaves=("vit_10b.safetensors",),
         trained=True,
     ),
-    "python3 -m training.convert ~/vit_10b vit_10b_hf": Run(
+    "python3 -m tools.convert ~/vit_10b vit_10b_hf": Run(
         leaves=("vit_10b_hf/model.safetensors", "vit_10b_hf/config.json"), trained=True
     ),
-    "python3 -m training.convert ~/vit_large": Run(leaves=("vit_large_bf16.pt",), trained=True),
-    "python3 -m training.convert ~/downloads/vit_large": Run(
+    "python3 -m tools.convert ~/vit_large": Run(leaves=("vit_large_bf16.pt",), trained=True),
+    "python3 -m tools.convert ~/downloads/vit_large": Run(
         leaves=("vit_large_dcp/manifest.json", "vit_large_dcp/.metadata"), trained=True
     ),
-    "python3 -m training.goodput": Run(
+    "python3 -m tools.goodput": Run(
         (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  save every ", r"^picture: "), trained=True
     ),
     # make help

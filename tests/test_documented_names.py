@@ -1,23 +1,41 @@
-"""Every flag, file and heading that README.md and docs/ name is there."""
+"""Every flag, file and heading that README.md and docs/ name is there, and docs/ has an index."""
 
 import re
 
 from tests.cli import ROOT
-from tests.documented_commands import broken_anchors, flags_and_paths, known_flags
+from tests.documented_commands import DOCUMENTS, broken_anchors, flags_and_paths, known_flags
 
 
 def test_flags_and_files_that_documents_name_are_there():
     flags, paths = flags_and_paths()
     known = known_flags()
-    ours_alone = [ROOT / "data" / "pack.py", *(ROOT / "training").rglob("__main__.py")]
-    programs = [*ours_alone, *(ROOT / "benchmarks").rglob("*.py")]
+    folders = (ROOT / "tools", ROOT / "benchmarks", ROOT / "tests" / "faults")
+    programs = [ROOT / "data" / "pack.py", *(path for at in folders for path in at.rglob("*.py"))]
     for path in [*(ROOT / "launch").iterdir(), *programs]:
         if path.is_file():
             known |= set(re.findall(r"--\w[\w-]+", path.read_text()))
-    ours = (ROOT / "xla_fsdp" / "libtpu_flags.py").read_text()
+    ours = (ROOT / "xla_fsdp" / "tpu.py").read_text()
     known |= {flag for flag in flags if f'"{flag[2:]}"' in ours}  # libtpu's, which we set
+    known |= {"--node-count", "--node-prefix"}  # gcloud's
     assert not flags - known
     packages = [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())]
     missing = {path for path in paths if not any((at / path).exists() for at in packages)}
     assert {path for path in missing if not path.startswith("runs/")} == set()
     assert broken_anchors() == []
+
+
+def test_each_page_says_what_it_answers_and_is_in_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.read_text().split("\n")[2].startswith("This page answers: "), page.name
+        assert page.name == "README.md" or f"]({page.name}) |" in index, page.name
+
+
+def test_functions_that_documents_name_are_there():
+    """As ``path.py::Class.function``; "module" stands for lines outside of all functions."""
+    for document in DOCUMENTS:
+        for path, name in re.findall(r"`([\w/]+\.py)::([\w.]+)`", document.read_text()):
+            source = (ROOT / path).read_text()
+            for part in name.split("."):
+                defined = re.search(rf"(def|class) {part}\b", source)
+                assert defined or part == "module", f"{document.name}: {path}::{name}"

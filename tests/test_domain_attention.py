@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu_fsdp.domain import products
+from models.blocks import combine_parts
 from tests.cli import run_program
-from xla_fsdp.attention.parts import PlainProducts
-from xla_fsdp.attention.ring import Ring
+from torch_fsdp import domain
+from xla_fsdp.attention import sharded
+from xla_fsdp.attention.sharded import PlainProducts, Ring
 
 REL = 1e-6
 SCALE = 0.3
@@ -47,8 +48,8 @@ def whole_attention(q, k, v):
 def test_parts_of_keys_by_process(by_kernel, value_width, monkeypatch):
     """Outputs of two parts put together; each part's share of the gradients, given the whole's."""
     if not by_kernel:
-        monkeypatch.setattr(products, "_on_cpu", lambda q, v: False)
-        monkeypatch.setattr(products, "_QUERIES", 4)  # of 10, so that the last are fewer
+        monkeypatch.setattr(domain, "_on_cpu", lambda q, v: False)
+        monkeypatch.setattr(domain, "_QUERIES", 4)  # of 10, so that the last are fewer
     q, k, v, grad = drawn((2, 3, 10, 8), (2, 3, 12, 8), (2, 3, 12, value_width), (10, value_width))
     output = whole_attention(q, k, v)
     grad = grad.detach().expand_as(output).contiguous()
@@ -56,12 +57,12 @@ def test_parts_of_keys_by_process(by_kernel, value_width, monkeypatch):
     with torch.no_grad():
         statistics = (SCALE * q @ k.mT).logsumexp(-1)
         parts = list(zip(k.split((5, 7), 2), v.split((5, 7), 2), strict=True))
-        found = [products.forward(q, *(x.contiguous() for x in part), SCALE) for part in parts]
+        found = [domain.forward(q, *(x.contiguous() for x in part), SCALE) for part in parts]
         shares = [(total - statistics).exp()[..., None] for _, total in found]
         together = sum(share * out for share, (out, _) in zip(shares, found, strict=True))
         assert_near([together], [output])
         grads = [
-            products.backward(
+            domain.backward(
                 grad, q, *(x.contiguous() for x in part), output.contiguous(), statistics, SCALE
             )
             for part in parts
@@ -72,14 +73,30 @@ def test_parts_of_keys_by_process(by_kernel, value_width, monkeypatch):
 
 def test_lower_precision_by_process(monkeypatch):
     """Plain products of bf16 are as near to fp32 as PyTorch's own are."""
-    monkeypatch.setattr(products, "_on_cpu", lambda q, v: False)
+    monkeypatch.setattr(domain, "_on_cpu", lambda q, v: False)
     inputs = drawn(*[(2, 3, 40, 16)] * 3)
     lower = [x.detach().bfloat16() for x in inputs]
-    found, statistics = products.forward(*lower, SCALE)
+    found, statistics = domain.forward(*lower, SCALE)
     expected = whole_attention(*(x.float() for x in lower))
     assert found.dtype == torch.bfloat16
     assert statistics.dtype == torch.float32
     assert_near([found.float()], [expected], rel=0.01)
+
+
+@pytest.mark.parametrize("log_add_exp", [torch.logaddexp, sharded._log_add_exp])
+def test_parts_are_combined(log_add_exp):
+    """Three parts of unlike sizes and magnitudes, one after the other, as a ring does."""
+    q, k, v = drawn((2, 3, 10, 8), (2, 3, 12, 8), (2, 3, 12, 16))
+    k = k * torch.linspace(0.1, 30, 12)[:, None]
+    products, output, statistics = PlainProducts(), None, None
+    for keys, values in zip(k.split((5, 1, 6), 2), v.split((5, 1, 6), 2), strict=True):
+        found = products.forward(q, keys, values, None, SCALE)
+        if output is None:
+            output, statistics = found
+        else:
+            output, statistics = combine_parts(output, statistics, *found, log_add_exp)
+    whole = (SCALE * q @ k.mT).logsumexp(-1)
+    assert_near((output, statistics), (whole_attention(q, k, v), whole))
 
 
 @pytest.mark.parametrize("padding", [0, 3])

@@ -1,4 +1,4 @@
-"""What --mesh_domain does not go with is told in one line, before anything is written."""
+"""What --mesh_domain is incompatible with is told in one line, before anything is written."""
 
 import pytest
 
@@ -12,34 +12,34 @@ HYBRID = "--model hybrid_vit"
 ON_GPUS = [
     ("--mesh_domain 8", "--mesh_domain 8 is more than the 4 rows of patches of an image"),
     ("--mesh_domain 3", "x --mesh_domain 3 x --mesh_tensor 1 is not the 8 process(es) of this run"),
-    ("--mesh_domain 2 --fsdp megatron", "--fsdp megatron needs"),
+    ("--mesh_domain 2 --fsdp megatron", "--fsdp megatron requires"),
     ("--mesh_domain 2 --block te", "--block te"),
     ("--mesh_domain 2 --pos_dropout 0.1", "the same places of their tokens (--pos_dropout)"),
     ("--mesh_domain 2 --mlp_dropout 0.1", "the same places of their tokens (--mlp_dropout)"),
     ("--mesh_domain 2 --att_dropout 0.1", "the same places of their tokens (--att_dropout)"),
     ("--mesh_domain 2 --patch_drop_rate 0.5", "it has --patch_drop_rate"),
-    ("--domain_attention ring", "--domain_attention ring needs --mesh_domain"),
+    ("--domain_attention ring", "--domain_attention ring requires --mesh_domain"),
     (
         "--mesh_domain 2 --domain_attention ulysses",
-        "--domain_attention ulysses needs heads that --mesh_domain 2 divides, not 3: use ring",
+        "--domain_attention ulysses requires heads that --mesh_domain 2 divides, not 3: use ring",
     ),
-    ("--mesh_domain 2 --domain_attention gather", "needs --backend xla: use ring or ulysses"),
-    ("--mesh_domain 2 --mesh_tensor 2", "--mesh_tensor 2 needs --backend xla"),
-    ("--mesh_domain 2 --compile --grad_ckpt selective", "needs --grad_ckpt full or none"),
+    ("--mesh_domain 2 --domain_attention gather", "requires --backend xla: use ring or ulysses"),
+    ("--mesh_domain 2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla"),
+    ("--mesh_domain 2 --compile --grad_ckpt selective", "requires --grad_ckpt full or none"),
     (f"{HYBRID} --mesh_domain 8", "--mesh_domain 8 is more than the 4 rows"),
     (f"{HYBRID} --mesh_domain 2 --pos_dropout 0.1", "of their tokens (--pos_dropout)"),
 ]
 ON_XLA = [
     ("--mesh_domain 8", "--mesh_domain 8 is more than the 4 rows of patches of an image"),
     ("--mesh_domain 3", "x --mesh_domain 3 x --mesh_tensor 1 is not the 8 device(s) of this run"),
-    ("--domain_attention ring", "--domain_attention ring needs --mesh_domain"),
-    ("--mesh_domain 2 --domain_attention ulysses", "needs --backend cuda: use ring or gather"),
+    ("--domain_attention ring", "--domain_attention ring requires --mesh_domain"),
+    ("--mesh_domain 2 --domain_attention ulysses", "requires --backend cuda: use ring or gather"),
     (
         "--mesh_domain 2 --domain_attention ring --att_dropout 0.1",
         "--domain_attention ring has no dropout, here --att_dropout 0.1: use gather",
     ),
-    ("--mesh_domain 2 --xla_fsdp nested --cpu_devices 1", "--mesh_domain needs --xla_fsdp spmd"),
-    ("--mesh_domain 2 --fsdp fsdp2", "--fsdp needs --backend cuda"),
+    ("--mesh_domain 2 --xla_fsdp nested --cpu_devices 1", "--mesh_domain requires --xla_fsdp spmd"),
+    ("--mesh_domain 2 --fsdp fsdp2", "--fsdp requires --backend cuda"),
 ]
 EVERYWHERE = [
     ("--dimension 3", "does not take --dimension"),

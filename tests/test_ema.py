@@ -9,10 +9,8 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from timm.utils import ModelEmaV3
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
-from gpu_fsdp.devices.cpu import Cpu
-from gpu_fsdp.plan import model as gpu_model
 from run_vit_training import read_flags
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.normalized import normalized
@@ -20,17 +18,18 @@ from tests.plain_checkpoint import convert, tiny_timm_model
 from tests.resolved import on_xla
 from tests.short_runs import mistake
 from tests.usage_error import told_in_one_line
+from tools.convert import main as to_other_form
+from tools.plan import gpu as gpu_model
+from tools.plan.tpu import compile_words
+from tools.plan.tpu_search import TpuCandidate
+from torch_fsdp.devices import Cpu
+from training.backend import dataset_request
 from training.checkpoints.choose import find_resume
-from training.convert.__main__ import main as to_other_form
 from training.mesh import Mesh
-from training.plan.shape import shape_of, state_bytes
-from training.trained_weights.weights import load_file_of_weights
-from training.validation import wanted_images
-from xla_fsdp.compile_only.topologies import parse_topology
-from xla_fsdp.plan import model as xla_model
-from xla_fsdp.plan.compilations import compile_words
-from xla_fsdp.plan.space import Candidate
+from training.step_sizes import step_sizes
+from training.weights import load_file_of_weights
 from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
 
 EACH_STEP = (
     "--model_ema --ckpt_step_interval 1 --test_step_interval 3 --batch_size 64 --lr 0.1".split()
@@ -70,7 +69,7 @@ def plain_run():
 def plain_val_loss(model):
     """The mean loss on val/ in plain PyTorch."""
     run = plain_run()
-    data = open_data(wanted_images(run))
+    data = open_data(dataset_request(run))
     total = count = 0.0
     for images, labels in data.val_loader(64, Share()).epoch(0):
         images, labels = images[labels >= 0], labels[labels >= 0]
@@ -166,7 +165,7 @@ def test_begins_and_ends(tmp_path):
     flags = [*EACH_STEP, "--model_ema_decay", "0.9", "--resume", str(tmp_path / "old")]
     begun = train_tiny_gpu(tmp_path / "begun", *flags)
     notes = [line for line in begun.stdout.splitlines() if "EMA" in line and "note:" in line]
-    assert notes == ["note: the checkpoint has no EMA of the weights: it begins with these weights"]
+    assert notes == ["note: the checkpoint has no EMA of the weights: it starts with these weights"]
     average, weights = ModelEmaV3(read(tmp_path / "old" / "step_3", "model"), decay=0.9), {}
     for step in (4, 5, 6):
         weights[step] = read(tmp_path / "begun" / f"step_{step}", "model")
@@ -194,7 +193,7 @@ def probabilities(weights):
     model = tiny_timm_model().eval()
     model.load_state_dict(weights)
     run = plain_run()
-    batches = open_data(wanted_images(run)).val_loader(359, Share()).epoch(0)
+    batches = open_data(dataset_request(run)).val_loader(359, Share()).epoch(0)
     images, labels = next(iter(batches))
     image = images[labels == 7][:1]
     return model(normalized(image, run)).softmax(-1)[0].topk(5).values.tolist()
@@ -241,18 +240,18 @@ def check_use(run, tmp_path):
     ("flags", "words"),
     [
         ("--model_ema --model_ema_decay 1", "1 must be at least 0 and below 1"),
-        ("--model_ema_decay 0.9", "--model_ema_decay 0.9 needs --model_ema"),
-        ("--model_ema_warmup", "--model_ema_warmup needs --model_ema"),
-        ("--use_ema", "--use_ema needs --predict or --eval_only"),
+        ("--model_ema_decay 0.9", "--model_ema_decay 0.9 requires --model_ema"),
+        ("--model_ema_warmup", "--model_ema_warmup requires --model_ema"),
+        ("--use_ema", "--use_ema requires --predict or --eval_only"),
         (
             "--model_ema --backend cuda --fsdp megatron --no_preserve_fp32_weights",
-            "--model_ema does not go with --no_preserve_fp32_weights: drop one of the two",
+            "--model_ema is incompatible with --no_preserve_fp32_weights: drop one of the two",
         ),
     ],
 )
 def test_refused(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setattr("gpu_fsdp.devices.choose", Cpu)
+    monkeypatch.setattr("torch_fsdp.devices.choose", Cpu)
     monkeypatch.setattr("gpu_fsdp.resolve_gpu.check_megatron_runs_here", lambda: None)
     line = told_in_one_line(capsys, *tiny(tmp_path / "none"), *flags.split())
     assert words in line
@@ -268,14 +267,11 @@ def test_what_is_planned():
         asked = read_flags(flags)
         topology = parse_topology("v5e:2x4")
         run = resolve_for_slice(asked.run, asked.xla, topology)
-        shape = shape_of(run.model)
-        candidate = Candidate(topology, run.mesh, "full", 1, "sdpa")
-        on_tpu = xla_model.estimate(shape, candidate.layout(run.config), topology.chip)
-        how = (Mesh(fsdp=over), 64, 1, "full", "fp32", state_bytes(run.config))
-        sizes[ema] = (
-            on_tpu.peak_bytes,
-            gpu_model.estimate(shape, gpu_model.GPUS[0], *how).peak_bytes,
-        )
+        shape = step_sizes(run.model)
+        candidate = TpuCandidate(run.mesh, "full", 1, "sdpa", topology)
+        on_tpu = candidate.estimate(shape, run.config)
+        on_gpus = gpu_model.estimate(shape, gpu_model.GPUS[0], Mesh(fsdp=over), run.config)
+        sizes[ema] = on_tpu.peak_bytes, on_gpus.peak_bytes
         assert ("--model_ema" in compile_words(run.config, run.own, candidate)) == bool(ema)
     for with_ema, without in zip(sizes["--model_ema"], sizes[""], strict=True):
         assert with_ema - without == pytest.approx(4 * shape.parameters / over)
@@ -287,8 +283,8 @@ def test_what_is_planned():
 TRACE = """
 import sys
 from run_vit_training import read_flags
-from xla_fsdp.compile_only.topologies import parse_topology
-from xla_fsdp.compile_only.trace import start_xla, trace_step
+from xla_fsdp.tpu import parse_topology
+from tools.compile_only.trace import start_xla, trace_step
 from xla_fsdp.resolve_xla import resolve_for_slice
 asked = read_flags(sys.argv[1:])
 topology = parse_topology(asked.xla.tpu_topology)

@@ -11,9 +11,7 @@ from sklearn.metrics import confusion_matrix, top_k_accuracy_score
 from tests.cli import DIGITS, run_program, train_tiny_gpu
 from tests.plain_checkpoint import convert, tiny_timm_model
 from tests.usage_error import told_in_one_line
-from training.inference.eval_report import EvalReport
-from training.inference.predictions import classes_before
-from training.inference.report_files import write_report
+from training.evaluate import EvalReport, classes_before, write_report
 
 STEPS = 110
 
@@ -160,7 +158,7 @@ def test_mistakes(trained, capsys, tmp_path):
     def said(*flags):
         return told_in_one_line(capsys, *flags, "--data_dir", DIGITS)
 
-    assert "needs --eval_only" in said("--eval_report", tmp_path)
+    assert "requires --eval_only" in said("--eval_report", tmp_path)
     evaluate = ("--eval_only", "--backend", "cuda", "--resume", trained.ckpt_dir)
     (tmp_path / "file").touch()
     told = said(*evaluate, "--eval_report", tmp_path / "file")

@@ -19,10 +19,10 @@ from tests.every_flag import command_lines, complaint_of, items
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
 from tests.test_tables import write_tables
-from training.options.config import RunConfig
-from training.options.flag_rules import by_field, check_switches
-from xla_fsdp.compile_only.topologies import parse_topology
+from training.config import RunConfig
+from training.flags import MODE_FLAGS, by_field, check_rules
 from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
 
 pytestmark = pytest.mark.rehearse
 
@@ -106,7 +106,7 @@ def lines_of(own, data, resolve, refused, fields=None, base=BASE, form=()):
 
 def on_slice(words):
     flags = read_flags(words)
-    check_switches(flags.run, *flags.own.values())
+    check_rules(flags.run, *flags.own.values(), only=MODE_FLAGS)
     asked, slices = flags.xla.tpu_topology, flags.run.sharding.mesh_dcn
     topology = parse_topology(asked, slices) if asked else parse_topology("v5p:2x2x1")
     return resolve_for_slice(flags.run, flags.xla, topology)
@@ -167,7 +167,7 @@ def test_on_gpus(form, data, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setenv("WORLD_SIZE", "2")
             flags = read_flags(words)
-            check_switches(flags.run, *flags.own.values())
+            check_rules(flags.run, *flags.own.values(), only=MODE_FLAGS)
             return resolve_gpu.resolve(flags.run, flags.cuda)
 
     base = BASE | {"backend": "--backend cuda", "fsdp": f"--fsdp {form}"}

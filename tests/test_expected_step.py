@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from xla_fsdp.compile_only.expected import expect
-from xla_fsdp.compile_only.links import Links
-from xla_fsdp.compile_only.topologies import CHIPS, parse_topology
+from tools.compile_only.expected import Links, expect
+from xla_fsdp.tpu import CHIPS, parse_topology
 
 LINKS = Links(parse_topology("v5e:2x2"))
 MILLISECOND = 1_503_000

@@ -6,13 +6,11 @@ import pytest
 
 from tests.cli import TINY_MODEL, run_program
 from tests.test_expected_step import GATHERED, GROUP, LINKS, MILLISECOND, exactly
-from xla_fsdp.compile_only.expected import expect
-from xla_fsdp.compile_only.explain import UNKNOWN, explain, explained_table, kind_of, shares
-from xla_fsdp.compile_only.hlo import Instruction
-from xla_fsdp.compile_only.links import Links
-from xla_fsdp.compile_only.names import Origin, origin_in
-from xla_fsdp.compile_only.products import product_flops
-from xla_fsdp.compile_only.topologies import parse_topology
+from tools.compile_only.expected import Links, expect
+from tools.compile_only.explain import BY_KIND, UNKNOWN, explain, explained_table, shares
+from tools.compile_only.hlo import Instruction, product_flops
+from tools.compile_only.names import Scope, scope_in
+from xla_fsdp.tpu import parse_topology
 
 
 @pytest.mark.parametrize(
@@ -105,21 +103,21 @@ def test_what_is_told_of_a_module():
         3 * expect(module, LINKS).seconds
     )
     product = costs["x"]
-    assert product.origin == Origin("blocks.mlp.fc2", "forward")  # the product's, not the root's
+    assert product.scope == Scope("blocks.mlp.fc2", "forward")  # the product's, not the root's
     assert (product.kind, product.bound, product.runs) == ("product", "products", 3)
     assert product.seconds * 1e3 == exactly(3)
     assert product.ideal == pytest.approx(2 * SIDE**3 / 197e12 / 1e-3, rel=1e-3)
     copy = costs["y"]
     assert (copy.kind, copy.bound, copy.ideal) == ("layout copy", "layout", None)
-    assert copy.origin == Origin("blocks.mlp.fc2", "forward")  # of what it is given
+    assert copy.scope == Scope("blocks.mlp.fc2", "forward")  # of what it is given
     scores = costs["z"]
-    assert (scores.kind, scores.origin) == ("softmax", Origin("blocks.attn", "recompute"))
+    assert (scores.kind, scores.scope) == ("softmax", Scope("blocks.attn", "recompute"))
     assert scores.bound == "vector units"  # its 64 MiB take HBM less than a tenth of its time
     wait = costs["s"]
     assert (wait.kind, wait.bound) == ("collective waited for", "waiting")
-    assert (wait.origin, wait.seconds * 1e3) == (Origin("head", "backward"), exactly(3))
-    assert costs["lost"].origin == UNKNOWN
-    assert shares(costs.values(), kind_of)["softmax"] * 1e3 == exactly(6)
+    assert (wait.scope, wait.seconds * 1e3) == (Scope("head", "backward"), exactly(3))
+    assert costs["lost"].scope == UNKNOWN
+    assert shares(costs.values(), BY_KIND)["softmax"] * 1e3 == exactly(6)
     assert "blocks.mlp.fc2" in explained_table(list(costs.values()))
 
 
@@ -150,7 +148,7 @@ def test_names_reach_the_compiled_step(explained):
     assert by_module.get("unknown", 0) < 0.1 * report["expected_step_s"]
     assert len(told["costliest"]) == 20
     costs = explain((folder / "graph_1.hlo").read_text(), Links(parse_topology("v5e:1x1")))
-    phases = {cost.origin.phase for cost in costs if cost.origin.module == "blocks.mlp.fc1"}
+    phases = {cost.scope.phase for cost in costs if cost.scope.module == "blocks.mlp.fc1"}
     assert phases == {"forward", "recompute", "backward"}
     assert (folder / "explain.png").read_bytes().startswith(b"\x89PNG")
 
@@ -196,10 +194,10 @@ def test_every_product_is_named_and_the_graph_is_the_same(flags, distinct):
     plain, with_names = traces
     assert with_names["texts"] == plain["texts"]
     assert with_names["distinct"] == plain["distinct"] == distinct
-    found = [origin_in(" ".join(names)) for names in with_names["products"]]
+    found = [scope_in(" ".join(names)) for names in with_names["products"]]
     assert None not in found
-    modules = {origin.module for origin in found} - {"blocks.attn", "blocks.mlp"}
+    modules = {scope.module for scope in found} - {"blocks.attn", "blocks.mlp"}
     linear = {f"blocks.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
     around = {"patch_embed.proj", "head"}
     assert modules == (around if "tensor" in flags else {*around, *linear})
-    assert {origin.phase for origin in found} == {"forward", "recompute", "backward"}
+    assert {scope.phase for scope in found} == {"forward", "recompute", "backward"}

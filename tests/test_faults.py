@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from benchmarks.common import commit
-from benchmarks.faults import __main__ as faults
-from benchmarks.faults import table
-from benchmarks.faults.program import SETUPS, difference
 from tests.cli import run_program
+from tests.faults import __main__ as faults
+from tests.faults import table
+from tests.faults.program import SETUPS, difference
 from tests.test_checkpoints import flip
 
 

@@ -16,9 +16,9 @@ from timm.models.eva import Eva
 from models.registry import open_model
 from tests.cli import DIGITS, TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
-from training.checkpoints.reader import quiet_dcp
-from training.trained_weights.initial_weights import fit
-from training.trained_weights.weights import weights_in
+from training.checkpoints.format import quiet_dcp
+from training.initial_weights import fit
+from training.weights import weights_in
 
 SMALL = {"depth": 2, "img_size": 64, "num_classes": 10}
 
@@ -211,7 +211,7 @@ def test_model_of_the_checkpoint_and_resume(source, tmp_path):
     assert f"initial weights of {source.ckpt_dir / 'step_6'}: {count} tensors as" in first.stdout
     assert torch.equal(read(tmp_path, 1)["head.weight"], read(source.ckpt_dir, 6)["head.weight"])
     second = go_on("--max_steps", "2")
-    assert f"--init_from {source.ckpt_dir / 'step_6'} is passed over" in second.stdout
+    assert f"--init_from {source.ckpt_dir / 'step_6'} is ignored" in second.stdout
     assert "initial weights" not in second.stdout
     assert sorted(second.steps) == [1, 2]
 
@@ -260,5 +260,5 @@ def test_mistakes(source, capsys, tmp_path):
     neither = f"{DIGITS} is neither a checkpoint nor the folder of a run that has one"
     assert said("--init_from", DIGITS).endswith(neither)
     told = said("--init_from", path, "--eval_only")
-    assert told.endswith("does not go with --eval_only: drop one of the two")
+    assert told.endswith("is incompatible with --eval_only: drop one of the two")
     assert not (tmp_path / "x").exists()

@@ -9,10 +9,10 @@ import pytest
 
 from config_fields import flag_of
 from run_vit_training import OWN, read_flags
+from tests import flags_page
 from tests.cli import ROOT
-from training.options.config import RunConfig
-from training.options.flag_rules import by_field, flat
-from training.options.flags import build_parser
+from training.config import RunConfig
+from training.flags import build_parser, by_field, flat
 
 # Every flag of commit 40b0636, the field it sets, its default there, and a value to give it.
 FLAGS_OF_40B0636 = [
@@ -95,7 +95,6 @@ FLAGS_OF_40B0636 = [
     ("--attention", "attention", "auto", "sdpa"),
     ("--mark_step_after_forward", "mark_step_after_forward", False, ""),
     ("--mark_step_every_n_blocks", "mark_step_every_n_blocks", 0, "7"),
-    ("--compile_cache_dir", "compile_cache_dir", None, "x"),
     ("--compile_only", "compile_only", False, ""),
     ("--explain", "explain", False, ""),
     ("--hlo_dir", "hlo_dir", None, "x"),
@@ -335,9 +334,9 @@ def test_an_empty_word_is_no_value_of_any_flag(capsys):
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("training.convert", ["", "out.pt"]),
-        ("training.convert", ["in.pt", ""]),
-        ("training.goodput", [""]),
+        ("tools.convert", ["", "out.pt"]),
+        ("tools.convert", ["in.pt", ""]),
+        ("tools.goodput", [""]),
         ("data.pack", ["", "out"]),
         ("data.pack", ["in", ""]),
     ],
@@ -402,6 +401,17 @@ def test_help_finds_flags_by_a_word(capsys):
     assert "--teacher" not in found("model")
 
 
+@pytest.mark.parametrize("flags", ["--help all", "--list_models *"])
+def test_whose_reader_ends_early_ends_without_a_word(flags):
+    """As before ``| head -1``, which leaves what is longer than a pipe holds unread."""
+    command = [sys.executable, "-u", "run_vit_training.py", *flags.split()]
+    with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as program:
+        program.stdout.readline()
+        program.stdout.close()
+        assert program.stderr.read() == ""
+    assert program.returncode == 128 + 13
+
+
 def test_every_flag_has_help_with_its_default(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for option in by_field(RunConfig, *OWN.values()).values():
@@ -410,17 +420,21 @@ def test_every_flag_has_help_with_its_default(monkeypatch):
         assert option.flag.help[:20] in re.sub(r"\s+", " ", text)
 
 
+def test_the_page_of_flags_is_that_of_the_fields():
+    assert flags_page.PAGE.read_text() == flags_page.page(), "write it: python -m tests.flags_page"
+
+
 def test_conditions_name_fields():
     """What a flag needs or excludes is a field, of every backend's or of one of them."""
     known = by_field(RunConfig, *OWN.values())
     for option in known.values():
         told = flag_of(option.field)
-        for condition in [each for need in told.needs for each in need.split("|")]:
+        for condition in [each for need in told.requires for each in need.split("|")]:
             name, _, value = condition.partition("=")
             assert name in known, condition
             choices = getattr(known[name].type, "__args__", ())
             assert not value or not choices or value in choices, condition
-        assert set(told.conflicts) <= set(known)
+        assert {*told.incompatible_with, *told.replaces} <= set(known)
 
 
 def test_help_and_refusals_start_nothing():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cli import run_program
-from xla_fsdp.attention.sizes import Shape, padded_tokens, padded_width
+from xla_fsdp.attention.sizes import FlashSizes, padded_tokens, padded_width
 
 COMPILE = "run_vit_training.py --compile_only --json --tpu_topology v5e:2x2".split()
 
@@ -54,14 +54,14 @@ BF16, FP32 = torch.bfloat16, torch.float32
 )
 def test_padding(tokens, padded, block):
     assert padded_tokens(tokens, 64, BF16) == padded
-    assert Shape(1, 1, padded, padded, 64, tokens, BF16).block == block
+    assert FlashSizes(1, 1, padded, padded, 64, BF16).block == block
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(256, BF16), (64, FP32)])
 def test_padding_where_vector_memory_holds_less(width, dtype):
     found = [padded_tokens(tokens, width, dtype) for tokens in (512, 577, 1025, 4096, 4097)]
     assert found == [512, 768, 1152, 4096, 4224]
-    blocks = [Shape(1, 1, each, each, width, each, dtype).block for each in found]
+    blocks = [FlashSizes(1, 1, each, each, width, dtype).block for each in found]
     assert blocks == [512, 384, 384, 512, 384]
 
 
@@ -70,7 +70,7 @@ def test_padding_where_vector_memory_holds_less(width, dtype):
 )
 def test_keys_of_several_devices_are_divided(parts, each, block):
     """Each has padded its own tokens."""
-    assert Shape(1, 1, each, parts * each, 64, parts * each, BF16).key_block == block
+    assert FlashSizes(1, 1, each, parts * each, 64, BF16).key_block == block
 
 
 def test_widths():
@@ -111,11 +111,11 @@ def test_nested():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--fake_data", "--attention flash needs a TPU: its kernels run nowhere else"),
-        ("--backend cuda", "--attention needs --backend xla, this is cuda"),
+        ("--fake_data", "--attention flash requires a TPU: its kernels run nowhere else"),
+        ("--backend cuda", "--attention requires --backend xla, this is cuda"),
         (
             "--compile_only --tpu_topology v5e:2x2 --mesh_tensor 2 --mesh_domain 2",
-            "--attention flash does not go with --mesh_domain 2 and --mesh_tensor 2 at once: use",
+            "--attention flash is incompatible with --mesh_domain 2 and --mesh_tensor 2 at once",
         ),
         (
             "--compile_only --tpu_topology v5e:2x2 --att_dropout 0.1",

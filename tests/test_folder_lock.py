@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from tests.cli import ROOT
-from training.checkpoints.lock import FolderLock, check_same_folder
 from training.errors import UsageError
+from training.files import FolderLock, check_same_folder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from training.checkpoints.lock import FolderLock
+from training.files import FolderLock
 FolderLock(Path(sys.argv[1])).acquire(is_restart=False)
 print("held", flush=True)
 time.sleep(600)
@@ -34,7 +34,7 @@ def holder(tmp_path):
 
 
 def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(holder, tmp_path, monkeypatch):
-    monkeypatch.setattr("training.checkpoints.lock._PATIENCE_S", 0.5)
+    monkeypatch.setattr("training.files._PATIENCE_S", 0.5)
     lock = FolderLock(tmp_path)
     with pytest.raises(UsageError, match=f"is in use by process {holder.pid} on .*: end that run"):
         lock.acquire(is_restart=False)
@@ -53,7 +53,7 @@ def test_a_child_does_not_inherit_the_lock(tmp_path):
             FolderLock(tmp_path)._file = None
             held = FolderLock(tmp_path)
             held._file = os.open(tmp_path / ".lock", os.O_RDWR)
-            os._exit(int(held._try()))
+            os._exit(int(held._locked()))
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -69,7 +69,7 @@ def test_a_file_system_without_locks_refuses_nothing(tmp_path, monkeypatch):
 
 
 def test_another_folder_under_the_same_name_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.checkpoints.lock._VISIBLE_WITHIN_S", 0.0)
+    monkeypatch.setattr("training.files._VISIBLE_WITHIN_S", 0.0)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     token = FolderLock(tmp_path / "a").acquire(is_restart=False)

@@ -1,4 +1,4 @@
-"""``python -m training.goodput``: against made-up events whose truth is known, and a stopwatch."""
+"""``python -m tools.goodput``: against made-up events whose truth is known, and a stopwatch."""
 
 import json
 import math
@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from tests.cli import ROOT, environment, tiny
-from training.goodput.__main__ import main
-from training.logs.events import EVENTS_FILE, Events, read_events
+from tools.goodput import main
+from training.logs.records import EVENTS_FILE, Events, read_events
 
 BATCH_S, SAVE_S = 0.05, 0.4
 DOWN_S = 1.5
@@ -148,7 +148,7 @@ def test_table_and_picture(killed_and_resumed, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{tmp_path / 'other'}: 19 min 40 s, 2 starts, 1 ended by a failure" in out
     assert re.search(r"^  useful steps +9 min 18 s +47\.29%$", out, re.MULTILINE)
-    assert "298 steps, 2 s each; 100 lost and taken again" in out
+    assert "298 steps, 2 s each; 100 lost and repeated" in out
     assert "save every 4 min 11 s, --ckpt_step_interval 126" in out
     with Image.open(tmp_path / "other" / "goodput.png") as picture:
         assert picture.width > 800
@@ -174,7 +174,7 @@ def test_mistakes(tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "is no folder" in said(tmp_path / "none")
+    assert "is not a folder" in said(tmp_path / "none")
     with pytest.raises(SystemExit, match="2"):
         main(["gs://bucket/run"])
     assert "gs://bucket/run is a URL: give a place on this" in capsys.readouterr().err

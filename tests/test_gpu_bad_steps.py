@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from gpu_fsdp.loss_scale import LossScale
 from tests.cli import train_tiny_gpu
 from tests.plain_checkpoint import convert
 from tests.test_bad_steps_xla import BAD, COUNTS, assert_equal
+from torch_fsdp.optimizers import LossScale
 
 
 def train(folder, monkeypatch, flags, processes, **variables):
@@ -86,7 +86,7 @@ def assert_same_state(state, expected, steps):
 
 def test_loss_scale(monkeypatch):
     """Against PyTorch's GradScaler over overflows and growth; then where the two shall differ."""
-    monkeypatch.setattr("gpu_fsdp.loss_scale._GROWTH_STEPS", 3)
+    monkeypatch.setattr("torch_fsdp.optimizers._GROWTH_STEPS", 3)
     ours = LossScale(torch.device("cpu"))
     theirs = torch.amp.GradScaler("cpu", growth_interval=3)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])

@@ -8,11 +8,11 @@ import pytest
 from run_vit_training import read_flags
 from tests.cli import run_program, train_tiny, train_tiny_gpu
 from tests.resolved import on_xla
-from training.plan.shape import shape_of
-from xla_fsdp.compile_only.topologies import parse_topology
-from xla_fsdp.plan.model import POLICIES, estimate
-from xla_fsdp.plan.space import Candidate
+from tools.plan.tpu_search import TpuCandidate
+from training.step_sizes import step_sizes
+from xla_fsdp.estimates import POLICIES
 from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
 
 DROPOUT = "--mlp_dropout 0.1 --att_dropout 0.1 --drop_path_rate 0.2 --num_blocks 3".split()
 ON = {"one device": (1, ""), "four devices": (4, "--mesh_tensor 2")}
@@ -75,10 +75,8 @@ def test_auto_takes_the_fastest_that_fits(flags, topology):
     run = resolve_for_slice(asked.run, asked.xla, slice_)
     chosen = run.config.sharding.grad_ckpt
     found = {
-        policy: estimate(
-            shape_of(run.model),
-            Candidate(slice_, run.mesh, policy, 1, run.own.attention).layout(run.config),
-            slice_.chip,
+        policy: TpuCandidate(run.mesh, policy, 1, run.own.attention, slice_).estimate(
+            step_sizes(run.model), run.config
         )
         for policy in POLICIES
     }

@@ -15,12 +15,11 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from data.errors import BrokenImageError, DataFolderError
-from data.image.decode import read_image
-from data.index.folder_index import check_folder, index_split
-from data.loading.sample_split import substitute
-from data.loading.share import Share
-from data.source import open_data
+from data.decode import read_image
+from data.files import BrokenImageError, DataFolderError
+from data.index import check_folder, index_split
+from data.loader import Share
+from data.source import open_data, substitute
 from models.config import VitConfig
 from tests.cli import ROOT
 from tests.test_data import arguments, loaders, wanted
@@ -223,7 +222,7 @@ def test_any_broken_file_has_one_reason(name, tmp_path, capfd):
 def test_large_images_are_read_without_warnings(tmp_path):
     Image.new("L", (40, 30)).save(tmp_path / "large.png")
     code = (
-        "import sys; from PIL import Image; from data.image.decode import read_image\n"
+        "import sys; from PIL import Image; from data.decode import read_image\n"
         "Image.MAX_IMAGE_PIXELS = 1000; print(read_image(sys.argv[1]).size)"
     )
     done = subprocess.run(

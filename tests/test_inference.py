@@ -18,7 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 import run_vit_training
 from tests.cli import DIGITS, TINY_MODEL, run_program, train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
-from training.checkpoints.reader import quiet_dcp, read_saved_run
+from training.checkpoints.format import quiet_dcp, read_saved_run
 
 WORDS = "zero one two three four five six seven eight nine".split()
 CLASSES = sorted(WORDS)  # their order is not that of the digits
@@ -126,7 +126,7 @@ def test_folder_of_images_from_a_run(trained, files, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
-        "passed over in the folders, 3 in all: linked folder 1, .txt 1, no file 1",
+        "skipped in the folders, 3 in all: linked folder 1, .txt 1, no file 1",
         f"{images}/cut.png is not a readable image: image file is truncated",
     ]
     paths = [images / "A.PNG", *sorted((images / "b").iterdir()), images / "still.gif", IMAGE]
@@ -284,7 +284,7 @@ def test_no_such_weights(use, capsys, tmp_path):
     neither = f"{tmp_path} is neither a checkpoint nor the folder of a run that has one"
     assert said(tmp_path) == neither
     (tmp_path / "step_3").mkdir()
-    assert "no complete checkpoint: it was not written to its end" in said(tmp_path)
+    assert f"checkpoint {tmp_path} is incomplete" in said(tmp_path)
     assert "only tensors are loaded, it holds argparse.Namespace" in said(tmp_path / "namespace.pt")
     assert "only tensors are loaded, it holds exec" in said(tmp_path / "code.pt")
     for name in ("list.pt", "numbers.pt"):
@@ -346,8 +346,8 @@ def test_of_a_folder_the_images_that_can_be_read_are_answered(files, capsys, tmp
     assert sorted(err.splitlines()) == [
         f"{folder}/circle.png is not a readable image: Too many levels of symbolic links",
         f"{folder}/lost.png is not a readable image: No such file or directory",
-        f"{folder}/pipe.png is not a readable image: it is no regular file",
-        f"{folder}/zero.png is not a readable image: it is no regular file",
+        f"{folder}/pipe.png is not a readable image: it is not a regular file",
+        f"{folder}/zero.png is not a readable image: it is not a regular file",
     ]
 
 
@@ -446,10 +446,10 @@ def test_eval_only_tells_what_classes_have_no_image_left(as_json, trained, words
 def test_flags_that_do_not_go_together(capsys, files, tmp_path):
     plain = files / "plain.pt"
     told = told_in_one_line(capsys, "--predict", IMAGE, "--eval_only")
-    assert told == f"--predict {IMAGE} does not go with --eval_only: drop one of the two"
+    assert told == f"--predict {IMAGE} is incompatible with --eval_only: drop one of the two"
     assert (
         told_in_one_line(capsys, "--json")
-        == "--json needs --predict, --eval_only, --compile_only or --plan"
+        == "--json requires --predict, --eval_only, --compile_only or --plan"
     )
     evaluate = ("--eval_only", "--resume", plain, "--data_dir")
     assert "number 0 is eight there, 0 here" in told_in_one_line(capsys, *evaluate, DIGITS)

@@ -74,10 +74,10 @@ def test_the_compiled_step_multiplies_and_gathers_int8(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("", "--matmul int8 needs --precision bf16, this is fp32"),
-        ("--precision bf16 --xla_fsdp nested", "--matmul int8 needs --xla_fsdp spmd"),
-        ("--precision bf16 --no-scan_blocks", "--matmul int8 needs scanned blocks, here is"),
-        ("--backend cuda", "--matmul needs --backend xla, this is cuda"),
+        ("", "--matmul int8 requires --precision bf16, this is fp32"),
+        ("--precision bf16 --xla_fsdp nested", "--matmul int8 requires --xla_fsdp spmd"),
+        ("--precision bf16 --no-scan_blocks", "--matmul int8 requires scanned blocks, here is"),
+        ("--backend cuda", "--matmul requires --backend xla, this is cuda"),
     ],
 )
 def test_refused(flags, said):

@@ -1,4 +1,4 @@
-"""launch/meet.py and training/hosts/joining.py: nodes and processes that wait, and restarts."""
+"""launch/meet.py and torch_fsdp/launch_torch.py: nodes and processes that wait, and restarts."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch import meet
-from launch.meeting import Host, Refused, join, listen
+from launch.meet import Host, Refused, join, listen
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
 from tests.test_launch_gpu import TORCHRUN, devices, finish, free_port, losses, start
 

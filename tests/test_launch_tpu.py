@@ -285,7 +285,7 @@ def test_restarts_are_numbered_and_logs_may_vanish(pod):
     code, stdout, stderr = pod.run("sh", "-c", replace, "sh", pod.logs, flags=flags)
     assert code == 0, stderr
     assert stdout.splitlines() == ["[worker 0] 1800"] * 3
-    assert stderr.count("going on without logs") == 1
+    assert stderr.count("continuing without logs") == 1
 
 
 @pytest.mark.parametrize("ends_with", [2, BAD_IMAGES])

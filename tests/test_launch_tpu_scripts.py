@@ -291,7 +291,7 @@ def shipped():
 @pytest.mark.parametrize("where", ["Dockerfile.tpu", "Dockerfile.gpu", "setup_pod.sh"])
 def test_what_is_shipped_imports_nothing_that_is_not(where):
     names = shipped()[where]
-    assert {"run_vit_training.py", "recipes"} <= names
+    assert {"run_vit_training.py", "recipes", "tools"} <= names
     sources = [path for name in names for path in [ROOT / name, *(ROOT / name).rglob("*.py")]]
     for path in (path for path in sources if path.suffix == ".py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.cli import run_program
-from xla_fsdp.compile_only.hlo import Instruction, group_of
-from xla_fsdp.compile_only.links import Links
-from xla_fsdp.compile_only.topologies import parse_topology
+from tools.compile_only.expected import Links
+from tools.compile_only.hlo import Instruction, group_of
+from xla_fsdp.tpu import parse_topology
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_devices_are_where_libtpu_has_them(topology):
     assert done.returncode == 0, done.stderr
     slice_ = parse_topology(topology)
     for by_host, places in json.loads(done.stdout.splitlines()[-1]).items():
-        found = Links(slice_, by_host == "True")._places
+        found = Links(slice_, by_host == "True").places
         assert [(*place, 0)[:3] for place in found] == [tuple(place) for place in places]
 
 

@@ -12,7 +12,7 @@ from tests.test_sharding import assert_same_curves, assert_same_training
 from training.errors import UsageError
 from training.mesh import Mesh
 from xla_fsdp import resolve_xla
-from xla_fsdp.sharding.hosts import HostPart, by_slice_and_host, part_of_host
+from xla_fsdp.hosts import HostPart, by_slice_and_host, part_of_host
 
 # What each block may have more, so that every kind of parameter is sharded.
 FULL_BLOCK = "--qk_norm --scale_attn_norm --scale_mlp_norm --init_values 0.5 --class_token".split()

@@ -12,7 +12,7 @@ from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torchvision.transforms.v2.functional import normalize
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests import cli
 from tests.cli import TINY_MODEL, tiny, train_tiny, train_tiny_gpu
@@ -21,10 +21,8 @@ from tests.resolved import on_xla
 from tests.test_resume import EPOCHS_OF_5
 from tests.test_sharding import assert_same_curves
 from tests.usage_error import told_in_one_line
-from training.backend import pass_seed
-from training.losses.mixing import Mixing
-from training.losses.objective import Objective
-from training.validation import wanted_images
+from training.backend import dataset_request, pass_seed
+from training.losses import Mixing, Objective
 
 BOTH = "--mixup 0.8 --cutmix 1.0 --mixup_prob 0.8 --smoothing 0.1"
 """Of ten passes some are mixed, some cut, some left as they are."""
@@ -179,7 +177,7 @@ def test_first_steps_are_timms(devices, form, flags, monkeypatch, tmp_path):
     run = tiny_run(monkeypatch, *given, devices=devices)
     config, how = run.config.loss, run.config.data.preprocessing
     model, loss = filled(run.model, run.config.seed), timms_loss(run.config.loss)
-    loader = open_data(wanted_images(run)).train_loader(16, Share())
+    loader = open_data(dataset_request(run)).train_loader(16, Share())
     expected = []
     for step, (images, labels) in enumerate(itertools.islice(loader.epoch(0), 2)):
         model.zero_grad()  # the learning rate of the first step is 0, so both have first weights
@@ -247,13 +245,13 @@ def test_mixed_images_stay_on_their_devices(monkeypatch, tmp_path):
         ("--cutmix 1 --batch_size 1", "--cutmix mixes the images of a device two by two, and "),
         ("--smoothing 1", "argument --smoothing: 1 must be at least 0 and below 1"),
         ("--mixup -1", "argument --mixup: -1 must be at least 0"),
-        ("--mixup_prob 0.5", "--mixup_prob 0.5 needs --mixup, --cutmix or --cutmix_minmax"),
-        ("--mixup 1 --mixup_switch_prob 0.1", "--mixup_switch_prob 0.1 needs --cutmix or --cut"),
-        ("--cutmix 1 --cutmix_minmax 0.1 0.2", "--cutmix_minmax 0.1 0.2 takes the place of --cut"),
-        ("--cutmix 0 --cutmix_minmax 0.1 0.2", "--cutmix_minmax 0.1 0.2 takes the place of --cut"),
+        ("--mixup_prob 0.5", "--mixup_prob 0.5 requires --mixup, --cutmix or --cutmix_minmax"),
+        ("--mixup 1 --mixup_switch_prob 0.1", "--mixup_switch_prob 0.1 requires --cutmix or --cut"),
+        ("--cutmix 1 --cutmix_minmax 0.1 0.2", "--cutmix_minmax 0.1 0.2 replaces --cut"),
+        ("--cutmix 0 --cutmix_minmax 0.1 0.2", "--cutmix_minmax 0.1 0.2 replaces --cut"),
         ("--cutmix_minmax 0.5 0.5", "--cutmix_minmax 0.5 0.5 leaves no side of a box"),
-        ("--bce_sum", "--bce_sum needs --bce_loss"),
-        ("--bce_target_thresh 0.1", "--bce_target_thresh 0.1 needs --bce_loss"),
+        ("--bce_sum", "--bce_sum requires --bce_loss"),
+        ("--bce_target_thresh 0.1", "--bce_target_thresh 0.1 requires --bce_loss"),
         (
             "--cutmix 1 --dimension 3 --image_size 8 16 16 --model hybrid_vit --num_heads 2",
             "cutmix is for images: of volumes use --mixup",

@@ -7,10 +7,10 @@ import pytest
 import timm
 import torch
 
-from models.meta import cast_buffers, fill_buffers
+from models.initialize import cast_buffers, fill_buffers
 from models.registry import ModelError, list_models, open_model
 from tests.filled import SMALL, filled
-from xla_fsdp.sharding.tensor_parallel import packed_parts, tensor_dims
+from xla_fsdp.resolve_xla import packed_parts, tensor_dims
 
 FAMILIES = {
     "plain": "vit_base_patch16_224",
@@ -217,8 +217,8 @@ def test_the_largest_of_timms_are_what_they_say():
         (
             "timm/vit_base_patch16_sapiens2",
             {"depth": 2},
-            "depth 2 does not go with timm/vit_base_patch16_sapiens2: timm gives each of its 12 "
-            "blocks a number of key heads (num_kv_heads); leave depth out, or choose another model",
+            "depth 2 is incompatible with timm/vit_base_patch16_sapiens2: timm gives each of its "
+            "12 blocks a number of key heads (num_kv_heads); leave depth out, or choose another",
         ),
         (
             "timm/vit_base_patch16_sapiens2",
@@ -238,7 +238,7 @@ def test_the_largest_of_timms_are_what_they_say():
         ("vit_10b", {"swiglu_mlp": True}, "vit_10b does not take swiglu_mlp; it takes img_size"),
         ("vit_10b", {"num_heads": 31}, "embed_dim 5120 is not a multiple of num_heads 31"),
         ("vit_10b", {"mlp_ratio": 1e-4}, "mlp_ratio 0.0001 leaves no MLP"),
-        ("vit_10b", {"global_pool": "token"}, "global_pool token needs class_token"),
+        ("vit_10b", {"global_pool": "token"}, "global_pool token requires class_token"),
         ("vit_10b", {"patch_drop_rate": 0.999}, "patch_drop_rate 0.999 leaves no patch"),
         ("vit_10b", {"patch_size": 15}, "img_size 224 is not a multiple of patch_size 15"),
     ],
@@ -295,7 +295,7 @@ def test_dimensions_of_a_block(family):
     """What "tensor" shards is each parameter whose size follows the heads, or the MLP's width."""
     more = {"qk_norm": True, "scale_attn_norm": True, "init_values": 0.1}
     spec = small(family, **more if family == "plain" else {})
-    dimensions = spec.block_dimensions()
+    dimensions = spec.logical_axes()
     refused = {
         "parallel branches": "its blocks are of timm's ParallelThingsBlock",
         "parallel MLP": "its blocks are of timm's ParallelScalingBlock",

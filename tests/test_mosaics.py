@@ -8,10 +8,10 @@ import torch
 from sklearn.datasets import load_digits
 
 from data.digits import read_digits
-from data.errors import DataFolderError
-from data.loading.share import Share
+from data.files import DataFolderError
+from data.loader import Share
 from data.mosaics import INTENSITIES, LENGTHS
-from data.source import Wanted, open_data
+from data.source import DatasetRequest, open_data
 from tests.cli import train_tiny_gpu
 from tests.test_data import arguments
 
@@ -21,7 +21,9 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 
 def opened(size, channels=1, seed=3, classes=10, **changes):
     values = {"data_source": "mosaics", "mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 64}
-    return open_data(Wanted(arguments("", **values | changes), channels, size, classes, seed))
+    return open_data(
+        DatasetRequest(arguments("", **values | changes), channels, size, classes, seed)
+    )
 
 
 def first_batches(source, share=Share(), count=2, batch_size=64):  # noqa: B008 - frozen

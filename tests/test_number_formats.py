@@ -7,18 +7,16 @@ import shutil
 import pytest
 import torch
 
-from gpu_fsdp.plan import model as gpu_model
-from gpu_fsdp.plan.model import GPUS
 from tests.cli import TINY_MODEL, run_program, train_tiny, train_tiny_gpu
 from tests.plain_checkpoint import convert
 from tests.resolved import on_xla
 from tests.test_plan import VIT_10B, asked
 from tests.test_resume import DROPOUT, EPOCHS_OF_5
+from tools.plan import gpu as gpu_model
+from tools.plan.gpu import GPUS
+from tools.plan.tpu_search import TpuCandidate
 from training.mesh import Mesh
-from training.plan.shape import state_bytes
-from xla_fsdp.compile_only.topologies import parse_topology
-from xla_fsdp.plan.model import estimate
-from xla_fsdp.plan.space import Candidate
+from xla_fsdp.tpu import parse_topology
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +113,10 @@ def test_plans_know_the_moments():
     topology, over, peaks = parse_topology("v5p:4x4x8"), 128, []
     for dtype in ("fp32", "bf16"):
         config, _, shape = asked("--model", VIT_10B, "--optimizer_dtype", dtype)
-        candidate = Candidate(topology, Mesh(fsdp=over), "full", 1, "sdpa")
-        on_tpu = estimate(shape, candidate.layout(config), topology.chip)
-        how = (GPUS[0], Mesh(fsdp=over), 1024, 1, "full", "bf16", state_bytes(config))
-        peaks.append((on_tpu.peak_bytes, gpu_model.estimate(shape, *how).peak_bytes))
+        candidate = TpuCandidate(Mesh(fsdp=over), "full", 1, "sdpa", topology)
+        on_tpu = candidate.estimate(shape, config)
+        on_gpus = gpu_model.estimate(shape, GPUS[0], Mesh(fsdp=over), config)
+        peaks.append((on_tpu.peak_bytes, on_gpus.peak_bytes))
     for wide, narrow in zip(*peaks, strict=True):
         assert wide - narrow == pytest.approx(4 * shape.parameters / over)
 
@@ -148,15 +146,15 @@ def test_what_the_compiler_says():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--gather_dtype fp8 --no-scan_blocks", "needs scanned blocks, here is --no-scan_blocks"),
-        ("--gather_dtype fp8 --xla_fsdp nested", "needs --xla_fsdp spmd, this is nested"),
-        ("--gather_dtype fp8 --run_without_fsdp", "does not go with --run_without_fsdp: drop one"),
+        ("--gather_dtype fp8 --no-scan_blocks", "requires scanned blocks, here is --no-scan"),
+        ("--gather_dtype fp8 --xla_fsdp nested", "requires --xla_fsdp spmd, this is nested"),
+        ("--gather_dtype fp8 --run_without_fsdp", "is incompatible with --run_without_fsdp: drop"),
         ("--gather_dtype fp8 --precision bf16 --matmul int8", "with --matmul int8: drop one"),
-        ("--gather_dtype fp8 --backend cuda", "--gather_dtype needs --backend xla, this is cuda"),
+        ("--gather_dtype fp8 --backend cuda", "requires --backend xla, this is cuda"),
         (
             "--backend cuda --optimizer_dtype bf16 --no_preserve_fp32_weights --fsdp megatron "
             "--precision bf16 --reduce_dtype bf16",
-            "--optimizer_dtype bf16 does not go with --no_preserve_fp32_weights: drop one",
+            "--optimizer_dtype bf16 is incompatible with --no_preserve_fp32_weights: drop one",
         ),
     ],
 )

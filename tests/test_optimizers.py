@@ -16,8 +16,8 @@ from tests.filled import SMALL, filled
 from tests.plain_checkpoint import convert
 from tests.resolved import on_gpus, on_xla
 from tests.usage_error import told_in_one_line
-from training.options.config import OptimizerConfig
-from training.updates.parameter_groups import undecayed, updates_of
+from training.config import OptimizerConfig
+from training.optimizers import undecayed, updates_of
 
 TIMMS = "--no_decay norms biases embeddings"
 MODELS = [
@@ -238,21 +238,24 @@ def test_betas_and_flops_follow():
         ("--optimizer sgd", "invalid choice: 'sgd'"),
         ("--layer_decay 1.1", "1.1 must be at least 0.01 and at most 1"),
         ("--no_decay heads", "invalid choice: 'heads'"),
-        ("--optimizer lion --optimizer_dtype bf16", "needs --optimizer adamw, this is lion"),
-        ("--layer_decay 0.5 --linear_probe", "does not go with --linear_probe: drop one"),
-        ("--layer_decay 0.5 --flatten_parameters", "does not go with --flatten_parameters"),
-        ("--no_decay norms --flatten_parameters", "does not go with --flatten_parameters"),
-        ("--linear_probe --flatten_parameters", "does not go with --flatten_parameters"),
-        ("--optimizer muon --flatten_parameters", "does not go with --flatten_parameters"),
-        ("--linear_probe --drop_path_rate 0.1", "go with --drop_path_rate 0.1: give --drop_path"),
+        ("--optimizer lion --optimizer_dtype bf16", "requires --optimizer adamw, this is lion"),
+        ("--layer_decay 0.5 --linear_probe", "is incompatible with --linear_probe: drop one"),
+        ("--layer_decay 0.5 --flatten_parameters", "is incompatible with --flatten_parameters"),
+        ("--no_decay norms --flatten_parameters", "is incompatible with --flatten_parameters"),
+        ("--linear_probe --flatten_parameters", "is incompatible with --flatten_parameters"),
+        ("--optimizer muon --flatten_parameters", "is incompatible with --flatten_parameters"),
+        (
+            "--linear_probe --drop_path_rate 0.1",
+            "incompatible with --drop_path_rate 0.1: give --drop_path",
+        ),
         (
             "--backend cuda --optimizer lion --no_preserve_fp32_weights --fsdp megatron "
             "--precision bf16 --reduce_dtype bf16",
-            "--optimizer lion does not go with --no_preserve_fp32_weights: drop one",
+            "--optimizer lion is incompatible with --no_preserve_fp32_weights: drop one",
         ),
-        ("--backend cuda --fsdp megatron --linear_probe", "needs --fsdp fsdp2, this is megatron"),
-        ("--backend cuda --linear_probe --block te", "does not go with --block te: drop one"),
-        ("--backend cuda --optimizer muon --cpu_offload", "does not go with --cpu_offload"),
+        ("--backend cuda --fsdp megatron --linear_probe", "requires --fsdp fsdp2, this is mega"),
+        ("--backend cuda --linear_probe --block te", "is incompatible with --block te: drop one"),
+        ("--backend cuda --optimizer muon --cpu_offload", "is incompatible with --cpu_offload"),
     ],
 )
 def test_refused(flags, told, capsys, monkeypatch, tmp_path):

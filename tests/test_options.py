@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from models.config import VitConfig
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, train_tiny, train_tiny_gpu
@@ -18,7 +18,7 @@ from tests.filled import filled
 from tests.normalized import normalized
 from tests.option_cases import DROPOUT, FORMS, HOW, MODEL, allowed, pairwise
 from tests.resolved import on_xla
-from training.validation import wanted_images
+from training.backend import dataset_request
 
 STEPS = 2
 RUN = [*f"--max_steps {STEPS} --warmup_steps 0 --lr 1e-3 --scale 0.8 1".split()]
@@ -48,7 +48,7 @@ def plain(case):
     model = VisionTransformer(**arguments | {"weight_init": "skip"})
     model.load_state_dict(filled(run.model, run.config.seed).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
-    loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, Share())
+    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, Share())
     losses, norms = [], []
     for _, (images, labels) in zip(range(STEPS), loader.epoch(0), strict=False):
         with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in case["precision"]):

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from data.cache_folder import cache_folder
+from data.files import cache_folder
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny
 from tests.usage_error import told_in_one_line
-from training.checkpoints.choose import checkpoint_around
-from training.checkpoints.keep import remove
-from training.checkpoints.lock import FolderLock
+from training.checkpoints.choose import checkpoint_around, remove
+from training.files import FolderLock
 
 OTHER = 54321
 """The number of a user who is not this one, and whom no machine knows by name."""
@@ -134,13 +133,11 @@ def test_a_folder_of_another_user_is_refused(tmp_path, capsys):
     (tmp_path / "link").symlink_to(tmp_path / "own")
     (tmp_path / "own").mkdir()
     os.chown(tmp_path / "link", OTHER, OTHER, follow_symlinks=False)
-    what = f"is user {OTHER}'s: give a folder of your own, or take what is there as it is with "
+    what = f"is user {OTHER}'s: give a folder of your own, or use what is there as it is with "
     for folder, path in ((theirs, theirs), (mine, mine / "step_4"), (tmp_path / "link",) * 2):
         line = refusal(capsys, folder)
         assert line == f"--ckpt_dir {folder}: {path} {what}--shared_ckpt_dir"
         assert not (folder / ".lock").exists()
-    cache = refusal(capsys, tmp_path / "own", "--compile_cache_dir", str(theirs))
-    assert cache.startswith(f"--compile_cache_dir {theirs}: {theirs} is user {OTHER}'s: give")
 
 
 @only_root

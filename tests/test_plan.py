@@ -8,25 +8,30 @@ import shlex
 
 import pytest
 
-from gpu_fsdp.plan.command import _candidates as gpu_candidates
 from run_vit_training import read_flags
 from tests.cli import run_program
 from tests.usage_error import told_in_one_line
+from tools.plan.gpu import candidates as gpu_candidates
+from tools.plan.plans import SHIPPED, Request, find_work, read_prices, words_of
+from tools.plan.tpu import refusal
+from tools.plan.tpu_search import (
+    CHOICES,
+    USUAL,
+    ComputedCandidate,
+    Found,
+    Search,
+    TpuCandidate,
+    candidates,
+    corrections,
+)
 from training.errors import UsageError
+from training.flags import flat
 from training.mesh import Mesh
-from training.options.flag_rules import flat
-from training.options.resolve import resolve_model
-from training.plan.command_lines import words_of
-from training.plan.prices import SHIPPED, read_prices
-from training.plan.shape import shape_of
-from training.plan.work import find_work
-from xla_fsdp.compile_only.topologies import parse_topology
-from xla_fsdp.plan.calibration import corrections
-from xla_fsdp.plan.command import Planner
-from xla_fsdp.plan.model import POLICIES, estimate
-from xla_fsdp.plan.search import Found, Option, Search
-from xla_fsdp.plan.space import CHOICES, USUAL, Candidate, candidates
+from training.resolve import resolve_model
+from training.step_sizes import step_sizes
+from xla_fsdp.estimates import POLICIES
 from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
 
 VIT_B, VIT_L, VIT_10B = "vit_base_patch16_224", "vit_large_patch16_224", "vit_10b"
 GIB = 2**30
@@ -52,7 +57,7 @@ COMPILED = [
 def asked(*words):
     flags = read_flags(["--plan", *words])
     config, model = resolve_model(flags.run)
-    return config, flags.xla, shape_of(model)
+    return config, flags.xla, step_sizes(model)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +68,8 @@ def shapes():
 def computed(row, shapes):
     topology, model, batch_size, mesh, policy, attention, *_ = row
     config, _, _ = asked("--batch_size", str(batch_size), "--precision", "bf16")
-    candidate = Candidate(parse_topology(topology), mesh, policy, 1, attention)
-    return estimate(shapes[model], candidate.layout(config), candidate.topology.chip)
+    candidate = TpuCandidate(mesh, policy, 1, attention, parse_topology(topology))
+    return candidate.estimate(shapes[model], config)
 
 
 @pytest.mark.parametrize("row", COMPILED)
@@ -87,10 +92,8 @@ def test_what_is_kept_takes_memory_and_saves_time(shapes):
     config, _, _ = asked("--precision", "bf16")
     topology = parse_topology("v5p:4x4x8")
     found = {
-        policy: estimate(
-            shapes[VIT_10B],
-            Candidate(topology, Mesh(fsdp=128), policy, 1, "sdpa").layout(config),
-            topology.chip,
+        policy: TpuCandidate(Mesh(fsdp=128), policy, 1, "sdpa", topology).estimate(
+            shapes[VIT_10B], config
         )
         for policy in POLICIES
     }
@@ -134,11 +137,7 @@ PRICES = {"v4": 3.0, "v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
 def test_few_questions_find_the_best(model, flags, shapes):
     config, own, _ = asked("--model", model, "--precision", "bf16", *flags.split())
     options = [
-        Option(
-            each,
-            estimate(shapes[model], each.layout(config), each.topology.chip),
-            PRICES[each.kind],
-        )
+        ComputedCandidate(each, each.estimate(shapes[model], config), PRICES[each.kind])
         for each in candidates(config, own)
     ]
     search = Search(options)
@@ -160,9 +159,9 @@ def test_few_questions_find_the_best(model, flags, shapes):
 
 def test_what_was_compiled_corrects_what_is_like_it():
     topology, other = parse_topology("v5e:2x4"), parse_topology("v6e:2x4")
-    known = Candidate(topology, Mesh(fsdp=8), "full", 1, "sdpa")
-    alike = Candidate(topology, Mesh(fsdp=8), "full", 2, "sdpa")
-    strange = Candidate(other, Mesh(fsdp=2, tensor=4), "none", 4, "flash")
+    known = TpuCandidate(Mesh(fsdp=8), "full", 1, "sdpa", topology)
+    alike = TpuCandidate(Mesh(fsdp=8), "full", 2, "sdpa", topology)
+    strange = TpuCandidate(Mesh(fsdp=2, tensor=4), "none", 4, "flash", other)
     before = corrections([], [known, alike, strange])
     assert [each.factor for each in before] == [1, 1, 1]
     same, near, far = corrections([(known, 2.0)], [known, alike, strange])
@@ -210,18 +209,18 @@ def test_each_candidate_is_checked_on_its_own_kind_of_chip(kind):
     model = "--embed_dim 5120 --num_heads 32 --num_blocks 2 --image_size 448 --patch_size 16"
     config, own, _ = asked(*model.split(), "--tpu_topology", kind, "--attention", "whole")
     _, spec = resolve_model(config)
-    planner = Planner(config, own, spec, find_work(config, spec), {})
+    request = Request(config, own, spec, find_work(config, spec), {})
     words = shlex.split(f"{model} --compile_only --tpu_topology {kind} --attention whole")
     flags = read_flags(words)
     topology = parse_topology(kind)
-    candidate = Candidate(topology, Mesh(fsdp=4), "full", 1, "whole")
+    candidate = TpuCandidate(Mesh(fsdp=4), "full", 1, "whole", topology)
     if kind.startswith("v4"):
         with pytest.raises(UsageError, match="has no room in vector memory") as refused:
             resolve_for_slice(flags.run, flags.xla, topology)
-        assert planner.refusal(candidate) == str(refused.value)
+        assert refusal(request, candidate) == str(refused.value)
     else:
         resolve_for_slice(flags.run, flags.xla, topology)
-        assert planner.refusal(candidate) is None
+        assert refusal(request, candidate) is None
 
 
 def test_usual_slices_are_known_and_of_many_sizes():
@@ -270,10 +269,10 @@ def test_prices_in_json(tmp_path):
         ("a.toml", "[v5e", "a.toml is no TOML: "),
         ("a.json", "[v5e", "a.json is no JSON: "),
         ("a.json", "[]", "names no chip: a table for each, as in prices.toml"),
-        ("a.toml", "v5e = 3", '"v5e" needs a "price", dollars an hour of one chip'),
-        ("a.toml", '[v5e]\nprice = "3"', '"v5e" needs a "price"'),
-        ("a.toml", "[v5e]\nprice = -1", '"v5e" needs a "price"'),
-        ("a.toml", "[v5e]\nprice = nan", '"v5e" needs a "price"'),
+        ("a.toml", "v5e = 3", '"v5e" requires a "price", dollars an hour of one chip'),
+        ("a.toml", '[v5e]\nprice = "3"', '"v5e" requires a "price"'),
+        ("a.toml", "[v5e]\nprice = -1", '"v5e" requires a "price"'),
+        ("a.toml", "[v5e]\nprice = nan", '"v5e" requires a "price"'),
         ("a.toml", "[v9]\nprice = 1", "has none of v4, v5e, v5p, v6e"),
     ],
 )
@@ -289,19 +288,19 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--hours 3", "--hours 3.0 needs --plan"),
-        ("--chips_at_most 3", "--chips_at_most 3 needs --plan"),
-        ("--price x", "--price x needs --plan"),
-        ("--plan_compilations 3", "--plan_compilations 3 needs --plan"),
-        ("--plan_dir x", "--plan_dir x needs --plan"),
-        ("--train_images 3", "--train_images 3 needs --plan"),
-        ("--tpu_topology v5e:2x2", "--tpu_topology v5e:2x2 needs --compile_only or --plan"),
-        ("--plan --compile_only", "--plan does not go with --compile_only: drop one"),
-        ("--plan --explain", "--explain needs --compile_only"),
+        ("--hours 3", "--hours 3.0 requires --plan"),
+        ("--chips_at_most 3", "--chips_at_most 3 requires --plan"),
+        ("--price x", "--price x requires --plan"),
+        ("--plan_compilations 3", "--plan_compilations 3 requires --plan"),
+        ("--plan_dir x", "--plan_dir x requires --plan"),
+        ("--train_images 3", "--train_images 3 requires --plan"),
+        ("--tpu_topology v5e:2x2", "--tpu_topology v5e:2x2 requires --compile_only or --plan"),
+        ("--plan --compile_only", "--plan is incompatible with --compile_only: drop one"),
+        ("--plan --explain", "--explain requires --compile_only"),
         ("--plan --hours 0", "0 must be at least"),
-        ("--plan --backend cuda --tpu_topology v5e:2x2", "--tpu_topology needs --backend xla"),
-        ("--plan --backend cuda --mesh_tensor 2", "--mesh_tensor 2 needs --backend xla"),
-        ("--plan --fsdp fsdp2", "--fsdp needs --backend cuda, this is xla"),
+        ("--plan --backend cuda --tpu_topology v5e:2x2", "--tpu_topology requires --backend xla"),
+        ("--plan --backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla"),
+        ("--plan --fsdp fsdp2", "--fsdp requires --backend cuda, this is xla"),
         ("--plan --tpu_topology v9:2x2", "--tpu_topology v9:2x2 is unknown. Known, for"),
         ("--plan --tpu_topology v5e:2x2,", "--tpu_topology  is unknown. Known, for"),
         ("--plan --tpu_topology v5e:4x4 --chips_at_most 8", "the smallest slice has 16 chips"),

@@ -16,17 +16,14 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.transforms import v2
 
 import run_vit_training
-from data.image.decode import Pixels
-from data.image.preprocessing import INTERPOLATIONS, Preprocessing
-from data.image.transforms import val_transform
+from data.config import INTERPOLATIONS, Preprocessing
+from data.decode import Pixels
+from data.transforms import val_transform
 from tests.cli import TINY_MODEL, train_tiny
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
-from training.checkpoints.reader import read_saved_run
-from training.trained_weights.weights_preprocessing import (
-    with_preprocessing,
-    with_preprocessing_of_file,
-)
+from training.checkpoints.format import read_saved_run
+from training.weights import Weights, with_preprocessing, with_preprocessing_of
 
 NAME = "vit_tiny_patch16_224"
 
@@ -137,7 +134,8 @@ def test_models_whose_images_are_squashed(name):
     """timm has them so, and so has a run with a file of their weights."""
     expected = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     assert expected["crop_mode"] == "squash"
-    run, _ = with_preprocessing_of_file(on_xla(["--model", f"timm/{name}"]), Path("none.pt"))
+    weights = Weights(Path("none.pt"), None, None)
+    _, run = with_preprocessing_of(weights, on_xla(["--model", f"timm/{name}"]))
     assert run.config.data.preprocessing.crop_mode == "squash"
     assert run.config.data.crop_pct == expected["crop_pct"]
 

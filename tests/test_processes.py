@@ -10,15 +10,7 @@ import time
 
 import pytest
 
-from tests.cli import (
-    DIGITS,
-    ROOT,
-    TINY_MODEL,
-    TINY_RUN,
-    WARM_PYTHON,
-    environment,
-    warm_python,
-)
+from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, WARM_PYTHON, environment, warm_python
 from tests.short_runs import ENDLESS, QUICK, program, start
 from tests.test_checkpoints import left
 from tests.test_launch_gpu import free_port

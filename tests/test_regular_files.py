@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig
-from data.errors import BrokenImageError, DataFolderError
-from data.index.array_files import open_array
-from data.index.label_file import read_labels
-from data.loading.share import Share
+from data.files import BrokenImageError, DataFolderError
+from data.index import read_labels
+from data.loader import Share
 from data.pack import pack
-from data.source import Wanted, open_data
+from data.source import DatasetRequest, open_data
+from data.volumes import open_array
 from tests.cli import DIGITS
 
 
@@ -27,7 +27,7 @@ def endless(request, tmp_path):
 
 def opened(data_dir, source):
     config = DataConfig(data_dir=str(data_dir), data_source=source, batch_size=20, num_workers=0)
-    return open_data(Wanted(config, 3, (16, 16), 10, seed=0))
+    return open_data(DatasetRequest(config, 3, (16, 16), 10, seed=0))
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def test_images_in_folders(few_digits, endless):
     for link, loader in zip(links, loaders, strict=True):
         assert all(len(labels) == 7 for _, labels in loader.epoch(0))
         ((path, reason, *_),) = loader.bad_images()
-        assert (path, reason) == (str(link), "it is no regular file")
+        assert (path, reason) == (str(link), "it is not a regular file")
 
 
 def test_images_to_be_packed(few_digits, endless, tmp_path):
     (few_digits / "val" / "0" / "0.png").symlink_to(endless)
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="it is not a regular file"):
         pack(str(few_digits), tmp_path / "packed", 10**6, 1)
 
 
@@ -70,7 +70,7 @@ def test_shards_and_tables(source, name, endless, tmp_path):
     (folder / "val").mkdir(parents=True)
     for split in ("train", "val"):
         (folder / split / name.format(split)).symlink_to(endless)
-    with pytest.raises(DataFolderError, match="cannot be read: it is no regular file"):
+    with pytest.raises(DataFolderError, match="cannot be read: it is not a regular file"):
         opened(folder, source)
 
 
@@ -78,7 +78,7 @@ def test_shards_and_tables(source, name, endless, tmp_path):
 def test_arrays(suffix, endless, tmp_path):
     path = tmp_path / f"array{suffix}"
     path.symlink_to(endless)
-    with pytest.raises(BrokenImageError, match="it is no regular file"), open_array(str(path)):
+    with pytest.raises(BrokenImageError, match="it is not a regular file"), open_array(str(path)):
         pass
     np.save(tmp_path / "real.npy", np.zeros((2, 2)))
     (tmp_path / "link.npy").symlink_to(tmp_path / "real.npy")
@@ -87,7 +87,7 @@ def test_arrays(suffix, endless, tmp_path):
 
 
 def test_labels(endless, tmp_path):
-    with pytest.raises(DataFolderError, match="cannot be read: it is no regular file"):
+    with pytest.raises(DataFolderError, match="cannot be read: it is not a regular file"):
         read_labels(str(endless), str(tmp_path), 10, ["train"])
 
 
@@ -95,5 +95,5 @@ def test_a_data_set_of_hugging_face(endless, tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_dict.json").symlink_to(endless)
-    with pytest.raises(DataFolderError, match="it is no regular file"):
+    with pytest.raises(DataFolderError, match="it is not a regular file"):
         opened(tmp_path / "saved", "huggingface")

@@ -19,8 +19,8 @@ import pytest
 
 from config_fields import count_or_percent
 from data.config import DataConfig
-from data.index.folder_index import index_split
-from data.loading.sampler import GlobalBatchSampler
+from data.index import index_split
+from data.loader import GlobalBatchSampler
 from tests.cli import DIGITS, ROOT, Result, train_tiny, train_tiny_gpu
 from tests.short_runs import ENDLESS, QUICK, mistake, program, start
 from tests.test_checkpoints import flip, left, truncate
@@ -74,7 +74,7 @@ def test_stop_of_a_run_that_went_back_tells_how_to_go_on(run, monkeypatch):
 def test_damaged_newest_checkpoint_is_named_and_passed_over(harm, run, trained):
     harm(run / "step_10")
     resumed = train_tiny_gpu(run, *QUICK, "--max_steps", "10")
-    assert f"note: {run}/step_10 is damaged (" in resumed.stdout
+    assert f"warning: {run}/step_10 is damaged (" in resumed.stdout
     assert ", so step_5 is resumed" in resumed.stdout
     assert resumed.column("loss") == trained.column("loss")
     assert left(run) == [5, 10]
@@ -351,7 +351,7 @@ def test_disk_full(small_disk):
     full = program(run, *flags, 20, "--max_failed_saves", 3)
     assert full.returncode == 4, full.stdout + full.stderr
     assert "Traceback" not in full.stderr
-    assert full.stdout.count("training goes on, ") == 2
+    assert full.stdout.count("training continues, ") == 2
     assert "step_6 could not be written" in full.stdout
     assert "; 0.0 MB are free there)" in full.stdout
     (line,) = [each for each in full.stderr.splitlines() if each.startswith("run_vit_training.py")]
@@ -378,8 +378,8 @@ def test_logs_on_a_full_disk_end_nothing(run, small_disk):
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "training completed: step 12" in done.stdout
-    assert "note: TensorBoard's file cannot be written" in done.stdout
-    assert "note: curves.png cannot be written" in done.stdout
+    assert "warning: TensorBoard's file cannot be written" in done.stdout
+    assert "warning: curves.png cannot be written" in done.stdout
     assert left(run) == [5, 10, 11, 12]
 
 
@@ -411,7 +411,7 @@ def test_not_finite_steps_are_skipped_counted_and_end_the_run(run, monkeypatch):
     flags = ["--max_bad_steps", "3", "--max_steps"]
     once = program(run, *flags, "13", module="tests.fault_at_step")
     assert once.returncode == 0, once.stderr
-    assert "note: 1 step(s) since the last log were skipped" in once.stdout
+    assert "warning: 1 step(s) since the last log were skipped" in once.stdout
     text = (run / "metrics.jsonl").read_text()
     records = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
     steps = {r["step"]: r for r in records if "loss" in r}

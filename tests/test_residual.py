@@ -48,12 +48,12 @@ def test_halves_what_is_kept_of_each_block():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("", "--residual_dtype bf16 needs --precision bf16, this is fp32"),
+        ("", "--residual_dtype bf16 requires --precision bf16, this is fp32"),
         (
             "--precision bf16 --xla_fsdp nested",
-            "--residual_dtype bf16 needs --xla_fsdp spmd, this is nested",
+            "--residual_dtype bf16 requires --xla_fsdp spmd, this is nested",
         ),
-        ("--backend cuda", "--residual_dtype needs --backend xla, this is cuda"),
+        ("--backend cuda", "--residual_dtype requires --backend xla, this is cuda"),
     ],
 )
 def test_refused(flags, said):

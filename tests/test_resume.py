@@ -26,10 +26,10 @@ from tests.resolved import on_gpus
 from tests.short_runs import QUICK
 from tests.test_sharding import assert_same_curves
 from tests.usage_error import told_in_one_line
-from training.checkpoints.content import Position
-from training.checkpoints.reader import read_saved_run
-from training.updates.schedule import WarmupCosine
-from training.validation import other_order, wanted_images
+from training.backend import dataset_request
+from training.begin import other_order
+from training.checkpoints.format import Position, read_saved_run
+from training.schedule import Schedule
 
 # Five steps an epoch on digits, of 4 tokens an image to be quick; dropout everywhere, so that
 # random state counts.
@@ -155,12 +155,12 @@ def test_changed_batch_size_keeps_place_in_data_and_schedule(copy_of_stopped):
     assert "step_7 at step 7, epoch 2" in smaller.stdout
     assert "--batch_size was 256 before" in smaller.stdout
     assert list(smaller.steps) == list(range(1, 9))
-    schedule = WarmupCosine(1e-2, 4, 4 * 11)
+    schedule = Schedule(1e-2, 4, 4 * 11)
     assert smaller.steps[8]["lr"] == pytest.approx(schedule.lr(15))
     assert smaller.steps[8]["epoch"] == 2
     larger = train_tiny(copy_of_stopped, *flags, "--batch_size", "300", "--max_steps", "9")
     assert "step_8 at step 8, epoch 2" in larger.stdout
-    assert larger.steps[9]["lr"] == pytest.approx(WarmupCosine(1e-2, 4, 4 * 4).lr(4 + 640 // 300))
+    assert larger.steps[9]["lr"] == pytest.approx(Schedule(1e-2, 4, 4 * 4).lr(4 + 640 // 300))
     again = train_tiny(copy_of_stopped, *flags, "--batch_size", "300", "--max_steps", "999")
     assert "step_9 at step 9, epoch 2" in again.stdout
     steps = 9 + (4 * 4 - (4 + 3))  # what is left of 4 epochs of 4 steps
@@ -215,7 +215,7 @@ def test_another_order_in_mid_epoch_is_refused(flags, told, run, capsys):
     said = told_in_one_line(capsys, *words)
     assert f"{run}/step_10 was written in the middle of epoch 1" in said
     assert f"({told})" in said
-    assert "--restart_epoch to begin that epoch anew" in said
+    assert "--restart_epoch to restart that epoch" in said
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_other_images_in_mid_epoch_are_refused(run, own_digits, capsys):
     assert "(the number of training images was 1438, is 1437)" in said
 
     made = on_gpus(words)
-    source = open_data(wanted_images(made))
+    source = open_data(dataset_request(made))
     saved = read_saved_run(run / "step_10")
     assert other_order(saved, made, source)
     older = replace(saved, order=None)
@@ -261,7 +261,7 @@ def test_what_leaves_the_order_as_it_is(flags, told, run, tmp_path):
         flags += f" --data_dir {tmp_path / 'tars'}"
     made = on_gpus([*tiny(run), *QUICK, "--backend", "cuda", *flags.split()])
     saved = read_saved_run(run / "step_10")
-    source = open_data(wanted_images(made))
+    source = open_data(dataset_request(made))
     assert other_order(saved, made, source) == told
     if flags.startswith("--data_source webdataset --data_dir"):  # of the same samples, shuffled
         labels = source._train.labels
@@ -269,7 +269,7 @@ def test_what_leaves_the_order_as_it_is(flags, told, run, tmp_path):
         assert "training images' labels was" in other_order(saved, made, source)
     if "--buckets" in flags:  # each batch is of one bucket: its size decides which images it has
         saved.arguments["buckets"] = ["16x16"]
-        found = other_order(saved, made, open_data(wanted_images(made)))
+        found = other_order(saved, made, open_data(dataset_request(made)))
         assert found == "--batch_size was 128, is 64"
 
 
@@ -277,9 +277,9 @@ def test_an_epoch_begun_anew(run):
     """Steps are counted on; from its own checkpoints in mid-epoch such a run goes on as ever."""
     flags = [*QUICK, "--num_epochs", "1", "--seed", "1", "--restart_epoch", "--max_steps"]
     first = train_tiny_gpu(run, *flags, "15")
-    assert "note: --seed was 0, is 1: epoch 1 begins anew" in first.stdout
+    assert "note: --seed was 0, is 1: epoch 1 starts again" in first.stdout
     assert read_saved_run(run / "step_15").position == Position(15, 0, 5 * 128)
     whole = train_tiny_gpu(run, *flags, "99")
-    assert "begins anew" not in whole.stdout
+    assert "starts again" not in whole.stdout
     assert list(whole.steps) == list(range(1, 10 + 11 + 1))
     assert read_saved_run(run / "step_21").position == Position(21, 1, 0)

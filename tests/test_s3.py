@@ -261,7 +261,7 @@ def test_images_of_a_bucket(s3, images, tmp_path):
     ("data_dir", "told"),
     [
         ("s3://nowhere/digits", "s3://nowhere/digits/train: there is no bucket nowhere"),
-        ("s3://images/nothing", "s3://images/nothing/train does not exist: --data_dir needs"),
+        ("s3://images/nothing", "s3://images/nothing/train does not exist: --data_dir requires"),
     ],
 )
 def test_images_that_are_not_there(data_dir, told, s3, images, tmp_path):

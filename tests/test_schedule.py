@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LinearLR
 from tests.cli import DIGITS, TINY_MODEL, run_program, tiny
 from tests.short_runs import QUICK, mistake, program
 from tests.usage_error import told_in_one_line
-from training.updates.schedule import WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
+from training.schedule import Schedule
 
 
 def example_rates(peak, warmup, total):
@@ -36,14 +36,14 @@ def example_rates(peak, warmup, total):
     ("peak", "warmup", "total"), [(1e-3, 10, 100), (3e-3, 0, 57), (1.0, 56, 57), (1e-3, 100, 40)]
 )
 def test_every_step(peak, warmup, total):
-    schedule = WarmupCosine(peak, warmup, total)
+    schedule = Schedule(peak, warmup, total)
     rates = [schedule.lr(step) for step in range(total)]
     assert rates == pytest.approx(example_rates(peak, warmup, total), rel=1e-12, abs=1e-18)
 
 
 def test_zero_after_the_end():
-    assert WarmupCosine(1e-3, 10, 100).lr(100) == 0.0
-    assert WarmupCosine(1e-3, 100, 100).lr(100) == 0.0
+    assert Schedule(1e-3, 10, 100).lr(100) == 0.0
+    assert Schedule(1e-3, 100, 100).lr(100) == 0.0
 
 
 # -- with rates to begin and end at ---------------------------------------------------
@@ -73,13 +73,13 @@ def rates_of(schedule):
     ("schedule", "expected"),
     [
         (
-            WarmupCosine(*COMMON),
+            Schedule(*COMMON),
             lambda: rates_of_timm(CosineLRScheduler, lr_min=LEAST, warmup_prefix=True),
         ),
-        (WarmupConstant(*COMMON), lambda: rates_of_timm(StepLRScheduler, 1, decay_rate=1.0)),
+        (Schedule(*COMMON, "constant"), lambda: rates_of_timm(StepLRScheduler, 1, decay_rate=1.0)),
         *(
             (
-                WarmupStableDecay(*COMMON, decay_steps, shape),
+                Schedule(*COMMON, shape, decay_steps),
                 lambda n=decay_steps, fn=fn: rates_of_timm(
                     WSDLRScheduler, decay_t=n, decay_fn=fn, lr_min=LEAST
                 ),
@@ -91,7 +91,7 @@ def rates_of(schedule):
 )
 def test_as_timm(schedule, expected):
     assert rates_of(schedule) == pytest.approx(expected(), rel=1e-9)
-    end = PEAK if isinstance(schedule, WarmupConstant) else LEAST
+    end = PEAK if schedule.shape == "constant" else LEAST
     assert schedule.lr(TOTAL) == schedule.lr(10**9) == pytest.approx(end)
 
 
@@ -99,11 +99,11 @@ def test_linear_as_pytorch():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
     scheduler = LinearLR(optimizer, 1.0, LEAST / PEAK, total_iters=TOTAL - WARMUP)
     for step in range(WARMUP, TOTAL + 5):
-        found = WarmupLinear(*COMMON).lr(step)
+        found = Schedule(*COMMON, "linear").lr(step)
         assert found == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
         optimizer.step()
         scheduler.step()
-    assert rates_of(WarmupLinear(*COMMON))[:WARMUP] == rates_of(WarmupCosine(*COMMON))[:WARMUP]
+    assert rates_of(Schedule(*COMMON, "linear"))[:WARMUP] == rates_of(Schedule(*COMMON))[:WARMUP]
 
 
 def test_decay_of_a_stable_run(tmp_path):
@@ -162,22 +162,22 @@ def rates(folder):
     [
         ("--lr 1e-3 --min_lr 2e-3", "--min_lr 0.002 is above --lr 0.001"),
         ("--lr 1e-3 --warmup_lr 2e-3", "--warmup_lr 0.002 is above --lr 0.001"),
-        ("--warmup_lr 1e-4 --warmup_steps 0", "--warmup_lr needs a warmup: --warmup_steps or"),
-        ("--warmup_lr 1e-4 --warmup_epochs 0", "--warmup_lr needs a warmup: --warmup_steps or"),
+        ("--warmup_lr 1e-4 --warmup_steps 0", "--warmup_lr requires a warmup: --warmup_steps or"),
+        ("--warmup_lr 1e-4 --warmup_epochs 0", "--warmup_lr requires a warmup: --warmup_steps or"),
         (
             "--warmup_steps 5 --warmup_epochs 1",
-            "--warmup_epochs 1.0 takes the place of --warmup_steps 5: ",
+            "--warmup_epochs 1.0 replaces --warmup_steps 5: ",
         ),
-        ("--warmup_steps 10000 --warmup_epochs 5", "takes the place of --warmup_steps 10000: drop"),
-        ("--warmup_epochs=0 --warmup_steps=10000", "takes the place of --warmup_steps 10000: drop"),
+        ("--warmup_steps 10000 --warmup_epochs 5", "replaces --warmup_steps 10000: drop"),
+        ("--warmup_epochs=0 --warmup_steps=10000", "replaces --warmup_steps 10000: drop"),
         ("--warmup_epochs -1", "must be at least 0"),
-        ("--lr_schedule wsd", "--lr_schedule wsd needs --decay_steps"),
-        ("--decay_steps 5", "--decay_steps 5 needs --lr_schedule wsd, this is cosine"),
+        ("--lr_schedule wsd", "--lr_schedule wsd requires --decay_steps"),
+        ("--decay_steps 5", "--decay_steps 5 requires --lr_schedule wsd, this is cosine"),
         ("--lr_schedule wsd --decay_steps 0", "0 must be at least 1"),
-        ("--lr_schedule linear --decay_shape cosine", "needs --lr_schedule wsd, this is linear"),
+        ("--lr_schedule linear --decay_shape cosine", "requires --lr_schedule wsd, this is linear"),
         (
             "--lr_schedule constant --min_lr 1e-5",
-            "needs --lr_schedule cosine, --lr_schedule linear",
+            "requires --lr_schedule cosine, --lr_schedule linear",
         ),
         (
             "--lr_schedule wsd --decay_steps 170 --warmup_steps 10 --num_epochs 2",

@@ -12,12 +12,10 @@ import run_vit_training
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, run_program
 from tests.resolved import on_xla
-from training.checkpoints.lock import FolderLock
-from training.self_check.folder import check_disk
-from training.self_check.machine import check_decoding, check_memory
-from training.self_check.table import Table
-from training.trained_weights.weights_preprocessing import with_preprocessing
-from training.validation import wanted_images
+from tools.self_check.check import CheckTable, check_decoding, check_disk, check_memory
+from training.backend import dataset_request
+from training.files import FolderLock
+from training.weights import with_preprocessing
 
 RUN = ["--self_check", "--data_dir", str(DIGITS), *TINY_MODEL, "--batch_size", "16"]
 RUN += ["--num_workers", "0"]
@@ -172,9 +170,9 @@ def test_folder_of_a_run_stays_as_it_is_and_another_job_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--predict x.png", "--self_check does not go with --predict x.png: drop"),
-        ("--eval_only", "--self_check does not go with --eval_only: drop"),
-        ("--compile_only", "--self_check does not go with --compile_only: drop"),
+        ("--predict x.png", "--self_check is incompatible with --predict x.png: drop"),
+        ("--eval_only", "--self_check is incompatible with --eval_only: drop"),
+        ("--compile_only", "--self_check is incompatible with --compile_only: drop"),
         ("--data_dir /nowhere", "/nowhere"),
         (
             "--model timm/vit_base_patch16_sapiens2 --image_size 64 --patch_size 16 "
@@ -217,7 +215,7 @@ def test_room_on_the_disk(tmp_path, monkeypatch, capsys):
             (tmp_path / f"step_{number}" / "manifest.json").write_text("{}")
         usage = SimpleNamespace(free=int(free * size))
         monkeypatch.setattr("shutil.disk_usage", lambda _, usage=usage: usage)
-        check_disk(run, Table(silent=False))
+        check_disk(run, CheckTable(silent=False))
         assert line(capsys).startswith(f"{verdict}  disk "), (complete, free)
         for path in tmp_path.glob("step_*"):
             shutil.rmtree(path)
@@ -234,14 +232,14 @@ def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
     )
     for limit, verdict in ((int(1000 * ratio) + 1, "pass"), (int(1000 * ratio) - 1, "FAIL")):
         backend.memory = lambda limit=limit: {"used": 1, "limit": limit}
-        check_memory(asked, small, backend, Table(silent=False))
+        check_memory(asked, small, backend, CheckTable(silent=False))
         assert line(capsys).startswith(f"{verdict}  memory")
-    monkeypatch.setattr("training.self_check.machine._SECONDS", 0.3)
-    data = open_data(wanted_images(asked))
+    monkeypatch.setattr("tools.self_check.check._SECONDS", 0.3)
+    data = open_data(dataset_request(asked))
     flops = asked.model.train_flops_per_image
     for images_a_second, verdict in ((1, "pass"), (1e7, "FAIL")):
         backend.peak_flops = lambda speed=images_a_second: speed * flops
-        check_decoding(asked, data, backend, Table(silent=False))
+        check_decoding(asked, data, backend, CheckTable(silent=False))
         told = line(capsys)
         assert told.startswith(f"{verdict}  data")
         assert told.endswith(f"the devices take {images_a_second:,.0f} at 50% of their peak")
@@ -250,6 +248,6 @@ def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
         path.write_bytes(b"no image")
     shutil.copytree(DIGITS / "val", tmp_path / "broken" / "val")
     asked = asked.with_data(data_dir=str(tmp_path / "broken"))
-    data = open_data(wanted_images(asked))
-    check_decoding(asked, data, backend, Table(silent=False))
+    data = open_data(dataset_request(asked))
+    check_decoding(asked, data, backend, CheckTable(silent=False))
     assert re.match(r"FAIL  data .*is not a readable image", line(capsys))

@@ -94,23 +94,6 @@ def test_no_clipping(one_device, tmp_path):
     assert result.column("grad_norm")[:2] == pytest.approx(one_device.column("grad_norm")[:2])
 
 
-def test_compiled_programs_are_kept(tmp_path):
-    """torch_xla 2.9 cannot load them again, on no device: the log says so, and what it compiled."""
-    cache = tmp_path / "cache"
-    flags = ["--max_steps", "1", "--compile_cache_dir", str(cache)]
-    for name in ("first", "again"):
-        result = train_tiny(tmp_path / name, *flags)
-        assert len(list(cache.iterdir())) >= 2  # training and evaluation
-        assert "torch_xla 2.9 writes but cannot read them" in result.stdout
-        record = result.steps[1]
-        assert record["cache_hits"] == 0
-        assert record["cache_unreadable"] == (record["compilations"] if name == "again" else 0)
-        assert (
-            f"compile cache: 0 program(s) so far came from {cache}, {record['compilations']} were "
-            f"compiled, of which it had {record['cache_unreadable']} that torch_xla cannot read"
-        ) in result.stdout
-
-
 @pytest.mark.parametrize("form", ["spmd", "nested"])
 def test_bf16_computes_in_bf16_near_fp32(form, one_device, tmp_path):
     result = train_tiny(tmp_path, "--precision", "bf16", "--xla_fsdp", form)

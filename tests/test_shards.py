@@ -10,7 +10,7 @@ import webdataset
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from data.errors import DataFolderError
+from data.files import DataFolderError
 from data.pack import main, pack
 from data.source import open_data
 from models.config import VitConfig
@@ -118,8 +118,8 @@ def test_packing_on_the_command_line(tmp_path, capsys, monkeypatch):
         ((tmp_path / "nowhere", tmp_path / "x"), "nowhere/train does not exist"),
         (("gs://bucket/x", tmp_path / "x"), "gs://bucket/x is a URL: pack a folder"),
         ((DIGITS, "gs://bucket/x"), "gs://bucket/x is a URL: give a place on this machine"),
-        ((DIGITS, tmp_path / "x", "--shard_size", "256"), "'256' is no size such as 256MB"),
-        ((DIGITS, tmp_path / "x", "--workers", "0"), "'0' is no number of processes"),
+        ((DIGITS, tmp_path / "x", "--shard_size", "256"), "'256' is not a size such as 256MB"),
+        ((DIGITS, tmp_path / "x", "--workers", "0"), "'0' is not a number of processes"),
     ):
         with pytest.raises(SystemExit, match="2"):
             run(*words)
@@ -179,7 +179,7 @@ def test_labels_by_name(tmp_path):
     with pytest.raises(DataFolderError, match=r"a label in \S+ is dog, which classes\.\* lacks"):
         opened(tmp_path)
     (tmp_path / "classes.json").write_text('{"cat": 0}')
-    with pytest.raises(DataFolderError, match=r"classes.json is no list of names"):
+    with pytest.raises(DataFolderError, match=r"classes.json is not a list of names"):
         opened(tmp_path)
 
 
@@ -200,7 +200,7 @@ GOOD = {"a.png": png(1), "a.cls": b"0"}
         (NAMED, {}, "the classes that the shards of train and val name differ"),
         ({}, {}, "there is no image in the shards of"),
         (GOOD, {"train_shards": "t-{0..9}.tar"}, "has no t-0.tar of --train_shards t-{0..9}.tar"),
-        (GOOD, {"val_shards": "x*.tar"}, "has no shards x*.tar: --val_shards says which they are"),
+        (GOOD, {"val_shards": "x*.tar"}, "has no shards x*.tar: name them with --val_shards"),
         (GOOD, {"val_shards": "*.tar"}, "train/0.tar in .* would be in train and in val"),
     ],
 )

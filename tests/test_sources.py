@@ -13,10 +13,9 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from data import storage
-from data.errors import BrokenImageError, DataFolderError
-from data.index import index_file, kept_folder
-from data.loading.share import Share
+from data import files, index
+from data.files import BrokenImageError, DataFolderError
+from data.loader import Share
 from data.pack import pack
 from data.source import open_data
 from models.config import VitConfig
@@ -118,8 +117,8 @@ def test_every_image_once_an_epoch(source, world, workers, batch, first, sources
 
 @pytest.fixture
 def copy(tree, tmp_path, monkeypatch):
-    """A copy of the tree to be changed, whose index is kept as that of a large one."""
-    monkeypatch.setattr(index_file, "FROM", 1)
+    """A copy of the tree to be changed, whose index is saved like that of a large one."""
+    monkeypatch.setattr(index, "MIN_IMAGES", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = shutil.copytree(tree, tmp_path / "copy")
     settle(root)
@@ -130,7 +129,7 @@ def opened(capsys, root, **flags):
     """A source's sizes, and what is said of its indices."""
     source = open_data(wanted(arguments(root, batch_size=1, **flags), MODEL))
     lines = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("note: the index of ") for line in lines)
+    assert all(line.startswith(("note: the index of ", "warning: the index of ")) for line in lines)
     of_train = [line.partition("/train ")[2] for line in lines if "/train " in line]
     return (source.train_length, source.val_length), of_train
 
@@ -138,9 +137,9 @@ def opened(capsys, root, **flags):
 def test_the_index_is_read_as_long_as_it_is_right(copy, capsys, monkeypatch):
     sizes, (said,) = opened(capsys, copy)
     assert sizes == (TRAIN, VAL)
-    assert said.endswith(f"s, and is kept as {copy}/.vit_fsdp_index/train-of-folder")
+    assert said.endswith(f"s and saved as {copy}/.vit_fsdp_index/train-of-folder")
     with monkeypatch.context() as patch:
-        patch.setattr(kept_folder, "index_split", None)
+        patch.setattr(index, "index_split", None)
         assert opened(capsys, copy) == (sizes, [])
 
 
@@ -151,7 +150,7 @@ def test_changes_of_the_tree(copy, capsys):
     shutil.copy(train / "a/x/000.png", train / "a/x/new.png")
     sizes, (why,) = opened(capsys, copy)
     assert sizes == (TRAIN + 1, VAL)
-    assert why == f"is made anew: {train}/a/x has changed"
+    assert why == f"is rebuilt: {train}/a/x has changed"
     assert opened(capsys, copy)[1] == [why]  # a file might have been added since, unseen
     settle(copy)
     assert len(opened(capsys, copy)[1]) == 2
@@ -168,7 +167,7 @@ def test_changes_of_the_tree(copy, capsys):
     (elsewhere / "y" / "more.png").write_bytes((elsewhere / "x" / "036.png").read_bytes())
     sizes, (why,) = opened(capsys, copy)
     assert sizes[0] == TRAIN + 2
-    assert why == f"is made anew: {train}/c/y has changed"
+    assert why == f"is rebuilt: {train}/c/y has changed"
 
 
 def cut(path):
@@ -200,41 +199,41 @@ def test_a_spoilt_index_is_made_anew(source, spoil, why, sources, tmp_path, caps
     capsys.readouterr()
     assert open_data(wanted(config, MODEL)).fingerprint() == before
     first, second = capsys.readouterr().err.splitlines()
-    assert f"is made anew: {why}" in first
-    assert second.endswith(f"and is kept as {path}")
+    assert f"is rebuilt: {why}" in first
+    assert second.endswith(f"and saved as {path}")
     open_data(wanted(config, MODEL))
     assert capsys.readouterr().err == ""
     again = arguments(**flags, rebuild_index=True)
     assert open_data(wanted(again, MODEL)).fingerprint() == before
-    assert capsys.readouterr().err.count("is made anew: --rebuild_index") == 2
+    assert capsys.readouterr().err.count("is rebuilt: --rebuild_index") == 2
 
 
 def test_an_index_of_another_version(sources, tmp_path, capsys, monkeypatch):
     config = arguments(**sources["shards"] | {"index_dir": str(tmp_path)}, batch_size=1)
     with monkeypatch.context() as patch:
-        patch.setattr("data.webdataset.VERSION", 0)
+        patch.setattr("data.index.VERSION", 0)
         open_data(wanted(config, MODEL))
     capsys.readouterr()
     open_data(wanted(config, MODEL))
-    assert capsys.readouterr().err.count("is made anew: it is another version's") == 2
+    assert capsys.readouterr().err.count("is rebuilt: it is of another version") == 2
 
 
 def test_where_the_index_is_kept(copy, capsys, tmp_path):
     """Beside the images; else in the cache folder; else nowhere, but wherever one says."""
     (copy / ".vit_fsdp_index").touch()
     (said,) = opened(capsys, copy)[1]
-    assert f"is kept as {tmp_path}/cache/vit_fsdp/train-of-folder-" in said
+    assert f"saved as {tmp_path}/cache/vit_fsdp/train-of-folder-" in said
     assert opened(capsys, copy)[1] == []
     (tmp_path / "file").touch()
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").touch()
     sizes, (said,) = opened(capsys, copy)
     assert sizes == (TRAIN, VAL)
-    assert said.startswith("cannot be kept (Not a directory")
+    assert said.startswith("cannot be saved (Not a directory")
     with pytest.raises(DataFolderError, match=r"^--index_dir \S+/file cannot be used: "):
         opened(capsys, copy, index_dir=str(tmp_path / "file"))
     (said,) = opened(capsys, copy, index_dir=str(tmp_path / "new"))[1]
-    assert f"is kept as {tmp_path}/new/train-of-folder-" in said
+    assert f"saved as {tmp_path}/new/train-of-folder-" in said
 
 
 def test_few_images_are_listed_each_time(tree, capsys):
@@ -267,7 +266,7 @@ def test_processes_that_begin_at_once(sources, tmp_path, capfd):
 
 def test_reading_is_tried_again(sources, monkeypatch):
     """An object that cannot be read in the end is as a broken file is; one is as if not there."""
-    monkeypatch.setattr(storage, "WAITS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(files, "RETRY_WAITS_S", (0.0, 0.0, 0.0))
     config = arguments(**sources["URL"], batch_size=10, num_workers=0)
     whole = [list(loader.epoch(0)) for loader in loaders(config, model=MODEL)]
     read = type(fsspec.filesystem("memory")).cat_file
@@ -292,7 +291,7 @@ def test_reading_is_tried_again(sources, monkeypatch):
     ((name, reason, _),) = val.bad_images()
     assert (name, reason) == (f"{config.data_dir}/val/a/x/000.png", "no answer")
     with pytest.raises(BrokenImageError, match="No such file"):
-        storage.read_bytes(f"{config.data_dir}/nowhere.png")
+        files.read_bytes(f"{config.data_dir}/nowhere.png")
 
 
 def test_urls_that_cannot_be_used(capsys, monkeypatch, sources):
@@ -305,19 +304,19 @@ def test_urls_that_cannot_be_used(capsys, monkeypatch, sources):
 
     for source in ("folder", "webdataset"):
         line = told("--data_source", source, "--data_dir", "gs://bucket/imagenet")
-        assert line.endswith(": needs the package gcsfs: python3 -m pip install gcsfs")
+        assert line.endswith(": requires the package gcsfs: python3 -m pip install gcsfs")
         line = told("--data_source", source, "--data_dir", "nowhere://bucket/imagenet")
-        assert line.endswith(": nowhere:// is no kind of URL that fsspec knows")
+        assert line.endswith(": nowhere:// is not a kind of URL that fsspec knows")
     line = told("--data_dir", "memory://no/such")
-    assert "memory://no/such/train does not exist: --data_dir needs train/<class>/*" in line
+    assert "memory://no/such/train does not exist: --data_dir requires train/<class>/*" in line
     line = told("--data_dir", sources["URL"]["data_dir"], "--num_classes", 2)
     assert line.endswith("has 3 classes, --num_classes is 2")
     line = told("--data_dir", sources["URL"]["data_dir"], "--data_source", "volumes")
     assert "--data_source volumes reads parts of files" in line
     line = told(*"--data_source volumes --labels x.csv --index_dir y".split())
-    assert line == "--index_dir y does not go with --labels x.csv: drop one of the two"
+    assert line == "--index_dir y is incompatible with --labels x.csv: drop one of the two"
     line = told("--train_shards", "x")
-    assert line == "--train_shards x needs --data_source webdataset, this is folder"
+    assert line == "--train_shards x requires --data_source webdataset, this is folder"
 
 
 # -- real command lines ---------------------------------------------------------------
@@ -343,5 +342,5 @@ def test_the_same_training_from_any_source(shards, tmp_path):
         near = {"rel": 0, "abs": 0} if train is train_tiny else {"rel": 1e-4}
         assert resumed.column("loss") == pytest.approx(folder.column("loss"), **near)
         assert resumed.evaluations[-1]["val_images"] == 359
-        told = (stopped.stderr + resumed.stderr).count("and is kept as")
+        told = (stopped.stderr + resumed.stderr).count("and saved as")
         assert told == (4 if train is train_tiny else 0)  # the second time they are there

@@ -6,12 +6,14 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny, train_tiny_gpu
 from tests.test_launch_gpu import TORCHRUN, finish, start
-from training.hosts.stopping import process_signals
+from training.errors import NOT_FINITE, SIGNAL
+from training.processes.stopping import StopRequest, process_signals
 
 # Nine steps, two epochs, dropout; loader processes from where the test says so.
 RUN = (
@@ -164,6 +166,22 @@ def _note_in_a_thread(signals, number):
     with ThreadPoolExecutor() as threads:
         threads.submit(work).result()
     return signals.noted
+
+
+def test_a_failure_counts_for_more_than_a_signal():
+    """Both may come after the same step; only a signal's checkpoint is written for sure."""
+    stop = StopRequest(SimpleNamespace(is_main=True))
+    assert not stop.due()
+    assert stop.exit_code == 0
+    process_signals.noted = signal.SIGTERM
+    try:
+        assert stop.due()
+        assert stop.exit_code == SIGNAL + signal.SIGTERM
+        stop.ask(NOT_FINITE)
+        assert stop.due()
+        assert stop.exit_code == NOT_FINITE
+    finally:
+        process_signals.restore()
 
 
 def test_signals_are_noted_in_the_processes_of_nested_fsdp():

@@ -17,12 +17,10 @@ import torch
 from PIL import Image
 
 from data.config import DataConfig
-from data.errors import DataFolderError
-from data.index.parquet_files import ParquetFiles, split_files
-from data.loading.run_order import WINDOW, RunSampler, order_in_runs
-from data.loading.share import Share
-from data.source import Wanted, open_data
-from data.storage import open_system
+from data.files import DataFolderError, open_system
+from data.loader import WINDOW, RunSampler, Share, order_in_runs
+from data.parquet import ParquetSplit, split_files
+from data.source import DatasetRequest, open_data
 from tests.cli import DIGITS, ROOT, run_program, tiny, train_tiny, train_tiny_gpu
 
 SPLITS = {"train": "train", "validation": "val"}
@@ -72,7 +70,7 @@ def _features():
 
 def wanted(root, source, **changes):
     values = {"data_dir": str(root), "data_source": source, "batch_size": 64, "num_workers": 0}
-    return Wanted(DataConfig(**values | changes), 3, (16, 16), 10, seed=3)
+    return DatasetRequest(DataConfig(**values | changes), 3, (16, 16), 10, seed=3)
 
 
 def opened(tables, source, **changes):
@@ -149,9 +147,9 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
     source = opened(tables, "parquet", images_per_read=20)
     read = []
     monkeypatch.setattr(
-        ParquetFiles,
+        ParquetSplit,
         "_read_group",
-        lambda self, *at, real=ParquetFiles._read_group: (read.append(at), real(self, *at))[1],
+        lambda self, *at, real=ParquetSplit._read_group: (read.append(at), real(self, *at))[1],
     )
     list(source.train_loader(64, Share()).epoch(0))
     runs = sum(-(-each // 20) for each in source._train.groups)
@@ -190,10 +188,12 @@ def test_names_of_files_and_splits(tmp_path):
     assert [path.removeprefix(f"{tmp_path}/") for path in found] == names[:2]
     found = split_files(f"file://{tmp_path}/", ("validation", "val", "test"))
     assert [path.removeprefix(f"file://{tmp_path}/") for path in found] == names[4:5]
-    with pytest.raises(DataFolderError, match=r"holds no dev-\*.parquet files: --data_dir needs"):
+    with pytest.raises(
+        DataFolderError, match=r"holds no dev-\*.parquet files: --data_dir requires"
+    ):
         split_files(str(tmp_path), ("dev",))
     for root in (str(tmp_path / "none"), "nothing://here"):
-        with pytest.raises(DataFolderError, match=r"no .parquet files|is no kind of URL"):
+        with pytest.raises(DataFolderError, match=r"no .parquet files|is not a kind of URL"):
             split_files(root, ("train",))
 
 
@@ -206,8 +206,8 @@ def test_a_url(tables, monkeypatch):
             raise ConnectionError("reset by peer")
         return open_system(url)
 
-    monkeypatch.setattr("data.index.parquet_files.open_system", unsteady)
-    monkeypatch.setattr("data.storage.WAITS", (0, 0))
+    monkeypatch.setattr("data.parquet.open_system", unsteady)
+    monkeypatch.setattr("data.files.RETRY_WAITS_S", (0, 0))
     there = fsspec.filesystem("memory")
     for path in (tables / "parquet" / "data").iterdir():
         there.pipe_file(f"/digits/{path.name}", path.read_bytes())
@@ -238,7 +238,7 @@ def write(root, split="train", metadata=None, **columns):
 @pytest.mark.parametrize(
     ("columns", "flags", "message"),
     [
-        ({"image": [png()] * 100}, {}, r"train.parquet: which column holds the labels cannot"),
+        ({"image": [png()] * 100}, {}, r"train.parquet: which column holds the labels is"),
         ({"a": [1] * 9, "label": [1] * 9}, {}, "no column of images: name the two by --columns"),
         ({"a": [b""], "b": [b""], "label": [1]}, {}, r"several columns of images \(a, b\)"),
         ({"a": [b""], "n": [1]}, {"columns": ("a", "m")}, r"no column m: it has a, n"),
@@ -306,16 +306,19 @@ def test_wrong_folders(tables, tmp_path):
     datasets.load_from_disk(tables / "saved")["train"].save_to_disk(single)
     datasets.DatasetDict(train=datasets.load_from_disk(single)).save_to_disk(partial)
     for folder, message in (
-        (single, "holds a single data set: --data_dir needs a DatasetDict"),
+        (single, "holds a single data set: --data_dir requires a DatasetDict"),
         (partial, "has no split validation or val or valid or test: it has train"),
-        (damaged, "is no folder that datasets.DatasetDict.save_to_disk wrote"),
+        (damaged, "is not a folder that datasets.DatasetDict.save_to_disk wrote"),
     ):
         with pytest.raises(DataFolderError, match=message):
             open_data(wanted(folder, "huggingface"))
     for flags, message in (
         (f"--data_source parquet --data_dir {damaged}", "train-0.parquet cannot be read: "),
-        (f"--data_dir {DIGITS} --images_per_read 2", "--images_per_read 2 needs --data_source pa"),
-        (f"--data_dir {DIGITS} --columns a b", "--columns a b needs --data_source"),
+        (
+            f"--data_dir {DIGITS} --images_per_read 2",
+            "--images_per_read 2 requires --data_source p",
+        ),
+        (f"--data_dir {DIGITS} --columns a b", "--columns a b requires --data_source"),
     ):
         done = run_program("run_vit_training.py", *tiny(tmp_path / "out"), *flags.split())
         assert done.returncode == 2, done.stderr
@@ -329,13 +332,13 @@ def test_without_the_packages(tables, tmp_path, monkeypatch):
     (tmp_path / "datasets").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "datasets")
-    with pytest.raises(DataFolderError, match="needs the package datasets: python3 -m pip install"):
+    with pytest.raises(DataFolderError, match="requires the package datasets: python3 -m pip"):
         opened(tables, "huggingface")
-    for name in ("data.parquet", "data.index.parquet_files"):
+    for name in ("data.parquet",):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr(sys, "path", [str(ROOT)])
-    with pytest.raises(DataFolderError, match="needs the package pyarrow: python3 -m pip install"):
+    with pytest.raises(DataFolderError, match="requires the package pyarrow: python3 -m pip"):
         opened(tables, "parquet")
 
 

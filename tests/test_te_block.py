@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from gpu_fsdp import te_block
+from gpu_fsdp.te_block import TeBlocks
 from models.registry import open_model
 from tests.cli import TINY_MODEL, train_tiny_gpu
 from tests.filled import filled
@@ -48,8 +49,8 @@ def test_same_logits(options, stand_in):
     timm = shaken(**options)
     replaced = copy.deepcopy(timm)
     for index, block in enumerate(timm.blocks):
-        replaced.blocks[index] = te_block.replace_block(block, "cpu")
-    names = {te_block.timm_name(name) for name, _ in replaced.named_parameters()}
+        replaced.blocks[index] = TeBlocks("none").replace(block, "cpu")
+    names = {TeBlocks("none").timm_name(name) for name, _ in replaced.named_parameters()}
     assert names == {name for name, _ in timm.named_parameters()}
     images = torch.randn(4, 3, 16, 16)
     assert torch.allclose(replaced(images), timm(images), atol=2e-2)
@@ -59,14 +60,15 @@ def test_same_logits(options, stand_in):
 
 
 def test_meta_block_gives_meta_layer(stand_in):
-    layer = te_block.replace_block(open_model("vit_10b", SMALL).build().blocks[0], "cpu")
+    layer = TeBlocks("none").replace(open_model("vit_10b", SMALL).build().blocks[0], "cpu")
     assert all(parameter.is_meta for parameter in layer.parameters())
 
 
 def test_names_outside_of_blocks_stay():
-    assert te_block.timm_name("norm.weight") == "norm.weight"
-    assert te_block.timm_name("blocks.11.layernorm_mlp.fc1_bias") == "blocks.11.mlp.fc1.bias"
-    assert te_block.timm_name("blocks.0.mlp.fc1.bias") == "blocks.0.mlp.fc1.bias"
+    timm_name = TeBlocks("none").timm_name
+    assert timm_name("norm.weight") == "norm.weight"
+    assert timm_name("blocks.11.layernorm_mlp.fc1_bias") == "blocks.11.mlp.fc1.bias"
+    assert timm_name("blocks.0.mlp.fc1.bias") == "blocks.0.mlp.fc1.bias"
 
 
 def test_checkpoint_moves_between_blocks(tmp_path):
@@ -99,7 +101,7 @@ def test_with_megatron(flags, tmp_path):
         ("--block te --init_values 1e-5", "it has layer scale (--init_values): use --block"),
         ("--block te --no-qkv_bias", "its --qkv_bias is not as its --proj_bias"),
         ("--block te --mlp_dropout 0.1", "it has --mlp_dropout"),
-        ("--block te --fp8 delayed", "--fp8 delayed needs --precision bf16"),
+        ("--block te --fp8 delayed", "--fp8 delayed requires --precision bf16"),
         ("--block te --fp8 delayed --precision bf16", "8.9 or higher required: use --fp8 none"),
         ("--block te --fp8 mxfp8 --precision bf16", "10.0 or higher: use --fp8 delayed"),
     ],

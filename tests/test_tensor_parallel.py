@@ -5,7 +5,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.cli import run_program, tiny, train_tiny
 from tests.test_sharding import assert_same_curves, assert_same_training
-from xla_fsdp.compile_only.hlo import group_of, parse_module
+from tools.compile_only.hlo import group_of, parse_module
 
 # A small eps would let AdamW make steps of rounding where a gradient is nothing else.
 SIZES = "--embed_dim 48 --mlp_ratio 4 --eps 1e-4".split()

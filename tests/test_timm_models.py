@@ -10,7 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_RUN, run_program, train_tiny, train_tiny_gpu
 from tests.filled import filled
@@ -18,7 +18,7 @@ from tests.normalized import normalized
 from tests.plain_checkpoint import convert
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
-from training.validation import wanted_images
+from training.backend import dataset_request
 
 STEPS = 2
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "num_heads": 2, "depth": 2}
@@ -79,7 +79,7 @@ def plain(family, precision):
     model = timm.create_model(name, num_classes=10, **SIZES, **scale)
     model.load_state_dict(filled(run.model, run.config.seed).state_dict(), strict=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
-    loader = open_data(wanted_images(run)).train_loader(run.config.data.batch_size, Share())
+    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, Share())
     losses = []
     for images, labels in itertools.islice(loader.epoch(0), STEPS):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -130,7 +130,7 @@ def test_every_family_on_every_form(family, form, precision, tmp_path):
         ),
         (
             "--model timm/vit_base_patch16_xp_224 --cpu_devices 2 --mesh_tensor 2",
-            "--mesh_tensor 2 does not go with --model timm/vit_base_patch16_xp_224: its blocks",
+            "--mesh_tensor 2 is incompatible with --model timm/vit_base_patch16_xp_224: its blocks",
         ),
         (
             "--model timm/vit_small_patch16_dinov3 --cpu_devices 4 --mesh_tensor 4",

@@ -12,18 +12,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from data.loader import prefetch
 from models.config import VitConfig
 from models.registry import open_model
 from run_vit_training import read_flags
 from tests.resolved import on_xla
-from training.checkpoints.reader import SafeReader, quiet_dcp
-from training.checkpoints.shards import Chunk, ShardedTensor, flat_range_boxes
-from training.logs.metrics import Evaluation, read_metrics
-from training.logs.plots import plot_curves
-from training.logs.reports import Interval, Reports
-from training.options.flag_rules import flat
-from training.prefetch import prefetch
-from xla_fsdp.tpu_chips import peak_of
+from training.checkpoints.format import SafeReader, quiet_dcp
+from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
+from training.flags import flat
+from training.logs.records import Evaluation, plot_curves, read_metrics
+from training.logs.reports import Reports, StepTimer
+from xla_fsdp.tpu import peak_of
 
 # -- shards ---------------------------------------------------------------------------
 
@@ -162,10 +161,10 @@ def test_reports_write_every_form(tmp_path, capsys):
     assert read_metrics(tmp_path) == []  # not arrived: nothing waits for it
     waiting.set_result({"loss": [2.0], "grad_norm": [1.0], "skipped": [0.0, 0.0, 0.0]})
     run.step_done()
-    pace = Interval(steps=20)
-    pace.started -= 10.0
-    pace.waited = 1.0
-    run.log(20, 1, 1e-3, pace, value(loss=1.0, grad_norm=0.5))
+    timer = StepTimer(steps=20)
+    timer.started -= 10.0
+    timer.waited = 1.0
+    run.log(20, 1, 1e-3, timer, value(loss=1.0, grad_norm=0.5))
     run.evaluation(20, 1, Evaluation(0.9, 75.0, 90.0, 50))
     curves = run.close()
     first, second, evaluation = read_metrics(tmp_path)

@@ -12,21 +12,32 @@ from tests import bucket
 from tests.cli import Result, train_tiny
 from tests.short_runs import mistake, program
 from tests.test_async_checkpoints import assert_same_bits
-from tests.test_checkpoints import OneWeight
+from tests.test_checkpoints import OneWeight, save_state
 from training.checkpoints.choose import (
+    clear,
     complete_checkpoints,
     find_resume,
     first_readable,
+    prune,
+    set_aside,
     step_folders,
 )
-from training.checkpoints.content import Position, training_tensors
-from training.checkpoints.keep import clear, prune, set_aside
-from training.checkpoints.manifest import damage, entries, quick_problem, write_manifest
-from training.checkpoints.reader import SafeReader, Unreachable, read_metadata, read_saved_run
-from training.checkpoints.state import load_state, save_state
+from training.checkpoints.format import (
+    Position,
+    SafeReader,
+    Unreachable,
+    damage,
+    entries,
+    quick_problem,
+    read_metadata,
+    read_saved_run,
+    training_tensors,
+    write_manifest,
+)
+from training.checkpoints.state import load_state
 from training.errors import UsageError
+from training.files import folder_at
 from training.logs.log_folder import LogUploads, fetch_logs, log_folder
-from training.url_path import folder_at
 
 ON_A_BUCKET = "tests.bucket"
 
@@ -256,10 +267,10 @@ def test_a_storage_that_fails_in_the_middle(storage, tmp_path, monkeypatch):
     [
         (
             "gs://bucket/run",
-            "gs://bucket/run: needs the package gcsfs: python3 -m pip install gcsfs",
+            "gs://bucket/run: requires the package gcsfs: python3 -m pip install gcsfs",
         ),
-        ("abfs://bucket/run", "needs the package adlfs: python3 -m pip install adlfs"),
-        ("nosuch://bucket/run", "nosuch:// is no kind of URL that fsspec knows"),
+        ("abfs://bucket/run", "requires the package adlfs: python3 -m pip install adlfs"),
+        ("nosuch://bucket/run", "nosuch:// is not a kind of URL that fsspec knows"),
         ("bucket://", "names no folder: give one, as bucket://bucket/run"),
         ("bucket://missing/run", "cannot write to --ckpt_dir bucket://missing/run: there is no "),
     ],

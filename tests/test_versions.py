@@ -8,7 +8,7 @@ from gpu_fsdp import megatron_private
 from models import timm_private
 from tests.cli import ROOT, train_tiny
 from tests.test_launch_gpu import pins
-from training import versions
+from training import errors
 from xla_fsdp import jax_private, torch_xla_private
 
 MODULES = {
@@ -30,7 +30,7 @@ def test_they_were_written_for_what_is_pinned(requirements):
             assert pinned[package] == version
 
 
-@pytest.mark.parametrize("folder", ["xla_fsdp", "gpu_fsdp", "training"])
+@pytest.mark.parametrize("folder", ["xla_fsdp", "torch_fsdp", "gpu_fsdp", "training"])
 def test_they_stand_nowhere_else(folder):
     for path in (ROOT / folder).rglob("*.py"):
         if not path.name.endswith("_private.py"):
@@ -47,8 +47,8 @@ def test_they_stand_nowhere_else(folder):
     ],
 )
 def test_what_is_told(installed, told, capsys, monkeypatch):
-    monkeypatch.setattr(versions, "installed_version", installed.get)
-    versions.warn_of_others({"a": "1.2.3", "b": "4.5"})
+    monkeypatch.setattr(errors, "installed_version", installed.get)
+    errors.warn_of_others({"a": "1.2.3", "b": "4.5"})
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (told is not None)
     assert all(told in line for line in lines)

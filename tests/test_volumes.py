@@ -9,9 +9,9 @@ import pytest
 import tifffile
 import torch
 
-from data.errors import DataFolderError
-from data.loading.share import Share
-from data.source import Wanted, open_data
+from data.files import DataFolderError
+from data.loader import Share
+from data.source import DatasetRequest, open_data
 from tests.cli import train_tiny_gpu
 from tests.test_data import arguments
 from tests.usage_error import told_in_one_line
@@ -55,7 +55,7 @@ def number_of(path):
 
 def opened(top, size=SIZE, channels=1, seed=3, **changes):
     plain = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 4, "data_source": "volumes"}
-    return open_data(Wanted(arguments(top, **plain | changes), channels, size, 10, seed))
+    return open_data(DatasetRequest(arguments(top, **plain | changes), channels, size, 10, seed))
 
 
 def all_of(loader, epoch=0):
@@ -118,7 +118,7 @@ def test_rows_are_parts_of_the_same_volumes(tree, num_workers):
 
 def test_only_the_slab_is_read(tree, monkeypatch):
     """What is asked of the files is as long as the rows, and not longer."""
-    from data.index.array_files import ArrayFile
+    from data.volumes import ArrayFile
 
     asked, plain = [], ArrayFile.read
 
@@ -193,7 +193,7 @@ GOOD = "path,label,split\ntrain/a/00.npy,x,train\nval/a/12.npy,x,val\n"
     ("content", "told"),
     [
         (None, "labels.csv cannot be read: No such file or directory"),
-        ("", "has no column path: --labels needs path,label,split in its first line"),
+        ("", "has no column path: --labels requires path,label,split in its first line"),
         ("path,split\n", "has no column label"),
         (GOOD.replace(",x,val", ",x,test"), "line 3 of .* has the split 'test': it is train or"),
         (GOOD.replace(",x,train", ",,train"), "line 2 of .* has no label"),
@@ -291,7 +291,7 @@ def test_typed(tmp_path, capsys):
         lines.append(f"{number}.npy,{number % 2},{'train' if number < 4 else 'val'}")
     (tmp_path / "labels.csv").write_text("\n".join(lines))
     typed = ["--labels", str(tmp_path / "labels.csv"), "--data_dir", str(tmp_path)]
-    assert "needs --data_source volumes, this is folder" in told_in_one_line(capsys, *typed)
+    assert "requires --data_source volumes, this is folder" in told_in_one_line(capsys, *typed)
     typed += ["--data_source", "volumes", "--batch_size", "4", "--warmup_steps", "1"]
     run = train_tiny_gpu(tmp_path / "run", *typed)
     assert "labels.csv: 4 training, 2 validation images" in run.stdout

@@ -6,7 +6,7 @@ import torch
 
 from data.config import DataConfig
 from data.mosaics import MosaicsSplit
-from data.source import Wanted
+from data.source import DatasetRequest
 from tests.cli import train_tiny, train_tiny_gpu
 
 SIZE = (16, 24, 32)
@@ -22,7 +22,7 @@ def volumes(tmp_path_factory):
     root = tmp_path_factory.mktemp("volumes")
     plain = DataConfig(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     for split, count in (("train", 80), ("val", 30)):
-        mosaics = MosaicsSplit(Wanted(plain, 1, SIZE, 10, 0), split)
+        mosaics = MosaicsSplit(DatasetRequest(plain, 1, SIZE, 10, 0), split)
         for index in range(count):
             volume, label, _ = mosaics[0, index]
             larger = torch.nn.functional.pad(volume[0], (0, 0, 0, 0, 0, 1)).numpy()

@@ -89,15 +89,15 @@ def test_scores_are_not_in_hbm():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--fake_data", "--attention whole needs a TPU: its kernels run nowhere else"),
-        ("--backend cuda", "--attention needs --backend xla, this is cuda"),
+        ("--fake_data", "--attention whole requires a TPU: its kernels run nowhere else"),
+        ("--backend cuda", "--attention requires --backend xla, this is cuda"),
         (
             "--compile_only --tpu_topology v5e:2x2 --image_size 560",
             "--attention whole takes up to 1,024 tokens, this model has 1,600",
         ),
         (
             "--compile_only --tpu_topology v5e:2x2 --mesh_domain 2",
-            "--attention whole does not go with --mesh_domain 2: use --attention sdpa",
+            "--attention whole is incompatible with --mesh_domain 2: use --attention sdpa",
         ),
     ],
 )

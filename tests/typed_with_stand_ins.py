@@ -25,10 +25,10 @@ from tests.documented_commands import Command
 from tests.new_machine import Machine
 from tests.pod_stand_in import gcloud_accepts
 from tests.test_launch_gpu import script
+from tools.plan.tpu_search import candidates
+from training.flags import check_foreign, check_rules
 from training.mesh import make_mesh
-from training.options.flag_rules import check_foreign, check_needs
-from training.options.resolve import Run, check_batch, resolve_common, resolve_model
-from xla_fsdp.plan.space import candidates
+from training.resolve import Run, check_batch, resolve_common, resolve_model
 
 
 def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def program_takes(flags: list[str], backend: str) -> None:
     check_foreign(asked.own, backend, asked.run.given)
     config, model = resolve_model(asked.run)
     own = replace(asked.own[backend], **{"xla": {}, "cuda": {"fsdp": "fsdp2"}}[backend])
-    check_needs(replace(resolve_common(config), backend=backend), own)
+    check_rules(replace(resolve_common(config), backend=backend), own)
     check_batch(Run(config, own, model, make_mesh(config.sharding, 64)))
 
 

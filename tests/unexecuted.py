@@ -15,7 +15,7 @@ from pathlib import Path
 
 import coverage
 
-FOLDERS = ("xla_fsdp", "training", "data", "launch", "gpu_fsdp", "models")
+FOLDERS = ("xla_fsdp", "training", "data", "launch", "torch_fsdp", "gpu_fsdp", "models", "tools")
 
 
 def main(document: str) -> int:

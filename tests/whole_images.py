@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loading.share import Share
+from data.loader import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_RUN, Result
 from tests.filled import filled
 from tests.normalized import normalized
 from tests.plain_checkpoint import convert
 from tests.resolved import on_gpus
-from training.options.resolve import Run
-from training.validation import wanted_images
+from training.backend import dataset_request
+from training.resolve import Run
 
 STEPS = 5
 # With so large an eps a gradient that is rounding alone, as a key bias's is, moves nothing.
@@ -48,7 +48,7 @@ def train_whole(*flags: str) -> Training:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=how.lr, eps=how.eps, weight_decay=how.weight_decay
     )
-    loader = open_data(wanted_images(run)).train_loader(images.batch_size, Share())
+    loader = open_data(dataset_request(run)).train_loader(images.batch_size, Share())
     total = len(loader) * run.config.num_epochs
     epochs = (loader.epoch(epoch) for epoch in range(run.config.num_epochs))
     losses, norms = [], []
@@ -70,7 +70,7 @@ def train_whole(*flags: str) -> Training:
 @torch.no_grad()
 def _val_loss(run: Run, model: nn.Module) -> float:
     model.eval()
-    loader = open_data(wanted_images(run)).val_loader(run.config.data.pass_size, Share())
+    loader = open_data(dataset_request(run)).val_loader(run.config.data.pass_size, Share())
     total = count = 0.0
     for pixels, labels in itertools.islice(loader.epoch(0), run.config.log.eval_batches or None):
         pixels, labels = pixels[labels >= 0], labels[labels >= 0]

@@ -14,6 +14,7 @@ import torch
 from timm.layers import Attention
 
 from xla_fsdp.attention import whole, whole_kernels
+from xla_fsdp.attention.sizes import WholeSizes
 
 # tokens, heads, width of a head, dtype, timm's options: heads that share registers and that have
 # their own, columns that fill whole registers or not, one block of queries or several.
@@ -30,7 +31,7 @@ CASES = [
 
 
 def interpreted(function):
-    def kernel(sizes: whole_kernels.Whole):
+    def kernel(sizes: WholeSizes):
         def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
             given = (jnp.asarray(x.detach().float().numpy()) for x in arguments)
             dtype = str(sizes.dtype).removeprefix("torch.")
@@ -57,13 +58,13 @@ def compare(tokens: int, heads: int, width: int, dtype: str, options: dict) -> d
     x = torch.randn(2, tokens, heads * width)
     expected = gradients(attention, x)
     by_kernels = copy.deepcopy(attention)
-    whole.use_whole(by_kernels, whole.How())
+    whole.use_whole(by_kernels)
     kind = getattr(torch, dtype)
     found = gradients(by_kernels.to(kind), x.to(kind))
     plain = (torch.randn(2, heads, tokens, width) for _ in range(3))
     q, k, v = (each.to(kind) for each in plain)
     product = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in (q, k, v)))
-    sizes = whole_kernels.Whole(2, tokens, heads, width, kind)
+    sizes = WholeSizes(2, tokens, heads, width, kind)
     pairs = [*zip(found, expected, strict=True), (whole.attention(q, k, v), product)]
     return {
         # Of the bias of keys' norm the gradient is 0.

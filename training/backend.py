@@ -1,9 +1,15 @@
-"""The interface that the loop asks of the hardware side; a backend is one folder that gives it."""
+"""What the training loop asks of a backend: place the model, run steps, hand over state.
+
+Each backend is one folder that implements ``Backend``. At the end: what a run requests of its data
+source, and the loaders of what a backend puts on its devices.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,16 +18,18 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import nn
 
-from data.loading.loader import Batch, BatchLoader
-from data.loading.share import Share
-from training.updates.parameter_groups import Updates
+from data.files import DataFolderError
+from data.loader import Batch, BatchLoader, Share
+from data.source import DatasetRequest, DataSource
+from training.errors import UsageError
+from training.optimizers import Updates
 
 if TYPE_CHECKING:
-    from training.options.resolve import Run
+    from training.resolve import Run
+
 
 InitializeModule = Callable[[nn.Module, str], None]
-"""A function that allocates and fills a module on the meta device; it takes its name in the
-model."""
+"""A function (module, name in the model) that allocates and fills a module on the meta device."""
 
 
 def pass_seed(seed: int, pass_index: int, stream: int) -> int:
@@ -33,70 +41,73 @@ def pass_seed(seed: int, pass_index: int, stream: int) -> int:
 
 @dataclass(frozen=True)
 class State:
-    """Holds what a checkpoint keeps of a backend: tensors, by names and shapes of the plain model.
+    """A backend's tensors in a checkpoint, by names and shapes of the plain model.
 
-    Each is whole, or a ``training.checkpoints.shards.ShardedTensor`` of this process's part. What
-    a checkpoint holds is read into them in place.
+    Each is whole, or a ``training.checkpoints.state.ShardedTensor`` of this process's part.
+    Loading a checkpoint writes into them in place.
     """
 
     is_copy: ClassVar[bool] = False
-    """Whether the tensors are copies on the host, which the next steps leave as they are."""
+    """Whether the tensors are copies on the host, which later steps do not change."""
     model: dict[str, torch.Tensor]
     """The weights by their names."""
     optimizer: dict[str, dict[str, torch.Tensor]] | None
     """By the weight's name: AdamW's "step", "exp_avg" and "exp_avg_sq", Lion's "exp_avg", Muon's
-    "momentum_buffer"; only of weights that train. None if it was not asked for."""
+    "momentum_buffer"; only for trained weights. None if it was not asked for."""
     step: dict[str, torch.Tensor]
-    """What else the next step depends on: tensors on the CPU, by names of the backend's own."""
+    """What else the next step depends on: tensors on the CPU, by names that the backend chooses."""
     ema: dict[str, torch.Tensor] | None = None
-    """The moving average of the weights by their names; None if there is none, or it was not asked
-    for. Where a backend takes up a state without, its average begins with the weights."""
+    """The moving average of the weights (EMA) by their names; None without one, or if it was not
+    asked for. A backend that loads a state without it starts the average at the weights."""
 
 
 class Backend(Protocol):
     """Places a plain model on devices and runs its steps there.
 
-    Tensors that a backend returns live on the device; reading one is ``read``'s job.
+    Tensors that a backend returns live on the device; only ``read`` brings them to the host.
     """
 
     is_main: bool
     """Whether this process prints and writes the reports."""
     rank: int
-    """Which part of the images of each global batch this process puts on its devices."""
+    """Which part of each global batch this process puts on its devices."""
     world_size: int
-    """How many such parts there are; several processes may share one, each with other rows."""
+    """The number of such parts; several processes may share one, each with other rows."""
     image_rows: range
-    """The rows of each image, of a volume the slices, that this process puts on its devices."""
+    """The rows of each image (slices of a volume) that this process puts on its devices."""
     device_count: int
     compiles: bool
     """Whether the first step of a kind takes long, because it is compiled."""
 
     def describe(self) -> str:
-        """Return one line that says which devices, sharding and precision were chosen."""
+        """Return one line with the devices, sharding and precision chosen."""
+
+    # Model and optimizer.
 
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        """Fill, shard and place the model, one unit after the other."""
+        """Fill, shard and place the model, one unit after the other; return the sharded model."""
 
     def shard_frozen(self, run: Run, model: nn.Module, initialize: InitializeModule) -> nn.Module:
-        """Fill, shard and place ``model``, that of ``run``, beside the one that is trained.
+        """Fill, shard and place ``model``, the model of ``run``, beside the trained one.
 
-        It is to be used only: it has no optimizer and no EMA, and ``state`` knows nothing of it.
-        To be called once at most.
+        It has no optimizer and no EMA, and is not part of ``state``. Call it once at most.
         """
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
-        """Make what updates the sharded model, with its state allocated; parameters that are not
-        in ``updates`` must have come to ``shard`` without ``requires_grad``."""
+        """Make the optimizer of the sharded model, with its state allocated. Parameters that are
+        not in ``updates`` must have had ``requires_grad`` off in ``shard``."""
+
+    # Data.
 
     def loader(
         self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
-        """Open a loader of what ``put`` takes of global batches of ``images`` images.
+        """Open a loader of what ``put`` expects of global batches of ``images`` images.
 
-        ``open_share`` opens one of a share of each batch; ``reads_rows``: it reads no more of an
-        image than the rows that it is asked for.
+        ``open_share`` opens one for a share of each batch; ``reads_rows``: it reads only the rows
+        of an image that it is asked for.
         """
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,11 +115,13 @@ class Backend(Protocol):
         and their labels."""
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
-        """Put a small tensor of the CPU whole on every device."""
+        """Put a small CPU tensor, whole, on every device."""
+
+    # A step.
 
     def begin_step(self, pass_index: int) -> None:
-        """Seed dropout for this forward pass: from ``--seed`` and the pass's number since the start
-        of training, whatever ran before."""
+        """Seed dropout for this forward pass, from ``--seed`` and the number of passes since the
+        start of training."""
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Add the loss's gradients; with ``is_last`` they are complete afterwards."""
@@ -116,16 +129,20 @@ class Backend(Protocol):
     def optimizer_step(
         self, lr: float, max_norm: float, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip to the global norm (0 or less: don't), update, drop gradients, end the step.
+        """Clip to the global norm (0 or less: don't), update, clear gradients, end the step.
 
-        ``loss`` is the step's, over all replicas. If it or the norm is not finite, weights and the
-        optimizer's state stay as they are, on all replicas alike. Returns the norm before
-        clipping, and the counts of steps skipped so (``training.updates.skipped_steps``) since the
-        start of this process.
+        ``loss`` is the step's, over all replicas. If it or the norm is not finite, weights and
+        optimizer state stay unchanged on all replicas. Returns the norm before clipping, and the
+        counts of steps skipped for that (``training.optimizers``) since the start of this process.
         """
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """Let the model compute with the moving average of its weights (``--model_ema``) inside."""
+    def end_step(self) -> None:
+        """Send the recorded graph to the device; eager backends have nothing to do."""
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model computes with the EMA of its weights (``--model_ema``)."""
+
+    # Values and waiting.
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean over all replicas of a per-replica mean."""
@@ -133,40 +150,74 @@ class Backend(Protocol):
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum over all replicas of a per-replica sum."""
 
-    def end_step(self) -> None:
-        """Hand what was recorded to the device; eager backends have nothing to do."""
+    def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
+        """Start to read the values of small tensors; blocks neither the device nor this thread."""
 
     def wait(self) -> None:
         """Wait until the device is idle."""
-
-    def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
-        """Begin to read the values of small tensors, without stopping the device or this thread."""
-
-    def state(self, *, with_optimizer: bool = True) -> State:
-        """Hand over the weights and, if asked for, all else that the next step depends on."""
-
-    def take(self, state: State) -> None:
-        """Go on from what ``state`` gave, after other values were read into it."""
 
     def barrier(self) -> None:
         """Wait until every process is here."""
 
     def largest_of_all(self, value: int) -> Callable[[], int]:
-        """Begin to find the largest value of all processes; return what waits for it."""
+        """Start to find the largest value of all processes; return a function that waits for it."""
+
+    # State of a checkpoint.
+
+    def state(self, *, with_optimizer: bool = True) -> State:
+        """Return the weights and, if asked for, all else that the next step depends on."""
+
+    def load_state(self, state: State) -> None:
+        """Continue from what ``state`` returned, after other values were read into it."""
+
+    # Facts.
 
     def counters(self) -> dict[str, int]:
         """Return running counts worth logging: compilations, transfers, ..."""
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of device memory (used, peak, limit); {} where the device tells none."""
+        """Return bytes of device memory (used, peak, limit); {} where the device reports none."""
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes on the first device of parameters, of optimizer state and, if there are
         any, of the EMA and the teacher."""
 
-    def rounding(self) -> float:
-        """Return by what share a number may be rounded in the coarsest numbers that a step uses: of
-        matrix products, of gradients while they are summed, of gathered weights, of moments."""
+    def unit_roundoff(self) -> float:
+        """Return the largest unit roundoff of the dtypes a step uses: of matrix products, summed
+        gradients, unsharded weights and moments."""
 
     def peak_flops(self) -> float | None:
         """Return the peak FLOP/s of one device at this precision; None where it is unknown."""
+
+
+# -- the data of a run -----------------------------------------------------------------------------
+
+
+def dataset_request(run: Run, *, with_train: bool = True) -> DatasetRequest:
+    """Return what a run requests of its source of images."""
+    sizes = run.model.sizes
+    channels, *size = sizes.input_shape
+    return DatasetRequest(
+        run.config.data, channels, tuple(size), sizes.num_classes, run.config.seed, with_train
+    )
+
+
+@contextlib.contextmanager
+def bad_data_is_the_users() -> Iterator[None]:
+    """Turn a folder that cannot be used, found by what reads data inside, into a UsageError."""
+    try:
+        yield
+    except DataFolderError as error:
+        raise UsageError(str(error)) from None
+
+
+def train_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
+    """Return the loader of training images, of global batches of ``batch_size``."""
+    open_share = functools.partial(data.train_loader, batch_size)
+    return backend.loader(open_share, batch_size, reads_rows=data.reads_rows)
+
+
+def val_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
+    """Return the loader of validation images, of global batches of ``batch_size``."""
+    open_share = functools.partial(data.val_loader, batch_size)
+    return backend.loader(open_share, batch_size, reads_rows=data.reads_rows)

@@ -1,13 +1,18 @@
-"""The errors by which a run ends early; each has an exit code of its own."""
+"""The errors that end a run early, with their exit codes, and a warning about package versions."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 NO_BATCH, NOT_FINITE, NOT_SAVED, BAD_IMAGES = 1, 3, 4, 5
-"""The exit codes of ``RunFailed``: the data cannot be read any more, as of a disk that has gone,
-where starting again may help as after a crash; too many steps in a row were not finite; no
-checkpoint could be written; too many images could not be read."""
+"""The exit codes of ``RunFailed``: the data cannot be read any more (a disk has gone, say), where a
+restart may help as after a crash; too many steps in a row were not finite; no checkpoint could be
+written; too many images could not be read."""
+SIGNAL = 128
+"""Plus a signal's number it is the exit code of a program that this signal has ended."""
 
 
 class UsageError(Exception):
@@ -17,15 +22,15 @@ class UsageError(Exception):
     """
 
     def __init__(self, message: str, *, agreed: bool = False) -> None:
-        """Make the error. ``agreed``: all processes raise this one, so one of them tells it."""
+        """Make the error. ``agreed``: all processes raise this one, so only one prints it."""
         super().__init__(message)
         self.agreed = agreed
         self.process: str | None = None
-        """The process that raised it, where only that one may have."""
+        """The process that raised it, if the others may not have."""
 
 
 class RunFailed(Exception):
-    """Raised when training cannot go on, for no mistake in the arguments.
+    """Raised when training cannot continue, through no mistake in the arguments.
 
     It ends with one line and an exit code of its own. All processes raise it together.
     """
@@ -44,22 +49,51 @@ class SelfCheckFailed(Exception):
 class StoppedBySignal(Exception):
     """Raised when training ended early, as asked, with a checkpoint."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.exit_code = 128 + number  # as a shell tells it of a program that died of the signal
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 def is_first_of_torchrun() -> bool:
-    """Tell whether this is the one process, of all that torchrun started, that tells for all."""
+    """Return True in the one process, of all that torchrun started, that prints for all."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def tells(error: UsageError) -> bool:
-    """Tell whether it is for this process to print the error: once for all, if all have it.
+def prints_here(error: UsageError) -> bool:
+    """Return True if this process is to print the error: once for all, if all have it.
 
-    Before the processes are joined it is the first one of each node (torchrun's LOCAL_RANK) that
-    tells: what goes wrong there depends on the node.
+    Before the processes have connected, the first one of each node (torchrun's LOCAL_RANK) prints
+    it: what goes wrong then depends on the node.
     """
     if error.agreed:
         return is_first_of_torchrun()
     return error.process is not None or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package as pip knows it, None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def warn_of_others(*written_for: Mapping[str, str]) -> None:
+    """Warn on stderr, in one line, of installed packages of another version than ``written_for``.
+
+    It maps packages to versions as the requirements files pin them. What a wheel was built for
+    ("2.9.0+cu128") is no difference, and neither is a package that is not installed.
+    """
+    others = [
+        f"{package} is {found}, not {expected}"
+        for versions in written_for
+        for package, expected in versions.items()
+        if (found := installed_version(package)) is not None and found.partition("+")[0] != expected
+    ]
+    if others:
+        print(
+            f"run_vit_training.py: warning: {', '.join(others)}, for which this program's use of "
+            "private functions was written: what fails oddly may be that",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,129 +1,410 @@
-"""The training loop, which is the same for every backend and reads from top to bottom."""
+"""The training loop, the same for every backend, and the hooks that it calls around each step."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import nn
+from torch.profiler import profile
 
-from training.checkpoints.content import Position
-from training.checkpoints.saving import Saves
-from training.hosts.stopping import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
-from training.inference.evaluation import Evaluations
-from training.logs.profiling import StepProfiler
-from training.logs.step_log import StepLog
-from training.losses.objective import Objective
-from training.options.resolve import Run
-from training.session import Session
-from training.step import train_step
-from training.train_batches import TrainBatches
-from training.updates.schedule import Schedule
+from data.files import make_folder
+from data.loader import BatchLoader
+from training.backend import Backend
+from training.checkpoints.choose import folder_of
+from training.checkpoints.format import Position
+from training.checkpoints.saver import CheckpointSaver
+from training.config import CheckpointConfig, LogConfig
+from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
+from training.evaluate import evaluate
+from training.logs.bad_images import TRAIN, VAL, BadImages
+from training.logs.records import Evaluation
+from training.logs.reports import Reports, StepTimer
+from training.losses import Objective
+from training.processes.exchange import MinutesInterval
+from training.processes.stopping import StopRequest, Watchdog
+from training.resolve import Run
+from training.schedule import Schedule
+from training.step import StepResult, TrainBatches, train_step
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one start of a run has from its first step to its last, shared by loop and hooks."""
+
+    backend: Backend
+    reports: Reports
+    stop: StopRequest
+    watchdog: Watchdog
+    bad_images: BadImages
+    last_step: int
+    """The number of the step that the run ends with."""
+    timer: StepTimer = field(default_factory=StepTimer)
+    """Measures the throughput; whatever is no training restarts it."""
+    _shapes: set[torch.Size] = field(default_factory=set, init=False)
+
+    def is_first(self, images: torch.Tensor) -> bool:
+        """Return True if a step is the first of this start or, where steps are compiled, the first
+        with images of this shape. To be called once a step."""
+        first = not self._shapes or (self.backend.compiles and images.shape not in self._shapes)
+        self._shapes.add(images.shape)
+        return first
+
+    @contextlib.contextmanager
+    def first_run(self, what: str, is_first: bool) -> Iterator[None]:
+        """Run ``what`` inside; if the first of its kind compiles, say so and wait for it."""
+        if not (is_first and self.backend.compiles):
+            yield
+            return
+        self.watchdog.pause()  # a compilation may take minutes
+        with self.reports.compiling(what):
+            yield
+            self.backend.wait()
+
+
+class StepDone(NamedTuple):
+    """A step that was just made."""
+
+    at: Position
+    """Where training stands after it."""
+    epoch: int
+    """The epoch of its batch, from 0."""
+    lr: float
+    result: StepResult
+    is_first: bool
+    """It compiled, or was the first of this start."""
+    is_last: bool
+
+
+class Hook:
+    """Something that is done around the steps of a training.
+
+    All processes call their hooks in the same order, since much of what they do is collective. A
+    hook stops training by setting ``Session.stop.exit_code``, in all processes alike.
+    """
+
+    def before_training(self, at: Position) -> None:
+        """Called once, also if no step is left."""
+
+    def before_step(self, step: int, *, is_first: bool) -> None:
+        """Called when the step's batch is there; ``step`` counts from 1."""
+
+    def after_step(self, done: StepDone) -> None:
+        """Called after the step was handed to the device, which may still compute it."""
+
+
+def train_loop(
+    run: Run,
+    session: Session,
+    model: nn.Module,
+    objective: Objective,
+    batches: TrainBatches,
+    schedule: Schedule,
+    hooks: Sequence[Hook],
+    at: Position,
+) -> Position:
+    """Train from ``at`` to the last step, or until a hook stops it; return where training stands.
+
+    Hooks are called one after the other; when one of them stops training, no other one is.
+    """
+    backend, stop = session.backend, session.stop
+    model.train()
+    for hook in hooks:
+        hook.before_training(at)
+        if stop.exit_code:
+            return at
+    session.watchdog.before_first_step()
+    while at.step < session.last_step and at.epoch < run.config.num_epochs:
+        session.timer.restart()
+        with contextlib.closing(batches.rest_of_epoch(at)) as epoch:
+            for micro_batches in epoch:
+                lr = schedule.lr(batches.number(at))
+                is_first = session.is_first(micro_batches[0][0])
+                for hook in hooks:
+                    hook.before_step(at.step + 1, is_first=is_first)
+                with session.first_run("training step", is_first):
+                    result = train_step(
+                        model,
+                        objective,
+                        backend,
+                        at.step,
+                        micro_batches,
+                        lr=lr,
+                        max_norm=run.config.optimizer.clip_grad_norm,
+                    )
+                session.watchdog.alive()
+                if is_first:
+                    stop.listen()
+
+                before, at = at, batches.after(at)
+                is_last = at.step >= session.last_step
+                if is_last:
+                    epoch.close()  # its loader is to leave the machine to what follows
+                done = StepDone(at, before.epoch, lr, result, is_first, is_last)
+                for hook in hooks:
+                    hook.after_step(done)
+                    if stop.exit_code:
+                        return at
+    return at
+
+
+# -- hooks, in the order in which train.py lists them ----------------------------------------------
+
+PROFILE_DIR = "profile"
+_MEMORY_EVENTS = 100_000
+
+
+class StepProfiler(Hook):
+    """Profiles the steps ``first`` to ``last`` (counted from 1) of one process.
+
+    Writes into ``folder``, by rank: ``trace_<rank>.json.gz`` for chrome://tracing or Perfetto,
+    ``operators_<rank>.txt``, and on CUDA ``memory_<rank>.pickle`` for pytorch.org/memory_viz.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int) -> None:
+        self._first, self._last = steps or (0, 0)
+        self._folder, self._rank = folder, rank
+        self._profile: profile | None = None
+        self._written = False
+
+    def before_step(self, step: int, *, is_first: bool) -> None:
+        if self._first <= step <= self._last and not (self._profile or self._written):
+            if torch.cuda.is_initialized():
+                torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+            self._profile = profile(record_shapes=True, profile_memory=True)
+            self._profile.start()
+
+    def after_step(self, done: StepDone) -> None:
+        if done.at.step == self._last:
+            self._write()
+
+    def finish(self, say: Callable[[str], None]) -> None:
+        """Write what was profiled, also if training ended before ``last``, and say where it is."""
+        self._write()
+        if self._written:
+            say(f"profile of steps {self._first} to {self._last}: {self._folder}")
+        elif self._last:
+            say(f"no profile: this run had none of the steps {self._first} to {self._last}")
+
+    def _write(self) -> None:
+        if self._profile is None:
+            return
+        self._profile.stop()
+        make_folder(self._folder)
+        self._profile.export_chrome_trace(str(self._folder / f"trace_{self._rank}.json.gz"))
+        by = "self_cpu_time_total"
+        if torch.cuda.is_initialized():
+            by = "self_device_time_total"
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_{self._rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        table = self._profile.key_averages().table(sort_by=by, row_limit=40)
+        (self._folder / f"operators_{self._rank}.txt").write_text(table)
+        self._profile, self._written = None, True
+
+
+class StepLog(Hook):
+    """Reports every ``--log_step_interval``-th step, without waiting for the device."""
+
+    def __init__(self, config: LogConfig, session: Session, batches: TrainBatches) -> None:
+        self._config, self._session, self._batches = config, session, batches
+
+    def before_step(self, step: int, *, is_first: bool) -> None:
+        if is_first:  # its time is the compiler's: it is measured apart, with its batch
+            self._session.reports.events.steps()
+            self._session.timer.restart()
+            self._session.timer.started -= self._batches.last_wait_s
+
+    def after_step(self, done: StepDone) -> None:
+        session, step = self._session, done.at.step
+        reports, timer, waited = session.reports, session.timer, self._batches.last_wait_s
+        timer.steps += 1
+        timer.waited += waited
+        reports.events.stepped(step, waited)
+        if done.is_first or done.is_last or step % self._config.log_step_interval == 0:
+            values = session.backend.read(done.result._asdict())
+            measured = None if done.is_first else timer
+            reports.log(step, done.epoch + 1, done.lr, measured, values)
+            session.bad_images.collect(TRAIN, self._batches.loader, reports.say)
+            if done.is_first:
+                reports.events.first_step(timer.seconds())
+            else:
+                reports.events.steps()
+            timer.restart()
+        reports.step_done()
+
+
+class StopCheck(Hook):
+    """Stops training on a signal, or where it cannot continue: the checkpoint is ``Saves``'s."""
+
+    def __init__(
+        self, config: LogConfig, session: Session, batches: TrainBatches, saver: CheckpointSaver
+    ) -> None:
+        self._config, self._session = config, session
+        self._batches, self._saver = batches, saver
+
+    def after_step(self, done: StepDone) -> None:
+        session, stop = self._session, self._session.stop
+        if done.is_last:  # too late to stop, but weights that are not finite are not to be saved
+            session.reports.flush()
+            if self._diverges():
+                stop.exit_code = NOT_FINITE
+            return
+        if self._batches.failed:
+            stop.ask(NO_BATCH)
+        if session.bad_images.excess:
+            stop.ask(BAD_IMAGES)
+        if self._diverges():
+            stop.ask(NOT_FINITE)
+        if self._saver.failed_too_often():
+            stop.ask(NOT_SAVED)
+        stop.due()
+
+    def _diverges(self) -> bool:
+        """Return True if too many steps in a row were not finite, as far as their values have been
+        read."""
+        limit = self._config.max_bad_steps
+        return bool(limit) and self._session.reports.longest_row_skipped >= limit
+
+
+class Saves(Hook):
+    """Saves checkpoints after the steps, minutes and epochs that the flags name, and at the end."""
+
+    def __init__(
+        self, config: CheckpointConfig, session: Session, saver: CheckpointSaver, best_step: int
+    ) -> None:
+        """``best_step``: the step of the evaluation with the highest top-1 so far; 0: none."""
+        self._config, self._session, self._saver = config, session, saver
+        self._minutes = MinutesInterval(session.backend, config.ckpt_minutes_interval)
+        self._best_step = best_step
+
+    def before_training(self, at: Position) -> None:
+        """Remove what is left of a start that was killed after its last checkpoint."""
+        if at.step >= self._session.last_step:
+            self._spare_best()
+            self._saver.tidy()
+
+    def after_step(self, done: StepDone) -> None:
+        at, config = done.at, self._config
+        due = done.is_last or self._minutes.over()  # all processes ask this after each step
+        due |= bool(config.ckpt_step_interval) and at.step % config.ckpt_step_interval == 0
+        due |= at.images_in_epoch == 0 and at.epoch % config.ckpt_epoch_interval == 0
+        if due:
+            self.save(at, must=done.is_last)
+
+    def save(self, at: Position, *, must: bool = False) -> None:
+        """Write a checkpoint; with ``must`` wait for it, and fail if it cannot be written."""
+        session = self._session
+        session.reports.flush()
+        session.reports.upload()
+        session.watchdog.alive()
+        self._spare_best()
+        with session.reports.events.span("save") as event:
+            event["written"] = self._saver.save(at, must=must)
+        self._minutes.restart()
+        session.timer.restart()
+
+    def save_stopped(self, at: Position) -> None:
+        """Write the checkpoint of a run that stops early, unless its weights are no good."""
+        if self._session.stop.exit_code != NOT_FINITE:
+            self.save(at, must=True)
+
+    def save_best(self, at: Position) -> None:
+        """Write a checkpoint of the best evaluation so far, with ``--ckpt_best``."""
+        self._best_step = at.step
+        if self._config.ckpt_best:
+            self.save(at)
+
+    def _spare_best(self) -> None:
+        if self._config.ckpt_best and self._best_step:
+            self._saver.spared = folder_of(self._saver.ckpt_dir, self._best_step)
 
 
 @dataclass
-class Trainer:
-    """Trains a run of which everything is on the devices."""
+class Evaluations(Hook):
+    """Evaluates the model after the steps and epochs that the flags name, and at the end."""
 
-    run: Run
+    config: LogConfig
     session: Session
     model: nn.Module
     objective: Objective
-    batches: TrainBatches
-    schedule: Schedule
-    log: StepLog
+    loader: BatchLoader
     saves: Saves
-    evaluations: Evaluations
-    profiler: StepProfiler
+    done: set[int]
+    """The steps after which the run's folder has an evaluation."""
+    best: float = -1.0
+    """The highest top-1 so far, in percent; the EMA's, if there is one."""
+    with_ema: bool = False
+    """Whether the EMA of the weights is evaluated, too."""
+    _count: int = field(default=0, init=False)
 
-    def train(self, start: Position) -> None:
-        """Train from ``start`` to the last step, or until ``session.stop`` tells to stop."""
-        session, config, at = self.session, self.run.config, start
-        stop, last_step = session.stop, session.last_step
-        self.model.train()
-        if at.step >= last_step:
-            self.saves.tidy()
-        if self.evaluations.owed(at) and not self._evaluate(at):
-            return
+    def before_training(self, at: Position) -> None:
+        """Evaluate what an earlier start saved, but did not evaluate any more."""
+        if self._is_due(at):
+            self._evaluate(at)
 
-        while at.step < last_step and at.epoch < config.num_epochs:
-            epoch = at.epoch
-            self.log.begin()
-            if at == start:
-                session.watchdog.starting()
-            with contextlib.closing(self.batches.rest_of_epoch(at)) as batches:
-                for micro_batches in batches:
-                    lr = self.schedule.lr(self.batches.number(at))
-                    is_first = session.is_first(micro_batches[0][0])
-                    if is_first:
-                        self.log.compiles_now()
-                    with (
-                        session.first_run("training step", is_first),
-                        self.profiler.around(at.step + 1),
-                    ):
-                        outcome = train_step(
-                            self.model,
-                            self.objective,
-                            session.backend,
-                            at.step,
-                            micro_batches,
-                            lr=lr,
-                            max_norm=config.optimizer.clip_grad_norm,
-                        )
-                    at = self.batches.after(at)
-                    session.watchdog.alive()
-                    self.log.step_done(at.step, epoch, lr, outcome, is_first=is_first)
-                    if is_first:
-                        stop.first_step_done()
+    def after_step(self, done: StepDone) -> None:
+        if self._is_due(done.at):
+            self._evaluate(done.at)
 
-                    if at.step >= last_step:
-                        break
-                    if self._must_stop():
-                        self.saves.save_stopped(at)
-                        return
-                    if self.saves.due_after_step(at.step):
-                        self.saves.save(at)
-                        self.log.begin()
-                    if self.evaluations.due_after_step(at.step):
-                        if not self._evaluate(at):
-                            return
-                        self.log.begin()
-
-            is_last = at.step >= last_step
-            if is_last and self._diverged():
-                return
-            if is_last or self.saves.due_after_epoch(epoch + 1):
-                self.saves.save(at, must=is_last)
-            if self.evaluations.owed(at) and not self._evaluate(at):
-                return
-        if session.bad_images.excess:  # found with the last step
-            stop.number = BAD_IMAGES
-
-    def _evaluate(self, at: Position) -> bool:
-        """Evaluate the model; if that cannot be, or a signal stops it, save and return False."""
-        result = self.evaluations.evaluate(at)
-        if result is None:
-            self.saves.save_stopped(at)
+    def _is_due(self, at: Position) -> bool:
+        if at.step in self.done:
             return False
-        if result.top1 > self.evaluations.best:
-            self.evaluations.best = result.top1
+        if at.step >= self.session.last_step:
+            return True
+        if at.step and at.images_in_epoch == 0 and at.epoch % self.config.test_epoch_interval == 0:
+            return True
+        interval = self.config.test_step_interval
+        return bool(at.step and interval) and at.step % interval == 0
+
+    def _evaluate(self, at: Position) -> None:
+        """Evaluate the model, and its EMA if there is one, and report it.
+
+        A checkpoint of the best one is saved; the EMA counts, if there is one. Training stops where
+        a signal stops the evaluation, or if too many images cannot be read.
+        """
+        session = self.session
+        result, ema = self._measure(), None
+        if result and self.with_ema:
+            with session.backend.ema_weights():
+                ema = self._measure()
+        if result is None or (self.with_ema and ema is None):
+            return
+        session.bad_images.collect(VAL, self.loader, session.reports.say)
+        result = session.bad_images.left_out_of(result)
+        if session.bad_images.excess:
+            session.stop.exit_code = BAD_IMAGES
+            return
+        epoch = at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
+        session.reports.evaluation(at.step, epoch, result, ema)
+        self.done.add(at.step)
+        top1 = (ema or result).top1
+        if top1 > self.best:
+            self.best = top1
             self.saves.save_best(at)
-        return True
+        session.timer.restart()
 
-    def _must_stop(self) -> bool:
-        if self.batches.failed:
-            self.session.stop.ask(NO_BATCH)
-        if self.session.bad_images.excess:
-            self.session.stop.ask(BAD_IMAGES)
-        if self.log.diverges():
-            self.session.stop.ask(NOT_FINITE)
-        if self.saves.failed_too_often():
-            self.session.stop.ask(NOT_SAVED)
-        return self.session.stop.due()
+    def _measure(self) -> Evaluation | None:
+        """Evaluate the model with its present weights; return None if a signal has stopped it."""
+        session, is_first, count = self.session, self._count == 0, len(self.loader)
+        batches = min(self.config.eval_batches or count, count)
+        with (
+            session.first_run("evaluation", is_first),
+            session.reports.evaluating(batches) as advance_bar,
+        ):
 
-    def _diverged(self) -> bool:
-        """Tell, alike in all processes, whether too many of the last steps were not finite."""
-        self.session.reports.flush()
-        if self.log.diverges():
-            self.session.stop.number = NOT_FINITE
-        return self.session.stop.number == NOT_FINITE
+            def batch_done() -> bool:
+                advance_bar()
+                if not is_first:
+                    session.watchdog.alive()
+                return session.stop.due()
+
+            result = evaluate(
+                self.model, self.objective, self.loader, session.backend, batches, batch_done
+            )
+        self._count += 1
+        session.watchdog.alive()
+        return result

@@ -1,6 +1,8 @@
-"""Names the axes of the mesh of devices, and says along which of them a tensor is sharded.
+"""The device mesh: its axes, and the layout (spec) of each kind of tensor on it.
 
-It is the same for every backend and for the data loader, and needs no device.
+Glossary: an *axis* belongs to the mesh ("fsdp"), a *dimension* to a tensor. A *logical axis* names
+what a dimension counts ("tokens", "heads"). A *spec* lists, for each dimension of a tensor, the
+mesh axes that shard it. All backends and the data loader share this module; it needs no device.
 """
 
 from __future__ import annotations
@@ -9,15 +11,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from training.config import ShardingConfig
 from training.errors import UsageError
-from training.options.config import ShardingConfig
 
 AXES = ("dcn", "fsdp", "domain", "tensor")
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
-"""The mesh axes that each dimension is sharded along, the outermost first; () for none."""
+"""The mesh axes that shard each dimension, the outermost first; () for a replicated dimension."""
 
-LIES_ALONG: dict[str, Axes] = {
+LOGICAL_AXIS_RULES: dict[str, Axes] = {
     "batch": ("dcn", "fsdp"),
     "tokens": ("domain",),
     "tokens between the halves of a block": ("domain", "tensor"),
@@ -28,24 +30,21 @@ LIES_ALONG: dict[str, Axes] = {
     "qkv": (),
     "glu": (),
 }
-"""The axes that each kind of dimension lies along: of activations, and of weights while a block
-computes with them. Which kinds a model's weights have, ``ModelSpec.block_dimensions`` says by
-their names. In between, weights are sharded along "fsdp" and "domain" too
-(``Mesh.parameter_spec``)."""
+"""The mesh axes that shard each logical axis: of activations, and of unsharded parameters while a
+block computes. ``ModelSpec.logical_axes`` gives the logical axes of a model's parameters. At
+rest, parameters are sharded along "fsdp" and "domain" too (``Mesh.parameter_spec``)."""
 
-
-_GATHERED: Axes = ("fsdp", "domain")
-"""What weights are sharded along at rest, and gathered over before they are computed with."""
+_PARAMETER_AXES: Axes = ("fsdp", "domain")
+"""The axes that shard parameters at rest, and over which they are gathered before use."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Holds how many devices each axis has; a device's place is its number in these digits.
+    """The number of devices along each axis. A device's place is its index in row-major order.
 
-    ``dcn``: copies of the parameters, on different slices if there are several. ``fsdp``: what
-    parameters are sharded over, and gathered over before use. ``domain``: what the tokens of an
-    image are sharded over, and parameters, too. ``tensor``: what the work of a block is sharded
-    over (attention heads, MLP columns).
+    ``dcn``: replicas of the parameters, on different slices if there are several. ``fsdp``: shards
+    parameters, which are gathered before use, and the batch. ``domain``: shards the tokens of an
+    image, and parameters. ``tensor``: shards attention heads and MLP columns of each block.
     """
 
     dcn: int = 1
@@ -58,142 +57,150 @@ class Mesh:
         return self.dcn * self.fsdp * self.domain * self.tensor
 
     @property
-    def batch_parts(self) -> int:
-        """Return into how many parts a batch is divided: devices that differ along the other axes
-        only work on the same images."""
-        return math.prod(getattr(self, axis) for axis in LIES_ALONG["batch"])
-
-    @property
-    def devices_a_part(self) -> int:
-        """Return how many devices, next to each other, work on the same part of a batch."""
-        return self.devices // self.batch_parts
-
-    def batch_part(self, place: int) -> int:
-        """Return which part of a batch the device at this place of the mesh works on."""
-        return place // self.devices_a_part
-
-    @property
-    def counts_by_host(self) -> bool:
-        """Tell whether places are counted by slice and host, and not by the devices' numbers."""
-        return self.devices != self.fsdp
-
-    @property
-    def live(self) -> dict[str, int]:
-        """Return the axes that have several devices, with their sizes; on one device "fsdp"."""
+    def axis_sizes(self) -> dict[str, int]:
+        """Return the size of each axis that has several devices; of one device {"fsdp": 1}."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         return {a: size for a, size in sizes.items() if size > 1} or {"fsdp": 1}
 
     def __str__(self) -> str:
-        return "mesh " + " x ".join(f"{axis} {size}" for axis, size in self.live.items())
+        return "mesh " + " x ".join(f"{axis} {size}" for axis, size in self.axis_sizes.items())
 
-    def spec(self, *dimensions: Axes) -> Spec:
-        """Return the spec of these dimensions without the axes that have one device only."""
-        return tuple(tuple(a for a in axes if a in self.live) for axes in dimensions)
+    @property
+    def counts_by_host(self) -> bool:
+        """Return True if places are ordered by slice and host, not by the devices' numbers."""
+        return self.devices != self.fsdp
+
+    # The batch and its images: which part of them a device works on.
+
+    @property
+    def batch_parts(self) -> int:
+        """Return into how many parts a batch is divided. Devices that differ along the other axes
+        only work on the same images."""
+        return math.prod(getattr(self, axis) for axis in LOGICAL_AXIS_RULES["batch"])
+
+    @property
+    def devices_a_part(self) -> int:
+        """Return how many adjacent devices work on the same part of a batch."""
+        return self.devices // self.batch_parts
+
+    def batch_part(self, place: int) -> int:
+        """Return which part of a batch the device at this place works on."""
+        return place // self.devices_a_part
 
     def rows_of(self, rows: int, place: int) -> range:
-        """Return which of ``rows`` rows of an image the device at this place works on.
+        """Return which of an image's ``rows`` adjacent rows the device at this place works on.
 
-        They are next to each other: of 14 rows, 4 devices have 4, 4, 3 and 3.
+        Of 14 rows, 4 devices have 4, 4, 3 and 3.
         """
         index = place // self.tensor % self.domain
         each, more = divmod(rows, self.domain)
         first = index * each + min(index, more)
         return range(first, first + each + (index < more))
 
-    def lying(self, *kinds: str) -> Spec:
-        """Return the spec of a tensor whose dimensions are of these kinds, see ``LIES_ALONG``."""
-        return self.spec(*(LIES_ALONG[kind] for kind in kinds))
+    # Specs of activations.
 
-    def parts(self, spec: Sequence[Axes]) -> int:
-        """Return how many different parts a tensor of this spec is divided into."""
-        return math.prod(self.live[axis] for axes in spec for axis in axes)
+    def spec(self, *dimensions: Axes) -> Spec:
+        """Return the spec of these dimensions, without axes of one device."""
+        return tuple(tuple(a for a in axes if a in self.axis_sizes) for axes in dimensions)
+
+    def logical_spec(self, *logical_axes: str) -> Spec:
+        """Return the spec of a tensor with these logical axes, by ``LOGICAL_AXIS_RULES``."""
+        return self.spec(*(LOGICAL_AXIS_RULES[name] for name in logical_axes))
+
+    def shard_count(self, spec: Sequence[Axes]) -> int:
+        """Return into how many different shards a tensor of this spec is divided."""
+        return math.prod(self.axis_sizes[axis] for axes in spec for axis in axes)
 
     @property
-    def parts_axes(self) -> Axes:
-        """Return the axes of what attention over "domain" has, (domain x images, ...)."""
-        return tuple(a for axes in self.lying("tokens", "batch") for a in axes)
+    def domain_batch_axes(self) -> Axes:
+        """Return the axes that shard dimension 0 of (domain x images, ...), as attention over
+        "domain" has it."""
+        return tuple(a for axes in self.logical_spec("tokens", "batch") for a in axes)
 
-    def kept_spec(self, shape: Sequence[int], images: int, tokens: int) -> Spec | None:
-        """Return how a tensor of a block lies that is kept for the backward pass, without "tensor";
-        None if its shape does not tell."""
+    def saved_activation_spec(self, shape: Sequence[int], images: int, tokens: int) -> Spec | None:
+        """Return the spec of a block's tensor saved for the backward pass; "tensor" shards none.
+
+        None if the shape does not show which dimension is the batch. ``images``, ``tokens``: of one
+        forward pass over all devices.
+        """
         rest: Spec = ((),) * (len(shape) - 1)
         if not shape or shape[0] % images:
             return None
         if self.domain == 1:
-            return (*self.lying("batch"), *rest)
+            return (*self.logical_spec("batch"), *rest)
         if tuple(shape[:2]) == (images, tokens):
-            return (*self.lying("batch", "tokens"), *rest[1:])
-        return (self.parts_axes, *rest) if shape[0] == self.domain * images else None
+            return (*self.logical_spec("batch", "tokens"), *rest[1:])
+        return (self.domain_batch_axes, *rest) if shape[0] == self.domain * images else None
 
-    # -- parameters -------------------------------------------------------------------
+    # Specs of parameters.
 
     def parameter_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
-        """Return how a parameter is kept; its block computes with ``tensor_dim`` sharded, if given.
+        """Return the spec of a parameter at rest. Its block computes with ``tensor_dim`` sharded.
 
-        Sharded evenly: along the largest dimension that has a multiple of the devices. Where
-        "tensor" shards a dimension, "fsdp" and "domain" shard another one, or the parts of the
-        same: gathering over these then leaves what "tensor" needs.
+        Shards are even: the largest dimension that is a multiple of the devices is sharded, over
+        all axes or else over "fsdp" alone; without one the parameter is replicated. Where "tensor"
+        shards a dimension, "fsdp" and "domain" shard another one, or the shards of the same one:
+        gathering over these two then leaves what "tensor" asks for.
         """
         if tensor_dim is None or self.tensor == 1:
-            for axes in self._choices():
-                found = _largest(shape, self.parts([axes]))
+            for axes in self._parameter_axes():
+                found = _largest(shape, self.shard_count([axes]))
                 if found is not None:
                     return self._sharded_along({found: axes}, len(shape))
             return self._sharded_along({}, len(shape))
         others = [1 if d == tensor_dim else size for d, size in enumerate(shape)]
-        parts = self.parts([self.spec(_GATHERED)[0]])
-        found = _largest(others, parts) if parts > 1 else None
+        shards = self.shard_count(self.spec(_PARAMETER_AXES))
+        found = _largest(others, shards) if shards > 1 else None
         if found is not None:
-            along: dict[int, Axes] = {tensor_dim: ("tensor",), found: _GATHERED}
+            along: dict[int, Axes] = {tensor_dim: ("tensor",), found: _PARAMETER_AXES}
             return self._sharded_along(along, len(shape))
-        both = shape[tensor_dim] % (self.tensor * parts) == 0
+        both = shape[tensor_dim] % (self.tensor * shards) == 0
         return self._sharded_along(
-            {tensor_dim: ("tensor", *_GATHERED) if both else ("tensor",)}, len(shape)
+            {tensor_dim: ("tensor", *_PARAMETER_AXES) if both else ("tensor",)}, len(shape)
         )
 
-    def positions_spec(self, shape: Sequence[int]) -> Spec:
-        """Return how a parameter with an entry for each token, (1, tokens, width), is kept.
+    def position_embedding_spec(self, shape: Sequence[int]) -> Spec:
+        """Return the spec of a parameter (1, tokens, width); tokens are a multiple of "domain".
 
-        It lies with the tokens, a multiple of "domain", so that no device ever needs all entries;
-        "fsdp" shards the width.
+        It is sharded as the tokens are, so no device ever holds all entries, and along "fsdp".
         """
         along: dict[int, Axes] = {1: ("domain",)}
         if shape[2] % self.fsdp == 0:
             along[2] = ("fsdp",)
         return self._sharded_along(along, len(shape))
 
-    def gathered_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
-        """Return how a parameter lies while a block computes with it."""
+    def unsharded_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
+        """Return the spec of a parameter while its block computes: only "tensor" shards it."""
         if tensor_dim is None or self.tensor == 1:
             return self._sharded_along({}, len(shape))
         return self._sharded_along({tensor_dim: ("tensor",)}, len(shape))
 
     @property
-    def fewest_parts(self) -> int:
-        """Return of what a dimension must be a multiple for its parameter to be sharded."""
-        return self.parts([self._choices()[-1]])
+    def min_shards(self) -> int:
+        """Return the least number of shards: a parameter is replicated if no dimension is a
+        multiple of it."""
+        return self.shard_count([self._parameter_axes()[-1]])
 
-    def _choices(self) -> list[Axes]:
-        """Return what a parameter may be sharded over: all of a copy, or at least "fsdp"."""
-        wanted: list[Axes] = [(*_GATHERED, "tensor"), _GATHERED, ("fsdp",)]
-        choices = [self.spec(axes)[0] for axes in wanted]
-        return [axes for axes in choices if axes] or [()]
+    def _parameter_axes(self) -> list[Axes]:
+        """Return the axes that may shard a parameter, in order of preference."""
+        wanted: list[Axes] = [(*_PARAMETER_AXES, "tensor"), _PARAMETER_AXES, ("fsdp",)]
+        return [axes for axes in self.spec(*wanted) if axes] or [()]
 
     def _sharded_along(self, axes: dict[int, Axes], dimensions: int) -> Spec:
         return self.spec(*(axes.get(d, ()) for d in range(dimensions)))
 
 
-def _largest(shape: Sequence[int], parts: int) -> int | None:
-    """Return the largest dimension that is a multiple of ``parts``."""
-    divisible = [d for d, size in enumerate(shape) if size % parts == 0]
+def _largest(shape: Sequence[int], shards: int) -> int | None:
+    """Return the largest dimension that is a multiple of ``shards``."""
+    divisible = [d for d, size in enumerate(shape) if size % shards == 0]
     return max(divisible, key=lambda d: shape[d]) if divisible else None
 
 
-# -- from the flags -------------------------------------------------------------------
-
-
 def make_mesh(sharding: ShardingConfig, devices: int, what: str = "device(s) of this run") -> Mesh:
-    """Return the mesh that the flags ask for. Raises UsageError if it has not as many devices."""
+    """Return the mesh of the ``--mesh_*`` flags; ``--mesh_fsdp`` defaults to the devices left.
+
+    Raises UsageError if the sizes do not multiply to ``devices``, which the message calls ``what``.
+    """
     dcn, domain, tensor = sharding.mesh_dcn, sharding.mesh_domain, sharding.mesh_tensor
     fsdp = sharding.mesh_fsdp or max(1, devices // (dcn * domain * tensor))
     mesh = Mesh(dcn=dcn, fsdp=fsdp, domain=domain, tensor=tensor)

@@ -1,29 +1,24 @@
-"""A training step, shared by the loop, ``--compile_only``, ``--self_check`` and the benchmarks."""
+"""One training step, and the batches that steps take; used by training, tools and benchmarks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
+import time
+from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from data.loading.loader import Batch
+from data.files import DataFolderError
+from data.loader import Batch, BatchLoader, prefetch
 from training.backend import Backend, InitializeModule
-from training.losses.objective import Objective
-from training.options.resolve import Run
-from training.updates.parameter_groups import updates_of
-
-
-class Outcome(NamedTuple):
-    """What a step leaves on the device, besides new weights."""
-
-    loss: torch.Tensor
-    """The mean over the global batch."""
-    grad_norm: torch.Tensor
-    """Before clipping."""
-    skipped: torch.Tensor
-    """The counts of steps skipped so far (``training.updates.skipped_steps``)."""
+from training.checkpoints.format import Position
+from training.losses import Objective
+from training.optimizers import updates_of
+from training.resolve import Run
 
 
 def shard_and_optimize(
@@ -31,7 +26,7 @@ def shard_and_optimize(
 ) -> nn.Module:
     """Build the model, fill it, shard it on the backend, and make its optimizer there.
 
-    ``initialize`` fills it with other values than the run's first ones.
+    ``initialize`` fills it; without one it gets the run's random first weights.
     """
     model = run.build_model(backend.constant)
     if initialize is None:
@@ -46,28 +41,15 @@ def shard_and_optimize(
     return sharded
 
 
-def put_micro_batches(backend: Backend, batch: Batch, count: int) -> list[Batch]:
-    """Put a process's share of a batch on the devices, as ``count`` micro-batches."""
-    images, labels = (part.chunk(count) for part in batch)
-    return [backend.put(micro_batch) for micro_batch in zip(images, labels, strict=True)]
+class StepResult(NamedTuple):
+    """What a step leaves on the device, besides new weights."""
 
-
-def forward_backward(
-    model: nn.Module,
-    objective: Objective,
-    backend: Backend,
-    step: int,
-    micro_batches: list[Batch],
-) -> torch.Tensor:
-    """Leave the gradients of the mean loss over all micro-batches; return that loss."""
-    count, losses = len(micro_batches), []
-    for index, (images, labels) in enumerate(micro_batches):
-        backend.begin_step(step * count + index)
-        shown, targets = objective.example(images, labels, step * count + index)
-        loss = objective.loss(model(shown), targets) / count
-        losses.append(loss.detach())
-        backend.backward(loss, is_last=index == count - 1)
-    return backend.mean(sum(losses[1:], start=losses[0]))
+    loss: torch.Tensor
+    """The mean over the global batch."""
+    grad_norm: torch.Tensor
+    """Before clipping."""
+    skipped: torch.Tensor
+    """The counts of skipped steps so far (``training.optimizers``)."""
 
 
 def train_step(
@@ -79,7 +61,78 @@ def train_step(
     *,
     lr: float,
     max_norm: float,
-) -> Outcome:
+) -> StepResult:
     """Update the weights once; ``step`` is the number of updates before."""
     loss = forward_backward(model, objective, backend, step, micro_batches)
-    return Outcome(loss, *backend.optimizer_step(lr, max_norm, loss))
+    return StepResult(loss, *backend.optimizer_step(lr, max_norm, loss))
+
+
+def forward_backward(
+    model: nn.Module,
+    objective: Objective,
+    backend: Backend,
+    step: int,
+    micro_batches: list[Batch],
+) -> torch.Tensor:
+    """Compute the gradients of the mean loss over all micro-batches; return that loss."""
+    count, losses = len(micro_batches), []
+    for index, (images, labels) in enumerate(micro_batches):
+        backend.begin_step(step * count + index)
+        shown, targets = objective.example(images, labels, step * count + index)
+        loss = objective.loss(model(shown), targets) / count
+        losses.append(loss.detach())
+        backend.backward(loss, is_last=index == count - 1)
+    return backend.mean(sum(losses[1:], start=losses[0]))
+
+
+def put_micro_batches(backend: Backend, batch: Batch, count: int) -> list[Batch]:
+    """Put a process's share of a batch on the devices, as ``count`` micro-batches."""
+    images, labels = (part.chunk(count) for part in batch)
+    return [backend.put(micro_batch) for micro_batch in zip(images, labels, strict=True)]
+
+
+class TrainBatches:
+    """Iterates over the training images from any position, each batch as micro-batches."""
+
+    def __init__(
+        self, loader: BatchLoader, backend: Backend, batch_size: int, micro_batches: int
+    ) -> None:
+        self.loader, self._backend = loader, backend
+        self._batch_size, self._micro_batches = batch_size, micro_batches
+        self.last_wait_s = 0.0
+        """The seconds that the newest batch was waited for."""
+        self.failed: DataFolderError | None = None
+        """Why no batch follows those that are ready; known while these are still trained on."""
+
+    def number(self, at: Position) -> int:
+        """Return how many batches come before ``at`` since the start of training."""
+        return at.epoch * len(self.loader) + at.images_in_epoch // self._batch_size
+
+    def after(self, at: Position) -> Position:
+        """Return the position one step, and so one batch, later."""
+        batches_done = at.images_in_epoch // self._batch_size + 1
+        if batches_done == len(self.loader):
+            return Position(at.step + 1, at.epoch + 1, 0)
+        return Position(at.step + 1, at.epoch, batches_done * self._batch_size)
+
+    def rest_of_epoch(self, at: Position) -> Generator[list[Batch]]:
+        """Yield the micro-batches of each step from ``at`` to the end of its epoch."""
+
+        def put(batch: Batch) -> list[Batch]:
+            return put_micro_batches(self._backend, batch, self._micro_batches)
+
+        def failed(error: BaseException) -> None:
+            if isinstance(error, DataFolderError):
+                self.failed = error
+                print(f"warning: {error}: training stops with a checkpoint", file=sys.stderr)
+
+        source = self.loader.epoch(at.epoch, at.images_in_epoch // self._batch_size)
+        depth = self.loader.prefetch_depth
+        with contextlib.closing(prefetch(source, put, depth, failed)) as ready:
+            while True:
+                asked = time.perf_counter()
+                batch = next(ready, None)
+                if batch is None:
+                    return
+                self.last_wait_s = time.perf_counter() - asked
+                yield batch

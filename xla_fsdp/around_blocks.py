@@ -1,17 +1,43 @@
-"""Wrappers around modules: what becomes of their output, bf16, and breaks of the graph."""
+"""Changes what modules compute, from outside: bf16, breaks of the graph, parts around blocks."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
+from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import nn
 
-import xla_fsdp.autocast  # noqa: F401 - makes autocast reach attention
+from xla_fsdp.sharding import Mark, MarkBoth
+
+# -- attention under autocast ----------------------------------------------------------
+#
+# On other devices autocast lowers ``scaled_dot_product_attention`` as any product. For XLA it does
+# not (torch_xla 2.9), so queries and keys that a norm has made fp32 would meet values in bf16,
+# which is an error. Importing this file mends that.
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def _lowered(keys: torch._C.DispatchKeySet, *args, **kwargs) -> torch.Tensor:
+    """Cast fp32 arguments as for other products; the operations inside stay under autocast."""
+    dtype = torch.get_autocast_dtype("xla")
+    lower = [
+        x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in args
+    ]
+    return _ATTENTION.redispatch(keys.remove("AutocastXLA"), *lower, **kwargs)
+
+
+_library = torch.library.Library("aten", "IMPL")
+_library.impl("scaled_dot_product_attention", _lowered, "AutocastXLA", with_keyset=True)
+
+
+# -- wrappers of ``forward`` -----------------------------------------------------------
 
 
 def after_forward(module: nn.Module, apply: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Pass the module's output through ``apply``; the module itself stays as it is."""
+    """Pass the module's output through ``apply``."""
     forward = module.forward
 
     def forward_and_apply(*args, **kwargs):
@@ -21,7 +47,7 @@ def after_forward(module: nn.Module, apply: Callable[[torch.Tensor], torch.Tenso
 
 
 def compute_in_bf16(model: nn.Module) -> None:
-    """Run the forward pass, and so the backward, with matrix products in bf16."""
+    """Compute matrix products of the forward pass, and so of the backward pass, in bf16."""
     forward = model.forward
 
     def forward_in_bf16(*args, **kwargs):
@@ -32,9 +58,9 @@ def compute_in_bf16(model: nn.Module) -> None:
 
 
 def add_in_bf16(blocks: nn.Module) -> None:
-    """Give the first block, or what computes all of them, its input in bf16.
+    """Give the first block, or the loop over all of them, its input in bf16.
 
-    So they add in bf16, too: their products have that dtype.
+    Then residuals are added in bf16 too: products have that dtype.
     """
     forward = blocks.forward
 
@@ -58,3 +84,96 @@ def break_graph_every(n: int, blocks: list[nn.Module], break_graph: Callable[[],
 
     for block in blocks[n - 1 : -1 : n]:
         after_forward(block, break_both_ways)
+
+
+# -- embedding and other parts around the blocks, with sharded images and parameters -----
+
+
+def convolve_by_product(model: nn.Module, mark: Mark) -> None:
+    """Compute convolutions of ``model`` that use each pixel once, in patches, as matrix products.
+
+    libtpu 0.0.21 compiles the weight's gradient of such a convolution over large images for many
+    minutes (docs/findings.md). And where rows are sharded, the partitioner gathers whole images for
+    it. ``mark`` marks (images, rows, ...).
+    """
+    for part in model.modules():
+        if isinstance(part, nn.Conv2d | nn.Conv3d) and _uses_each_pixel_once(part):
+            part.forward = functools.partial(_convolve, part, mark)  # type: ignore[method-assign]
+
+
+def _uses_each_pixel_once(part: nn.Conv2d | nn.Conv3d) -> bool:
+    plain = type(part) in (nn.Conv2d, nn.Conv3d)  # timm's kinds change the weight before
+    plain &= part.groups == 1 and not any(map(int, part.padding)) and set(part.dilation) == {1}
+    return plain and part.stride == part.kernel_size and max(part.kernel_size) > 1
+
+
+def _convolve(part: nn.Conv2d | nn.Conv3d, mark: Mark, images: torch.Tensor) -> torch.Tensor:
+    """Return (batch, width, *grid) for (batch, channels, *size), as the convolution does."""
+    sizes, grid = part.kernel_size, list[int]()
+    x = images
+    for dimension, size in reversed(list(enumerate(sizes, 2))):
+        grid.insert(0, images.shape[dimension] // size)
+        x = x.narrow(dimension, 0, grid[0] * size).unflatten(dimension, (grid[0], size))
+    # (batch, channels, rows, in a patch, columns, in a patch) to (batch, *grid, in a patch)
+    count = len(sizes)
+    places = range(2, 2 + 2 * count, 2)
+    x = x.permute(0, *places, 1, *(place + 1 for place in places)).flatten(1 + count)
+    x = MarkBoth.apply(x, mark)
+    tokens = torch.einsum("bnp,ep->bne", x.flatten(1, count), part.weight.flatten(1))
+    if part.bias is not None:
+        tokens = tokens + part.bias.to(tokens.dtype)
+    return tokens.transpose(1, 2).unflatten(2, grid)
+
+
+def drop_patches_of_whole_images(model: nn.Module, mark_images: Mark) -> None:
+    """Let patches be dropped from whole images, though blocks shard their tokens.
+
+    Where devices have unequal parts of them, XLA ends the process.
+    """
+    drop = getattr(model, "patch_drop", None)
+    if not isinstance(drop, PatchDropout | PatchDropoutWithIndices):
+        return
+    forward = drop.forward
+
+    def forward_with_whole_images(x: torch.Tensor):
+        found = forward(MarkBoth.apply(x, mark_images))
+        if isinstance(found, torch.Tensor):
+            return MarkBoth.apply(found, mark_images)
+        left, indices = found
+        return MarkBoth.apply(left, mark_images), indices
+
+    drop.forward = forward_with_whole_images
+
+
+class _Forward(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self._forward = module, module.forward
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return self._forward(*args, **kwargs)
+
+
+def gather_small_parameters(
+    module: nn.Module, gather: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
+    """Let a block, or the model around its blocks, ``gather`` small parameters before use.
+
+    Small are all that are no weights of layers: vectors, embeddings. At rest they are sharded along
+    some axes of the mesh. Left to itself, the partitioner may shard the features of activations
+    likewise, whose batch is sharded along other axes too, by way of the whole tensor ("Involuntary
+    full rematerialization").
+    """
+    run = _Forward(module)
+    layers = (nn.Linear, nn.Conv2d, nn.Conv3d)
+    large = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, layers)}
+
+    def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        small = {
+            f"module.{name}": gather(name, parameter)
+            for name, parameter in module.named_parameters()
+            if not name.startswith("blocks.") and name not in large
+        }
+        return torch.func.functional_call(run, small, args, kwargs)
+
+    module.forward = forward

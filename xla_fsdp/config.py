@@ -1,11 +1,19 @@
-"""What a run on XLA is asked beside what every backend takes."""
+"""The flags of PyTorch/XLA: TPUs, or virtual devices of the CPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from config_fields import bounded, count, flag
+
+
+def _refuse_cache(folder: str) -> None:
+    raise argparse.ArgumentTypeError(
+        "torch_xla 2.9 writes compiled programs but cannot read them (pytorch/xla issue #9094): "
+        "drop the flag"
+    )
 
 
 @dataclass(frozen=True)
@@ -16,113 +24,112 @@ class XlaConfig:
 
     cpu_devices: int = flag(
         1,
-        "virtual devices when XLA runs on the CPU (default: CPU_NUM_DEVICES of the environment, "
-        "or 1)",
+        "number of virtual devices where XLA runs on the CPU (default: CPU_NUM_DEVICES of the "
+        "environment, or 1)",
         kind=bounded(int, 1, 1024),
         env="CPU_NUM_DEVICES",
         common=True,
     )
     xla_fsdp: Literal["auto", "spmd", "nested"] = flag(
         "auto",
-        "spmd: one program over all devices; nested: XlaFullyShardedDataParallel, a process a "
-        "device; auto: nested if --no_reshard_after_forward or one of the next two flags asks for "
-        "it, else spmd",
+        "form of FSDP; spmd: one program over all devices; nested: XlaFullyShardedDataParallel, "
+        "one process a device; auto: nested where --no_reshard_after_forward, --flatten_parameters "
+        "or --shard_on_cpu requires it, else spmd",
     )
     flatten_parameters: bool = flag(
         False,
-        "nested: one flat parameter per unit",
-        needs=("xla_fsdp=nested",),
-        conflicts=("run_without_fsdp",),
+        "flatten the parameters of each unit into one (nested FSDP)",
+        requires=("xla_fsdp=nested",),
+        incompatible_with=("run_without_fsdp",),
     )
     shard_on_cpu: bool = flag(
         False,
-        "nested: shard each block on the host, before it reaches the device",
-        needs=("xla_fsdp=nested",),
-        conflicts=("run_without_fsdp",),
+        "shard each block on the host, before it is copied to the device (nested FSDP)",
+        requires=("xla_fsdp=nested",),
+        incompatible_with=("run_without_fsdp",),
     )
     scan_blocks: bool | None = flag(
         None,
-        "SPMD: all blocks as one loop in the graph, so that compile time does not grow with depth "
-        "(default: where they are alike and the graph is not broken between them)",
+        "compile the blocks as one loop, so that compile time does not grow with depth (SPMD) "
+        "(default: on where all blocks are alike and the graph is not broken between them)",
     )
     attention: Literal["auto", "sdpa", "flash", "whole"] = flag(
         "auto",
-        "sdpa: PyTorch's product, every token's score for every other in memory; flash: Pallas "
-        "kernels that hold a few at a time (TPU, without --att_dropout); whole: the same of up to "
-        "1024 tokens, all of an image's at once; auto: on TPU whole or, of more tokens, flash",
+        "attention; sdpa: PyTorch's, with all scores in memory; flash: Pallas kernels that hold a "
+        "few scores at a time (TPU, without --att_dropout); whole: Pallas kernels that hold all "
+        "scores of an image, up to 1024 tokens; auto: on TPU whole, or flash for more tokens; on "
+        "the CPU sdpa",
     )
     residual_dtype: Literal["fp32", "bf16"] = flag(
         "fp32",
-        "numbers that blocks add their results to, with --precision bf16; fp32 is what autocast "
-        "has; bf16 halves what is kept of each block and what its norms read",
-        needs=("precision=bf16", "xla_fsdp=spmd"),
+        "dtype of the residual stream with --precision bf16; fp32: as autocast; bf16: half the "
+        "bytes of each block's saved activations and of what its norms read",
+        requires=("precision=bf16", "xla_fsdp=spmd"),
     )
     matmul: Literal["precision", "int8"] = flag(
         "precision",
-        "products of the blocks' linear layers, forward, with --precision bf16: in that, or of "
-        "int8 numbers with a factor for each row of a weight and of what it multiplies; v5e and "
-        "v6e multiply these at twice the pace, and half as much is gathered",
-        needs=("precision=bf16", "xla_fsdp=spmd"),
+        "dtype of the forward matrix products of the blocks' linear layers; precision: that of "
+        "--precision; int8: int8 with a scale for each row of weights and activations, which v5e "
+        "and v6e multiply at twice the throughput, and half the gathered bytes",
+        requires=("precision=bf16", "xla_fsdp=spmd"),
     )
     gather_dtype: Literal["auto", "fp8"] = flag(
         "auto",
-        "numbers that the matrices of scanned blocks are gathered in; fp8: half the bytes of bf16, "
-        "rounded to e4m3 with a factor a row, gradients are not; auto: those of --precision",
-        needs=("xla_fsdp=spmd",),
-        conflicts=("run_without_fsdp", "matmul"),
+        "dtype in which the matrices of scanned blocks are gathered; auto: that of --precision; "
+        "fp8: e4m3 with a scale a row, half the bytes of bf16; gradients are not in fp8",
+        requires=("xla_fsdp=spmd",),
+        incompatible_with=("run_without_fsdp", "matmul"),
     )
     mark_step_after_forward: bool = flag(
         False,
-        "break the graph between forward and backward (TPU smem limit of very large models)",
+        "break the graph between forward and backward, for very large models that exceed the TPU's "
+        "scalar memory (smem)",
     )
     mark_step_every_n_blocks: int = flag(
         0,
-        "break the graph after every N blocks, forward and backward; 0: never",
+        "break the graph after every N blocks, in forward and backward; 0: never",
         kind=count,
     )
     compile_cache_dir: str | None = flag(
         None,
-        "folder that keeps compiled programs; torch_xla 2.9 writes but cannot read them, on TPU "
-        "(its issue #9094) as on the CPU, so each run compiles anew, and says so (default: none)",
+        "refused: torch_xla 2.9 writes compiled programs but cannot read them (default: none)",
+        kind=_refuse_cache,
+        metavar="FOLDER",
     )
     compile_only: bool = flag(
         False,
-        "train nothing: compile the step for --tpu_topology with the TPU compiler, on any machine, "
-        "and tell whether it fits and how fast it could be (see --json); the exit code is 3 if it "
-        "does not fit",
+        "compile the step for --tpu_topology, on any machine, instead of training; prints whether "
+        "it fits and how fast it could be (see --json); exit code 3 if it does not fit",
         common=True,
     )
     tpu_topology: str | None = flag(
         None,
-        "slice for --compile_only, chips along each side: v4:4x4x4 (64 chips), v5e:16x16 (256), "
-        "v5p:4x4x8 (128), v6e:1x1, ...; for --plan several, with commas (default: none)",
+        "TPU slice of --compile_only, chips along each side: v4:4x4x4 (64 chips), v5e:16x16 (256), "
+        "v5p:4x4x8 (128), v6e:1x1, ...; of --plan several, with commas (default: none)",
         metavar="KIND:AxB[xC]",
-        needs=("compile_only|plan",),
+        requires=("compile_only|plan",),
         common=True,
     )
-
     explain: bool = flag(
         False,
-        "with --compile_only: also print the 20 costliest instructions of the step, with the "
-        "module of the model that each comes from and what bounds it; with --hlo_dir also draw the "
-        "step's time by module, explain.png",
-        needs=("compile_only",),
+        "also print the 20 slowest instructions of the step that --compile_only compiled, each "
+        "with its module of the model and what bounds it; with --hlo_dir also draw the step's time "
+        "by module, explain.png",
+        requires=("compile_only",),
     )
     hlo_dir: str | None = flag(
         None,
-        "folder that keeps the scheduled module of each graph of --compile_only as text (default: "
+        "folder for the scheduled HLO module of each graph of --compile_only, as text (default: "
         "none)",
-        metavar="DIR",
-        needs=("compile_only",),
+        metavar="FOLDER",
+        requires=("compile_only",),
     )
+
+    product_multiple: ClassVar[int] = 1
+    """Sizes of matrix products must be multiples of this."""
+    keeps_fp32_weights: ClassVar[bool] = True
+    """Whether weights are stored in fp32 at any precision."""
 
     def shrunk(self) -> XlaConfig:
         """Return the same for a model of a few blocks."""
-        from dataclasses import replace
-
-        every = min(self.mark_step_every_n_blocks, 1)
-        return replace(self, mark_step_every_n_blocks=every)
-
-    product_multiple: ClassVar[int] = 1
-    """Sizes of matrix products are multiples of this."""
-    keeps_fp32_weights: ClassVar[bool] = True
+        return replace(self, mark_step_every_n_blocks=min(self.mark_step_every_n_blocks, 1))

@@ -1,7 +1,7 @@
 """What is used of jax and jaxlib beyond their documented interface, in one place.
 
-JAX is imported as these are called, and not before: ``compile_only`` first tells it, by the
-environment, to leave the TPU alone. Modules, operations and values of MLIR are jaxlib's.
+JAX is imported when these are called, and not before: ``compile_only`` first sets the environment
+that keeps it off the TPU. Modules, operations and values of MLIR are jaxlib's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _hlo() -> Any:
 
 
 def stablehlo_of(hlo: bytes) -> Any:
-    """Return the module of a serialized HLO module of XLA; names of operations stay with them."""
+    """Return the StableHLO module of a serialized HLO module, with the names of operations."""
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
 
@@ -38,7 +38,7 @@ def stablehlo_of(hlo: bytes) -> Any:
 
 
 def text_without_names(hlo: bytes) -> str:
-    """Return a serialized HLO module as text, without what says where operations are from."""
+    """Return a serialized HLO module as text, without the origins of operations."""
     from jax._src.lib import xla_client
 
     options = xla_client._xla.HloPrintOptions()
@@ -52,11 +52,11 @@ def mark_main(
     results: Sequence[str | None],
     donated: dict[int, int],
 ) -> None:
-    """Write into the module's main function how its arguments and results lie on the devices.
+    """Write the shardings of arguments and results into the module's main function.
 
-    ``arguments`` gives an argument's sharding by its number and ``results`` holds one for each
-    result, both in XLA's notation, None for what the compiler is to choose. ``donated`` maps an
-    argument to the result that takes its place.
+    ``arguments`` returns an argument's sharding by its number and ``results`` has one for each
+    result, both in XLA's notation, None where the compiler chooses. ``donated`` maps an argument to
+    the result that takes its memory.
     """
     ir = _ir()
     with module.context:
@@ -81,7 +81,7 @@ def shape_of(value: Any) -> list[int]:
 
 
 def is_int8(value: Any) -> bool:
-    """Tell whether a value of a module is a tensor of int8 numbers."""
+    """Return True if a value of a module is a tensor of int8 numbers."""
     return str(_ir().RankedTensorType(value.type).element_type) == "i8"
 
 
@@ -103,11 +103,11 @@ def first_integer(constant: Any) -> int:
 
 
 Types = Sequence[tuple[str, list[int]]]
-"""Of arrays: MLIR's name of the dtype, and the sizes."""
+"""MLIR's name of the dtype, and the sizes, of each array."""
 
 
 def module_of_kernel(config: str, arguments: Types, results: Types) -> Any:
-    """Return a module of nothing but the call of a Mosaic kernel."""
+    """Return a module with a call of a Mosaic kernel and nothing else."""
     from jax._src.interpreters import mlir
 
     def type_of(kind: str, sizes: list[int]) -> str:
@@ -145,8 +145,8 @@ def compile_for(
     """Compile a module for devices of a compile-only client; returns the executable.
 
     ``numbers`` is the array (replicas, partitions) of the devices' ids, in the mesh's order;
-    ``chosen_by_compiler`` tells of each result whether its sharding is left open. Raises jaxlib's
-    own error if the compiler refuses.
+    ``chosen_by_compiler``: for each result, whether the compiler chooses its sharding. Raises
+    jaxlib's own error if the compiler refuses.
     """
     from jax._src.lib import xla_client
     from jaxlib import _jax
@@ -167,7 +167,7 @@ def compile_for(
 
 
 def result_shardings(executable: Any) -> list[str]:
-    """Return how each result of an executable lies on the devices, in XLA's notation."""
+    """Return the sharding of each result of an executable, in XLA's notation."""
     from jax._src.lib import xla_client
 
     found = executable.get_output_shardings() or []
@@ -177,13 +177,14 @@ def result_shardings(executable: Any) -> list[str]:
 def lower_for_tpu(function: Callable, arrays: Sequence[Any]) -> Any:
     """Lower a function of arrays of these shapes for TPUs, on any machine; returns the module.
 
-    It is written as for export, in the format before the newest: libtpu 0.0.21 does not read that.
+    It is written as for export, in the second newest format:
+    libtpu 0.0.21 does not read the newest.
     """
     import jax
     from jax._src import cloud_tpu_init
     from jax._src.interpreters import mlir
 
-    # On a TPU's host JAX would ask that TPU, which it does not have, how old its software is.
+    # On a TPU's host JAX would ask that TPU, which is not JAX's here, for its software's version.
     on_tpu_host = cloud_tpu_init.running_in_cloud_tpu_vm
     cloud_tpu_init.running_in_cloud_tpu_vm = False
     for_export = mlir.LoweringParameters(for_export=True)
@@ -196,8 +197,9 @@ def lower_for_tpu(function: Callable, arrays: Sequence[Any]) -> Any:
 
 
 # -- the Pallas kernels of flash attention, as functions of JAX arrays ----------------
+#
 # q, k, v: (images, heads, tokens, width). ids: nothing, or of queries and of keys (images, tokens):
-# a query takes the keys of its own number. sums, largest, inner: (images, heads, tokens).
+# a query attends to the keys of its id. sums, largest, inner: (images, heads, tokens).
 
 
 def flash_forward(
@@ -231,41 +233,34 @@ def flash_forward(
     )
 
 
-def flash_query_gradient(*, block: int, **given: Any) -> Any:
-    """Return q's gradient, for the output's gradient ``grad``; see ``_for_backward``."""
+def flash_query_gradient(*given: Any, block: int, key_block: int, scale: float) -> Any:
+    """Return q's gradient. ``given``: see ``_for_backward``."""
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
-    gradient, _ = pallas._flash_attention_bwd_dq(**_for_backward(block=block, **given))
+    arguments = _for_backward(*given, block=block, key_block=key_block, scale=scale)
+    gradient, _ = pallas._flash_attention_bwd_dq(**arguments)
     return gradient
 
 
-def flash_key_gradients(*, block: int, **given: Any) -> tuple[Any, Any]:
-    """Return the gradients of k and of v, for the output's gradient; see ``_for_backward``."""
+def flash_key_gradients(*given: Any, block: int, key_block: int, scale: float) -> tuple[Any, Any]:
+    """Return the gradients of k and of v. ``given``: see ``_for_backward``."""
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
-    return pallas._flash_attention_bwd_dkv(**_for_backward(block=block, **given), block_q=block)
+    arguments = _for_backward(*given, block=block, key_block=key_block, scale=scale)
+    return pallas._flash_attention_bwd_dkv(**arguments, block_q=block)
 
 
 def _for_backward(
-    *,
-    q: Any,
-    k: Any,
-    v: Any,
-    ids: Sequence[Any],
-    sums: Any,
-    largest: Any,
-    grad: Any,
-    inner: Any,
-    scale: float,
-    block: int,
-    key_block: int,
+    q: Any, k: Any, v: Any, *rest: Any, block: int, key_block: int, scale: float
 ) -> dict[str, Any]:
     """Return the arguments that both of Pallas' backward functions take.
 
-    ``inner`` is the sum over each row of the output times its gradient.
+    ``rest``: ids, sums, largest, the output's gradient, and the sum over each row of the output
+    times its gradient.
     """
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
+    *ids, sums, largest, grad, inner = rest
     return {
         "q": q,
         "k": k,

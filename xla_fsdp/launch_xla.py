@@ -1,4 +1,4 @@
-"""Start XLA as the arguments say, and run a function on a backend in every process."""
+"""Starts XLA, and calls a function with a backend in every process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from models import timm_private
 from training.backend import Backend
-from training.errors import StoppedBySignal
-from training.hosts.parent import end_with
-from training.hosts.stopping import ProcessSignals, process_signals
-from training.versions import warn_of_others
-from xla_fsdp import jax_private, libtpu_flags, torch_xla_private
+from training.errors import StoppedBySignal, warn_of_others
+from training.processes.parent import end_with
+from training.processes.stopping import ProcessSignals, process_signals
+from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.resolve_xla import XlaRun, device_type
 from xla_fsdp.starting import StartWatch, watch
 
@@ -27,11 +26,11 @@ Body = Callable[[XlaRun, Backend], None]
 
 
 class NoBackwardYet(TorchFunctionMode):
-    """Refuses backward passes: a context for what a process does before it starts XLA.
+    """A context that refuses backward passes, for all before XLA has started.
 
-    Autograd's engine makes its queues when it first runs, one for each device that is there. XLA's
-    devices are there once the runtime has started. After an earlier backward pass, even on meta,
-    the first one on XLA ends the process ("device_ready_queues_", torch 2.9.0).
+    Autograd makes its queues when it first runs, one for each device that exists. XLA's devices
+    exist once the runtime has started. After an earlier backward pass, even on meta, the first one
+    on XLA ends the process ("device_ready_queues_", torch 2.9.0).
     """
 
     def __torch_function__(
@@ -40,43 +39,43 @@ class NoBackwardYet(TorchFunctionMode):
         if func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
             raise RuntimeError(
                 "a backward pass before XLA has started: autograd would not know XLA's devices. "
-                "Do it in another process, or without autograd (as models/flops.py counts)"
+                "Do it in another process, or without autograd (as models/spec.py counts)"
             )
         return func(*args, **(kwargs or {}))
 
 
 def launch(body: Body, run: XlaRun) -> None:
-    """Call ``body(run, backend)``: once a host for SPMD, once a device for nested FSDP."""
+    """Call ``body(run, backend)`` in one process a host (SPMD), or one a device (nested FSDP)."""
     os.environ.setdefault("PJRT_DEVICE", device_type())
     os.environ["CPU_NUM_DEVICES"] = str(run.own.cpu_devices)
-    # XLA on the CPU has a thread a core; virtual devices that wait for each other need more.
+    # XLA on the CPU has a thread for each core; virtual devices wait for each other and need more.
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * run.own.cpu_devices)))
     import torch_xla
 
     if device_type() == "TPU":
-        libtpu_flags.set_for_this_tpu()
+        tpu.set_for_this_tpu()
     if run.own.xla_fsdp == "spmd":
         _run_spmd(body, run)
     else:
         single = device_type() == "CPU"
         if not single:
-            signal.signal(signal.SIGTERM, _tell_children)
+            signal.signal(signal.SIGTERM, _pass_to_children)
         parent = None if single else os.getpid()
         given_to_all = (process_signals, watch, body, run, parent)
         try:
             torch_xla.launch(_run_nested, args=given_to_all, debug_single_process=single)
         except BrokenProcessPool:
-            if not _told:
+            if not _received:
                 raise
-            raise StoppedBySignal(_told[0]) from None  # before there was anything to write
+            raise StoppedBySignal(_received[0]) from None  # before there was anything to write
 
 
-_told: list[int] = []
+_received: list[int] = []
 
 
-def _tell_children(number: int, frame: FrameType | None) -> None:
+def _pass_to_children(number: int, frame: FrameType | None) -> None:
     """Pass SIGTERM on to the children: it reaches the parent alone, Ctrl-C reaches all."""
-    _told.append(number)
+    _received.append(number)
     for child in multiprocessing.active_children():
         child.terminate()
 
@@ -85,8 +84,6 @@ def _prepare(run: XlaRun) -> None:
     import torch.distributed as dist
     import torch_xla.runtime as xr
 
-    if run.own.compile_cache_dir:
-        xr.initialize_cache(run.own.compile_cache_dir)
     if xr.process_count() > 1:  # checkpoints are planned together
         import torch_xla.distributed.xla_backend  # noqa: F401 - registers xla://
 
@@ -118,10 +115,10 @@ def _run_nested(
     run: XlaRun,
     parent: int | None,
 ) -> None:
-    """Run the body in one process.
+    """Call the body in one of the processes.
 
-    ``_installed`` and ``begun`` come along to be unpickled, see there; ``parent`` is the process
-    that starts the others, None if there are no others.
+    Unpickling ``_installed`` and ``begun`` has installed signal handlers and the watch here.
+    ``parent`` is the process that starts the others, None if there are no others.
     """
     if parent is not None:
         end_with(parent)

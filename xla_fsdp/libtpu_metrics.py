@@ -1,5 +1,5 @@
 """``libtpu_metrics.py PARENT``, a program of its own: for each line that it is given, what libtpu
-tells of its host's memory. It ends with its parent, also while libtpu waits for an answer."""
+reports of its host's memory. It ends with its parent, also while libtpu waits for an answer."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from training.hosts.parent import end_with
+from training.processes.parent import end_with
 
 end_with(int(sys.argv[1]))
 

@@ -1,4 +1,4 @@
-"""Device memory in use, as far as anything tells it; asking never ends a run or holds it up."""
+"""Device memory in use, where it is known; reading it never ends a run or delays it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _METRICS = Path(__file__).with_name("libtpu_metrics.py")
 
 
 class DeviceMemory:
-    """Figures of torch_xla, or of libtpu where it has no answer; none where neither has.
+    """Reads figures of torch_xla, or of libtpu where torch_xla has none.
 
     torch_xla 2.9 has no answer under SPMD: ``xm.get_memory_info`` (torch_xla/core/xla_model.py,
     line 1508) raises "MemoryInfo not supported for SPMD virtual device" (pytorch/xla issue #9022).
@@ -25,31 +25,28 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tells = xr.device_type() != "CPU"
+        self._is_known = xr.device_type() != "CPU"
         self._libtpu: _Libtpu | None = None
 
     def read(self) -> dict[str, int]:
         """Return the bytes in use as ``training.backend.Backend.memory`` does."""
-        if not self._tells:
+        if not self._is_known:
             return {}
         if self._libtpu is None:
             try:
-                return _of_torch_xla(xm.get_memory_info(self._device))
+                info = xm.get_memory_info(self._device)
+                names = {"used": "bytes_used", "peak": "peak_bytes_used", "limit": "bytes_limit"}
+                return {name: info[key] for name, key in names.items() if key in info}
             except Exception:  # noqa: BLE001 - torch_xla does not say what it raises
                 self._libtpu = _Libtpu()
         return self._libtpu.newest()
 
 
-def _of_torch_xla(info: dict[str, int]) -> dict[str, int]:
-    names = {"used": "bytes_used", "peak": "peak_bytes_used", "limit": "bytes_limit"}
-    return {name: info[key] for name, key in names.items() if key in info}
-
-
 class _Libtpu:
-    """libtpu's metrics, asked of a process that is there for it alone.
+    """Reads libtpu's metrics by way of a process of their own.
 
-    libtpu ends the process that it is loaded into where a check of its own fails. An answer comes
-    after its log step, and is told at the next.
+    libtpu ends the process that has loaded it if one of its checks fails. An answer comes after the
+    log step that asked for it, and is logged at the next one.
     """
 
     def __init__(self) -> None:
@@ -76,19 +73,15 @@ class _Libtpu:
         if self._waits:
             return {}
         newest = self._newest
-        self._ask()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._waits = True  # for ever, if the process has ended
+            try:
+                self._process.stdin.write("\n")
+                self._process.stdin.flush()
+            except (OSError, ValueError):
+                self._process = None
         return newest
-
-    def _ask(self) -> None:
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        self._waits = True  # for ever, if the process has ended
-        try:
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        except (OSError, ValueError):
-            self._process = None
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -102,7 +95,7 @@ class _Libtpu:
 
 
 def fullest(used: list[str], total: list[str]) -> dict[str, int]:
-    """Return the figures of the device with most in use, from libtpu's one text for each device."""
+    """Return the figures of the device with most in use; libtpu has a text for each device."""
     devices = [(int(float(u)), int(float(t))) for u, t in zip(used, total, strict=True)]
     most = max(devices, default=(0, 0))
     return {"used": most[0], "limit": most[1]} if most[1] else {}

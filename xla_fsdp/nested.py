@@ -15,22 +15,18 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
-from data.loading.loader import Batch
-from training.checkpoints.shards import Chunk, ShardedTensor, flat_range_boxes
-from xla_fsdp.attention.flash import use_flash
-from xla_fsdp.attention.whole import How, use_whole
+from data.loader import Batch
+from training.backend import InitializeModule
+from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
+from xla_fsdp.optimizer import Momenta, Orthogonalize, orthogonalized_by_all_to_all
+from xla_fsdp.parallelize import parallelize_nested
 from xla_fsdp.resolve_xla import XlaRun
-from xla_fsdp.sharding.patches import convolve_by_product
-from xla_fsdp.sharding.whole_matrices import Momenta, Orthogonalize, exchanged
 from xla_fsdp.torch_xla_private import (
     FLAT_PARAMETER,
     flattened_parameters,
     free_gathered,
-    is_sharded,
-    keeps_linear,
     original_name,
     original_shape,
-    scatter_gradients_as_rows,
     sharded_parameters,
     without_wrappers,
 )
@@ -39,18 +35,11 @@ from xla_fsdp.xla_backend import XlaBackend
 
 class NestedBackend(XlaBackend):
     def __init__(self, run: XlaRun) -> None:
+        super().__init__(run)
         self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
         self.image_rows = range(run.model.sizes.input_shape[1])
-        super().__init__(run)
-        self._fsdp = not run.config.sharding.run_without_fsdp
-
-    @property
-    def _rng_stream(self) -> int:
-        return self.rank
-
-    @property
-    def _part(self) -> int:
-        return self.rank if self._fsdp else 0
+        self._rng_stream, self._fsdp = self.rank, self._recipe.fsdp
+        self._part = self.rank if self._fsdp else 0
 
     def describe(self) -> str:
         if not self._fsdp:
@@ -62,53 +51,20 @@ class NestedBackend(XlaBackend):
             form += ", sharded on the host" if self._own.shard_on_cpu else ""
         return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
 
-    # -- sharding ---------------------------------------------------------------------
-
-    def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
-        if self._own.attention == "flash":
-            use_flash(block, shards=None)
-        elif self._own.attention == "whole":
-            use_whole(block, How())
-        wrapped = self._wrap(block)
-        model.set_submodule(name, wrapped)
-        return wrapped
-
-    def _shard_root(self, model: nn.Module) -> nn.Module:
-        convolve_by_product(model, torch.Tensor.contiguous)
-        root = self._wrap(model)
-        root.register_forward_hook(self._after_forward)
-        return root
+    def shard(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
+        self._model = parallelize_nested(
+            model, units, initialize, self._recipe, self._device, self.constant, self._break_graph
+        )
+        self._model.register_forward_hook(self._after_forward)
+        return self._model
 
     def _after_forward(self, *_: object) -> None:
-        """Let go, in an evaluation, of what the root keeps for the backward pass: it would be an
-        input of the next step, whose graph would be another one."""
+        """Reshard the root after an evaluation's forward pass. It keeps its weights unsharded for
+        the backward pass; they would be an input of the next step, and its graph another one."""
         if not torch.is_grad_enabled():
-            self._let_go_of_gathered()
-
-    def _wrap(self, module: nn.Module) -> nn.Module:
-        if not self._fsdp:
-            return module.to(self._device)
-        # Rows of a parameter as they are, where they divide up: a flat shard has another layout
-        # on a TPU, so each gathered weight and gradient would be copied. (Padding a first
-        # dimension, of 1 in the position embedding, could take many times the memory.)
-        left = [p for p in module.parameters() if not is_sharded(p)]
-        by_row = not self._own.flatten_parameters and all(
-            p.shape[0] % self.world_size == 0 for p in left
-        )
-        unit = XlaFullyShardedDataParallel(
-            module if self._own.shard_on_cpu else module.to(self._device),
-            reshard_after_forward=self._sharding.reshard_after_forward,
-            flatten_parameters=self._own.flatten_parameters,
-            shard_param_on_dim_0=by_row,
-            execute_sharding_on_init=False,  # shard() does, after each unit
-            # Pinned, a gathering is an all-reduce of padded whole weights, other on each rank.
-            pin_layout_in_collective_ops=False,
-            # FSDP's own linear layer runs its backward in fp32 under autocast.
-            **keeps_linear(self._sharding.precision != "fp32"),
-        )
-        if not by_row:
-            scatter_gradients_as_rows(unit, self.world_size)
-        return unit
+            self._reshard()
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -141,14 +97,14 @@ class NestedBackend(XlaBackend):
         xm.reduce_gradients(self._optimizer)
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
 
-    def _let_go_of_gathered(self) -> None:
-        # A forward pass leaves the root's for its backward pass, which an evaluation has not.
+    def _reshard(self) -> None:
+        # The root stays unsharded after a forward pass; an evaluation has no backward pass.
         for unit in self._model.modules():
             if isinstance(unit, XlaFullyShardedDataParallel):
                 free_gathered(unit)
 
     def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
-        return exchanged(momenta, how, self.world_size if self._fsdp else 1)
+        return orthogonalized_by_all_to_all(momenta, how, self.world_size if self._fsdp else 1)
 
     # -- state ------------------------------------------------------------------------
 
@@ -172,12 +128,12 @@ class NestedBackend(XlaBackend):
         }
 
     def _plain_names(self, name: str) -> list[str]:
-        return [plain for plain, _ in self._layout(name)] if self._fsdp else [name]
+        return [plain for plain, _ in self._plain_parameters(name)] if self._fsdp else [name]
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
         return tensor.nbytes
 
-    def _layout(self, name: str) -> list[tuple[str, torch.Size]]:
+    def _plain_parameters(self, name: str) -> list[tuple[str, torch.Size]]:
         """Return names and shapes, in order, of the plain parameters behind a sharded one."""
         unit, shard = self._shards[name]
         parent, _, last = name.rpartition(".")
@@ -196,7 +152,7 @@ class NestedBackend(XlaBackend):
         first = self.rank * values.numel()
         last, base = first + values.numel(), 0
         saved: dict[str, torch.Tensor] = {}
-        for plain_name, shape in self._layout(name):
+        for plain_name, shape in self._plain_parameters(name):
             start, end = max(first - base, 0), min(last - base, shape.numel())
             chunks = []
             for offsets, sizes, flat in flat_range_boxes(shape, start, end):

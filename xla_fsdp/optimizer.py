@@ -1,41 +1,54 @@
-"""Optimizers whose whole step, learning rate included, is one unchanging XLA graph.
+"""Optimizers and the average of the weights, whose whole update is one unchanging XLA graph.
 
-AdamW's moments may be kept in bf16: then they are rounded at random by bits that are part of the
-graph, too.
+So the learning rate is a tensor on the device, and so are the counters and, where AdamW's moments
+are bf16, the random bits that they are rounded with.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
 from timm.optim.lion import Lion
 from torch import nn
 
-from training.updates.newton_schulz import MOMENTUM
-from training.updates.parameter_groups import MOMENTS, Update
-from training.updates.stochastic_rounding import random_bits, to_bf16, upper
-from xla_fsdp.bits import same_bits
+from training.config import EmaConfig
+from training.mesh import Axes, Spec
+from training.optimizers import (
+    MOMENTS,
+    MOMENTUM,
+    Update,
+    exchanged_inside,
+    random_bits,
+    to_bf16,
+    upper,
+    weight_of_newest,
+)
+from xla_fsdp.torch_xla_private import call_computation
 
 _SMALLEST_LR = 1e-30
 """The learning rate that stands for 0: PyTorch's capturable AdamW divides by it, and 0/0 is NaN
 where a gradient was always 0. An update of 1e-30 vanishes in fp32."""
 
 Directions = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Returns, of Muon's parameters and their momenta, what learning rates are multiplied by."""
+"""A function of Muon's parameters and their momenta: the updates before the learning rate."""
 
 
 def parameter_groups(
     parameters: Iterable[tuple[nn.Parameter, Sequence[Update]]],
     constant: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[dict[str, Any]]:
-    """Return PyTorch's groups of parameters that are updated alike.
+    """Return PyTorch's groups of parameters that are updated alike, Muon's first, as a step goes.
 
-    A parameter comes with the updates of those of the plain model that it holds: several of stacked
-    blocks, whose "lr_scale" is then a tensor on the device, which ``constant`` puts there, with an
-    entry for each; none if it does not train. "lr_scale" is None where nothing is scaled. The
-    groups are in the order in which a step updates them: Muon's first.
+    A parameter comes with the updates of the plain model's parameters that it holds: none if it
+    does not train, several if it holds stacked blocks. Then its "lr_scale" is a tensor with an
+    entry for each, put on the device by ``constant``. "lr_scale" is None where nothing is scaled.
     """
     groups: dict[tuple, dict[str, Any]] = {}
     for parameter, updates in parameters:
@@ -67,12 +80,11 @@ def build_optimizer(
     betas: tuple[float, float],
     eps: float,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of these groups, counter and learning rate on the device, its state
-    allocated.
+    """Return the optimizer of these groups, with its state allocated.
 
-    Host numbers in the update would be uploaded one by one, or compiled in.
-    ``empty_like`` gives zeros laid out like a parameter, for the moments, ``scalar`` a device
-    scalar; ``directions`` is for Muon.
+    Counters and learning rates are on the device: host numbers in the update would be uploaded one
+    by one, or compiled in. ``empty_like`` returns zeros laid out like a parameter, for the moments,
+    ``scalar`` a device scalar; ``directions`` is for Muon.
     """
     optimizer: torch.optim.Optimizer
     rules = {group["rule"] for group in groups}
@@ -115,26 +127,22 @@ class MuonAndAdamW(torch.optim.AdamW):
             for parameter in group["params"]
             if group["rule"] == "muon"
         ]
-        if chosen:
-            self._step_muon(chosen)
-        super().step()
-
-    def _step_muon(self, chosen: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
         momenta = [self.state[parameter]["momentum_buffer"] for parameter, _ in chosen]
         for (parameter, _), momentum in zip(chosen, momenta, strict=True):
             assert parameter.grad is not None
             momentum.lerp_(parameter.grad, 1 - MOMENTUM)
-            parameter.grad = None  # AdamW passes it over
+            parameter.grad = None  # AdamW skips it
         found = self._directions([parameter for parameter, _ in chosen], momenta)
         for (parameter, group), direction in zip(chosen, found, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.sub_(direction * group["lr"])
+        super().step()
 
 
 def set_lr(
     optimizer: torch.optim.Optimizer, lr: float, scalar: Callable[[float], torch.Tensor]
 ) -> None:
-    """Give each group its learning rate, a tensor on the device: of stacked blocks one for each."""
+    """Set each group's learning rate, a tensor on the device: one for each of stacked blocks."""
     value = scalar(max(lr, _SMALLEST_LR))
     for group in optimizer.param_groups:
         group["lr"] = value
@@ -148,11 +156,11 @@ def set_lr(
 def step_unless(
     optimizer: torch.optim.Optimizer, skip: torch.Tensor, keys: torch.Tensor | None = None
 ) -> None:
-    """Take the step, but where ``skip``, a boolean device scalar, holds, leave all as it was.
+    """Update the parameters, or change nothing if ``skip``, a boolean device scalar, is true.
 
-    Both outcomes are one graph: what is kept is chosen as it is written, and nothing else is read.
-    ``keys``, where AdamW's moments are bf16: an int32 number on the device for each parameter, from
-    which and the step's number the bits follow that they are rounded by.
+    Both are one graph, which chooses between the old value and the new one as it writes it.
+    ``keys`` are for moments in bf16: an int32 number on the device for each parameter. From it and
+    the step's number follow the random bits that the moments are rounded with.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = [t for p in parameters for t in optimizer.state[p].values()]
@@ -169,13 +177,222 @@ def step_unless(
 def _step_in_fp32(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], keys: torch.Tensor
 ) -> None:
-    kept = [optimizer.state[parameter] for parameter in parameters]
-    for parameter, state in zip(parameters, kept, strict=True):
+    states = [optimizer.state[parameter] for parameter in parameters]
+    for parameter, state in zip(parameters, states, strict=True):
         optimizer.state[parameter] = {name: tensor.float() for name, tensor in state.items()}
     optimizer.step()
-    for parameter, state, key in zip(parameters, kept, keys.unbind(), strict=True):
+    for parameter, state, key in zip(parameters, states, keys.unbind(), strict=True):
         new = optimizer.state[parameter]
         bits = random_bits(parameter.shape, parameter.device, key, new["step"])
         state["exp_avg"].copy_(to_bf16(new["exp_avg"], bits, same_bits))
         state["exp_avg_sq"].copy_(to_bf16(new["exp_avg_sq"], upper(bits), same_bits))
         optimizer.state[parameter] = state
+
+
+# ------------------------------------------------------------------------------------------------
+# Muon's matrices, each gathered on one device while it is orthogonalized.
+#
+# Parameters are sharded; a Newton-Schulz iteration multiplies a whole matrix by itself. So all
+# matrices of one shape (of stacked blocks a stack already) are one batch, which is sharded along
+# its first dimension: each device orthogonalizes some of them.
+
+
+Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
+"""A function of whole matrices, (matrices, rows, columns)."""
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """One of Muon's parameters, which may hold the matrices of several blocks."""
+
+    parameter: nn.Parameter
+    values: torch.Tensor
+    """In the dtype that matrices are orthogonalized in, laid out like the parameter."""
+    matrix: tuple[int, int]
+    """Rows and columns of each matrix, all devices together."""
+
+
+Momenta = Sequence[Momentum]
+
+
+def orthogonalized_by_marks(
+    momenta: Momenta,
+    orthogonalize: Orthogonalize,
+    specs: dict[torch.Tensor, Spec],
+    axes: Axes,
+    devices: int,
+    mark: Callable[[torch.Tensor, Spec], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return the orthogonalized momenta of an SPMD program, whose tensors are global.
+
+    ``specs`` are those of the parameters, and so of their momenta. Matrices are distributed along
+    ``axes``, all of the mesh's, which has ``devices``.
+    """
+
+    def as_batch(each: Momentum) -> torch.Tensor:
+        # A matrix may have three dimensions here: queries, keys and values.
+        shard = mark(each.values * 1, specs[each.parameter])
+        return shard if _count(each) > 1 else shard.unsqueeze(0)
+
+    def of_one_block(each: Momentum) -> tuple[torch.Size, Spec]:
+        stacked = _count(each) > 1
+        return each.values.shape[stacked:], specs[each.parameter][stacked:]
+
+    found: dict[nn.Parameter, torch.Tensor] = {}
+    for alike in _by_shape(momenta, of_one_block):
+        batches = [as_batch(each) for each in alike]
+        batch = torch.cat(batches) if len(batches) > 1 else batches[0]
+        count, first = len(batch), axes if len(batch) > 1 else ()
+        if first:  # unequal parts would come back by way of the whole, too
+            batch = torch.cat([batch, batch.new_zeros(-count % devices, *batch.shape[1:])])
+        way = _to_first_dimension(((), *of_one_block(alike[0])[1]), first)
+        for spec in way:
+            batch = mark(batch * 1, spec)
+        whole = mark(batch * 1, (first, *((),) * (batch.dim() - 1)))
+        matrices = mark(whole.reshape(len(batch), *alike[0].matrix) * 1, (first, (), ()))
+        results = mark(orthogonalize(matrices) * 1, (first, (), ())).reshape(batch.shape)
+        results = mark(results * 1, (first, *((),) * (batch.dim() - 1)))
+        for spec in reversed(way):
+            results = mark(results * 1, spec)
+        parts = results[:count].split([len(b) for b in batches])
+        for each, part in zip(alike, parts, strict=True):
+            own = part.reshape(each.values.shape) * 1
+            found[each.parameter] = mark(own, specs[each.parameter])
+    return [found[each.parameter] for each in momenta]
+
+
+def _to_first_dimension(spec: Spec, axes: Axes) -> list[Spec]:
+    """Return the specs on the way from ``spec`` to dimension 0 sharded along ``axes``.
+
+    One axis after the other: all at once, the partitioner would gather it on each device.
+    """
+    return [
+        (axes[:count], *(tuple(a for a in each if a not in axes[:count]) for each in spec[1:]))
+        for count in range(len(axes))
+    ]
+
+
+def orthogonalized_by_all_to_all(
+    momenta: Momenta, orthogonalize: Orthogonalize, devices: int
+) -> list[torch.Tensor]:
+    """Return the orthogonalized momenta of nested FSDP, of which each process has a part.
+
+    A part is one of ``devices`` equal ranges of a flattened matrix, padded at its end. One exchange
+    between all processes makes whole matrices of parts, another one parts of whole matrices.
+    """
+
+    def exchange(x: torch.Tensor, along: int, into: int) -> torch.Tensor:
+        if devices == 1:
+            return x
+        return xm.all_to_all(x, along, into, devices, pin_layout=False)
+
+    found: dict[nn.Parameter, torch.Tensor] = {}
+    for alike in _by_shape(momenta, lambda each: each.values.shape):
+        rows, columns = alike[0].matrix
+        parts = torch.stack([each.values.flatten() for each in alike])
+        missing = -len(alike) % devices
+        padded = torch.nn.functional.pad(parts, (0, 0, 0, missing))
+        whole = exchange(padded, 0, 1)
+        matrices = whole[:, : rows * columns].reshape(-1, rows, columns)
+        results = orthogonalize(matrices).flatten(1)
+        results = torch.nn.functional.pad(results, (0, whole.shape[1] - rows * columns))
+        for each, own in zip(alike, exchange(results, 1, 0), strict=False):
+            found[each.parameter] = own.reshape(each.values.shape)
+    return [found[each.parameter] for each in momenta]
+
+
+def _count(each: Momentum) -> int:
+    rows, columns = each.matrix
+    return each.values.numel() // (rows * columns)
+
+
+def _by_shape(momenta: Momenta, shape: Callable[[Momentum], object]) -> list[list[Momentum]]:
+    alike: dict[tuple, list[Momentum]] = {}
+    for each in momenta:
+        alike.setdefault((each.matrix, shape(each)), []).append(each)
+    return list(alike.values())
+
+
+# ------------------------------------------------------------------------------------------------
+# The moving average of the weights (EMA).
+
+
+class WeightAverage:
+    """Holds an fp32 average of each parameter, laid out like it."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        zeros_like: Callable[[torch.Tensor], torch.Tensor],
+        scalar: Callable[[float], torch.Tensor],
+        config: EmaConfig,
+    ) -> None:
+        """Start with the parameters' values.
+
+        ``zeros_like`` returns zeros laid out like a parameter, ``scalar`` a device scalar.
+        """
+        self._parameters, self._config = dict(parameters), config
+        self.values = {name: zeros_like(parameter) for name, parameter in parameters.items()}
+        self.updates = scalar(0.0)
+        """How many updates the average has seen."""
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Set the average to the present weights."""
+        for name, parameter in self._parameters.items():
+            self.values[name].copy_(parameter * 1.0)  # the parameter itself would be shared
+
+    @torch.no_grad()
+    def update(self, skipped: torch.Tensor) -> None:
+        """Average the weights after an update; no change if it was ``skipped``: 1.0, else 0.0."""
+        takes = 1 - skipped
+        self.updates.add_(takes)
+        how = self._config
+        weight = weight_of_newest(self.updates, how.model_ema_decay, warmup=how.model_ema_warmup)
+        weight = weight * takes
+        for name, parameter in self._parameters.items():
+            average = self.values[name]
+            average.copy_(_lerp(average, parameter, weight))
+
+    def in_place_of_weights(self, exchanged: Callable[[], None]) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with the average.
+
+        Nothing is copied and no graph changes: parameter and average exchange their data on the
+        devices. ``exchanged`` is called after that, at the start and at the end.
+        """
+
+        def exchange() -> None:
+            for name, parameter in self._parameters.items():
+                average = self.values[name]
+                parameter.data, average.data = average.data, parameter.data
+
+        return exchanged_inside(exchange, exchanged)
+
+
+def _lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``torch.lerp``: exactly ``end`` at weight 1, where torch_xla 2.9's own lerp rounds."""
+    way = end - start
+    return torch.where(weight < 0.5, start + weight * way, end - way * (1 - weight))
+
+
+# ------------------------------------------------------------------------------------------------
+# Reads the bits of numbers on the devices as those of another dtype.
+#
+# torch_xla 2.9 computes ``Tensor.view(dtype)`` on the host, which has to wait for the devices.
+
+
+_TYPES = {torch.float32: xb.Type.F32, torch.int32: xb.Type.S32}
+
+
+def same_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bits of ``x`` as numbers of another dtype of the same size."""
+    (result,) = call_computation("xla::bitcast", [x], _computation(tuple(x.shape), x.dtype, dtype))
+    return result
+
+
+@functools.cache
+def _computation(shape: tuple[int, ...], given: torch.dtype, wanted: torch.dtype) -> object:
+    builder = xb.create_builder("bitcast")
+    x = xb.mkparam(builder, 0, xb.Shape.create(_TYPES[given], shape))
+    return x.bitcast(_TYPES[wanted]).build("bitcast")

@@ -10,34 +10,34 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from xla_fsdp.apart import apart
-from xla_fsdp.int8 import Int8Marks, Int8Product
-from xla_fsdp.kept import KeptInput
+from training.mesh import Spec
+from xla_fsdp.remat import SaveInput
+from xla_fsdp.sharding import MarkAs
+from xla_fsdp.torch_xla_private import dot_general_int8
 
-_NOTHING_ELSE = KeptInput()
-_ROWS = 8
+_SUM_ROWS = 8
 """Rows of ones that a sum is multiplied from: of one row XLA would make a sum again."""
 
 
 def multiply_unfolded(
     block: nn.Module,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    kept: KeptInput | None = None,
+    save: SaveInput | None = None,
     *,
     parts: int,
     int8: Callable[[str], Int8Marks] | None = None,
 ) -> None:
     """Let the linear layers of ``block`` compute by ``product`` and ``add_bias``.
 
-    The batch is sharded into ``parts``. ``int8`` tells of a weight, by its name, how it lies.
-
+    The batch is sharded into ``parts``. ``int8`` returns how a weight of this name is sharded.
     ``gather`` makes a sharded weight whole, where nothing else does: else the partitioner may
-    compute with the shards, and exchange tokens. ``kept`` may hold the results of layers that
-    make more features of less.
+    compute with the shards, and exchange tokens. ``save`` may save the results of layers that have
+    more outputs than inputs.
     """
 
     def compute(name: str) -> Callable[[nn.Linear, torch.Tensor], torch.Tensor]:
@@ -47,7 +47,7 @@ def multiply_unfolded(
             weight = gather(linear.weight) if gather else linear.weight
             widens = linear.out_features > linear.in_features
             rows = "abcdefgh"[: x.dim() - 1]
-            y = product(f"{rows}y,zy->{rows}z", x, weight, kept, marks, widens=widens)
+            y = product(f"{rows}y,zy->{rows}z", x, weight, save, marks, widens=widens)
             return add_bias(y, linear.bias, parts)
 
         return forward
@@ -61,7 +61,7 @@ def product(
     equation: str,
     x: torch.Tensor,
     weight: torch.Tensor,
-    kept: KeptInput | None = None,
+    save: SaveInput | None = None,
     int8: Int8Marks | None = None,
     *,
     widens: bool = True,
@@ -69,10 +69,10 @@ def product(
     """Multiply in autocast's dtype, as ``torch.einsum`` does by the equation.
 
     With ``int8`` in that, and the weight is a sharded one. ``widens``: the result has more features
-    than ``x``, and is kept if ``kept`` keeps such.
+    than ``x``, and is saved if ``save`` saves such.
     """
-    kept = kept or _NOTHING_ELSE
-    results = kept if widens else _NOTHING_ELSE
+    save = save or SaveInput()
+    results = save if widens else SaveInput()
     operand = x
     if torch.is_autocast_enabled("xla"):
         dtype = torch.get_autocast_dtype("xla")
@@ -80,16 +80,26 @@ def product(
     if int8:
         return results.result(Int8Product.apply, equation, operand, weight, int8)
     operand = _Apart.apply(operand)
-    kept.follow(operand, x)
+    save.follow(operand, x)
     return results.result(_Product.apply, equation, operand, weight)
 
 
 def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
-    """Add to a product what its last dimensions are to have more, in the product's dtype.
+    """Add a bias of a product's last dimensions to it, in the product's dtype.
 
     Dimension 0 of the product is sharded into ``parts``.
     """
     return y if bias is None else _AddBias.apply(y, bias, parts)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """Keep what computes ``x`` out of the products with it, which would repeat it for each of
+    their tiles."""
+    import torch_xla.core.xla_model as xm  # here: what uses this is read without XLA, too
+
+    x = x * 1
+    xm.optimization_barrier_([x])
+    return x
 
 
 class _Apart(torch.autograd.Function):
@@ -104,23 +114,24 @@ class _Apart(torch.autograd.Function):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, equation: str, x, weight, known):
+    def forward(ctx, equation: str, x, weight, saved_result):
         ctx.save_for_backward(x, weight)
         ctx.equation = equation
-        return torch.einsum(equation, x, weight) if known is None else known
+        return torch.einsum(equation, x, weight) if saved_result is None else saved_result
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad = apart(grad.to(x.dtype))
-        given, result = ctx.equation.split("->")
-        of_x, of_weight = given.split(",")
-        return (
-            None,
-            torch.einsum(f"{result},{of_weight}->{of_x}", grad, weight),
-            torch.einsum(f"{result},{of_x}->{of_weight}", grad, x),
-            None,
-        )
+        return None, *_gradients(ctx.equation, apart(grad.to(x.dtype)), x, weight), None
+
+
+def _gradients(
+    equation: str, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given, result = equation.split("->")
+    of_x, of_weight = given.split(",")
+    grad_x = torch.einsum(f"{result},{of_weight}->{of_x}", grad, weight)
+    return grad_x, torch.einsum(f"{result},{of_x}->{of_weight}", grad, x)
 
 
 class _AddBias(torch.autograd.Function):
@@ -131,15 +142,95 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # What each device finds for its own images is added up before it is exchanged.
+        # What each device finds for its own images is summed before it is exchanged.
         of_device = grad.unflatten(0, (ctx.parts, -1))
         names = "abcdefgh"[: of_device.dim()]
         summed, left = names[1 : -ctx.dimensions], names[0] + names[-ctx.dimensions :]
         rows = torch.full(
-            (_ROWS, *of_device.shape[1 : 1 + len(summed)]),
-            1 / _ROWS,
+            (_SUM_ROWS, *of_device.shape[1 : 1 + len(summed)]),
+            1 / _SUM_ROWS,
             dtype=grad.dtype,
             device=grad.device,
         )
         sums = torch.einsum(f"z{summed},{names}->z{left}", rows, of_device)
         return grad, sums.to(ctx.dtype).sum((0, 1)), None
+
+
+# ------------------------------------------------------------------------------------------------
+# Matrix products of linear layers in int8, forward: ``--matmul int8``.
+#
+# Each row of a layer's input and each row of its weight, along what the product sums over, is
+# divided by its largest magnitude and rounded to 127 steps on either side; the int32 sums are
+# scaled. A weight is rounded before it is gathered, so that half as much is gathered as in bf16.
+# Gradients are those of a product with the rounded weight, in autocast's dtype; rounding itself
+# has the gradient of doing nothing (Bengio et al., arXiv:1308.3432).
+
+
+_STEPS = 127
+
+
+@dataclass(frozen=True)
+class Int8Marks:
+    """How a weight is sharded: the specs of a weight of a size, at rest and in a product."""
+
+    sharded_spec: Callable[[torch.Size], Spec]
+    whole_spec: Callable[[torch.Size], Spec]
+    mark: MarkAs
+
+    def sharded(self, x: torch.Tensor, size: torch.Size) -> torch.Tensor:
+        """Mark a weight of this size, or numbers of it: 1 in place of some of its sizes."""
+        return self._marked(x, self.sharded_spec(size))
+
+    def gather(self, x: torch.Tensor, size: torch.Size) -> torch.Tensor:
+        return self._marked(self.sharded(x, size), self.whole_spec(size))
+
+    def _marked(self, x: torch.Tensor, spec: Spec) -> torch.Tensor:
+        axes = (axes if n > 1 else () for n, axes in zip(x.shape, spec, strict=True))
+        return self.mark(x * 1, tuple(axes))
+
+
+def linear_weights(block: nn.Module) -> set[str]:
+    """Return the names in a block of its linear layers' weights."""
+    return {f"{name}.weight" for name, part in block.named_modules() if type(part) is nn.Linear}
+
+
+def rounded(x: torch.Tensor, along: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x`` as int8 and fp32 factors that give it back, one for all ``along`` dimensions."""
+    x = x.float()
+    largest = x.abs().amax(along, keepdim=True)
+    factors = torch.where(largest > 0, largest, torch.ones_like(largest)) / _STEPS
+    return torch.round(x / factors).to(torch.int8), factors
+
+
+class Int8Product(torch.autograd.Function):
+    """The product of ``products.product``, computed in int8, with a sharded weight."""
+
+    @staticmethod
+    def forward(ctx, equation: str, x, weight, marks: Int8Marks, saved_result):
+        given, _ = equation.split("->")
+        of_x, of_weight = given.split(",")
+        summed = [name for name in of_weight if name in of_x]
+        x = apart(x)
+        along_x = tuple(of_x.index(name) for name in summed)
+        along_weight = tuple(of_weight.index(name) for name in summed)
+        parts = rounded(weight, along_weight)
+        numbers, factors = (marks.gather(part, weight.shape) for part in parts)
+        ctx.save_for_backward(x, numbers, factors)
+        ctx.equation, ctx.marks, ctx.dtype = equation, marks, weight.dtype
+        if saved_result is not None:
+            return saved_result
+        of_rows, scales = rounded(x, along_x)
+        sums = dot_general_int8(of_rows, numbers, along_x, along_weight)
+        left = [size for at, size in enumerate(numbers.shape) if at not in along_weight]
+        rows = x.dim() - len(along_x)
+        scales = scales.flatten(rows).view(*sums.shape[:rows], *(1,) * len(left))
+        return (sums.float() * scales * factors.view(left)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, numbers, factors = ctx.saved_tensors
+        grad = apart(grad.to(x.dtype))
+        weight = apart((numbers * factors).to(x.dtype))
+        grad_x, grad_weight = _gradients(ctx.equation, grad, x, weight)
+        grad_weight = ctx.marks.sharded(grad_weight, weight.shape).to(ctx.dtype)
+        return None, grad_x, grad_weight, None, None

@@ -1,60 +1,126 @@
-"""Which form of FSDP, mesh and attention a run on XLA has; decided before any device starts."""
+"""Decides a run on XLA before any device starts: form of FSDP, mesh, attention, what is saved."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.checkpoints.lock import check_own
+import torch
+
+from models.blocks import FOLDED
+from training.config import RunConfig
 from training.errors import UsageError
-from training.mesh import Mesh, make_mesh
-from training.options.config import RunConfig
-from training.options.flag_rules import by_field, check_needs
-from training.options.resolve import Run, check_batch, check_rows, resolve_common, resolve_model
-from training.options.teacher_run import with_teacher
-from xla_fsdp import libtpu_flags, torch_xla_private
-from xla_fsdp.attention.choice import resolve_attention, resolve_domain
-from xla_fsdp.compile_only.topologies import Topology, this_chip
+from training.flags import by_field, check_rules
+from training.mesh import LOGICAL_AXIS_RULES, Mesh, make_mesh
+from training.resolve import (
+    Run,
+    check_batch,
+    check_rows,
+    resolve_common,
+    resolve_model,
+    sizes_of_largest,
+)
+from training.teacher import with_teacher
+from xla_fsdp import torch_xla_private, tpu
+from xla_fsdp.attention.sizes import WholeSizes
 from xla_fsdp.config import XlaConfig
-from xla_fsdp.plan.policy import resolve_policy
+from xla_fsdp.estimates import resolve_policy
+from xla_fsdp.tpu import Topology, this_chip
 
 if TYPE_CHECKING:
-    from models.spec import ModelSpec
+    from models.spec import ModelSizes, ModelSpec
 
 XlaRun = Run[XlaConfig]
 
-_GOOGLE = "0x1ae0"
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a plain model becomes a parallel one, every choice made: ``parallelize`` follows it."""
+
+    model: ModelSpec
+    mesh: Mesh
+    fsdp: bool
+    """Parameters are sharded (False: --run_without_fsdp, each device has all)."""
+    attention: str
+    """"sdpa", "flash" or "whole"."""
+    domain_attention: str | None
+    """"ring" or "gather" among the devices that share an image; None where none do, or where the
+    partitioner finds a way by itself: with --mesh_tensor, with dropout in attention."""
+    remat: str
+    """"full", "offload", "selective" or "none"."""
+    scan: bool
+    """All blocks are one loop of the graph."""
+    bf16: bool
+    residual_bf16: bool
+    int8: bool
+    gather_fp8: bool
+    break_graph_every: int
+    """Blocks; 0: never."""
+    gradients_outlive_graph: bool
+    pass_size: int
+    reshard_after_forward: bool
+    """This and the next two: options of nested FSDP."""
+    flatten_parameters: bool
+    shard_on_cpu: bool
 
 
-def device_type() -> str:
-    """ "TPU" or "CPU": what PJRT_DEVICE says, else TPU where chips are attached."""
-    chosen = os.environ.get("PJRT_DEVICE")
-    if chosen:
-        return chosen
-    return "TPU" if tpu_is_attached() else "CPU"
+def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+    """Return by a block parameter's name the dimension that "tensor" shards; others are not named.
+
+    ``dimensions`` are ``ModelSpec.logical_axes``; the parameter is as ``pack`` makes it.
+    """
+    return {
+        name: index
+        for name, kinds in dimensions.items()
+        for index, kind in enumerate(kinds)
+        if "tensor" in LOGICAL_AXIS_RULES[kind]
+    }
 
 
-def tpu_is_attached() -> bool:
-    """Tell whether this host has TPU chips (a look at PCI, starts nothing)."""
-    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
-    if all(vendor.read_text().strip() != _GOOGLE for vendor in vendors):
-        return False  # without the seconds that importing torch_xla takes
-    # Imported, torch_xla would choose the device by itself, and warn of it.
-    os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")
-    return torch_xla_private.available_chips() > 0
+def packed_parts(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+    """Return the parameters that ``pack`` makes (parts, rows, ...), and how many parts each has."""
+    return {name: FOLDED[kinds[0]] for name, kinds in dimensions.items() if kinds[0] in FOLDED}
+
+
+def recipe_of(run: XlaRun) -> Recipe:
+    """Return the choices of a resolved run that ``parallelize`` needs."""
+    config, own, mesh = run.config, run.own, run.mesh
+    drops = run.model.sizes.attn_drop_rate > 0
+    over_domain = mesh.domain > 1 and mesh.tensor == 1 and not drops
+    return Recipe(
+        model=run.model,
+        mesh=mesh,
+        fsdp=not config.sharding.run_without_fsdp,
+        attention=own.attention,
+        domain_attention=config.sharding.domain_attention if over_domain else None,
+        remat=config.sharding.grad_ckpt,
+        scan=bool(own.scan_blocks),
+        bf16=config.sharding.precision == "bf16",
+        residual_bf16=own.residual_dtype == "bf16",
+        int8=own.matmul == "int8",
+        gather_fp8=own.gather_dtype == "fp8",
+        break_graph_every=own.mark_step_every_n_blocks,
+        gradients_outlive_graph=config.data.grad_accum_steps > 1
+        or own.mark_step_every_n_blocks > 0,
+        pass_size=config.data.pass_size,
+        reshard_after_forward=config.sharding.reshard_after_forward,
+        flatten_parameters=own.flatten_parameters,
+        shard_on_cpu=own.shard_on_cpu,
+    )
 
 
 def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
-    """Return the run that the flags ask for on the devices of this machine, or on its slice's.
+    """Return the run of these flags on the devices of this machine or its slice.
 
     Raises UsageError.
     """
     run = _resolve(config, own, device_type(), None)
-    # Asked, not resolved: another model may be scanned, or have its attention computed, otherwise.
-    beside = replace(own, xla_fsdp=run.own.xla_fsdp, mark_step_every_n_blocks=0)
-    return with_teacher(run, lambda config: _resolve(config, beside, device_type(), None))
+    # From the flags, not from ``run``: another model may be scanned or not, its attention another.
+    of_teacher = replace(own, xla_fsdp=run.own.xla_fsdp, mark_step_every_n_blocks=0)
+    return with_teacher(run, lambda config: _resolve(config, of_teacher, device_type(), None))
 
 
 def resolve_for_slice(
@@ -62,7 +128,7 @@ def resolve_for_slice(
 ) -> XlaRun:
     """Return the run as it would be on slices that are not here. Raises UsageError.
 
-    ``model``: the one that the configuration names, if it is open already.
+    ``model``: the configuration's, if it is open already.
     """
     return _resolve(config, own, "TPU", topology, model)
 
@@ -75,9 +141,10 @@ def _resolve(
     model: ModelSpec | None = None,
 ) -> XlaRun:
     config = resolve_common(replace(config, backend="xla"))
-    _check_precision(config)
+    if config.sharding.precision == "fp16":
+        raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
     own, why_form = _resolve_form(config, own)
-    check_needs(config, own)
+    check_rules(config, own)
     _check_form(config, own, device)
     mesh = make_mesh(config.sharding, topology.devices if topology else device_count(own))
     if device == "TPU" and topology is None:
@@ -85,13 +152,12 @@ def _resolve(
     if model is None:  # after what is known at once: timm takes a second
         config, model = resolve_model(config)
     own = _resolve_scan(config, own, model)
-    _check_gather(config, own)
-    check_mesh(mesh, model)
-    config = resolve_domain(config, mesh, model)
+    _check_mesh(mesh, model)
+    config = _resolve_domain(config, mesh, model)
     generation = None
     if device == "TPU":
         generation = topology.generation if topology else torch_xla_private.tpu_generation()
-    own, why_attention = resolve_attention(config, own, model, generation)
+    own, why_attention = _resolve_attention(config, own, model, generation)
     chip = None
     if device == "TPU" and config.sharding.grad_ckpt == "auto":
         chip = topology.chip if topology else this_chip()
@@ -102,73 +168,22 @@ def _resolve(
     return run
 
 
-# -- the form of FSDP -----------------------------------------------------------------
+# -- the form of FSDP, and the loop over blocks ---------------------------------------
 
 
-def _asks_for_nested(config: RunConfig, own: XlaConfig) -> str | None:
-    """Return the flag that only nested FSDP has, if one is given."""
-    given = {
+def _resolve_form(config: RunConfig, own: XlaConfig) -> tuple[XlaConfig, str]:
+    """Decide ``--xla_fsdp``; also returns what has decided it, for the log."""
+    if own.xla_fsdp != "auto":
+        return own, ""
+    asks_for_nested = {
         "--no_reshard_after_forward": not config.sharding.reshard_after_forward,
         "--flatten_parameters": own.flatten_parameters,
         "--shard_on_cpu": own.shard_on_cpu,
     }
-    return next((name for name, is_given in given.items() if is_given), None)
-
-
-def _resolve_form(config: RunConfig, own: XlaConfig) -> tuple[XlaConfig, str]:
-    """Decide ``--xla_fsdp``; returns what has decided it, too."""
-    if own.xla_fsdp != "auto":
-        return own, ""
-    flag = _asks_for_nested(config, own)
-    reason = f"{flag} asks for it" if flag else "by the TPU compiler lighter than nested"
-    return replace(own, xla_fsdp="nested" if flag else "spmd"), f" (--xla_fsdp auto: {reason})"
-
-
-def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaConfig:
-    hindered_by = _hinders_scan(config, own)
-    differ = None if hindered_by else model.why_blocks_differ()
-    scan = not (hindered_by or differ) if own.scan_blocks is None else own.scan_blocks
-    policy = config.sharding.grad_ckpt
-    if policy in ("selective", "offload") and not scan:
-        reason = hindered_by or differ or "--no-scan_blocks"
-        raise UsageError(
-            f"--grad_ckpt {policy} needs scanned blocks, here is {reason}: use --grad_ckpt full"
-        )
-    if own.matmul == "int8" and not scan:
-        reason = hindered_by or differ or "--no-scan_blocks"
-        raise UsageError(f"--matmul int8 needs scanned blocks, here is {reason}: drop one of them")
-    if policy == "offload" and own.mark_step_after_forward:  # the host's memory is the graph's own
-        raise UsageError(
-            "--grad_ckpt offload does not go with --mark_step_after_forward: drop one of the two"
-        )
-    if own.scan_blocks is None:
-        return replace(own, scan_blocks=scan)
-    if own.scan_blocks and hindered_by:
-        raise UsageError(f"--scan_blocks does not go with {hindered_by}: drop one of the two")
-    if own.scan_blocks and differ:
-        raise UsageError(f"--scan_blocks needs blocks that are alike: {differ}")
-    return own
-
-
-def _check_gather(config: RunConfig, own: XlaConfig) -> None:
-    if own.gather_dtype != "auto" and not own.scan_blocks:
-        hindered_by = _hinders_scan(config, own) or "--no-scan_blocks"
-        raise UsageError(
-            f"--gather_dtype {own.gather_dtype} needs scanned blocks, here is {hindered_by}"
-        )
-
-
-def _hinders_scan(config: RunConfig, own: XlaConfig) -> str | None:
-    if own.xla_fsdp == "nested":
-        return "--xla_fsdp nested"
-    if own.mark_step_every_n_blocks:
-        return "--mark_step_every_n_blocks"
-    return None
-
-
-def _check_precision(config: RunConfig) -> None:
-    if config.sharding.precision == "fp16":
-        raise UsageError("--precision fp16 needs --backend cuda: on XLA use bf16")
+    flag = next((name for name, is_given in asks_for_nested.items() if is_given), None)
+    reason = f"{flag} requires it" if flag else "less memory than nested"
+    why = f" (chosen by --xla_fsdp auto: {reason})"
+    return replace(own, xla_fsdp="nested" if flag else "spmd"), why
 
 
 def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
@@ -177,11 +192,11 @@ def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
         for name in ("mesh_dcn", "mesh_fsdp", "mesh_domain", "mesh_tensor"):
             if getattr(sharding, name) != known[name].field.default:
                 raise UsageError(
-                    f"{known[name].names[0]} needs --xla_fsdp spmd: nested FSDP shards over all "
+                    f"{known[name].names[0]} requires --xla_fsdp spmd: nested FSDP shards over all "
                     "devices"
                 )
     elif not sharding.reshard_after_forward:
-        raise UsageError("--no_reshard_after_forward needs --xla_fsdp nested, not spmd")
+        raise UsageError("--no_reshard_after_forward requires --xla_fsdp nested, not spmd")
     if device == "CPU" and own.xla_fsdp == "nested" and own.cpu_devices > 1:
         raise UsageError(
             f"nested FSDP runs on 1 CPU device, not {own.cpu_devices} (XLA's CPU collectives "
@@ -189,41 +204,167 @@ def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
         )
     if config.optimizer.optimizer == "muon" and own.flatten_parameters:
         raise UsageError(
-            "--optimizer muon does not go with --flatten_parameters: drop one of the two"
+            "--optimizer muon is incompatible with --flatten_parameters: drop one of the two"
         )
-    if own.compile_cache_dir and (cache := Path(own.compile_cache_dir)).exists():
-        if not cache.is_dir():
-            raise UsageError(f"--compile_cache_dir {cache} is a file, not a folder")
-        try:
-            check_own(cache, "--compile_cache_dir")  # what is in it is run
-        except OSError as error:
-            raise UsageError(f"--compile_cache_dir {cache}: {error.strerror}") from None
+
+
+def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaConfig:
+    """Decide ``--scan_blocks``. Raises UsageError for flags that require or exclude it."""
+    hindered_by = None
+    if own.xla_fsdp == "nested":
+        hindered_by = "--xla_fsdp nested"
+    elif own.mark_step_every_n_blocks:
+        hindered_by = "--mark_step_every_n_blocks"
+    differ = None if hindered_by else model.why_blocks_differ()
+    scan = not (hindered_by or differ) if own.scan_blocks is None else own.scan_blocks
+    policy = config.sharding.grad_ckpt
+    if not scan:
+        reason = hindered_by or differ or "--no-scan_blocks"
+        needs = f"requires scanned blocks, here is {reason}"
+        if policy in ("selective", "offload"):
+            raise UsageError(f"--grad_ckpt {policy} {needs}: use --grad_ckpt full")
+        if own.matmul == "int8":
+            raise UsageError(f"--matmul int8 {needs}: drop one")
+        if own.gather_dtype != "auto":
+            raise UsageError(f"--gather_dtype {own.gather_dtype} {needs}")
+    if policy == "offload" and own.mark_step_after_forward:  # the host's memory is the graph's own
+        raise UsageError(
+            "--grad_ckpt offload is incompatible with --mark_step_after_forward: drop one"
+        )
+    if own.scan_blocks and hindered_by:
+        raise UsageError(f"--scan_blocks is incompatible with {hindered_by}: drop one of the two")
+    if own.scan_blocks and differ:
+        raise UsageError(f"--scan_blocks requires blocks that are alike: {differ}")
+    return replace(own, scan_blocks=scan)
+
+
+# -- attention ------------------------------------------------------------------------
+
+
+FLASH_FROM = 1025
+"""Tokens from which auto takes flash attention."""
+GATHER_UP_TO = 16_384
+"""Tokens up to which auto gathers keys over "domain": there the TPU compiler expects a step that is
+shorter than a ring's, and memory is the same (docs/domain_parallelism.md)."""
+_NAMES = {"flash": "flash", "sdpa": "PyTorch's", "whole": "whole sequences'"}
+WIDEST_HEAD = 256
+"""The kernels hold rows this wide in a TPU core's vector memory."""
+
+
+def _resolve_attention(
+    config: RunConfig, own: XlaConfig, model: ModelSpec, generation: int | None
+) -> tuple[XlaConfig, str]:
+    """Decide ``--attention``; also returns what the line that describes the run says of it.
+
+    ``generation`` is the TPU's, None without a TPU. Raises UsageError for kernels that cannot be
+    used.
+    """
+    sizes, form = sizes_of_largest(config, model), own.attention
+    of_kernels = _hinders_kernels(config, sizes, generation)
+    of_whole = of_kernels or _hinders_whole(config, sizes, generation or 0)
+    if form != "auto":
+        reason = {"flash": of_kernels, "whole": of_whole}.get(form)
+        if reason:
+            raise UsageError(f"--attention {form} {reason}: use --attention sdpa")
+        return own, "" if form == "sdpa" else f", {_NAMES[form]} attention"
+    if of_kernels:
+        return replace(own, attention="sdpa"), ""
+    form = "flash" if sizes.num_tokens >= FLASH_FROM else "sdpa" if of_whole else "whole"
+    text = f", {_NAMES[form]} attention ({sizes.num_tokens:,} tokens; flash from {FLASH_FROM:,})"
+    return replace(own, attention=form), text
+
+
+def _resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfig:
+    """Decide ``--domain_attention``, if tokens are sharded. Raises UsageError."""
+    if mesh.domain == 1:
+        return config
+    form, hindered = config.sharding.domain_attention, None
+    if model.sizes.attn_drop_rate:
+        hindered = f"has no dropout, here --att_dropout {model.sizes.attn_drop_rate}"
+    if mesh.tensor > 1:
+        hindered = f"is incompatible with --mesh_tensor {mesh.tensor}"
+    if form == "ulysses":
+        raise UsageError("--domain_attention ulysses requires --backend cuda: use ring or gather")
+    if form == "ring" and hindered:
+        raise UsageError(f"--domain_attention ring {hindered}: use gather")
+    if form == "auto":
+        few = model.sizes.num_tokens <= GATHER_UP_TO
+        form = "gather" if hindered or few else "ring"
+    return replace(config, sharding=replace(config.sharding, domain_attention=form))
+
+
+def _hinders_whole(config: RunConfig, sizes: ModelSizes, generation: int) -> str | None:
+    if sizes.num_tokens >= FLASH_FROM:
+        return f"takes up to {FLASH_FROM - 1:,} tokens, this model has {sizes.num_tokens:,}"
+    if config.sharding.mesh_domain > 1:
+        return f"is incompatible with --mesh_domain {config.sharding.mesh_domain}"
+    tokens, dtype = sizes.num_tokens, torch.float32
+    if config.sharding.precision == "bf16":
+        dtype = torch.bfloat16
+    heads = sizes.num_heads // config.sharding.mesh_tensor
+    if not WholeSizes(1, tokens, heads, sizes.head_dim, dtype).fits(generation):
+        return f"has no room in vector memory for {heads} heads of {sizes.head_dim}"
+    return None
+
+
+def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
+    if generation is None:
+        return "requires a TPU: its kernels run nowhere else"
+    if sizes.attn_drop_rate:
+        return f"has no dropout, here --att_dropout {sizes.attn_drop_rate}"
+    tensor, domain = config.sharding.mesh_tensor, config.sharding.mesh_domain
+    if tensor > 1 and domain > 1:
+        return f"is incompatible with --mesh_domain {domain} and --mesh_tensor {tensor} at once"
+    if sizes.head_dim > WIDEST_HEAD:
+        return f"takes heads up to {WIDEST_HEAD} wide, this model's are {sizes.head_dim}"
+    if sizes.value_dim != sizes.head_dim:
+        return f"takes values as wide as keys, this model's are {sizes.value_dim}"
+    return None
 
 
 # -- devices --------------------------------------------------------------------------
 
 
+_GOOGLE = "0x1ae0"
+"""The PCI vendor."""
+
+
+def device_type() -> str:
+    """Return "TPU" or "CPU": PJRT_DEVICE, or else TPU if this host has TPU chips.
+
+    It starts nothing.
+    """
+    if chosen := os.environ.get("PJRT_DEVICE"):
+        return chosen
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    if all(vendor.read_text().strip() != _GOOGLE for vendor in vendors):
+        return "CPU"  # without the seconds that importing torch_xla takes
+    # Imported, torch_xla would choose the device by itself, and warn of it.
+    os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")
+    return "TPU" if torch_xla_private.available_chips() > 0 else "CPU"
+
+
 def device_count(own: XlaConfig) -> int:
-    """Devices the run will use, all hosts together, told without starting them."""
+    """Return the number of devices of the run, all hosts together, without starting them."""
     if device_type() == "CPU":
         return own.cpu_devices
     return torch_xla_private.expected_devices() * slice_count()  # it counts this slice's
 
 
 def slice_count() -> int:
-    """TPU slices of this run, as libtpu is told: by the environment or the TPU VM's metadata."""
+    """Return the number of TPU slices, from the environment or the TPU VM's metadata, as libtpu."""
     name = "MEGASCALE_NUM_SLICES"
     return int(os.environ.get(name) or torch_xla_private.tpu_variables().get(name) or 1)
 
 
-def check_mesh(mesh: Mesh, model: ModelSpec) -> None:
-    """Raises UsageError for a model that cannot be sharded so."""
+def _check_mesh(mesh: Mesh, model: ModelSpec) -> None:
+    """Raises UsageError for a model that this mesh cannot shard."""
     check_rows(mesh, model)
     if mesh.tensor == 1:
         return
     if reason := model.why_no_tensor_parallel():
         raise UsageError(
-            f"--mesh_tensor {mesh.tensor} does not go with --model {model.name}: {reason}"
+            f"--mesh_tensor {mesh.tensor} is incompatible with --model {model.name}: {reason}"
         )
     heads, hidden = model.sizes.num_heads, model.sizes.hidden
     if heads % mesh.tensor:
@@ -246,7 +387,7 @@ def _check_slices(mesh: Mesh) -> None:
 
 
 def check_libtpu() -> None:
-    """Raises UsageError on a TPU if libtpu would end the run for what LIBTPU_INIT_ARGS says."""
+    """Raises UsageError on a TPU if libtpu would end the run because of LIBTPU_INIT_ARGS."""
     if device_type() == "TPU":
-        libtpu_flags.set_for_this_tpu()
-        libtpu_flags.check()
+        tpu.set_for_this_tpu()
+        tpu.check()

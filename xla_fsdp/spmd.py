@@ -1,365 +1,86 @@
-"""SPMD FSDP: one program for all devices, weights sharded by marks on a plain model.
-
-The marks are set directly (``mark_sharding``) rather than through torch_xla's
-SpmdFullyShardedDataParallel: as fast to within 5 % (docs/benchmarks.md), and parameter
-names stay those of the plain model.
-"""
+"""SPMD FSDP: one program for all devices, weights sharded by marks on a plain model."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
+import math
 
 import torch
-import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import nn
 
-from data.loading.loader import Batch
-from models.attention_product import attentions, use_product
-from training.checkpoints.shards import ShardedTensor
-from training.mesh import Axes, Spec
-from xla_fsdp.around_blocks import add_in_bf16, after_forward
-from xla_fsdp.attention import of_heads
-from xla_fsdp.attention.flash import Shards, use_flash
-from xla_fsdp.attention.gathered import Gathered
-from xla_fsdp.attention.parts import FlashProducts, PartProducts, PlainProducts
-from xla_fsdp.attention.ring import Ring
-from xla_fsdp.attention.whole import How, use_whole
-from xla_fsdp.int8 import Int8Marks, int8_marks, linear_weights
-from xla_fsdp.kept import KeptResults, kept_by
-from xla_fsdp.products import multiply_unfolded
-from xla_fsdp.resolve_xla import XlaRun
-from xla_fsdp.scanned_blocks import ScannedBlocks
-from xla_fsdp.sharding.gathering import gather, gather_in_fp8
-from xla_fsdp.sharding.hosts import HostPart, part_of_host
-from xla_fsdp.sharding.marks import Gather, MarkBoth, Scatter
-from xla_fsdp.sharding.patches import convolve_by_product
-from xla_fsdp.sharding.placement import (
-    Sharding,
-    device_order,
-    local_bytes,
+from data.loader import Batch
+from training.backend import InitializeModule
+from training.checkpoints.state import Chunk, ShardedTensor
+from xla_fsdp.hosts import HostPart, part_of_host
+from xla_fsdp.layout import (
+    MeshLayout,
+    device_part,
+    is_stacked,
     local_devices,
-    on_host,
-    partition_spec,
+    name_in_block,
+    plain_names,
+    plain_values,
 )
-from xla_fsdp.sharding.plain_names import device_part, is_stacked, name_in_block, plain_values
-from xla_fsdp.sharding.root import compute_with_whole
-from xla_fsdp.sharding.tensor_parallel import Marks, packed_parts, shard_block, tensor_dims
-from xla_fsdp.sharding.whole_matrices import Momenta, Orthogonalize, distributed
+from xla_fsdp.optimizer import Momenta, Orthogonalize, orthogonalized_by_marks
+from xla_fsdp.parallelize import parallelize_spmd
+from xla_fsdp.resolve_xla import XlaRun
+from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
 from xla_fsdp.xla_backend import XlaBackend
 
 
 class SpmdBackend(XlaBackend):
+    layout_class = MeshLayout
+
     def __init__(self, run: XlaRun) -> None:
-        self._shape = run.mesh
-        live = self._shape.live
-        order = self._device_order()
+        super().__init__(run)
+        self._mesh = run.mesh
+        self._layout = self.layout_class(self._recipe, self._device)
         self.rank, self.world_size = xr.process_index(), xr.process_count()
         self._host: HostPart | None = None
         height = run.model.sizes.input_shape[1]
         # Where no devices share images, torch_xla divides a host's among them by itself.
-        if self.world_size > 1 and self._shape.devices_a_part > 1:
-            self._host = part_of_host(self._shape, order, local_devices(), height)
+        if self.world_size > 1 and self._mesh.devices_a_part > 1:
+            order = self._layout.device_order
+            self._host = part_of_host(self._mesh, order, local_devices(), height)
             self.rank, self.world_size = self._host.rank, self._host.world_size
         self.image_rows = self._host.rows if self._host else range(height)
-        super().__init__(run)
-        self._mesh = xs.Mesh(order, tuple(live.values()), tuple(live))
-        self._replicated_bytes = 0
-        self._scans = bool(run.own.scan_blocks)
-        self._specs: dict[torch.Tensor, Spec] = {}
-        self._kept = kept_by(self._sharding.grad_ckpt if self._scans else "full")
-        self._in_int8: set[str] = set()
-        dimensions = run.model.block_dimensions() if self._shape.tensor > 1 else {}
-        self._tensor_dims, self._packed = tensor_dims(dimensions), packed_parts(dimensions)
-
-    def _device_order(self) -> list[int]:
-        return device_order(self._shape)
-
-    @property
-    def _rng_stream(self) -> int:
-        return 0  # every host traces the same program
 
     def describe(self) -> str:
-        if self._sharding.run_without_fsdp:
+        if not self._recipe.fsdp:
             form = "SPMD data parallel, parameters replicated (--run_without_fsdp)"
         else:
             form = "SPMD FSDP (ZeRO-3), each block a unit"
-            form += ", scanned" if self._scans else ""
-            form += f", {self._shape}"
-            if self._shape.domain > 1:
+            form += ", scanned" if self._recipe.scan else ""
+            form += f", {self._mesh}"
+            if self._mesh.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
-            if self._replicated_bytes:
+            if self._layout.replicated_bytes:
                 form += (
-                    f", {self._replicated_bytes:,} bytes of parameters replicated "
-                    f"(no dimension is a multiple of {self._shape.fewest_parts})"
+                    f", {self._layout.replicated_bytes:,} bytes of parameters replicated "
+                    f"(no dimension is a multiple of {self._mesh.min_shards})"
                 )
-        form += ", residuals in bf16" if self._own.residual_dtype == "bf16" else ""
-        form += ", weights gathered in fp8" if self._own.gather_dtype == "fp8" else ""
-        form += ", linear layers in int8" if self._own.matmul == "int8" else ""
+        form += ", residuals in bf16" if self._recipe.residual_bf16 else ""
+        form += ", weights gathered in fp8" if self._recipe.gather_fp8 else ""
+        form += ", linear layers in int8" if self._recipe.int8 else ""
         return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
 
-    # -- sharding ---------------------------------------------------------------------
-
-    def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
-        if self._scans:
-            return self._stack_block(model, name, block)
-        self._adapt(block)
-        self._place(block, self._tensor_dims)
-        if self._shape.domain > 1 and self._shape.tensor == 1:
-            compute_with_whole(block, self._whole_in_root)
-        self._choose_attention(block)
-        after_forward(block, self._mark_tokens)
-        if name == "blocks.0" and self._own.residual_dtype == "bf16":
-            add_in_bf16(block)
-        return block
-
-    def _stack_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module:
-        """Move a block's values into the stack; the last one leaves the stack in their place."""
-        blocks: nn.Sequential | nn.ModuleList = model.blocks  # type: ignore[assignment]
-        index = int(name.removeprefix("blocks."))
-        if index == 0:
-            self._stack = ScannedBlocks(
-                blocks,
-                adapt=self._adapt,
-                stack=self._stacked_zeros,
-                constant=self.constant,
-                mark_tokens=self._mark_tokens,
-                gather=self._gather,
-                bf16=self._sharding.precision == "bf16",
-                kept=self._kept,
-                mark_kept=self._mark_kept,
-            )
-            self._choose_attention(self._stack.block)
-        self._fill(index, block)
-        if index + 1 == len(blocks):
-            if self._own.residual_dtype == "bf16":
-                add_in_bf16(self._stack)
-            self._run.model.put_blocks(model, self._stack)
-        return block
-
-    def _choose_attention(self, block: nn.Module) -> None:
-        drops = self._run.model.sizes.attn_drop_rate > 0
-        if self._shape.domain > 1 and self._shape.tensor == 1 and not drops:
-            product = self._over_domain().attention
-            for attention in attentions(block):
-                use_product(attention, product)
-        elif self._own.attention != "sdpa" and self._shape.tensor == 1:
-            shards = self._shards(*self._shape.lying("batch"))
-            if self._own.attention == "flash":
-                use_flash(block, shards)
-            else:
-                use_whole(block, How(shards, self._kept))
-
-    def _shards(self, images: Axes, heads: Axes = ()) -> Shards:
-        """Return how kernels are called where images and heads are sharded along these axes."""
-        return Shards(self._mesh, *partition_spec((images, heads)))
-
-    def _over_domain(self) -> Ring:
-        """Return how attention is computed among the devices that share an image."""
-
-        def mark_parts(x: torch.Tensor) -> torch.Tensor:
-            return self._mark(x, (self._shape.parts_axes, *((),) * (x.dim() - 1)))
-
-        def mark_tokens(x: torch.Tensor) -> torch.Tensor:
-            return self._mark(x, self._shape.lying("batch", "width", "tokens", "width"))
-
-        shards = self._shards(self._shape.parts_axes)
-        flash = self._own.attention == "flash"
-        products: PartProducts = FlashProducts(shards) if flash else PlainProducts()
-        how = (self._shape.domain, products, mark_tokens, mark_parts)
-        if self._sharding.domain_attention == "gather":
-            return Gathered(*how, self._mark_images)
-        return Ring(*how)
-
-    def _fill(self, index: int, block: nn.Module) -> None:
-        self._adapt(block)
-        self._stack.fill(
-            index, block, lambda name, values: self._send(values, self._block_spec(name, values))
+    def shard(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
+        self._model = parallelize_spmd(
+            model, units, initialize, self._recipe, self._layout, self._break_graph
         )
-        block.to("meta")  # the host needs no second copy
-
-    def _stacked_zeros(self, name: str, parameter: torch.Tensor, depth: int) -> nn.Parameter:
-        spec = ((), *self._block_spec(name, parameter))
-        shape = torch.Size((depth, *parameter.shape))
-        return self._keep(self._new_state(shape, spec), spec, parameter.requires_grad)
-
-    def _new_state(
-        self, shape: torch.Size, spec: Spec, dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        """Make zeros on the devices, for stacked parameters and AdamW."""
-        return self._mark(torch.zeros(shape, dtype=dtype, device=self._device), spec)
-
-    def _keep(self, values: torch.Tensor, spec: Spec, trains: bool) -> nn.Parameter:
-        """Make a parameter of values that lie on the devices as ``spec`` says."""
-        parameter = nn.Parameter(values, requires_grad=trains)
-        self._specs[parameter] = spec
-        if self._shape.parts(spec) < self._shape.fewest_parts:
-            self._replicated_bytes += parameter.nbytes
-        outlives = self._run.config.data.grad_accum_steps > 1 or self._own.mark_step_every_n_blocks
-        if trains and outlives:
-            parameter.register_post_accumulate_grad_hook(self._shard_gradient)
-        return parameter
-
-    def _shard_gradient(self, parameter: torch.Tensor) -> None:
-        """Shard a gradient that outlives its graph like its parameter.
-
-        It is copied, so that it is no view that keeps its base alive.
-        """
-        assert parameter.grad is not None
-        parameter.grad = self._mark(parameter.grad * 1, self._specs[parameter])
-
-    def _gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        if name in self._in_int8:
-            return weight  # the product rounds and gathers it
-        whole = self._shape.gathered_spec(weight.shape, self._tensor_dims.get(name))
-        lower = self._sharding.precision == "bf16" and weight.dim() > 1
-        used = torch.bfloat16 if lower else weight.dtype
-        how = gather_in_fp8 if self._own.gather_dtype == "fp8" and weight.dim() > 1 else gather
-        return how(weight, used, self._block_spec(name, weight), whole, self._mark)
-
-    def _shard_root(self, model: nn.Module) -> nn.Module:
-        self._place(model, {})
-        convolve_by_product(model, self._mark_rows)
-        if len(self._shape.live) > 1 or self._shape.domain > 1:
-            compute_with_whole(model, self._whole_in_root)
-            after_forward(model, lambda logits: MarkBoth.apply(logits, self._mark_images))
-        if self._shape.tensor > 1:
-            self._drop_from_whole(model)
-        return model
-
-    def _drop_from_whole(self, model: nn.Module) -> None:
-        """Let patches be dropped from whole images, though blocks shard their tokens.
-
-        Where devices have unequal parts of them, XLA ends the process.
-        """
-        drop = getattr(model, "patch_drop", None)
-        if not isinstance(drop, PatchDropout | PatchDropoutWithIndices):
-            return
-        forward = drop.forward
-
-        def of_whole(x: torch.Tensor):
-            found = forward(MarkBoth.apply(x, self._mark_images))
-            if isinstance(found, torch.Tensor):
-                return MarkBoth.apply(found, self._mark_images)
-            kept, indices = found
-            return MarkBoth.apply(kept, self._mark_images), indices
-
-        drop.forward = of_whole
-
-    def _lies_with_tokens(self, name: str, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter's entries, one for each token, are sharded as the tokens are."""
-        if self._shape.domain == 1 or self._sharding.run_without_fsdp:
-            return False
-        named = name in self._run.model.token_parameters
-        return named and parameter.shape[1] % self._shape.domain == 0
-
-    def _whole_in_root(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """Make a parameter whole, or, of one with an entry for each token, those of the tokens."""
-        mark = self._mark_replicated
-        if self._lies_with_tokens(name, parameter):
-            mark = functools.partial(self._mark, spec=self._shape.lying("width", "tokens", "width"))
-        return MarkBoth.apply(parameter, mark)
-
-    def _place(self, module: nn.Module, tensor_dims: dict[str, int]) -> None:
-        """Send parameters that are not there yet to the devices, sharded or replicated."""
-        for name, parameter in list(module.named_parameters()):
-            if parameter.device.type == "xla":
-                continue
-            owner, _, key = name.rpartition(".")
-            spec = self._spec(parameter.shape, tensor_dims.get(name))
-            if self._lies_with_tokens(name, parameter):
-                spec = self._shape.positions_spec(parameter.shape)
-            values = self._send(parameter.detach(), spec)
-            placed = self._keep(values, spec, parameter.requires_grad)
-            module.get_submodule(owner)._parameters[key] = placed
-
-    def _block_spec(self, name: str, parameter: torch.Tensor) -> Spec:
-        return self._spec(parameter.shape, self._tensor_dims.get(name))
-
-    def _spec(self, shape: torch.Size, tensor_dim: int | None) -> Spec:
-        if self._sharding.run_without_fsdp:
-            return ((),) * len(shape)
-        return self._shape.parameter_spec(shape, tensor_dim)
-
-    def _mark(self, x: torch.Tensor, spec: Spec) -> torch.Tensor:
-        xs.mark_sharding(x, self._mesh, partition_spec(spec))
-        return x
-
-    def _activations(self, dimensions: int, *last: str) -> Spec:
-        """Return the spec of activations: the batch first, the last ones of the kinds given."""
-        between: tuple[Axes, ...] = ((),) * (dimensions - 1 - len(last))
-        return (*self._shape.lying("batch"), *between, *self._shape.lying(*last))
-
-    def _mark_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Mark what lies between blocks, and between their halves: (batch, tokens, width)."""
-        kinds = ("tokens between the halves of a block", "width")
-        return self._mark(x, self._activations(x.dim(), *kinds))
-
-    def _mark_kept(self, x: torch.Tensor) -> torch.Tensor:
-        # Unmarked, the partitioner would exchange it between devices.
-        if self._shape.tensor > 1:
-            return self._mark_columns(x) if isinstance(self._kept, KeptResults) else x
-        sizes = self._run.images_a_pass, self._run.model.sizes.num_tokens
-        return self._mark(x, spec) if (spec := self._shape.kept_spec(x.shape, *sizes)) else x
-
-    def _mark_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """Mark (batch, tokens, ..., features) of heads, or of an MLP's columns."""
-        first, last = self._shape.lying("batch", "tokens"), self._shape.lying("heads")
-        return self._mark(x, (*first, *((),) * (x.dim() - 3), *last))
-
-    def _mark_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Mark (images, rows, ...)."""
-        return self._mark(x, (*self._shape.lying("batch", "tokens"), *((),) * (x.dim() - 2)))
-
-    def _mark_images(self, x: torch.Tensor) -> torch.Tensor:
-        """Mark what is whole for each image: features, logits."""
-        return self._mark(x, self._activations(x.dim()))
-
-    def _adapt(self, block: nn.Module) -> None:
-        parts = self._shape.parts(self._shape.lying("batch"))
-        int8 = self._int8_marks if self._own.matmul == "int8" else None
-        if int8:
-            self._in_int8 = linear_weights(block)
-        if self._shape.tensor > 1:
-            marks = replace(self._tensor_marks(parts), int8=int8)
-            shard_block(block, marks, self._kept, self._packed)
-        elif self._scans:
-            multiply_unfolded(block, kept=self._kept, parts=parts, int8=int8)
-        elif self._shape.domain > 1:
-            multiply_unfolded(block, functools.partial(self._gather, ""), parts=parts)
-
-    def _tensor_marks(self, parts: int) -> Marks:
-        shards = self._shards(*self._shape.lying("batch", "heads"))
-        return Marks(
-            gather=lambda x: Gather.apply(x, x.dtype, self._mark_tokens, self._mark_rows),
-            scatter=lambda x: Scatter.apply(x, self._mark_tokens, self._mark_rows),
-            columns=lambda x: MarkBoth.apply(x, self._mark_columns),
-            parts=parts,
-            attention=of_heads.choose(self._own.attention, shards, How(shards, self._kept)),
-        )
-
-    def _int8_marks(self, name: str) -> Int8Marks:
-        """Return how numbers of a weight of a block are marked."""
-        dim, whole = self._tensor_dims.get(name), self._shape.gathered_spec
-        return int8_marks(lambda n: self._spec(n, dim), lambda n: whole(n, dim), self._mark)
-
-    def _send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
-        """Send values from the host to the devices, sharded."""
-        sharding = Sharding(self._mesh, partition_spec(spec), minibatch=minibatch)
-        return xm.send_cpu_data_to_device(values, self._device, sharding)[0]
-
-    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self._new_state(parameter.shape, self._specs[parameter], dtype)
+        return self._model
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
-        # Marked, because results of a step are: an unmarked one would compile anew.
-        return self._mark_replicated(values.to(self._device))
+        return self._layout.constant(values)
 
-    def _mark_replicated(self, value: torch.Tensor) -> torch.Tensor:
-        return self._mark(value, ((),) * value.dim())
+    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._layout.zeros(parameter.shape, self._layout.specs[parameter], dtype)
+
+    def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
+        return self._layout.mark_replicated(x)
 
     # -- a step -----------------------------------------------------------------------
 
@@ -367,48 +88,57 @@ class SpmdBackend(XlaBackend):
         images, labels = (self._put(part) for part in batch)
         return images, labels
 
-    def _batch_spec(self, dimensions: int) -> Spec:
-        """Return the spec of images, whose rows lie as tokens do, or of labels."""
-        spec = self._activations(dimensions)
-        return (*spec[:2], *self._shape.lying("tokens"), *spec[3:]) if dimensions > 1 else spec
-
     def _put(self, share: torch.Tensor) -> torch.Tensor:
-        spec = self._batch_spec(share.dim())
+        spec = self._layout.batch_spec(share.dim())
         if xr.process_count() == 1:
-            return self._send(share, spec)
+            return self._layout.send(share, spec)
         if self._host is None:
-            return self._send(share, spec, minibatch=True)
+            return self._layout.send(share, spec, minibatch=True)
         height = self._run.model.sizes.input_shape[1] if share.dim() > 1 else None
-        return self._send(self._host.in_global_batch(share, height), spec)
+        return self._layout.send(self._host.in_global_batch(share, height), spec)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return value  # the program's tensors are global
 
-    sum = _mark_replicated  # global, too; and every host can read it
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        return self._mark_replicated(value)  # global, too; and every host can read it
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
 
     def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
-        axes, devices = tuple(self._shape.live), self._shape.devices
-        return distributed(momenta, how, self._specs, axes, devices, self._mark)
+        axes, devices = tuple(self._mesh.axis_sizes), self._mesh.devices
+        return orthogonalized_by_marks(
+            momenta, how, self._layout.specs, axes, devices, self._layout.mark
+        )
 
     # -- state ------------------------------------------------------------------------
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())
 
+    def _plain_names(self, name: str) -> list[str]:
+        return plain_names(name, self._run.model.sizes.depth)
+
     def _local_bytes(self, tensor: torch.Tensor) -> int:
-        return local_bytes(tensor)
+        indices = local_shard_indices(tensor)[0]
+        if indices is REPLICATED:
+            return tensor.nbytes
+        return math.prod(i.stop - i.start for i in indices) * tensor.element_size()
 
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        value = on_host(tensor)
-        packed = isinstance(value, ShardedTensor) and self._parts(name) > 0
-        return plain_values(name, value, packed=packed)
+        chunks: dict[tuple[int, ...], Chunk] = {}
+        for shard in xs.XLAShardedTensor(tensor).local_shards:
+            if shard.indices is REPLICATED:
+                return plain_values(name, shard.data, packed=False)
+            offsets = tuple(index.start for index in shard.indices)
+            chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: sharded evenly
+        value = ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
+        return plain_values(name, value, packed=self._packed_parts(name) > 0)
 
-    def _parts(self, name: str) -> int:
-        """Return how many parts a parameter is packed of here, 0 if it is as in the plain model."""
-        return self._packed.get(name_in_block(name) or "", 0)
+    def _packed_parts(self, name: str) -> int:
+        """Return into how many parts a parameter was unfolded, 0 if it is as in the plain model."""
+        return self._layout.packed.get(name_in_block(name) or "", 0)
 
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         stacked = is_stacked(name) and tensor.dim() > 0  # AdamW's step is one for all blocks
@@ -419,9 +149,8 @@ class SpmdBackend(XlaBackend):
             with torch.no_grad():  # (torch_xla's _replace_xla_tensor is undone by the next sync)
                 tensor.copy_(replicated)
             return
-        target = xs.XLAShardedTensor(tensor.detach())
+        target, packed = xs.XLAShardedTensor(tensor.detach()), self._packed_parts(name)
         shards: list[xs.XLAShard] = target.local_shards
         for shard in shards:
-            indices, packed = shard.indices, self._parts(name)
-            shard.data = device_part(sharded, indices, stacked=stacked, packed=packed)
+            shard.data = device_part(sharded, shard.indices, stacked=stacked, packed=packed)
         target.load_local_shards_(shards)

@@ -1,8 +1,8 @@
-"""Telling what is waited for while the TPU runtime starts: until all hosts of the slice have come.
+"""Prints what the TPU runtime waits for while it starts: for all hosts of the slice.
 
-It waits in compiled code that holds Python's lock: no thread of this process can say anything
-then, and no handler of signals runs. So another process says what is waited for (this file, run as
-a program), and signals have their default action meanwhile.
+It waits in compiled code that holds Python's lock: no thread of this process can print then, and no
+signal handler runs. So another process prints (this file, run as a program), and signals have their
+default action meanwhile.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _SIGACTION_BYTES = 256  # more than the C library's struct has
 
 
 class StartWatch:
-    """Tells what is waited for between ``begin`` and ``end``, and lets signals end the process."""
+    """Prints between ``begin`` and ``end``, and lets signals end the process meanwhile."""
 
     def __init__(self) -> None:
-        self._teller: subprocess.Popen[bytes] | None = None
+        self._printer: subprocess.Popen[bytes] | None = None
         self._before: dict[int, ctypes.Array[ctypes.c_char]] = {}
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        """Become, in the process where this is unpickled, that one's own watch, begun there.
+        """Unpickle as the other process's own watch, started there.
 
-        torch_xla starts the runtime of a nested run in processes of its own, after it has
-        unpickled there what the function is given.
+        torch_xla starts the runtime of a nested run in processes of its own, after it has unpickled
+        the function's arguments there.
         """
         return _begin_here, ()
 
     def begin(self, group: int) -> None:
-        """Begin to wait; of the processes of a host with one ``group``, one tells."""
+        """Start; of the processes of a host with the same ``group``, one prints."""
         words = [str(group), _what_is_waited_for(), str(FIRST_SECONDS), str(EVERY_SECONDS)]
-        self._teller = subprocess.Popen(
+        self._printer = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *words], stdin=subprocess.PIPE
         )
         libc = ctypes.CDLL(None)
@@ -52,16 +52,16 @@ class StartWatch:
                 libc.sigaction(number, default, None)
 
     def end(self) -> None:
-        """End the waiting; this does nothing where nothing was begun."""
+        """End; does nothing if nothing was started."""
         libc = ctypes.CDLL(None)
         while self._before:
             number, before = self._before.popitem()
             libc.sigaction(number, before, None)
-        if self._teller:
-            assert self._teller.stdin
-            self._teller.stdin.close()
-            self._teller.wait()
-            self._teller = None
+        if self._printer:
+            assert self._printer.stdin
+            self._printer.stdin.close()
+            self._printer.wait()
+            self._printer = None
 
 
 watch = StartWatch()
@@ -77,7 +77,7 @@ def _what_is_waited_for() -> str:
 
     try:
         hosts, this = hosts_of_slice()
-    except Exception:  # noqa: BLE001 - whatever the metadata server says: the run can do without
+    except Exception:  # noqa: BLE001 - whatever the metadata server answers: it is only a message
         return "it starts when this program runs on all hosts of the slice"
     if len(hosts) == 1:
         return "another program may hold the chips"
@@ -88,10 +88,10 @@ def _what_is_waited_for() -> str:
     )
 
 
-def tell(group: str, waited_for: str, first: str, every: str) -> None:
-    """Tell on stderr now and then what is waited for, until stdin ends.
+def report(group: str, waited_for: str, first: str, every: str) -> None:
+    """Print on stderr now and then what the runtime waits for, until stdin ends.
 
-    It is open while the process that waits lives and waits.
+    stdin is open as long as the other process waits.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     begin, pause = time.monotonic(), float(first)
@@ -111,4 +111,4 @@ def tell(group: str, waited_for: str, first: str, every: str) -> None:
 
 
 if __name__ == "__main__":
-    tell(*sys.argv[1:])
+    report(*sys.argv[1:])

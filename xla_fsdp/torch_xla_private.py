@@ -6,8 +6,7 @@ a device, and another version may lack one name of many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 WRITTEN_FOR = {"torch_xla": "2.9.0"}
 
 REPLICATED = Ellipsis
-"""Stands for the indices of a shard that is the whole tensor."""
+"""Instead of the indices of a shard that is the whole tensor."""
 
 
 def _xlac() -> Any:
@@ -31,7 +30,7 @@ def _tpu() -> Any:
     return tpu
 
 
-# -- the host's TPU chips, told without starting them ---------------------------------
+# -- the host's TPU chips, without starting them ---------------------------------------
 
 
 def available_chips() -> int:
@@ -55,7 +54,7 @@ def tpu_generation() -> int:
 
 
 def tpu_type() -> str:
-    """Return the slice's kind, "v5p" say. Raises OSError or KeyError where nothing tells it."""
+    """Return the slice's kind, "v5p" say. Raises OSError or KeyError if it is unknown."""
     return _tpu().get_tpu_type()
 
 
@@ -73,19 +72,11 @@ def set_libtpu_defaults(generation: int) -> None:
     """Set the environment as importing torch_xla does on a TPU of this generation."""
     import torch_xla
 
-    with _put_back():
-        tpu = _tpu()
-        tpu.num_available_chips = lambda: 1
-        tpu.version = lambda: generation
-        torch_xla._setup_default_env()
-
-
-@contextmanager
-def _put_back() -> Iterator[None]:
     tpu = _tpu()
     functions = tpu.num_available_chips, tpu.version
+    tpu.num_available_chips, tpu.version = lambda: 1, lambda: generation
     try:
-        yield
+        torch_xla._setup_default_env()
     finally:
         tpu.num_available_chips, tpu.version = functions
 
@@ -99,7 +90,8 @@ def local_device_names() -> list[str]:
 
 
 def local_shard_indices(tensor: torch.Tensor) -> list[Any]:
-    """Return what each of this host's devices has: a slice a dimension, or ``REPLICATED``."""
+    """Return the part that each of this host's devices has: a slice for each dimension, or
+    ``REPLICATED``."""
     (places,) = _xlac()._get_local_shard_replica_and_indices([tensor])
     return [indices for _, indices in places]
 
@@ -120,7 +112,7 @@ def call_computation(
 
 
 def moved_to(memory: str, x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in another memory: "pinned_host", or "device"."""
+    """Return ``x`` in the memory "pinned_host" or "device"."""
     (moved,) = _xlac()._xla_custom_call(
         [x],
         "annotate_device_placement",
@@ -156,7 +148,7 @@ def dot_general_int8(
 ) -> torch.Tensor:
     """Return int32 sums of products of two int8 tensors along these dimensions of each.
 
-    What is left of the first one's dimensions comes before what is left of the second one's.
+    The other dimensions of ``left`` come before those of ``right``.
     """
     import torch
 
@@ -179,7 +171,7 @@ def dynamic_update_slice(stacked: Any, value: Any, index: Any) -> Any:
 
 
 def lowering_context(name: str) -> Any:
-    """Return what lowers tensors' recorded computations, and numbers the data they are given."""
+    """Return a context that lowers recorded computations and numbers the data they are given."""
     return _xlac().lowering.LoweringContext(name)
 
 
@@ -207,7 +199,7 @@ def data_behind(tensor: torch.Tensor) -> set[int]:
 
 
 def need_computing(tensors: list[torch.Tensor]) -> list[bool]:
-    """Tell of each tensor whether it is a recorded computation, and not data on the device."""
+    """Return, for each tensor, True if it is a recorded computation and not data on the device."""
     return _xlac()._check_tensor_need_materialization(tensors)
 
 
@@ -222,12 +214,12 @@ def hlo_proto(results: list[torch.Tensor]) -> bytes:
 
 
 def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let ``tensor`` show the value of another one, whatever its storage says of its size."""
+    """Give ``tensor`` the value of another one, whatever size its storage has."""
     _xlac()._replace_xla_tensor(tensor, value)
 
 
 def forget_all_reduces(device: str) -> None:
-    """Let the next collective wait for none before it, as after an execution."""
+    """Make the next collective independent of those before it, as after an execution."""
     _xlac()._set_all_reduce_token(device, None)
 
 
@@ -235,44 +227,45 @@ def forget_all_reduces(device: str) -> None:
 
 
 def keep_scopes() -> None:
-    """Keep of each operation, from now on, which scopes it was recorded in, for the HLO."""
+    """Record the scopes of each operation, from now on, for the HLO."""
     _xlac()._set_ir_debug(True)
 
 
 def open_scope(name: str) -> Any:
-    """Open a scope in this thread; it is closed when the returned object goes away."""
+    """Open a scope in this thread; it is closed when the returned object is freed."""
     return _xlac().profiler.scope_pusher(name)
 
 
 # -- nested FSDP ----------------------------------------------------------------------
 
 FLAT_PARAMETER = "flat_param_"
-"""How the name of a parameter begins that holds several ones, flattened; a number follows."""
+"""The start of the name of a flat parameter, which holds several parameters; a number follows."""
 _WRAPPERS = {"", "_fsdp_wrapped_module", "_fpw_module"}
 
 
 def without_wrappers(name: str) -> str:
-    """Return a parameter's name in the plain model: without what FSDP puts around modules."""
+    """Return a parameter's name in the plain model, without FSDP's wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Tell whether an inner unit of FSDP has sharded the parameter already."""
+    """Return True if an inner unit of FSDP has sharded the parameter already."""
     return hasattr(parameter, "_is_sharded")
 
 
 def original_name(shard: torch.Tensor) -> str:
-    """Return the name in its unit of the parameter that a shard is of."""
+    """Return the name, in its unit, of the parameter of a shard."""
     return shard._orig_name  # type: ignore[attr-defined]
 
 
 def original_shape(shard: torch.Tensor) -> torch.Size:
-    """Return the shape of the parameter that a shard is of."""
+    """Return the shape of the parameter of a shard."""
     return shard._orig_size  # type: ignore[attr-defined]
 
 
 def flattened_parameters(unit: Any, number: int) -> tuple[list[str], list[torch.Size]]:
-    """Return names in the unit, and shapes, of what its flat parameter of this number holds."""
+    """Return the names in the unit and the shapes of the parameters in its flat parameter of this
+    number."""
     names, shapes, _ = unit.module.metadata(number)
     return names, shapes
 
@@ -283,20 +276,20 @@ def sharded_parameters(unit: Any) -> list[Any]:
 
 
 def free_gathered(unit: Any) -> None:
-    """Let one unit of FSDP forget what it has gathered; its next pass gathers anew."""
+    """Free the gathered weights of one unit of FSDP; its next pass gathers them again."""
     unit._free_full_params(apply_opt_barrier=False)
 
 
-def keeps_linear(kept: bool) -> dict[str, bool]:
-    """Return the option of FSDP by which linear layers stay PyTorch's own, or are replaced."""
-    return {"_use_xla_patched_linear": not kept}
+def linear_option(pytorchs_own: bool) -> dict[str, bool]:
+    """Return the option of FSDP that leaves linear layers PyTorch's own, or replaces them."""
+    return {"_use_xla_patched_linear": not pytorchs_own}
 
 
 def scatter_gradients_as_rows(unit: Any, devices: int) -> None:
     """Let a unit scatter its flat gradients as rows of 128.
 
-    Of one dimension, the TPU compiler makes an all-reduce. FSDP pads flat gradients to whole rows
-    a device.
+    With one dimension the TPU compiler makes it an all-reduce. FSDP pads flat gradients to whole
+    rows for each device.
     """
     from torch_xla.distributed.fsdp.utils import BucketizedReduceScatter
 

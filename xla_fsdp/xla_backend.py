@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -15,27 +16,53 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch import nn
-from torch_xla.distributed.fsdp import checkpoint_module
-from tqdm import tqdm
 
-from data.loading.loader import BatchLoader
-from data.loading.share import Share
-from models.meta import fill_buffers
+from data.loader import BatchLoader, Share
 from training.backend import InitializeModule, State, pass_seed
-from training.hosts.stopping import largest_of_all
-from training.updates.newton_schulz import lr_factor, ns_dtype, orthogonalized
-from training.updates.parameter_groups import Update, Updates
-from training.updates.skipped_steps import count_skipped, no_counts, not_finite
-from training.updates.stochastic_rounding import key_of
-from xla_fsdp import tpu_chips
-from xla_fsdp.around_blocks import break_graph_every, compute_in_bf16
-from xla_fsdp.ema import WeightAverage
-from xla_fsdp.host_state import HostState, copy_to_host
+from training.optimizers import (
+    UPDATES,
+    Update,
+    Updates,
+    count_skipped,
+    key_of,
+    lr_factor,
+    no_counts,
+    not_finite,
+    ns_dtype,
+    orthogonalized,
+)
+from training.processes.stopping import largest_of_all
+from xla_fsdp import tpu
 from xla_fsdp.memory import DeviceMemory
-from xla_fsdp.optimizer import build_optimizer, parameter_groups, set_lr, step_unless
-from xla_fsdp.resolve_xla import XlaRun
-from xla_fsdp.sharding.plain_names import plain_names
-from xla_fsdp.sharding.whole_matrices import Momenta, Momentum, Orthogonalize
+from xla_fsdp.optimizer import (
+    Momenta,
+    Momentum,
+    Orthogonalize,
+    WeightAverage,
+    build_optimizer,
+    parameter_groups,
+    set_lr,
+    step_unless,
+)
+from xla_fsdp.resolve_xla import XlaRun, recipe_of
+
+
+@dataclass(frozen=True)
+class DeviceTensor:
+    """A tensor on the devices, and its copies on the host: one for each plain tensor in it."""
+
+    name: str
+    """The parameter's, on the devices; its optimizer state and its average have the same."""
+    tensor: torch.Tensor
+    values: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HostState(State):
+    """A state copied to the host, which knows the tensors that it came from."""
+
+    is_copy = True
+    origins: list[DeviceTensor] = field(default_factory=list)
 
 
 class XlaBackend(abc.ABC):
@@ -45,10 +72,11 @@ class XlaBackend(abc.ABC):
     world_size: int
     image_rows: range
     compiles = True
-    _scans = False  # blocks run as one loop, which recomputes them by itself
+    _model: nn.Module
 
     def __init__(self, run: XlaRun) -> None:
         self._run, self._own, self._sharding = run, run.own, run.config.sharding
+        self._recipe = recipe_of(run)
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._device = torch_xla.device()
         self._memory = DeviceMemory(self._device)
@@ -60,22 +88,18 @@ class XlaBackend(abc.ABC):
 
     # -- the form of FSDP -------------------------------------------------------------
 
-    @property
-    @abc.abstractmethod
-    def _rng_stream(self) -> int:
-        """The number of the stream of random numbers that this process draws dropout from."""
-
-    @property
-    def _part(self) -> int:
-        """The number of this process among those that hold different parts of a parameter, which is
-        one tensor to each of them."""
-        return 0
+    _rng_stream = 0
+    """The stream of random numbers that this process draws dropout from. Under SPMD every host
+    traces the same program."""
+    _part = 0
+    """This process's number among those that hold different parts of a parameter, which is a
+    tensor of its own to each of them."""
 
     @abc.abstractmethod
-    def _shard_block(self, model: nn.Module, name: str, block: nn.Module) -> nn.Module: ...
-
-    @abc.abstractmethod
-    def _shard_root(self, model: nn.Module) -> nn.Module: ...
+    def shard(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
+        """Set ``_model`` to the model, filled, sharded and on the devices; return it."""
 
     @abc.abstractmethod
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
@@ -86,7 +110,7 @@ class XlaBackend(abc.ABC):
 
     @abc.abstractmethod
     def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
-        """Mark a small result as whole on every device."""
+        """Mark a small result as replicated."""
 
     @abc.abstractmethod
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor: ...
@@ -99,43 +123,25 @@ class XlaBackend(abc.ABC):
     def _named_parameters(self) -> dict[str, nn.Parameter]: ...
 
     @abc.abstractmethod
+    def _plain_names(self, name: str) -> list[str]:
+        """Return the names in the plain model of what a parameter on the devices holds."""
+
+    @abc.abstractmethod
     def _local_bytes(self, tensor: torch.Tensor) -> int: ...
 
     @abc.abstractmethod
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copy to the CPU, plain or as a ShardedTensor, by the names in the plain model."""
+        """Copy a parameter, or a tensor laid out like it, to the CPU: by the names in the plain
+        model plain tensors, or ShardedTensors of what is here."""
 
     @abc.abstractmethod
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
-        """Put back what ``_to_host`` gave, after new values were read into it."""
+        """Copy back what ``_to_host`` returned, after new values were read into it."""
 
     def _scalar(self, value: float) -> torch.Tensor:
         return self.constant(torch.tensor(value))
 
     # -- model and optimizer ----------------------------------------------------------
-
-    def shard(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
-    ) -> nn.Module:
-        blocks: list[nn.Module] = []
-        for name, unit in units:
-            initialize(unit, name)
-            if unit is model or not self._scans:
-                fill_buffers(unit, self.constant)
-            if unit is model:
-                self._model = self._shard_root(model)
-                if self._sharding.precision == "bf16":
-                    compute_in_bf16(self._model)
-                continue
-            trains = any(parameter.requires_grad for parameter in unit.parameters())
-            if self._sharding.grad_ckpt == "full" and not self._scans and trains:
-                checkpoint_module(unit)
-            blocks.append(self._shard_block(model, name, unit))
-            self._break_graph()  # the device takes this unit before the next one is made
-        if self._own.mark_step_every_n_blocks:
-            break_graph_every(self._own.mark_step_every_n_blocks, blocks, self._break_graph)
-        self._break_graph(wait=True)
-        return self._model
 
     def shard_frozen(
         self, run: XlaRun, model: nn.Module, initialize: InitializeModule
@@ -157,14 +163,17 @@ class XlaBackend(abc.ABC):
             betas=betas,
             eps=eps,
         )
-        self._rounding_keys = self.constant(self._keys()) if self._rounds_moments else None
+        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._rounding_keys: torch.Tensor | None = None
+        if self._rounds_moments:  # random bits follow from an int32 number for each parameter
+            names = {parameter: name for name, parameter in self._named_parameters().items()}
+            keys = [key_of(self._run.config.seed, names[p], self._part) for p in trained]
+            self._rounding_keys = self.constant(torch.tensor(keys, dtype=torch.int32))
         self._skipped = self.constant(no_counts())
-        # Views of a tensor that was never written to are stored apart where the graph breaks:
-        # without this, the first step's graph would differ from all later ones. So it would where
-        # those that train were not written last, group after group, as each step does: a graph's
-        # results are in the order in which their tensors were written.
-        groups = self._optimizer.param_groups
-        trained = [parameter for group in groups for parameter in group["params"]]
+        # The first step's graph must be that of all later ones. Views of a tensor that was never
+        # written to are stored apart where the graph breaks, so all are written here. And a graph's
+        # results are in the order in which their tensors were written, so those that train are
+        # written last, group after group, as in each step.
         with torch.no_grad():
             for parameter in (*self._named_parameters().values(), *trained):
                 parameter.mul_(1.0)
@@ -174,10 +183,6 @@ class XlaBackend(abc.ABC):
             self._ema = WeightAverage(parameters, zeros_like, self._scalar, config)
         self._break_graph(wait=True)
 
-    def _plain_names(self, name: str) -> list[str]:
-        """Return the names in the plain model of what a parameter on the devices holds."""
-        return plain_names(name, self._run.model.sizes.depth)
-
     def _directions(
         self,
         held: Mapping[nn.Parameter, Sequence[Update]],
@@ -185,40 +190,27 @@ class XlaBackend(abc.ABC):
         parameters: Sequence[nn.Parameter],
         momenta: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Return, of Muon's parameters and their momenta, what learning rates are multiplied by."""
-        dtype, matrices = ns_dtype(self._sharding.precision), []
-        for parameter in parameters:
+        """Return the directions of Muon's parameters, to be multiplied by the learning rate."""
+        dtype, whole = ns_dtype(self._sharding.precision), list[Momentum]()
+        for parameter, momentum in zip(parameters, momenta, strict=True):
             matrix = held[parameter][0].matrix
             assert matrix is not None
-            matrices.append(matrix)
-        given = zip(parameters, momenta, matrices, strict=True)
-        whole = [Momentum(parameter, m.to(dtype), matrix) for parameter, m, matrix in given]
+            whole.append(Momentum(parameter, momentum.to(dtype), matrix))
         found = self._orthogonal(whole, functools.partial(orthogonalized, eps=eps))
-        return [x.float() * lr_factor(matrix) for x, matrix in zip(found, matrices, strict=True)]
-
-    def _keys(self) -> torch.Tensor:
-        """Return what bits for rounding follow from: an int32 number for each parameter that
-        trains."""
-        names = {parameter: name for name, parameter in self._named_parameters().items()}
-        trained = [names[p] for group in self._optimizer.param_groups for p in group["params"]]
-        keys = [key_of(self._run.config.seed, name, self._part) for name in trained]
-        return torch.tensor(keys, dtype=torch.int32)
+        return [x.float() * lr_factor(m.matrix) for x, m in zip(found, whole, strict=True)]
 
     # -- a step -----------------------------------------------------------------------
 
     def loader(
         self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
-        rows = self.image_rows
-        is_whole = len(rows) == self._run.model.sizes.input_shape[1]
-        of_host = xr.local_process_count()
-        return open_share(
-            Share(self.rank, self.world_size, None if is_whole else rows, of_host=of_host)
-        )
+        is_whole = len(self.image_rows) == self._run.model.sizes.input_shape[1]
+        rows, of_host = None if is_whole else self.image_rows, xr.local_process_count()
+        return open_share(Share(self.rank, self.world_size, rows, of_host=of_host))
 
     def begin_step(self, pass_index: int) -> None:
-        # torch_xla moves its random state on at each execution, and moves it otherwise with
-        # checkpointing than without: set anew, masks depend on seed and step alone.
+        # torch_xla changes its random state at each execution, and changes it otherwise with
+        # checkpointing than without. Set here, masks depend on seed and step alone.
         xm.set_rng_state(pass_seed(self._run.config.seed, pass_index, self._rng_stream))
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
@@ -244,16 +236,16 @@ class XlaBackend(abc.ABC):
         self.end_step()
         return norm, self._skipped
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
+    def ema_weights(self) -> AbstractContextManager[None]:
         assert self._ema is not None
-        return self._ema.in_place_of_weights(self._let_go_of_gathered)
+        return self._ema.in_place_of_weights(self._reshard)
 
-    def _let_go_of_gathered(self) -> None:  # noqa: B027
-        """Let no unit compute on with weights that it has gathered: they are other ones now."""
+    def _reshard(self) -> None:  # noqa: B027
+        """Free stale unsharded parameters."""
 
     def end_step(self) -> None:
-        # XLA's virtual CPU devices share a few threads: those of one program on the way, held up
-        # in a collective, can starve the next one's, and both wait for ever.
+        # XLA's virtual CPU devices share a few threads: those of one program, waiting in a
+        # collective, can starve those of the next, and both wait for ever.
         self._break_graph(wait=xr.device_type() == "CPU" and self.device_count > 1)
 
     def _break_graph(self, wait: bool = False) -> None:
@@ -262,13 +254,6 @@ class XlaBackend(abc.ABC):
 
     def wait(self) -> None:
         xm.wait_device_ops()
-        if self._own.compile_cache_dir and self.is_main:
-            counts = self.counters()
-            tqdm.write(
-                f"compile cache: {counts['cache_hits']} program(s) so far came from "
-                f"{self._own.compile_cache_dir}, {counts['compilations']} were compiled, of which "
-                f"it had {counts['cache_unreadable']} that torch_xla cannot read"
-            )
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         tensors = dict(values)
@@ -292,45 +277,38 @@ class XlaBackend(abc.ABC):
 
         transfers = met.metric_data("TransferFromDeviceTime")
         cached, compiled = counter("CachedCompile"), counter("UncachedCompile")
-        counts = {
+        return {
             "compilations": compiled,
             "executions": cached + compiled,  # each execution looks up its graph
             "device_to_host": transfers[0] if transfers else 0,
         }
-        if self._own.compile_cache_dir:
-            counts["cache_hits"] = counter("PersistentCacheHit")
-            counts["cache_unreadable"] = counter("PersistentCacheDeserializeFailure")
-        return counts
 
     def memory(self) -> dict[str, int]:
         return self._memory.read()
 
     def state_bytes(self) -> dict[str, int]:
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
-        sizes = {
-            "parameters": self._parameter_bytes(),
-            "optimizer": sum(map(self._local_bytes, state)),
+        tensors: dict[str, Iterable[torch.Tensor]] = {
+            "parameters": self._named_parameters().values(),
+            "optimizer": state,
         }
         if self._ema is not None:
-            sizes["ema"] = sum(map(self._local_bytes, self._ema.values.values()))
+            tensors["ema"] = self._ema.values.values()
         if self._frozen is not None:
-            sizes["teacher"] = self._frozen._parameter_bytes()
-        return sizes
+            tensors["teacher"] = self._frozen._named_parameters().values()
+        return {name: sum(map(self._local_bytes, each)) for name, each in tensors.items()}
 
-    def _parameter_bytes(self) -> int:
-        return sum(map(self._local_bytes, self._named_parameters().values()))
-
-    def rounding(self) -> float:
+    def unit_roundoff(self) -> float:
         # A TPU takes fp32 products as bf16, too.
         lower = self._sharding.precision == "bf16" or xr.device_type() == "TPU"
         used = [torch.finfo(torch.bfloat16 if lower else torch.float32).eps]
         used += [torch.finfo(torch.float8_e4m3fn).eps] if self._own.gather_dtype == "fp8" else []
-        # Up or down, so by a whole distance.
+        # Rounded up or down at random: by up to a whole distance.
         used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
         return max(used) / 2
 
     def peak_flops(self) -> float | None:
-        return tpu_chips.peak_flops()
+        return tpu.peak_flops()
 
     def _describe_common(self) -> str:
         breaks = []
@@ -340,34 +318,56 @@ class XlaBackend(abc.ABC):
             breaks.append(f"every {self._own.mark_step_every_n_blocks} blocks")
         policy = self._sharding.grad_ckpt
         checkpointing = {"full": "on", "none": "off"}.get(policy, policy)
-        return (
-            f"{self._devices()}, {self._sharding.precision}, "
-            f"gradient checkpointing {checkpointing}"
-            + (", moments in bf16" if self._rounds_moments else "")
-            + self._run.why.get("grad_ckpt", "")
-            + self._run.why.get("attention", "")
-            + (f", graph broken {' and '.join(breaks)}" if breaks else "")
-            + (self._describe_cache() if self._own.compile_cache_dir else "")
+        text = (
+            f"{self._devices()}, {self._sharding.precision}, gradient checkpointing {checkpointing}"
         )
+        text += ", moments in bf16" if self._rounds_moments else ""
+        text += self._run.why.get("grad_ckpt", "") + self._run.why.get("attention", "")
+        text += f", graph broken {' and '.join(breaks)}" if breaks else ""
+        return text
 
     def _devices(self) -> str:
         return f"{self.device_count} {xr.device_type()} device(s)"
-
-    def _describe_cache(self) -> str:
-        return (
-            f", compiled programs kept in {self._own.compile_cache_dir} (torch_xla 2.9 writes but "
-            "cannot read them: each run compiles anew)"
-        )
 
     # -- checkpoints ------------------------------------------------------------------
 
     def state(self, *, with_optimizer: bool = True) -> State:
         """Copy the state to the host, each device tensor as its parts in the plain model."""
         xm.wait_device_ops()
-        optimizer = self._optimizer if with_optimizer else None
-        return copy_to_host(self._named_parameters(), optimizer, self._ema, self._to_host)
+        model: dict[str, torch.Tensor] = {}
+        optimizer: dict[str, dict[str, torch.Tensor]] = {}
+        origins: list[DeviceTensor] = []
 
-    def take(self, state: State) -> None:
+        def copy(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+            values = self._to_host(name, tensor)
+            origins.append(DeviceTensor(name, tensor, list(values.values())))
+            return values
+
+        for name, parameter in self._named_parameters().items():
+            values = copy(name, parameter.detach())
+            model |= values
+            state = self._optimizer.state.get(parameter, {}) if with_optimizer else {}
+            for entry, tensor in state.items():
+                if entry == "step":  # one number for all
+                    step = tensor.cpu()
+                    origins.append(DeviceTensor(name, tensor, [step] * len(values)))
+                    copies: dict[str, torch.Tensor] = dict.fromkeys(values, step)
+                else:
+                    copies = copy(name, tensor)
+                for plain, value in copies.items():
+                    optimizer.setdefault(plain, {})[entry] = value
+        if not with_optimizer:
+            return HostState(model, None, {}, None, origins)
+        if self._ema is None:
+            return HostState(model, optimizer, {}, None, origins)
+        ema: dict[str, torch.Tensor] = {}
+        for name, average in self._ema.values.items():
+            ema |= copy(name, average)
+        updates = self._ema.updates.cpu()
+        origins.append(DeviceTensor(UPDATES, self._ema.updates, [updates]))
+        return HostState(model, optimizer, {UPDATES: updates}, ema, origins)
+
+    def load_state(self, state: State) -> None:
         assert isinstance(state, HostState)
         for origin in state.origins:
             self._to_device(origin.name, origin.tensor, origin.values)

@@ -10,14 +10,14 @@ import sys
 import torch
 
 from benchmarks.gpu_step_child import own_step, random_batches
-from gpu_fsdp.launch_gpu import launch
-from gpu_fsdp.resolve_gpu import GpuRun
 from tests.cli import TINY_MODEL, TINY_RUN
 from tests.resolved import on_gpus
+from torch_fsdp.launch_torch import launch
+from torch_fsdp.recipe import TorchRun
 from training.backend import Backend
 
 
-def steps(run: GpuRun, backend: Backend) -> None:
+def steps(run: TorchRun, backend: Backend) -> None:
     step = own_step(run, backend, random_batches(run, backend))
     for number in range(3):  # the first ones allocate and compile
         step(number)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu_fsdp.domain import products
+from torch_fsdp import domain
 
 pytestmark = pytest.mark.gpu
 
@@ -24,10 +24,10 @@ def test_parts_are_the_whole(dtype, width):
 
     halves = zip(k.split((130, 170), 2), v.split((130, 170), 2), strict=True)
     parts = [[x.contiguous() for x in half] for half in halves]
-    found = [products.forward(q, *part, SCALE) for part in parts]
+    found = [domain.forward(q, *part, SCALE) for part in parts]
     total = torch.logsumexp(torch.stack([statistics for _, statistics in found]), 0)
     output = sum(each.float() * (s - total).exp()[..., None] for each, s in found).to(dtype)
-    grads = [products.backward(grad, q, *part, output, total, SCALE) for part in parts]
+    grads = [domain.backward(grad, q, *part, output, total, SCALE) for part in parts]
     together = [
         output,
         sum(each[0].float() for each in grads),

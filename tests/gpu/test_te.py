@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_fsdp import te_block
+from gpu_fsdp.te_block import TeBlocks
 from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
 from tests.gpu.helpers import LEARN, LEARNED_STEPS, need_form, need_fp8, need_te
 from tests.test_te_block import shaken
@@ -21,7 +21,7 @@ TE = (*BF16, "--block", "te")
 def with_te_blocks(model):
     replaced = copy.deepcopy(model)
     for index, block in enumerate(model.blocks):
-        replaced.blocks[index] = te_block.replace_block(block, "cuda")
+        replaced.blocks[index] = TeBlocks("none").replace(block, "cuda")
     return replaced
 
 
@@ -49,7 +49,7 @@ def test_weights_keep_timms_names_and_values(options):
     need_te()
     timm = shaken(**options).cuda()
     te = with_te_blocks(timm)
-    renamed = {te_block.timm_name(name): value for name, value in te.named_parameters()}
+    renamed = {TeBlocks("none").timm_name(name): value for name, value in te.named_parameters()}
     assert renamed.keys() == dict(timm.named_parameters()).keys()
     for name, parameter in timm.named_parameters():
         assert torch.equal(renamed[name], parameter), name

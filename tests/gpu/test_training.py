@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from gpu_fsdp import nvidia_gpus
 from tests.cli import DIGITS, run_program, train_tiny_gpu
 from tests.gpu.helpers import need_form
+from torch_fsdp import devices
 
 pytestmark = pytest.mark.gpu
 
@@ -123,7 +123,7 @@ def test_memory_and_pace_are_logged(form, tmp_path):
     assert result.column("memory_limit") == [limit] * 6
     for used, peak in zip(result.column("memory_used"), result.column("memory_peak"), strict=True):
         assert 0 < used < peak < limit
-    if nvidia_gpus.peak_of(torch.cuda.get_device_name(), "bf16"):
+    if devices.peak_of(torch.cuda.get_device_name(), "bf16"):
         shares = [record["mfu"] for step, record in result.steps.items() if step > 1]
         assert all(0 < share < 1 for share in shares)
 

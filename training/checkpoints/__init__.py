@@ -1,1 +1,1 @@
-"""Checkpoint folders: what is in them, how they are read safely, which are resumed and kept."""
+"""Checkpoint folders: what is in them, how they are read safely, which are resumed and removed."""

@@ -1,21 +1,27 @@
-"""Chooses which checkpoint to resume."""
+"""The checkpoints in a run's folder: which one to resume, which ones to remove or set aside."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from training.checkpoints.content import SavedRun
-from training.checkpoints.manifest import is_complete, quick_problem
-from training.checkpoints.reader import Unreachable, read_saved_run, readable
-from training.checkpoints.storage import METADATA
+from training.checkpoints.format import (
+    MANIFEST,
+    METADATA,
+    SavedRun,
+    Unreachable,
+    is_complete,
+    quick_problem,
+    read_saved_run,
+    readable,
+)
 from training.errors import UsageError
-from training.logs.metrics import METRICS_FILE, decisive, evaluations
-from training.options.config import CheckpointConfig
-from training.url_path import folder_at, is_unreachable
+from training.files import as_url, folder_at, is_unreachable, is_url, remove_tree, sync_folder
+from training.logs.records import METRICS_FILE, decisive, evaluations
 
 _NAME = re.compile(r"step_(\d+)")
 RUN_FILE = "run.json"
@@ -25,22 +31,14 @@ BEST = {"best": ("val_top1", 1), "lowest_loss": ("val_loss", -1)}
 
 
 @dataclass(frozen=True)
-class Resumable:
-    """Holds the checkpoint that a run goes on from, if any, and all that may take its place."""
-
-    saved: SavedRun | None
-    candidates: Candidates
-
-
-@dataclass(frozen=True)
 class Candidates:
-    """Holds the checkpoints that may be resumed, the one to be tried first in front."""
+    """The checkpoints that may be resumed, in the order in which they are tried."""
 
     paths: list[Path]
     passed_over: tuple[str, ...] = ()
-    """Why newer checkpoints were not taken, a line each."""
+    """Why newer checkpoints are not resumed, a line each."""
     explicit: bool = True
-    """Whether it was asked for by name, so that no other will do."""
+    """Whether a flag names this one, so that no other will do."""
 
 
 def step_of(path: Path) -> int:
@@ -53,21 +51,21 @@ def folder_of(ckpt_dir: Path, step: int) -> Path:
 
 
 def step_folders(ckpt_dir: Path) -> list[Path]:
-    """Return everything in a run's folder that is called as a checkpoint is, by its step."""
+    """Return everything in a run's folder with the name of a checkpoint, by its step."""
     if not ckpt_dir.is_dir():
         return []
     return sorted((path for path in ckpt_dir.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
-    """Return the checkpoints in a folder that were written to their end, oldest first."""
+    """Return the complete checkpoints in a folder, oldest first."""
     return [path for path in step_folders(ckpt_dir) if is_complete(path)]
 
 
 def checkpoint_around(folder: Path) -> Path | None:
-    """Return the checkpoint that a folder is, or is in at any depth; None if it is in none.
+    """Return the checkpoint that a folder is, or is in at any depth; None if there is none.
 
-    One is known by DCP's metadata, or by its name in the folder of a run: it may not be complete.
+    It is recognized by DCP's metadata, or by its name in a run's folder: it may be incomplete.
     """
     each = folder.resolve()
     while each.name:
@@ -80,9 +78,9 @@ def checkpoint_around(folder: Path) -> Path | None:
 
 
 def is_restart(ckpt_dir: Path) -> bool:
-    """Tell whether this is a job that has begun in this folder before and was started again.
+    """Return True if this job has started in this folder before, and is started again.
 
-    The launchers give a job's name, the same over its restarts; ``run.json`` keeps it. Raises
+    The launchers set a job's name, the same over its restarts; ``run.json`` has it. Raises
     OSError if that cannot be reached.
     """
     job = os.environ.get("RUN_JOB_ID")
@@ -95,16 +93,23 @@ def is_restart(ckpt_dir: Path) -> bool:
 
 
 def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
-    """Return the checkpoints that ``--resume`` and ``--resume_epoch`` name, none to start anew.
+    """Return the checkpoints that ``--resume`` and ``--resume_epoch`` name, none for a new run.
 
-    Looks at names and sizes; the content is for whoever reads it. Raises UsageError.
+    Looks at names and sizes; whoever resumes one reads its content. Raises UsageError.
     """
     with readable(ckpt_dir, "--ckpt_dir"):
         existing = complete_checkpoints(ckpt_dir)
         if existing and is_restart(ckpt_dir):
             resume, resume_epoch = "auto", 0  # what the job has done since is not to be lost
         if resume_epoch:
-            return Candidates([_of_epoch(ckpt_dir, existing, resume_epoch)])
+            for path in reversed(existing):
+                if quick_problem(path) is None:
+                    position = read_saved_run(path).position
+                    if (position.epoch, position.images_in_epoch) == (resume_epoch, 0):
+                        return Candidates([path])
+            raise UsageError(
+                f"--resume_epoch {resume_epoch}: {ckpt_dir} has no checkpoint of that epoch's end"
+            )
         if resume == "none":
             if existing:
                 raise UsageError(
@@ -115,7 +120,12 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
         if resume == "auto":
             return _newest(existing)
         if resume in BEST:
-            return Candidates([_undamaged(_best(ckpt_dir, existing, resume))])
+            by_step, (value, sign) = evaluations(ckpt_dir), BEST[resume]
+            evaluated = [path for path in existing if step_of(path) in by_step]
+            if not evaluated:
+                raise UsageError(f"--resume {resume}: {ckpt_dir} has no evaluated checkpoint")
+            best = max(evaluated, key=lambda path: sign * decisive(by_step[step_of(path)], value))
+            return Candidates([_undamaged(best)])
     path = folder_at(resume)
     with readable(path):
         if not path.is_dir():
@@ -135,54 +145,31 @@ def of_path(path: Path) -> Candidates:
 def _newest(existing: list[Path]) -> Candidates:
     problems = {path: quick_problem(path) for path in reversed(existing)}
     good = [path for path, problem in problems.items() if problem is None]
-    told = tuple(
+    passed_over = tuple(
         f"{path} is damaged ({problem})"
         for path, problem in problems.items()
         if problem and not (good and step_of(path) < step_of(good[0]))
     )
     if existing and not good:
         raise UsageError(
-            f"{told[0]}, and no other checkpoint is whole: --resume another, or choose another "
-            "--ckpt_dir to start anew"
+            f"{passed_over[0]}, and all others are damaged, too: --resume another one, or choose "
+            "another --ckpt_dir to start a new run"
         )
-    return Candidates(good, told, explicit=False)
+    return Candidates(good, passed_over, explicit=False)
 
 
 def _undamaged(path: Path) -> Path:
+    """Return ``path``. Raises UsageError unless it is a complete checkpoint of the right sizes."""
     if not is_complete(path):
-        begun = any(
+        started = any(
             file.name == METADATA or file.name.endswith(".distcp") for file in path.iterdir()
         )
-        if not begun and not step_folders(path):
+        if not started and not step_folders(path):
             raise UsageError(f"{path} is neither a checkpoint nor the folder of a run that has one")
-        raise UsageError(f"{path} is no complete checkpoint: it was not written to its end")
+        raise UsageError(f"checkpoint {path} is incomplete")
     if problem := quick_problem(path):
         raise UsageError(f"cannot read the checkpoint {path}: {problem}")
     return path
-
-
-def _of_epoch(ckpt_dir: Path, existing: list[Path], epoch: int) -> Path:
-    for path in reversed(existing):
-        if quick_problem(path) is None:
-            position = read_saved_run(path).position
-            if (position.epoch, position.images_in_epoch) == (epoch, 0):
-                return path
-    raise UsageError(f"--resume_epoch {epoch}: {ckpt_dir} has no checkpoint of that epoch's end")
-
-
-def _best(ckpt_dir: Path, existing: list[Path], resume: str) -> Path:
-    by_step = evaluations(ckpt_dir)
-    evaluated = [path for path in existing if step_of(path) in by_step]
-    if not evaluated:
-        raise UsageError(f"--resume {resume}: {ckpt_dir} has no checkpoint that was evaluated")
-    value, order = BEST[resume]
-    return max(evaluated, key=lambda path: order * decisive(by_step[step_of(path)], value))
-
-
-def find_resumable(config: CheckpointConfig) -> Resumable:
-    """Return what the flags of a training name. Raises UsageError."""
-    found = find_resume(folder_at(config.ckpt_dir), config.resume, config.resume_epoch)
-    return Resumable(*first_readable(found))
 
 
 def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]:
@@ -190,15 +177,119 @@ def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]
 
     Raises UsageError if there are candidates and none can be read, or if one cannot be reached.
     """
-    told = list(candidates.passed_over)
+    passed_over = list(candidates.passed_over)
     for number, path in enumerate(candidates.paths):
         try:
-            left = replace(candidates, paths=candidates.paths[number:], passed_over=tuple(told))
-            return read_saved_run(path), left
+            saved, left = read_saved_run(path), candidates.paths[number:]
+            return saved, replace(candidates, paths=left, passed_over=tuple(passed_over))
         except Unreachable:
-            raise  # an older one is not to be resumed in the place of one that may be whole
+            raise  # an older one must not take the place of one that may be undamaged
         except UsageError as error:
-            told.append(str(error))
+            passed_over.append(str(error))
     if candidates.paths:
-        raise UsageError(told[-1])
+        raise UsageError(passed_over[-1])
     return None, candidates
+
+
+# -- removing and moving checkpoints ---------------------------------------------------------------
+
+_ASIDE = "set_aside_"
+
+
+def clear(folder: Path) -> None:
+    """Make an empty folder for a checkpoint, without what an interrupted one left. Raises OSError.
+
+    Files that a bucket does not remove stay: those of the same name are overwritten, and the
+    manifest names no others.
+    """
+    if folder.exists():
+        try:
+            remove(folder)
+        except OSError:
+            if not is_url(folder) or is_complete(folder):
+                raise
+    folder.mkdir(parents=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, complete or not; its manifest first, so that it is never a broken one.
+
+    Of a link only the link: its target may be another run's. Raises OSError if anything is left.
+    """
+    if not is_url(folder) and folder.is_symlink():
+        folder.unlink(missing_ok=True)
+        return
+    (folder / MANIFEST).unlink(missing_ok=True)
+    remove_tree(folder)
+
+
+def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
+    """Remove all checkpoints but the ``keep`` newest (0: remove none) and those in ``spared``.
+
+    Incomplete ones are removed too, if a newer one is complete. Raises OSError if one cannot be
+    removed, after it has removed the others.
+    """
+    if not keep:
+        return
+    complete = complete_checkpoints(ckpt_dir)
+    stays = set(complete[-keep:]) | set(spared)
+    newest = step_of(complete[-1]) if complete else -1
+    errors = []
+    for path in step_folders(ckpt_dir):
+        if path not in stays and step_of(path) <= newest:
+            try:
+                remove(path)
+            except OSError as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _move(path: Path, target: Path) -> None:
+    """Move a checkpoint; a bucket cannot rename, so there it is copied, its manifest last."""
+    from_url, to_url = as_url(path), as_url(target)
+    if not from_url or not to_url:
+        path.rename(target)
+        return
+    to_url.mkdir()
+    for file in sorted(from_url.iterdir(), key=lambda each: each.name == MANIFEST):
+        file.copy(to_url / file.name)
+    remove(path)
+
+
+def later_ones(ckpt_dir: Path, start: Path | None) -> list[Path]:
+    """Return a folder's complete checkpoints that a run that starts at ``start`` does not continue.
+
+    If ``start`` is in another folder, or None, these are all of them.
+    """
+    complete = complete_checkpoints(ckpt_dir)
+    if start is None or start.parent.resolve() != ckpt_dir.resolve():
+        return complete
+    return [path for path in complete if step_of(path) > step_of(start)]
+
+
+def set_aside(ckpt_dir: Path, paths: Collection[Path]) -> Path:
+    """Move checkpoints into a new subfolder, with a copy of the metrics; return that folder.
+
+    It can be resumed like any run's folder. Raises UsageError if that is not possible.
+    """
+    number = 1
+    while (ckpt_dir / f"{_ASIDE}{number}").exists():
+        number += 1
+    folder = ckpt_dir / f"{_ASIDE}{number}"
+    try:
+        if url := as_url(ckpt_dir):
+            url.check_writable(removable=True)  # else a copy would stay there at each start
+        folder.mkdir()
+        if (ckpt_dir / METRICS_FILE).exists():
+            (folder / METRICS_FILE).write_bytes((ckpt_dir / METRICS_FILE).read_bytes())
+        for path in paths:
+            _move(path, folder / path.name)
+    except OSError as error:
+        raise UsageError(
+            f"cannot set the later checkpoints of {ckpt_dir} aside ({error.strerror}): move them "
+            "away, or choose another --ckpt_dir"
+        ) from None
+    sync_folder(folder)
+    sync_folder(ckpt_dir)
+    return folder

@@ -1,7 +1,8 @@
-"""Writes checkpoints in the middle of a run: beside training or at once, never half of one."""
+"""Writes checkpoints, all processes together, while training waits or asynchronously."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 from collections.abc import Callable
@@ -10,25 +11,85 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from training.backend import Backend
-from training.background import Background
-from training.checkpoints.choose import folder_of
-from training.checkpoints.content import Position, training_tensors
-from training.checkpoints.keep import prune
-from training.checkpoints.reader import reason_of, silence_dcp
-from training.checkpoints.state import bytes_of, state_content
-from training.checkpoints.writing import attempt, write_checkpoint
+from training.checkpoints.choose import clear, folder_of, prune, remove
+from training.checkpoints.format import (
+    Position,
+    reason_of,
+    silence_dcp,
+    training_tensors,
+    write_manifest,
+)
+from training.checkpoints.state import bytes_of, state_content, write_state
 from training.errors import NOT_SAVED, RunFailed, UsageError
-from training.hosts import processes
+from training.files import Background
+from training.processes import exchange
+
+
+def write_checkpoint(
+    folder: Path,
+    content: dict[str, Any],
+    *,
+    is_main: bool,
+    written: Callable[[], None],
+    group: dist.ProcessGroup | None = None,
+) -> list[str | None]:
+    """Write what ``state_content`` returned; return each process's problem, None if it has none.
+
+    All processes call it, with their process ``group`` (None: PyTorch's default one), in stages
+    after which all know of all. The first one calls ``written`` when the checkpoint is complete; if
+    it cannot be, it removes what there is of it, as far as it can.
+    """
+    parts: dict = {}
+
+    def make_room() -> None:
+        if is_main:
+            clear(folder)
+
+    def write() -> None:
+        parts.update(write_state(content, folder, group))
+
+    def complete() -> None:
+        if is_main:
+            files = {n: (size, sum_) for part in shared for n, (size, sum_) in part.items()}
+            write_manifest(folder, files)
+
+    for stage in (make_room, write):
+        problems = attempt(stage, group)
+        if any(problems):
+            break
+    else:
+        shared = exchange.gather(parts, group)
+        problems = attempt(complete, group)
+    if is_main:
+        if any(problems):
+            with contextlib.suppress(OSError):  # as from what could not be written to either
+                remove(folder)  # the next one may need its room
+        else:
+            written()
+    return problems
+
+
+def attempt(stage: Callable[[], None], group: dist.ProcessGroup | None = None) -> list[str | None]:
+    """Run one stage in this process; return each process's problem, None if it has none."""
+    problem = None
+    try:
+        stage()
+    # A full disk shows as OSError, as an error of the zip writer, or wrapped by DCP, whose own
+    # error is no Exception.
+    except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
+        problem = reason_of(error)
+    return exchange.gather(problem, group)
 
 
 @dataclass
 class CheckpointSaver:
-    """Saves the state of a backend; says what could not be saved, and ends a run that never can.
+    """Saves checkpoints of a run; reports which could not be saved, and ends a run that never can.
 
-    With ``beside_training`` a thread writes a copy of the state while training goes on. One
-    checkpoint is written at a time: whatever comes next waits for it, in all processes alike.
+    With ``asynchronous`` a thread writes a copy of the state while training continues. One
+    checkpoint is written at a time: the next one waits for it, in all processes alike.
     """
 
     ckpt_dir: Path
@@ -40,44 +101,44 @@ class CheckpointSaver:
     max_failed: int
     newest: Path | None = None
     """The newest checkpoint of the run, written or resumed."""
-    beside_training: bool = False
+    asynchronous: bool = False
     spared: Path | None = None
-    """The checkpoint that is not to be removed, however old: the best one."""
+    """The checkpoint that is never removed, however old: the best one."""
     order: dict[str, Any] | None = None
     """What decides the order of the training images, see ``SavedRun``."""
     _failed: int = field(default=0, init=False)
     _ends_with: RunFailed | None = field(default=None, init=False)
-    """Why the run cannot go on."""
+    """Why the run cannot continue."""
     _being_written: tuple[Path, Background[list[str | None]]] | None = field(
         default=None, init=False
     )
     _group: dist.ProcessGroup | None = field(default=None, init=False)
-    """The thread's own: collectives of two threads on one group would take each other's values."""
+    """The thread's own: two threads in one group would get each other's values."""
     _told_memory: bool = field(default=False, init=False)
     _not_removed: str | None = field(default=None, init=False)
-    """Why old checkpoints could not be removed when it was last tried."""
+    """Why old checkpoints could not be removed at the last try."""
 
     def __enter__(self) -> Self:
         silence_dcp()
-        if self.beside_training:
-            self._group = processes.new_group()
+        if self.asynchronous:
+            self._group = exchange.new_group()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for what is being written, where no process can have failed alone."""
+        """Wait for what is being written, unless this process may have failed alone."""
         together = error is None or isinstance(error, RunFailed)
         together |= isinstance(error, UsageError) and error.agreed
         if self._being_written and not together:
             return  # the others may never answer; the thread ends with the process
         self._settle()
-        processes.end_group(self._group)
+        exchange.end_group(self._group)
         self._group = None
 
     def save(self, position: Position, *, must: bool = False) -> bool:
         """Write a checkpoint, unless there is a complete one of this step.
 
-        If it cannot be written, the older ones stay and training can go on. With ``must`` it is
-        complete when this returns. Returns whether it was written, or is being written now. Raises
+        If it cannot be written, the older ones stay and training can continue. With ``must`` it is
+        complete when this returns. Returns True if it was written, or is being written now. Raises
         RunFailed after ``max_failed`` failures in a row, and with ``must`` after one.
         """
         self.finish()
@@ -85,12 +146,12 @@ class CheckpointSaver:
         if folder == self.newest:
             return False
         tensors, content = training_tensors(position, self.arguments, self.classes, self.order), {}
-        beside = self.beside_training and not must
+        in_thread = self.asynchronous and not must
 
-        def take() -> None:
-            content.update(state_content(self.backend, tensors, copy=beside))
+        def copy_state() -> None:
+            content.update(state_content(self.backend, tensors, copy=in_thread))
 
-        problems = attempt(take)
+        problems = attempt(copy_state)
         if any(problems):
             self._count(folder, problems, must=must)
         else:
@@ -100,10 +161,15 @@ class CheckpointSaver:
                 content,
                 is_main=self.backend.is_main,
                 written=functools.partial(self._prune, folder, self.spared),
-                group=self._group if beside else None,
+                group=self._group if in_thread else None,
             )
-            if beside:
-                self._tell_memory(content)
+            if in_thread:
+                if not self._told_memory:
+                    self._told_memory = True
+                    self.say(
+                        "checkpoints are written asynchronously, each from a copy that takes "
+                        f"{bytes_of(content) / 2**30:,.2f} GiB of host memory (this process)"
+                    )
                 self._being_written = folder, Background(write)
             else:
                 self._count(folder, write(), must=must)
@@ -118,9 +184,9 @@ class CheckpointSaver:
             raise self._ends_with
 
     def failed_too_often(self) -> bool:
-        """Tell whether the run cannot go on, as far as this process knows by now; never waits.
+        """Return True if the run cannot continue, as far as this process knows; never waits.
 
-        All processes come to know the same, but not after the same step.
+        All processes get to know the same, but not after the same step.
         """
         if self._being_written and self._being_written[1].done():
             self._settle()
@@ -133,7 +199,7 @@ class CheckpointSaver:
             self._count(folder, writing.result())
 
     def _count(self, folder: Path, problems: list[str | None], *, must: bool = False) -> None:
-        """Say what became of a checkpoint, and whether the run can go on."""
+        """Report what became of a checkpoint, and note if the run cannot continue."""
         wrong = [problem for problem in problems if problem is not None]
         if not wrong:
             self.newest, self._failed = folder, 0
@@ -141,31 +207,19 @@ class CheckpointSaver:
             self._tell_not_removed()
             return
         self._failed += 1
-        text = f"{folder.name} could not be written to {self.ckpt_dir} ({wrong[0]}{self._room()})"
+        room = ""  # PyTorch's zip writer does not say that the disk is full
+        with contextlib.suppress(OSError, TypeError):  # TypeError: of a URL
+            room = f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB are free there"
+        text = f"{folder.name} could not be written to {self.ckpt_dir} ({wrong[0]}{room})"
         if must or self._failed >= self.max_failed:
             times = "" if self._failed == 1 else f", {self._failed} have failed in a row"
             last = f"the newest checkpoint is {self.newest}" if self.newest else "there is none"
             self._ends_with = RunFailed(f"checkpoint {text}{times}: {last}", NOT_SAVED)
             return
         self.say(
-            f"checkpoint {text}: training goes on, {self._failed} of --max_failed_saves "
+            f"warning: checkpoint {text}: training continues, {self._failed} of --max_failed_saves "
             f"{self.max_failed} failed in a row"
         )
-
-    def _room(self) -> str:
-        """Return how much the disk has left, as PyTorch's zip writer does not say."""
-        try:
-            return f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB are free there"
-        except (OSError, TypeError):  # TypeError: of a URL
-            return ""
-
-    def _tell_memory(self, content: dict[str, Any]) -> None:
-        if not self._told_memory:
-            self._told_memory = True
-            self.say(
-                "checkpoints are written beside training, each from a copy that takes "
-                f"{bytes_of(content) / 2**30:,.2f} GiB of host memory (this process)"
-            )
 
     def tidy(self) -> None:
         """Remove what is left of a start that was killed after it had written ``newest``."""
@@ -174,7 +228,7 @@ class CheckpointSaver:
             self._tell_not_removed()
 
     def _prune(self, newest: Path, spared: Path | None) -> None:
-        """Remove old checkpoints; what goes wrong is told later, as this may be another thread."""
+        """Remove old checkpoints; a problem is reported later, as this may be another thread."""
         self._not_removed = None
         try:
             prune(self.ckpt_dir, self.keep, [newest, *([spared] if spared else [])])

@@ -1,31 +1,134 @@
-"""Carries the state of a backend to the files of a checkpoint and back, by PyTorch's DCP."""
+"""How a backend's state gets into a checkpoint's files and back, by PyTorch's DCP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils.serialization import config
 
 from training.backend import Backend
-from training.checkpoints.content import EMA, RNG, WEIGHTS, training_entry, tree
-from training.checkpoints.reader import SafeReader, quiet_dcp
-from training.checkpoints.shards import Chunk, ShardedTensor
-from training.checkpoints.storage import Entry, FolderWriter
+from training.checkpoints.format import (
+    EMA,
+    RNG,
+    WEIGHTS,
+    Entry,
+    FolderWriter,
+    SafeReader,
+    quiet_dcp,
+    training_entry,
+    tree,
+)
+
+# -- tensors that are spread over devices, as DCP sees them ----------------------------------------
+
+
+@dataclass
+class Chunk:
+    """A rectangular piece of a global tensor: where it starts, and its values on the CPU."""
+
+    offsets: tuple[int, ...]
+    data: torch.Tensor
+
+
+class ShardedTensor(torch.Tensor):
+    """Holds the chunks of one global tensor that this process has.
+
+    Implements the three methods by which DCP's default planners save and load any sharded tensor. A
+    checkpoint therefore has global names and shapes only, and any other sharding of the same
+    tensor can read it. It has the global tensor's size but no storage of its own: nothing can be
+    computed with it.
+    """
+
+    chunks: list[Chunk]
+
+    @staticmethod
+    def __new__(cls, size: Sequence[int], dtype: torch.dtype, chunks: list[Chunk]) -> ShardedTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype)
+        tensor.chunks = chunks
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        raise NotImplementedError(f"{func} on the shards of a checkpoint")
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.data.size())
+            for chunk in self.chunks
+        ]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, metadata.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(metadata, properties, self.size()),
+            )
+            for metadata in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for chunk in self.chunks:
+            if index.offset is None or tuple(index.offset) == tuple(chunk.offsets):
+                return chunk.data
+        raise ValueError(f"no chunk of {index.fqn} starts at {index.offset}")
+
+
+def flat_range_boxes(
+    shape: Sequence[int], start: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Divide the row-major range [start, end) of a tensor into rectangles.
+
+    FSDP's flat shards are such ranges. Yields (offsets, sizes, flat start) of at
+    most 2 * len(shape) - 1 boxes whose elements are, in order, those of the range.
+    """
+    if start >= end:
+        return
+    if len(shape) <= 1:
+        yield tuple(start for _ in shape), tuple(end - start for _ in shape), start
+        return
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    first_full, last_full = -(-start // row), end // row
+    if first_full > last_full:  # inside one row
+        yield from _in_row(shape, last_full, row, start, end)
+        return
+    yield from _in_row(shape, first_full - 1, row, start, first_full * row)
+    if last_full > first_full:
+        zeros = (0,) * (len(shape) - 1)
+        yield (first_full, *zeros), (last_full - first_full, *shape[1:]), first_full * row
+    yield from _in_row(shape, last_full, row, last_full * row, end)
+
+
+def _in_row(shape: Sequence[int], index: int, row: int, start: int, end: int) -> Iterator:
+    base = index * row
+    for offsets, sizes, flat in flat_range_boxes(shape[1:], start - base, end - base):
+        yield (index, *offsets), (1, *sizes), base + flat
+
+
+# -- saving and loading ----------------------------------------------------------------------------
 
 
 def state_content(
     backend: Backend, training: Mapping[str, torch.Tensor], *, copy: bool
 ) -> dict[str, Any]:
-    """Return what a checkpoint is to hold: the backend's state, ``training``, the CPU's random
-    state.
+    """Return a checkpoint's content: the backend's state, ``training``, the CPU's random state.
 
-    With ``copy`` none of it changes when training goes on: it is a copy in the host's memory.
+    With ``copy`` it is a copy in the host's memory, which does not change when training continues.
     """
     state = backend.state()
     entries = {**training, **state.step, RNG: torch.get_rng_state()}
@@ -44,7 +147,7 @@ def _copied(value: Any) -> Any:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the bytes of all tensors in a nested dictionary, as far as this process has them."""
+    """Return the bytes of all tensors in a nested dictionary that this process has."""
     return sum(tensor.nbytes for tensor in _tensors(value))
 
 
@@ -61,12 +164,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def write_state(
     content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None
 ) -> dict[str, Entry]:
-    """Write what ``state_content`` gave; all processes call it, with the group they talk through.
+    """Write what ``state_content`` returned; all processes call it, with their process group.
 
-    Returns what a manifest says of the files that this process wrote: nothing has to be read again
-    for its checksum.
-    The manifest that completes a checkpoint is the caller's. Raises OSError, RuntimeError or DCP's
-    CheckpointException if it cannot be written.
+    Returns the manifest's entries for the files that this process wrote, with checksums computed
+    while writing. The caller writes the manifest, which completes a checkpoint. Raises OSError,
+    RuntimeError or DCP's CheckpointException if it cannot be written.
     """
     from_host = all(tensor.device.type == "cpu" for tensor in _tensors(content))
     storage = FolderWriter(folder, from_host=from_host)
@@ -81,22 +183,15 @@ def write_state(
     return storage.sums
 
 
-def save_state(backend: Backend, folder: Path, training: dict[str, torch.Tensor]) -> None:
-    """Write the backend's state, ``training`` and the CPU's random state; raises as
-    ``write_state``."""
-    with quiet_dcp():
-        write_state(state_content(backend, training, copy=False), folder)
-
-
 def load_state(
     backend: Backend, folder: Path, *, with_optimizer: bool = True, use_ema: bool = False
 ) -> bool:
-    """Put a checkpoint's values on the devices; all processes call it.
+    """Load a checkpoint's values into the backend; all processes call it.
 
     Restores the weights and, ``with_optimizer``, also AdamW's state, the EMA and what else the next
     step depends on, as far as the checkpoint has it, and the CPU's random state. With ``use_ema``
-    the weights become the checkpoint's EMA. Returns whether the checkpoint has one. Raises anything
-    if the checkpoint is damaged.
+    the weights become the checkpoint's EMA. Returns True if the checkpoint has an EMA. Raises
+    anything if it is damaged.
     """
     reader = SafeReader(folder)
     saved = reader.read_metadata().state_dict_metadata
@@ -114,5 +209,5 @@ def load_state(
         dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     if with_optimizer:
         torch.set_rng_state(training[RNG])
-    backend.take(state)
+    backend.load_state(state)
     return has_ema

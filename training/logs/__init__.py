@@ -1,1 +1,1 @@
-"""What a run tells of itself: to people, and in files for later."""
+"""What a run reports of itself: to people, and in files for later."""

@@ -1,4 +1,4 @@
-"""Keeps the images of a run that could not be read: listed, counted over all processes, limited."""
+"""The images of a run that cannot be read: listed, counted over all processes, limited."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-from data.loading.loader import BatchLoader
-from data.own_files import no_link, regular
+from data.files import no_link, regular
+from data.loader import BatchLoader
 from data.source import DataSource
-from training.hosts import processes
-from training.logs.metrics import Evaluation
+from training.logs.records import Evaluation
+from training.processes import exchange
 
 FILE = "bad_images.txt"
 _SEPARATOR = "\t"
-_SAID = 20  # images, in the log, of those found since the last log step
+_MOST_LOGGED = 20  # images found since the last log step
 TRAIN, VAL = "train", "val"
-_CALLED = {TRAIN: "training", VAL: "validation"}
+_SPLIT_NAMES = {TRAIN: "training", VAL: "validation"}
 
 
 class BadImages:
@@ -42,8 +42,8 @@ class BadImages:
         self._classes = data.classes or []
         self._labels: dict[str, dict[str, int | None]] = {TRAIN: {}, VAL: {}}
         """The label of each by its path, by split; None where an earlier start has found it."""
-        # What the first process has read, for all: they count alike.
-        listed = processes.gather(_listed(file) if file and is_main else [])[0]
+        # The first process reads the file for all, so that all count alike.
+        listed = exchange.gather(_listed(file) if file and is_main else [])[0]
         self._listed = {path for path, _ in listed}
         for path, split in listed:
             if split in self._labels:  # earlier versions wrote none
@@ -51,40 +51,42 @@ class BadImages:
 
     @property
     def excess(self) -> str | None:
-        """What to say if more images cannot be read than may be; alike in all processes."""
-        counts = {split: len(found) for split, found in self._labels.items()}
-        total = sum(counts.values())
+        """The error if more images cannot be read than the limit; the same in all processes."""
+        total = sum(map(len, self._labels.values()))
+        advice = f": mend or remove them, or allow more with --max_bad_images {total}"
         if isinstance(self._limit, int):
-            told = f"{total:,} images cannot be read, more than --max_bad_images {self._limit}"
-            return _with_advice(told, total) if total > self._limit else None
-        for split, found in counts.items():
+            if total <= self._limit:
+                return None
+            return (
+                f"{total:,} images cannot be read, more than --max_bad_images {self._limit}{advice}"
+            )
+        for split, found in self._labels.items():
             size = self._sizes[split]
             most = math.ceil(size * Fraction(self._limit.rstrip("%")) / 100)
-            if found > most:
-                told = (
-                    f"{found:,} {_CALLED[split]} images cannot be read, more than --max_bad_images "
-                    f"{self._limit} ({most:,} of {size:,})"
+            if len(found) > most:
+                return (
+                    f"{len(found):,} {_SPLIT_NAMES[split]} images cannot be read, more than "
+                    f"--max_bad_images {self._limit} ({most:,} of {size:,}){advice}"
                 )
-                return _with_advice(told, total)
         return None
 
     def collect(self, split: str, loader: BatchLoader, say: Callable[[str], None]) -> None:
-        """List, and ``say``, what the loader of ``split`` has found since the last call.
+        """List and log the images that the loader of ``split`` has found since the last call.
 
         All processes must call this.
         """
         new: dict[str, str] = {}
-        for part in processes.gather(loader.bad_images()):
+        for part in exchange.gather(loader.bad_images()):
             for path, reason, label in part:
                 self._labels[split][path] = label
                 if path not in self._listed:
                     new[path] = reason
         self._listed |= new.keys()
-        said = list(new.items())[:_SAID] if self._file else new.items()
-        for path, reason in said:
-            say(f"note: {path} cannot be read ({reason}): left out")
-        if len(new) > len(said):
-            say(f"note: nor can {len(new) - len(said):,} others be read: {FILE} lists them")
+        logged = list(new.items())[:_MOST_LOGGED] if self._file else new.items()
+        for path, reason in logged:
+            say(f"warning: {path} cannot be read ({reason}): left out")
+        if len(new) > len(logged):
+            say(f"warning: nor can {len(new) - len(logged):,} others be read: {FILE} lists them")
         if new and self._file and self._is_main:
             try:
                 with open(self._file, "a", errors="surrogateescape", opener=no_link) as file:
@@ -93,21 +95,22 @@ class BadImages:
                         for path, reason in new.items()
                     )
             except OSError as error:
-                say(f"note: {FILE} cannot be written ({error.strerror})")
+                say(f"warning: {FILE} cannot be written ({error.strerror})")
 
     def left_out_of(self, result: Evaluation, names: Sequence[str] | None = None) -> Evaluation:
-        """Return an evaluation with what could not be read: how many images, and which classes have
-        none left, by ``names``, or those of the data. All processes must call it."""
+        """Return an evaluation with the number of unreadable images, and the classes without any.
+
+        ``names``: of the classes, by label (default: those of the data). All processes must call
+        this.
+        """
         names = self._classes if names is None else names
         labels = [label for label in self._labels[VAL].values() if label is not None]
-        seen = processes.gather(sorted(result.labels.intersection(labels)))
+        seen = exchange.gather(sorted(result.labels.intersection(labels)))
         lost = sorted(set(labels).difference(*seen))
-        told = tuple(names[each] if each < len(names) else f"class {each}" for each in lost)
-        return replace(result, left_out=len(labels), lost_classes=told)
-
-
-def _with_advice(told: str, count: int) -> str:
-    return f"{told}: mend or remove them, or allow more with --max_bad_images {count}"
+        lost_names = tuple(
+            names[label] if label < len(names) else f"class {label}" for label in lost
+        )
+        return replace(result, left_out=len(labels), lost_classes=lost_names)
 
 
 def _listed(file: Path) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Keeps the logs of a run whose ``--ckpt_dir`` is a URL: written here, copied there."""
+"""The logs of a run whose ``--ckpt_dir`` is a URL: written to a local folder, copied to the URL."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from data.cache_folder import cache_folder
-from data.errors import DataFolderError
-from data.own_files import replace_file
-from training.background import Background
+from data.files import DataFolderError, cache_folder, replace_file
 from training.errors import UsageError
-from training.url_path import is_url
+from training.files import Background, is_url
 
 _EVERY_S = 30.0
-"""The seconds after which logs are copied again, if there are new ones: a bucket has no files that
-grow, so each copy is a whole file."""
-_KEPT = {".lock", "profile"}
-"""What stays on this machine, by its name in the folder."""
+"""The seconds between copies: a bucket has no files that grow, so each copy is a whole file."""
+_NOT_COPIED = {".lock", "profile"}
 
 
 def log_folder(ckpt_dir: Path) -> Path:
@@ -37,9 +32,9 @@ def log_folder(ckpt_dir: Path) -> Path:
 
 
 def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
-    """Make the local folder's logs those of the URL: these files, as far as they are there.
+    """Replace the local folder's logs by these files of the URL, as far as they are there.
 
-    Others of an earlier start are removed. Raises OSError.
+    Raises OSError.
     """
     for path in _files(folder):
         path.unlink()
@@ -50,41 +45,41 @@ def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
 
 def _files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
-        if path.name not in _KEPT and path.suffix != ".tmp":
+        if path.name not in _NOT_COPIED and path.suffix != ".tmp":
             yield from [path] if path.is_file() else _files(path)
 
 
 class LogUploads:
-    """Copies what has changed in a local folder of logs to a URL, in a thread of its own.
+    """Copies the changed files of a local folder of logs to a URL, in a thread of its own.
 
-    No failure ends a run: it is said once, and tried again.
+    No failure ends a run: it is logged once, and the copy tried again.
     """
 
     def __init__(self, folder: Path, url: Path, say: Callable[[str], None]) -> None:
         self._folder, self._url, self._say = folder, url, say
         self._copied: dict[Path, tuple[int, int]] = {}
-        self._begun = float("-inf")
+        self._started = float("-inf")
         self._running: Background[str | None] | None = None
         self._failing = False
 
     def record_written(self) -> None:
-        """Copy in a while, after a record; returns at once."""
-        if time.monotonic() - self._begun >= _EVERY_S:
+        """Start to copy, unless the last copy started a short time ago; returns at once."""
+        if time.monotonic() - self._started >= _EVERY_S:
             self.begin()
 
     def begin(self) -> None:
-        """Begin to copy, unless that is under way; returns at once."""
+        """Start to copy, unless a copy is running; returns at once."""
         if self._running and not self._running.done():
             return
-        self._tell()
-        self._begun = time.monotonic()
+        self._finish()
+        self._started = time.monotonic()
         self._running = Background(self._copy)
 
     def close(self) -> None:
         """Copy what is left, and wait for that."""
-        self._tell()
+        self._finish()
         self._running = Background(self._copy)
-        self._tell()
+        self._finish()
 
     def _copy(self) -> str | None:
         """Copy all files that have changed; return what went wrong."""
@@ -103,16 +98,16 @@ class LogUploads:
             return error.strerror or str(error)
         return None
 
-    def _tell(self) -> None:
-        """Wait for the copy that is under way, and say what has become of it, if that is new."""
+    def _finish(self) -> None:
+        """Wait for a running copy, and log if copies fail from now on, or work again."""
         if self._running is None:
             return
         problem = self._running.result()
         self._running = None
         if problem and not self._failing:
             self._say(
-                f"note: logs cannot be copied to {self._url} ({problem}); they are in "
-                f"{self._folder}, training goes on"
+                f"warning: logs cannot be copied to {self._url} ({problem}); they are in "
+                f"{self._folder}, training continues"
             )
         elif self._failing and not problem:
             self._say(f"note: logs are copied to {self._url} again")

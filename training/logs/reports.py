@@ -1,15 +1,16 @@
-"""Shows a person a run: the bar, log lines, and through the sinks TensorBoard and metrics.jsonl."""
+"""Shows a run to a person: progress bar, log lines, TensorBoard, metrics.jsonl, curves."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +18,72 @@ from tqdm import tqdm
 
 from training.backend import Backend
 from training.checkpoints.choose import RUN_FILE
-from training.logs.events import Events
-from training.logs.expectation import keep_measured
+from training.errors import UsageError
+from training.files import replace_file
 from training.logs.log_folder import LogUploads
-from training.logs.metrics import Evaluation, read_metrics
-from training.logs.plots import plot_curves
-from training.logs.sinks import Guarded, open_sinks
-from training.updates.skipped_steps import COUNTS
+from training.logs.records import Evaluation, Events, Guarded, open_sinks, plot_curves, read_metrics
+from training.optimizers import COUNTS
+from training.resolve import Run
+
+# -- the step time that --compile_only --json expects, compared with the measured one --------------
+
+
+def read_expectation(run: Run) -> float | None:
+    """Return the seconds that ``--expect``'s file expects of a step; None without the flag.
+
+    Raises UsageError if it is no such file, or of another run.
+    """
+    name = run.config.log.expect
+    if name is None:
+        return None
+    try:
+        expected = json.loads(Path(name).read_text())
+        seconds = expected["expected_step_s"]
+    except OSError as error:
+        raise UsageError(f"--expect {name} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"--expect {name} is not what --compile_only --json prints") from None
+    if seconds is None:
+        raise UsageError(f"--expect {name} is of a step that does not fit")
+    here = {
+        "batch_size": run.config.data.batch_size,
+        "precision": run.config.sharding.precision,
+        "mesh": asdict(run.mesh),
+        "parameters": run.model.parameter_count,
+        "input_shape": list(run.model.sizes.input_shape),
+    }
+    for what, value in here.items():
+        if value != expected.get(what):
+            raise UsageError(
+                f"--expect {name} is of another run: {what} {expected.get(what)}, here {value}"
+            )
+    return float(seconds)
+
+
+# -- reports ---------------------------------------------------------------------------------------
 
 CURVES_FILE = "curves.png"
 _COMPARED = 3
-"""How many log lines put the expected seconds a step beside the measured ones."""
+"""How many log lines show the expected seconds a step beside the measured ones."""
 SMOOTHING_WINDOW = 5
-"""How many logs the means of loss and time per step are over, which log lines give beside the
+"""Over how many log steps the means of loss and time per step are, which log lines show beside the
 newest values, as PyTorch/XLA's ViT-10B example does."""
 
 
 @dataclass
-class Interval:
-    """Measures the pace of training between two log steps, by the host's clock."""
+class StepTimer:
+    """Measures the throughput between two log steps, by the host's clock."""
 
     started: float = field(default_factory=time.perf_counter)
     steps: int = 0
     waited: float = 0.0
+    """The seconds of waiting for batches."""
+
+    def restart(self) -> None:
+        self.started, self.steps, self.waited = time.perf_counter(), 0, 0.0
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started
-
-
-@dataclass
-class _Pending:
-    """Holds a log step whose loss and norm are still on the device."""
-
-    record: dict[str, Any]
-    values: Future[dict[str, list[float]]]
 
 
 class Reports:
@@ -73,25 +106,30 @@ class Reports:
         wandb_project: str | None = None,
         arguments: dict[str, Any] | None = None,
         url: Path | None = None,
+        expected_s: float | None = None,
+        last_top1: float | None = None,
     ) -> None:
-        """Open the reports in ``ckpt_dir``. ``keep_records``: those of the folder up to
-        ``first_step`` are of the same run. ``url``: where all in the folder is copied to."""
+        """Open the reports in ``ckpt_dir``.
+
+        ``keep_records``: those of the folder up to ``first_step`` are of the same run. ``url``:
+        where all in the folder is copied to. ``expected_s``: the expected seconds of a step, shown
+        in the first log lines. ``last_top1``: that of an earlier evaluation of the last step.
+        """
         active = backend.is_main
         self._dir, self._backend, self._active = ckpt_dir, backend, active
         self._batch_size, self._flops_per_image = batch_size, flops_per_image
         device_peak = backend.peak_flops()
         self._peak_flops = device_peak * backend.device_count if device_peak else None
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[dict[str, Any], Future[dict[str, list[float]]]]] = deque()
+        """Log steps whose loss and norm are still on the device: the rest of their records."""
         self._losses: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._compilations = -1
         self._skipped = 0.0
-        self.expected_s: float | None = None
-        """What a step is expected to take; it is told in the first log lines with a pace."""
-        self._compared = 0
+        self._expected_s, self._compared = expected_s, 0
         self.longest_row_skipped = 0
-        """How many steps in a row were not finite, as far as log steps have told."""
-        self.last_top1: float | None = None
+        """How many steps in a row were not finite, as far as log steps have been read."""
+        self.last_top1 = last_top1
         self.events = Events(ckpt_dir, self.say, active=active)
         self._sinks: list[Guarded] = []
         self._uploads = LogUploads(ckpt_dir, url, self.say) if url and active else None
@@ -118,7 +156,7 @@ class Reports:
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Tell that ``what`` compiles now, tick while it does, tell how long it took."""
+        """Say that ``what`` compiles now, show the seconds, say how long it took."""
         devices = self._backend.device_count
         self.say(f"compiling the {what} for {devices} device(s); the first one takes a while ...")
         start, done = time.perf_counter(), threading.Event()
@@ -135,12 +173,12 @@ class Reports:
             done.set()
             if self._active:
                 self._bar.set_description()
-                self._bar.unpause()  # the time to go is not the compiler's
+                self._bar.unpause()  # the estimate of the time left is without the compiler's
         self.say(f"compiled and ran the first {what} in {time.perf_counter() - start:.1f} s")
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[Callable[[], None]]:
-        """Show a bar for an evaluation of so many batches; yields what moves it on by one."""
+        """Show a bar for an evaluation of so many batches; yields what advances it by one."""
         hide = None if self._active else True  # None: shown on a terminal
         with (
             self.events.span("eval"),
@@ -158,43 +196,46 @@ class Reports:
             self._bar.unpause()
 
     def step_done(self) -> None:
-        """Move the bar by one step and write what has arrived."""
+        """Advance the bar by one step and write what has arrived."""
         if self._active:
             self._bar.update(1)
-        while self._pending and self._pending[0].values.done():
-            self._write_log(self._pending.popleft())
+        while self._pending and self._pending[0][1].done():
+            self._write_log(*self._pending.popleft())
 
     def log(
         self,
         step: int,
         epoch: int,
         lr: float,
-        pace: Interval | None,
+        timer: StepTimer | None,
         values: Future[dict[str, list[float]]],
     ) -> None:
-        """Record a log step; ``values`` brings ``loss``, ``grad_norm`` and ``skipped``."""
+        """Record a log step, without throughput if there is no ``timer``.
+
+        ``values`` brings ``loss``, ``grad_norm`` and ``skipped``.
+        """
         record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
-        if pace:
-            seconds = pace.seconds()
-            record["sec_per_iter"] = seconds / pace.steps
-            record["images_per_s"] = pace.steps * self._batch_size / seconds
-            record["data_wait"] = pace.waited / seconds
+        if timer:
+            seconds = timer.seconds()
+            record["sec_per_iter"] = seconds / timer.steps
+            record["images_per_s"] = timer.steps * self._batch_size / seconds
+            record["data_wait"] = timer.waited / seconds
             if self._peak_flops:
                 flops = record["images_per_s"] * self._flops_per_image
                 record["mfu"] = flops / self._peak_flops
-            if self.expected_s and self._compared < _COMPARED:
-                record["expected_sec_per_iter"] = self.expected_s
+            if self._expected_s and self._compared < _COMPARED:
+                record["expected_sec_per_iter"] = self._expected_s
                 self._compared += 1
         record.update(self._backend.counters())
         sizes = self._backend.memory()
         record.update({f"memory_{name}": size for name, size in sizes.items()})
-        self._pending.append(_Pending(record, values))
+        self._pending.append((record, values))
 
-    def _write_log(self, pending: _Pending) -> None:
-        values = pending.values.result()
+    def _write_log(self, record: dict[str, Any], read: Future[dict[str, list[float]]]) -> None:
+        values = read.result()
         skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
         self.longest_row_skipped = int(skipped["longest_row"])
-        record = {name: value[0] for name, value in values.items()} | pending.record
+        record = {name: value[0] for name, value in values.items()} | record
         record["skipped_steps"] = int(skipped["total"])
         self._losses.append(record["loss"])
         if "sec_per_iter" in record:
@@ -203,10 +244,11 @@ class Reports:
             return
         self._write(record)
         self.say(self._log_line(record))
-        self._keep_measured(record)
+        if "expected_sec_per_iter" in record:
+            self._add_to_run_file(record["expected_sec_per_iter"], record["sec_per_iter"])
         if skipped["total"] > self._skipped:
             self.say(
-                f"note: {skipped['total'] - self._skipped:.0f} step(s) since the last log were "
+                f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log were "
                 "skipped: loss or gradient norm was not finite"
             )
         self._skipped = skipped["total"]
@@ -219,13 +261,14 @@ class Reports:
             self.say(f"note: {compilations - self._compilations} new compilation(s) since last log")
         self._compilations = compilations
 
-    def _keep_measured(self, record: dict[str, Any]) -> None:
-        expected = record.get("expected_sec_per_iter")
-        if expected:
-            try:
-                keep_measured(self._dir / RUN_FILE, expected, record["sec_per_iter"])
-            except (OSError, ValueError) as error:
-                self.say(f"note: {RUN_FILE} cannot be written ({error})")
+    def _add_to_run_file(self, expected: float, measured: float) -> None:
+        """Add both step times to run.json, which is there already."""
+        try:
+            content = json.loads((self._dir / RUN_FILE).read_text())
+            content["step_s"] = {"expected": expected, "measured": measured}
+            replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
+        except (OSError, ValueError) as error:
+            self.say(f"warning: {RUN_FILE} cannot be written ({error})")
 
     def _log_line(self, record: dict[str, Any]) -> str:
         parts = [
@@ -282,14 +325,14 @@ class Reports:
             self._uploads.record_written()
 
     def upload(self) -> None:
-        """Begin to copy all that was written to where it is kept, if that is a URL."""
+        """Start to copy all that was written to ``--ckpt_dir``, if that is a URL."""
         if self._uploads:
             self._uploads.begin()
 
     def flush(self) -> None:
         """Write every log step recorded so far, waiting for its values."""
         while self._pending:
-            self._write_log(self._pending.popleft())
+            self._write_log(*self._pending.popleft())
 
     def close(self) -> Path | None:
         """Write what is left and the plot; return the plot's path, None if there is none."""
@@ -300,19 +343,16 @@ class Reports:
         self._bar.close()
         for sink in self._sinks:
             sink.close()
-        curves = self._plot()
+        curves = None
+        try:
+            if records := read_metrics(self._dir):
+                curves = plot_curves(records, self._dir / CURVES_FILE)
+        except Exception as error:  # noqa: BLE001 - a picture may not end a run
+            self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()
         if self._uploads:
             self._uploads.close()
         return curves
-
-    def _plot(self) -> Path | None:
-        try:
-            records = read_metrics(self._dir)
-            return plot_curves(records, self._dir / CURVES_FILE) if records else None
-        except Exception as error:  # noqa: BLE001 - a picture may not end a run
-            self.say(f"note: {CURVES_FILE} cannot be written ({error})")
-            return None
 
 
 def _mean_of(values: deque[float]) -> str:

@@ -1,39 +1,23 @@
-"""JAX's Pallas kernels of flash attention, lowered for TPUs and called from PyTorch/XLA.
+"""Pallas kernels in a PyTorch/XLA program: how one is lowered, and how each device calls it.
 
-They are those that ``torch_xla.experimental.custom_kernel.flash_attention`` calls, lowered on any
-machine (torch_xla's own way needs a TPU attached), in blocks that divide the sequence, and with
-what each of them costs noted in its call.
+Kernels are lowered by JAX on any machine (torch_xla's own way needs a TPU attached). What each of
+them costs is noted in its call, where ``--compile_only`` reads it.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from xla_fsdp import jax_private, torch_xla_private
-from xla_fsdp.attention.sizes import LANES, SUBLANES, Shape
 
-
-@dataclass(frozen=True)
-class _Operand:
-    """An argument or a result: of which shape, in which blocks, chosen by which grid axes."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    block: tuple[int, ...]
-    axes: tuple[int, ...]
-
-    def streamed_bytes(self, grid: tuple[int, ...]) -> int:
-        """Return the bytes between HBM and the kernel: a block whenever the choice changes."""
-        steps = [i for i in self.axes if grid[i] > 1]
-        fetches = math.prod(grid[: max(steps) + 1]) if steps else 1
-        return fetches * math.prod(self.block) * self.dtype.itemsize
-
+if TYPE_CHECKING:
+    import torch_xla.distributed.spmd as xs
 
 BRANCHES: dict[str, int] = {}
 """The branches of each kernel that was lowered here, by its code: who counts the cycles of a
@@ -59,137 +43,80 @@ class Kernel:
         )
 
 
-def _operands(s: Shape, query: int, key: int) -> dict[str, _Operand]:
-    """Return what each kind of operand looks like to a kernel.
-
-    The grid's axes are images, heads and, numbered ``query`` and ``key``, blocks of tokens.
-    """
-    head, row = (1, 1, s.block, s.width), (1, 1, s.block, LANES)
-    key_head = (1, 1, s.key_block, s.width)
-    return {
-        "query": _Operand(s.heads_of, s.dtype, head, (0, 1, query)),
-        "key": _Operand(s.heads_of_keys, s.dtype, key_head, (0, 1, key)),
-        "row": _Operand(s.rows, torch.float32, row, (0, 1, query)),
-        "query ids": _Operand((), torch.int32, (1, s.block, LANES), (0, query)),
-        "key ids": _Operand((), torch.int32, (1, SUBLANES, s.key_block), (0, key)),
-    }
-
-
-def _lower(
-    s: Shape,
-    trace: Callable,
-    arguments: list[str],
-    results: list[str],
+def lower(
+    function: Callable,
+    arguments: list[tuple[tuple[int, ...], torch.dtype]],
+    results: list[tuple[tuple[int, ...], torch.dtype]],
     *,
-    products: int,
-    key_axis: int,
+    flops: int,
+    transcendentals: int,
+    bytes_accessed: int,
+    branches: int = 1,
 ) -> Kernel:
-    """Lower JAX's function ``trace`` of arrays of these kinds to a kernel.
-
-    It computes ``products`` matrix products of queries x keys; ``key_axis`` is the grid's axis of
-    keys.
-    """
-    kinds = _operands(s, query=5 - key_axis, key=key_axis)
-    ids = ["query ids", "key ids"] if s.masked else []
-    arguments = [*arguments[:3], *ids, *arguments[3:]]  # as the kernels have them
-    traced = {"row": s.scores, "query ids": s.scores[::2], "key ids": (s.batch, s.keys)}
-    given = [(traced.get(kind, kinds[kind].shape), kinds[kind].dtype) for kind in arguments]
-    config = json.loads(mosaic_config(trace, given))
-    blocks = [s.tokens // s.block, s.keys // s.key_block]
-    grid = (s.batch, s.heads, *(blocks if key_axis == 3 else reversed(blocks)))
-    scores = math.prod(s.scores) * s.keys
-    config["custom_call_config"]["cost_estimate"] = {
-        "flops": 2 * products * scores * s.width,
-        "transcendentals": scores,
-        "bytes_accessed": sum(kinds[k].streamed_bytes(grid) for k in arguments + results),
-    }
-    return Kernel(
-        json.dumps(config), [kinds[k].shape for k in results], [kinds[k].dtype for k in results]
-    )
-
-
-def mosaic_config(trace: Callable, given: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    """Return the configuration of the custom call of a JAX function's one Pallas kernel."""
+    """Lower a JAX function of one Pallas kernel, for arrays of these shapes and dtypes."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is torch_xla's
     names = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int32: "int32"}
-    arrays = [jax.ShapeDtypeStruct(shape, names[dtype]) for shape, dtype in given]
-    config = torch_xla_private.kernel_config(jax_private.lower_for_tpu(trace, arrays))
-    assert config is not None
-    return config
+    arrays = [jax.ShapeDtypeStruct(shape, names[dtype]) for shape, dtype in arguments]
+    text = torch_xla_private.kernel_config(jax_private.lower_for_tpu(function, arrays))
+    assert text is not None
+    config = json.loads(text)
+    config["custom_call_config"]["cost_estimate"] = {
+        "flops": flops,
+        "transcendentals": transcendentals,
+        "bytes_accessed": bytes_accessed,
+    }
+    shapes, dtypes = zip(*results, strict=True)
+    return Kernel(json.dumps(config), list(shapes), list(dtypes), branches)
 
 
-# -- what is lowered: JAX's functions, with statistics of rows (batch, heads, tokens) --------
-# ``rest`` begins with the ids of queries and keys, (batch, tokens), if there is padding.
+MeshAxes = str | tuple[str, ...] | None
 
 
-def forward_function(s: Shape, scale: float, for_backward: bool) -> Callable:
-    """Return a function (q, k, v, *rest) -> output.
+@dataclass(frozen=True)
+class Shards:
+    """How images and heads are sharded in an SPMD program: each device calls a kernel on its part.
 
-    ``for_backward``: it gives each row's sum of exponentials and largest score, too.
+    ``images``, ``heads``: the mesh axis, or axes, that they are sharded along. Images are dimension
+    0 of a tensor; each call names the dimension of heads, if there is one.
     """
 
-    def forward(q, k, v, *ids):
-        return jax_private.flash_forward(
-            q,
-            k,
-            v,
-            ids,
-            with_statistics=for_backward,
-            scale=scale,
-            block=s.block,
-            key_block=s.key_block,
-        )
+    mesh: xs.Mesh
+    images: MeshAxes
+    heads: MeshAxes = None
 
-    return forward
+    def part(self, x: torch.Tensor, heads: int | None = None) -> torch.Tensor:
+        """Return a device's part of the whole tensor."""
+        import torch_xla.distributed.spmd as xs
 
+        return xs.enable_manual_sharding(x * 1, self._spec(x, heads), mesh=self.mesh).global_tensor
 
-def query_gradient_function(s: Shape, scale: float) -> Callable:
-    """Return a function (q, k, v, *rest) -> q's gradient.
+    def whole(self, part: torch.Tensor, heads: int | None = None) -> torch.Tensor:
+        """Return the whole tensor of which each device has a part."""
+        import torch_xla.distributed.spmd as xs
 
-    ``rest`` ends with sums, largest scores, the gradient of the output, and the sum of it times the
-    output over each row.
-    """
-    return _of_backward(jax_private.flash_query_gradient, s, scale)
+        spec = self._spec(part, heads)
+        sizes = (n * self._parts(axes) for n, axes in zip(part.shape, spec, strict=True))
+        shape = torch.Size(sizes)
+        return xs.disable_manual_sharding(part, spec, shape, mesh=self.mesh).global_tensor
 
+    @property
+    def heads_parts(self) -> int:
+        """Return into how many parts heads are sharded."""
+        return self._parts(self.heads)
 
-def key_gradients_function(s: Shape, scale: float) -> Callable:
-    """Return a function of the same arguments -> the gradients of k and of v."""
-    return _of_backward(jax_private.flash_key_gradients, s, scale)
+    def _spec(self, x: torch.Tensor, heads: int | None) -> tuple[MeshAxes, ...]:
+        spec: list[MeshAxes] = [self.images, *[None] * (x.dim() - 1)]
+        if heads is not None:
+            spec[heads] = self.heads
+        return tuple(spec)
 
-
-def _of_backward(kernel: Callable, s: Shape, scale: float) -> Callable:
-    def gradient(q, k, v, *rest):
-        *ids, sums, largest, grad, inner = rest
-        given = {"q": q, "k": k, "v": v, "ids": ids, "sums": sums, "largest": largest}
-        return kernel(
-            **given, grad=grad, inner=inner, scale=scale, block=s.block, key_block=s.key_block
-        )
-
-    return gradient
+    def _parts(self, axes: MeshAxes) -> int:
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        return math.prod(self.mesh.shape()[name] for name in names)
 
 
-# -- what is called: the same, with those statistics repeated over LANES, and wide ids -------
-
-_FORWARD = ["query", "key", "key"]
-_BACKWARD = [*_FORWARD, "row", "row", "query", "row"]
-
-
-@functools.cache
-def forward_kernel(s: Shape, scale: float, for_backward: bool) -> Kernel:
-    results = ["query", "row", "row"] if for_backward else ["query"]
-    function = forward_function(s, scale, for_backward)
-    return _lower(s, function, _FORWARD, results, products=2, key_axis=3)
-
-
-@functools.cache
-def query_gradient_kernel(s: Shape, scale: float) -> Kernel:
-    function = query_gradient_function(s, scale)
-    return _lower(s, function, _BACKWARD, ["query"], products=3, key_axis=3)
-
-
-@functools.cache
-def key_gradients_kernel(s: Shape, scale: float) -> Kernel:
-    function = key_gradients_function(s, scale)
-    return _lower(s, function, _BACKWARD, ["key", "key"], products=4, key_axis=2)
+def autocast_dtype(v: torch.Tensor) -> torch.dtype:
+    """Return the dtype that attention to the values ``v`` computes in."""
+    return torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else v.dtype

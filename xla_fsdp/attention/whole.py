@@ -1,87 +1,138 @@
-"""Attention of short sequences by kernels that hold them whole in vector memory: no score in HBM.
+"""Attention of short sequences on TPUs (``--attention whole``): no score in HBM.
 
-Queries, keys and values go to the kernels as (batch, tokens, heads x width), which is how the
-products beside attention make and take them: what a model transposes for PyTorch's product is
-transposed back, and XLA drops both.
+Our own Pallas kernels (``whole_kernels.py``) hold whole sequences in vector memory. Queries, keys
+and values go to them as (batch, tokens, heads x width), which is how the products beside attention
+write and read them. What a model transposes for PyTorch's product is transposed back, and XLA drops
+both.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from timm.layers import Attention, apply_rot_embed_cat
 from torch import nn
 
-from models.attention_product import attentions, use_product
-from xla_fsdp.attention.flash import Shards
-from xla_fsdp.attention.kernels import Kernel
-from xla_fsdp.attention.whole_kernels import Whole, backward_kernel, forward_kernel
-from xla_fsdp.kept import KeptInput
+from models.blocks import attentions, use_product
+from xla_fsdp.attention.kernels import Kernel, Shards, autocast_dtype, lower
+from xla_fsdp.attention.sizes import WholeSizes
+from xla_fsdp.remat import SaveInput
+
+
+@functools.cache
+def forward_kernel(s: WholeSizes) -> Kernel:
+    """Return the kernel (q, k, v) -> output; packed, all three are the same array."""
+    from xla_fsdp.attention.whole_kernels import forward_function
+
+    return _lower(s, forward_function(s), [s.given] * 3, s.shape, products=2)
+
+
+@functools.cache
+def backward_kernel(s: WholeSizes) -> Kernel:
+    """Return the kernel (q, k, v, output's gradient) -> gradients of q, k, v.
+
+    They are packed as these are, or stacked.
+    """
+    from xla_fsdp.attention.whole_kernels import backward_function
+
+    arguments = [s.given] * 3 + [s.shape]
+    return _lower(s, backward_function(s), arguments, s.gradients, products=5, branches=3)
+
+
+def _lower(
+    s: WholeSizes,
+    function: Callable,
+    arguments: Sequence[tuple[int, ...]],
+    result: tuple[int, ...],
+    *,
+    products: int,
+    branches: int = 1,
+) -> Kernel:
+    scores = s.batch * s.heads * s.tokens**2
+    return lower(
+        function,
+        [(shape, s.dtype) for shape in arguments],
+        [(result, s.dtype)],
+        flops=products * 2 * scores * s.width,
+        transcendentals=scores,
+        bytes_accessed=(len(arguments) + branches) * math.prod(s.shape) * s.dtype.itemsize,
+        branches=branches,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# In a model. ``shards`` is None where the program is one device's; ``save`` says which results are
+# saved for the backward pass.
+
 
 Qkv = torch.Tensor | Sequence[torch.Tensor]
 """Queries, keys and values: in one tensor, or each in its own."""
 
 
-@dataclass(frozen=True)
-class How:
-    """How the kernels are called: on which part of a batch, and whether outputs are kept."""
-
-    shards: Shards | None = None
-    """None where the program is one device's."""
-    kept: KeptInput | None = None
-
-
-def use_whole(module: nn.Module, how: How) -> None:
-    """Let all attention of timm's in ``module``, a block, compute its product by the kernels.
+def use_whole(
+    module: nn.Module, shards: Shards | None = None, save: SaveInput | None = None
+) -> None:
+    """Let all of timm's attention in ``module``, a block, compute its product by the kernels.
 
     See ``use_product``.
     """
+
+    def forward(
+        attn: Attention,
+        x: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Compute what timm's Attention does, but never with heads in front of tokens."""
+        if attn_mask is not None or is_causal:
+            raise NotImplementedError("attention has no mask here")
+        gate = attn.gate(x).sigmoid() if attn.gate is not None else None
+        y = attn.norm(of_layers(attn, attn.qkv(x), shards=shards, save=save))
+        return attn.proj_drop(attn.proj(y if gate is None else y * gate))
+
     for part in attentions(module):
         if type(part) is Attention:
-            forward = functools.partial(_forward_unfolded, how=how)
             part.forward = types.MethodType(forward, part)
         else:
-            use_product(part, functools.partial(attention, how=how))
-
-
-def _forward_unfolded(
-    attn: Attention,
-    x: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    how: How,
-) -> torch.Tensor:
-    """Compute what timm's attention does, but never with heads in front of tokens."""
-    if attn_mask is not None or is_causal:
-        raise NotImplementedError("attention has no mask here")
-    gate = attn.gate(x).sigmoid() if attn.gate is not None else None
-    y = attn.norm(of_layers(attn, attn.qkv(x), how=how))
-    return attn.proj_drop(attn.proj(y if gate is None else y * gate))
+            use_product(part, functools.partial(attention, shards=shards, save=save))
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shards: Shards | None = None,
+    save: SaveInput | None = None,
 ) -> torch.Tensor:
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
     heads = q.shape[1]
-    output = _merged(heads, how or How(), *(x.transpose(1, 2).flatten(2) for x in (q, k, v)))
+    output = _merged(heads, shards, save, *(x.transpose(1, 2).flatten(2) for x in (q, k, v)))
     return output.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def of_layers(attn: Any, qkv: Qkv, rope: torch.Tensor | None = None, *, how: How) -> torch.Tensor:
-    """Compute the product of timm's attention of what its layers make, with rotary embedding or
-    without; see ``queries_keys_values``."""
-    as_they_are = rope is None and isinstance(attn.q_norm, nn.Identity)
-    if as_they_are and isinstance(qkv, torch.Tensor):
-        return _merged(attn.num_heads, how, qkv)
+def of_layers(
+    attn: Any,
+    qkv: Qkv,
+    rope: torch.Tensor | None = None,
+    *,
+    shards: Shards | None,
+    save: SaveInput | None,
+) -> torch.Tensor:
+    """Compute timm's attention from the results of its layers, with rotary embedding or without.
+
+    See ``queries_keys_values``. Returns (batch, tokens, heads x width).
+    """
+    unchanged = rope is None and isinstance(attn.q_norm, nn.Identity)
+    if unchanged and isinstance(qkv, torch.Tensor):
+        return _merged(attn.num_heads, shards, save, qkv)
     parts = (x.flatten(2) for x in queries_keys_values(attn, qkv, rope))
-    return _merged(attn.num_heads, how, *parts)
+    return _merged(attn.num_heads, shards, save, *parts)
 
 
 def queries_keys_values(
@@ -90,49 +141,47 @@ def queries_keys_values(
     """Return queries, keys and values, (batch, tokens, heads, width), normalised and rotated.
 
     ``qkv`` are the three, (batch, tokens, heads x width), or all in one, side by side or as
-    (batch, tokens, 3, heads x width).
+    (batch, tokens, 3, heads x width). ``rope`` is (patches, 2 x width), and before these may have
+    heads, and images before heads; class and register tokens are not rotated.
     """
     if isinstance(qkv, torch.Tensor):
         qkv = qkv.chunk(3, -1) if qkv.dim() == 3 else qkv.unbind(2)
     q, k, v = (part.unflatten(2, (attn.num_heads, -1)) for part in qkv)
     q, k = attn.q_norm(q), attn.k_norm(k)
-    if rope is not None:
-        q, k = (_rotated(attn, x, rope).type_as(v) for x in (q, k))
-    return q, k, v
-
-
-def _rotated(attn: Any, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate (batch, tokens, heads, width) as timm does, but for class and register tokens.
-
-    ``rope`` is (patches, 2 x width), and before these may have heads, and images before heads.
-    """
+    if rope is None:
+        return q, k, v
     rope = rope.unsqueeze(1) if rope.dim() == 2 else rope.transpose(-2, -3)
-    prefix, patches = x.tensor_split([attn.num_prefix_tokens], 1)
-    rotated = apply_rot_embed_cat(patches, rope, half=attn.rotate_half)
-    return torch.cat([prefix, rotated], 1)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        prefix, patches = x.tensor_split([attn.num_prefix_tokens], 1)
+        turned = apply_rot_embed_cat(patches, rope, half=attn.rotate_half)
+        return torch.cat([prefix, turned], 1).type_as(v)
+
+    return rotated(q), rotated(k), v
 
 
-def _merged(heads: int, how: How, *given: torch.Tensor) -> torch.Tensor:
+def _merged(
+    heads: int, shards: Shards | None, save: SaveInput | None, *given: torch.Tensor
+) -> torch.Tensor:
     """Compute attention of queries, keys and values, (batch, tokens, heads x width) as the result.
 
     Or of all in one tensor, side by side or as (batch, tokens, 3, heads x width).
     """
-    dtype = given[-1].dtype
-    if torch.is_autocast_enabled("xla"):
-        dtype = torch.get_autocast_dtype("xla")
-    arguments = (heads, how.shards, *(x.to(dtype) for x in given))
-    if how.kept:
-        return how.kept.result(_Attention.apply, *arguments)
-    return _Attention.apply(*arguments, None)
+    dtype = autocast_dtype(given[-1])
+    return (save or SaveInput()).result(
+        _Attention.apply, heads, shards, *(x.to(dtype) for x in given)
+    )
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, heads: int, shards: Shards | None, *given):
-        *tensors, known = given
+        *tensors, saved_result = given
         ctx.save_for_backward(*tensors)
         ctx.heads, ctx.shards = heads, shards
-        return _call(forward_kernel, heads, shards, tensors)[0] if known is None else known
+        if saved_result is not None:
+            return saved_result
+        return _call(forward_kernel, heads, shards, tensors)[0]
 
     @staticmethod
     def backward(ctx, grad):
@@ -143,7 +192,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _call(
-    kernel: Callable[[Whole], Kernel],
+    kernel: Callable[[WholeSizes], Kernel],
     heads: int,
     shards: Shards | None,
     given: Sequence[torch.Tensor],
@@ -152,7 +201,7 @@ def _call(
     """Call a kernel on each device's part of images and heads.
 
     ``given`` are queries, keys and values, or all in one. With ``grad``, the gradient of the
-    result, theirs are returned.
+    result, it returns their gradients.
     """
     packed = len(given) == 1
     parts = [shards.part(x, -1) if shards else x for x in (*given, *grad)]
@@ -161,7 +210,7 @@ def _call(
     batch, tokens, columns = parts[0].shape
     columns //= 3 if packed else 1
     heads //= shards.heads_parts if shards else 1
-    sizes = Whole(batch, tokens, heads, columns // heads, parts[0].dtype, packed)
+    sizes = WholeSizes(batch, tokens, heads, columns // heads, parts[0].dtype, packed)
     if packed and not sizes.can_be_packed:
         sizes, parts = replace(sizes, packed=False), [*parts[0].chunk(3, -1), *parts[1:]]
     elif packed:

@@ -1,180 +1,67 @@
-"""Pallas kernels of attention that hold whole sequences in a core's vector memory.
+"""The Pallas kernels of attention by whole sequences, written in JAX: see ``whole.py``.
 
-Queries, keys and values are (images, tokens, heads x width), as the products beside attention have
-them: nothing is transposed in HBM. A program of the grid takes a few images, a group of heads that
-fills whole vector registers, and a block of queries; scores never leave vector memory, and the
-backward pass computes them anew from queries and keys, so that nothing else has to be kept.
+Queries, keys and values are (images, tokens, heads x width), as the products beside attention
+have them: nothing is transposed in HBM. A program of the grid computes a few images, a group of
+heads that fills whole vector registers, and a block of queries. Scores never leave vector memory;
+the backward pass computes them again from queries and keys, so that nothing else is saved.
 
-A head that begins or ends within a register of 128 lanes is computed in the registers that it
+A head that starts or ends within a register of 128 lanes is computed in the registers that it
 touches, the other heads' lanes in them set to zero on one side of each product. The matrix units
 would pad it to as much.
+
+Imports JAX: import it where a kernel is lowered, and not before.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from xla_fsdp.attention.kernels import Kernel, mosaic_config
-from xla_fsdp.attention.sizes import LANES
+from xla_fsdp.attention.sizes import (
+    BACKWARD_BLOCKS,
+    BACKWARD_HEADS,
+    DEFAULT_VECTOR_MEMORY,
+    FORWARD_BLOCKS,
+    FORWARD_HEADS,
+    LANES,
+    WholeSizes,
+)
 
-_UNDIVIDED = 512
-"""Queries that are taken at once; more are taken in blocks."""
-_QUERIES = 256
-_FORWARD, _BACKWARD = 8, 4
-"""Heads of 256 queries and keys that one program of the grid computes: while the units wait for one
-of them they work on another. By libtpu's schedules more gains little."""
-_GIVEN = 16 * 2**20
-"""Vector memory that libtpu gives a kernel which does not ask for more, and all that v4 has."""
-_HAVE = 64 * 2**20
-"""Vector memory that a kernel may ask for on later chips."""
-_FORWARD_HELD, _BACKWARD_HELD = "qqkk", "qqqkkkk"
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Sizes of what one device computes.
-
-    ``packed``: queries, keys and values are one array, (batch, tokens, 3 x heads x width).
-    """
-
-    batch: int
-    tokens: int
-    heads: int
-    width: int
-    dtype: torch.dtype
-    packed: bool = False
-
-    @property
-    def lanes(self) -> int:
-        """Return how many columns a group of heads has: whole registers, or all that there are."""
-        together = math.lcm(self.width, LANES)
-        columns = self.heads * self.width
-        return together if columns % together == 0 else columns
-
-    @property
-    def queries(self) -> int:
-        """Return how many queries a program takes."""
-        return self.tokens if self.tokens <= _UNDIVIDED else _QUERIES
-
-    @property
-    def query_blocks(self) -> int:
-        return -(-self.tokens // self.queries)
-
-    def images(self, heads: int) -> int:
-        """Return how many images a program takes, a divisor of the batch, for so many ``heads``."""
-        most = heads * min(1.0, 256**2 / (self.queries * self.tokens)) * self.width / self.lanes
-        return max(each for each in range(1, max(1, int(most)) + 1) if self.batch % each == 0)
-
-    def vector_memory(self, heads: int, held: str) -> int:
-        """Return bytes that are enough for programs of so many ``heads``.
-
-        They are for what is ``held``, blocks of queries, "q", or all tokens, "k", twice, as the
-        next ones arrive meanwhile; and for scores, each in a few forms.
-        """
-        images, rows = self.images(heads), {"q": self.queries, "k": self.tokens}
-        blocks = sum(2 * rows[each] * self.lanes * self.dtype.itemsize for each in held)
-        scores = 4 * self.queries * -(-self.tokens // LANES) * LANES
-        return images * (blocks + self.lanes // self.width * scores * 2)
-
-    def fits(self, generation: int) -> bool:
-        """Tell whether a TPU of this generation has the vector memory for all kernels."""
-        needed = self.vector_memory(_BACKWARD, _BACKWARD_HELD)
-        return needed <= (_HAVE if generation > 4 else _GIVEN)
-
-    @property
-    def can_be_packed(self) -> bool:
-        """Tell whether a group of heads can be found in a packed array: by whole registers."""
-        return self.lanes % LANES == 0
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return (self.batch, self.tokens, self.heads * self.width)
-
-    @property
-    def groups(self) -> int:
-        return self.heads * self.width // self.lanes
-
-    @property
-    def gradients(self) -> tuple[int, ...]:
-        """Return the shape of all three gradients."""
-        return self.given if self.packed else (3, *self.shape)
-
-    @property
-    def given(self) -> tuple[int, int, int]:
-        """Return the shape of the array that queries are in."""
-        return (*self.shape[:2], self.shape[2] * (3 if self.packed else 1))
+# ------------------------------------------------------------------------------------------------
+# The calls: grid, blocks and results.
 
 
-@functools.cache
-def forward_kernel(s: Whole) -> Kernel:
-    """Return the kernel (q, k, v) -> output; packed, all three are the same array."""
-    return _lower(s, forward_function(s), [s.given] * 3, s.shape, products=2)
-
-
-@functools.cache
-def backward_kernel(s: Whole) -> Kernel:
-    """Return the kernel (q, k, v, output's gradient) -> gradients of q, k, v.
-
-    They are packed as these are, or stacked.
-    """
-    return _lower(s, backward_function(s), [s.given] * 3 + [s.shape], s.gradients, products=5)
-
-
-def _lower(
-    s: Whole,
-    function: Callable,
-    arguments: Sequence[tuple[int, ...]],
-    result: tuple[int, ...],
-    *,
-    products: int,
-) -> Kernel:
-    config = json.loads(mosaic_config(function, [(shape, s.dtype) for shape in arguments]))
-    branches = 1 if result == s.shape else 3
-    moved = len(arguments) + branches
-    config["custom_call_config"]["cost_estimate"] = {
-        "flops": products * 2 * s.batch * s.heads * s.tokens**2 * s.width,
-        "transcendentals": s.batch * s.heads * s.tokens**2,
-        "bytes_accessed": moved * math.prod(s.shape) * s.dtype.itemsize,
-    }
-    return Kernel(json.dumps(config), [result], [s.dtype], branches)
-
-
-def forward_function(s: Whole) -> Callable:
+def forward_function(s: WholeSizes) -> Callable:
     """Return a function of JAX arrays that calls the kernel of the forward pass."""
-    from jax.experimental import pallas as pl
-
-    images = s.images(_FORWARD)
-    q, k, v = (_taken(pl, s, images, kind, place) for place, kind in enumerate("qkk"))
+    images = s.images(FORWARD_HEADS)
     return pl.pallas_call(
         functools.partial(_forward, s),
         grid=(s.batch // images, s.groups, s.query_blocks),
-        in_specs=[q, k, v],
+        in_specs=[_argument(s, images, kind, place) for place, kind in enumerate("qkk")],
         out_specs=pl.BlockSpec((images, s.queries, s.lanes), lambda i, j, block: (i, block, j)),
-        out_shape=_shape(s, s.shape),
-        compiler_params=_parameters(3, s.vector_memory(_FORWARD, _FORWARD_HELD)),
+        out_shape=jax.ShapeDtypeStruct(s.shape, _name(s.dtype)),
+        compiler_params=_compiler_params(3, s.vector_memory(FORWARD_HEADS, FORWARD_BLOCKS)),
         name="attention_forward",
     )
 
 
-def backward_function(s: Whole) -> Callable:
+def backward_function(s: WholeSizes) -> Callable:
     """Return a function of JAX arrays that calls the kernel of the backward pass.
 
     Over the grid's third axis a program writes gradients: of queries, which it computes first with
     those of keys and values, then of keys, then of values. So all of them go to one array.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    images, groups, last = s.images(_BACKWARD), s.groups, s.query_blocks - 1
+    images, groups = s.images(BACKWARD_HEADS), s.groups
     rows = s.query_blocks * s.queries
-    sums = pltpu.VMEM((images, rows, s.lanes), "float32" if last else _name(s.dtype))
+    sums = pltpu.VMEM((images, rows, s.lanes), "float32" if s.query_blocks > 1 else _name(s.dtype))
     block = (images, s.queries, s.lanes)
     if s.packed:
         written = pl.BlockSpec(block, lambda i, j, of, block: (i, block, of * groups + j))
@@ -183,17 +70,17 @@ def backward_function(s: Whole) -> Callable:
     return pl.pallas_call(
         functools.partial(_backward, s),
         grid=(s.batch // images, groups, 3, s.query_blocks),
-        in_specs=[_taken(pl, s, images, kind, place % 3) for place, kind in enumerate("qkkq")],
+        in_specs=[_argument(s, images, kind, place % 3) for place, kind in enumerate("qkkq")],
         out_specs=written,
-        out_shape=_shape(s, s.gradients),
+        out_shape=jax.ShapeDtypeStruct(s.gradients, _name(s.dtype)),
         scratch_shapes=[sums, sums],
-        compiler_params=_parameters(4, s.vector_memory(_BACKWARD, _BACKWARD_HELD)),
+        compiler_params=_compiler_params(4, s.vector_memory(BACKWARD_HEADS, BACKWARD_BLOCKS)),
         name="attention_backward",
     )
 
 
-def _taken(pl: Any, s: Whole, images: int, kind: str, place: int) -> Any:
-    """Return what a program takes of an argument: a block of its queries, "q", or all, "k".
+def _argument(s: WholeSizes, images: int, kind: str, place: int) -> pl.BlockSpec:
+    """Return which block of an argument a program reads: of its queries, "q", or of all, "k".
 
     ``place``: where in a packed array the argument is.
     """
@@ -202,41 +89,28 @@ def _taken(pl: Any, s: Whole, images: int, kind: str, place: int) -> Any:
     def queries(i: Any, j: Any, *rest: Any) -> tuple:
         if len(rest) == 1 or not last:
             return i, rest[-1], first + j
-        of, block = rest  # once gradients are only written, nothing new is taken
-        return i, _where(of == 0, block, last), first + j
+        of, block = rest  # once gradients are only written, no new block is read
+        return i, jnp.where(of == 0, block, last), first + j
 
     if kind == "q":
         return pl.BlockSpec((images, s.queries, s.lanes), queries)
     return pl.BlockSpec((images, s.tokens, s.lanes), lambda i, j, *_: (i, 0, first + j))
 
 
-def _where(condition: Any, value: Any, other: Any) -> Any:
-    import jax.numpy as jnp
-
-    return jnp.where(condition, value, other)
-
-
-def _shape(s: Whole, shape: tuple[int, ...]) -> Any:
-    import jax
-
-    return jax.ShapeDtypeStruct(shape, _name(s.dtype))
+def _compiler_params(axes: int, vector_memory: int) -> pltpu.CompilerParams:
+    """Let programs run in any order, but for those of a group."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", *["arbitrary"] * (axes - 2)),
+        vmem_limit_bytes=vector_memory if vector_memory > DEFAULT_VECTOR_MEMORY else None,
+    )
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _parameters(axes: int, vector_memory: int) -> Any:
-    """Return what the compiler is told: that programs may run in any order but for a group's."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", *["arbitrary"] * (axes - 2)),
-        vmem_limit_bytes=vector_memory if vector_memory > _GIVEN else None,
-    )
-
-
-# -- what a program computes ----------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
+# What a program computes.
 
 
 @dataclass(frozen=True)
@@ -249,12 +123,10 @@ class _Head:
 
     def only(self, x: Any) -> Any:
         """Set the lanes of other heads to zero."""
-        import jax.numpy as jnp
-
         return x if self.own is None else jnp.where(self.own, x, jnp.zeros_like(x))
 
 
-def _heads(s: Whole) -> Iterator[_Head]:
+def _heads(s: WholeSizes) -> Iterator[_Head]:
     """Yield the heads of a group."""
     for first in range(0, s.lanes, s.width):
         start = first // LANES * LANES
@@ -265,7 +137,7 @@ def _heads(s: Whole) -> Iterator[_Head]:
 
 
 class _Sums:
-    """Sums over heads, register by register: two heads may lie in one."""
+    """Sums over heads, register by register: two heads may share one."""
 
     def __init__(self) -> None:
         self._of_register: dict[int, Any] = {}
@@ -283,9 +155,7 @@ class _Sums:
             ref[here] = x.astype(ref.dtype)
 
     def add_to(self, ref: Any, image: int, block: Any) -> None:
-        """Add to what earlier blocks of queries have left there; None: there is but one."""
-        from jax.experimental import pallas as pl
-
+        """Add to what earlier blocks of queries have left there; None: there is only one."""
         for start, x in self._of_register.items():
             here = (image, slice(0, x.shape[0]), slice(start, start + x.shape[1]))
             if block is None:
@@ -301,9 +171,7 @@ class _Sums:
                 ref[here] += x
 
 
-def _forward(s: Whole, q_ref: Any, k_ref: Any, v_ref: Any, output_ref: Any) -> None:
-    import jax.numpy as jnp
-
+def _forward(s: WholeSizes, q_ref: Any, k_ref: Any, v_ref: Any, output_ref: Any) -> None:
     for image in range(q_ref.shape[0]):
         output = _Sums()
         for head in _heads(s):
@@ -315,14 +183,8 @@ def _forward(s: Whole, q_ref: Any, k_ref: Any, v_ref: Any, output_ref: Any) -> N
         output.write(output_ref, image)
 
 
-def _backward(s: Whole, *refs: Any) -> None:
-    """Compute all three gradients of a block of queries, those of keys as a sum over blocks.
-
-    Scores are (keys, queries) here: three of the five products then take them as they are, and a
-    query's sum is over rows, which the vector units add without exchanging lanes.
-    """
-    from jax.experimental import pallas as pl
-
+def _backward(s: WholeSizes, *refs: Any) -> None:
+    """Compute all three gradients of a block of queries, those of keys as a sum over blocks."""
     *given, written, key_sums, value_sums = refs
     of, block = pl.program_id(2), pl.program_id(3)
     here = slice(None)
@@ -344,16 +206,20 @@ def _backward(s: Whole, *refs: Any) -> None:
 
         @pl.when(of == place)
         def _(sums: Any = sums) -> None:
-            taken = sums[:, here, :].astype(written.dtype)
-            written[...] = taken.reshape(written.shape)
+            values = sums[:, here, :].astype(written.dtype)
+            written[...] = values.reshape(written.shape)
 
 
-def _of_head(s: Whole, head: _Head, image: int, block: Any, *refs: Any) -> tuple[Any, Any, Any]:
-    """Return the gradients of a head's queries, keys and values, in fp32."""
-    import jax.numpy as jnp
+def _of_head(
+    s: WholeSizes, head: _Head, image: int, block: Any, *refs: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of a head's queries, keys and values, in fp32.
 
+    Scores are (keys, queries) here: three of the five products then use them as they are, and a
+    query's sum is over rows, which the vector units add without exchanging lanes.
+    """
     q, k, v, grad = (ref[image, :, head.lanes] for ref in refs)
-    if s.tokens % s.queries:  # of the last block, what lies behind the end is anything
+    if s.tokens % s.queries:  # the last block reads past the end: anything may be there
         first = block * s.queries
         q, grad = (
             jnp.where(_numbers(s.queries, 1) + first < s.tokens, x, jnp.zeros_like(x))
@@ -375,14 +241,10 @@ def _of_head(s: Whole, head: _Head, image: int, block: Any, *refs: Any) -> tuple
 
 def _product(left: Any, right: Any, over_left: int, over_right: int) -> Any:
     """Multiply, summing over a dimension of each; in fp32."""
-    import jax
-
     dimensions = (((over_left,), (over_right,)), ((), ()))
     return jax.lax.dot_general(left, right, dimensions, preferred_element_type="float32")
 
 
 def _numbers(rows: int, columns: int) -> Any:
-    """Number the rows, or the columns, of which there are several."""
-    import jax
-
+    """Return 0, 1, ... along the rows, or along the columns if there is one row."""
     return jax.lax.broadcasted_iota("int32", (rows, columns), int(rows == 1))

@@ -1,4 +1,0 @@
-"""Puts faults into real runs, again and again, and compares each with a run without them.
-
-python -m benchmarks.faults        # or make faults
-"""

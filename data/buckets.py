@@ -1,0 +1,220 @@
+"""Images of a few sizes, the buckets: each image is resized to the bucket nearest to its shape.
+
+A batch holds images of one bucket. So a model sees whole images of any aspect ratio, and yet there
+is only one shape of batches, and on XLA one compiled program, for each bucket.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from tqdm import tqdm
+
+from data.config import DataConfig
+from data.files import BrokenImageError, DataFolderError
+from data.index import Table, load_or_build
+from data.loader import PADDING, GlobalBatchSampler, Key, Sample
+from data.source import DatasetRequest, DataSource, Split
+from data.transforms import BytesSplit, transforms_of
+
+
+def make_source(
+    request: DatasetRequest,
+    name: str,
+    train: BytesSplit | None,
+    val: BytesSplit,
+    classes: list[str] | None,
+    left_out: Counter[str],
+) -> DataSource:
+    """Return the source of two splits, in buckets with ``--buckets``.
+
+    Raises DataFolderError if no bucket has as many training images as a batch.
+    """
+    if not request.config.buckets:
+        return DataSource(request, name, train, val, classes, left_out)
+    in_train = None if train is None else BucketSplit(request, train, "train")
+    in_val = BucketSplit(request, val, "val")
+    return BucketSource(request, name, in_train, in_val, classes, left_out)
+
+
+class BucketSplit(Split):
+    """One split in buckets: a dataset by (epoch, image index, bucket)."""
+
+    def __init__(self, request: DatasetRequest, split: BytesSplit, name: str) -> None:
+        """Find the bucket of each image of ``split``, called ``name``: train or val."""
+        self._split, self.labels = split, split.labels
+        config, sizes = request.config, request.config.bucket_sizes
+        self.bucket_of = nearest_bucket(cached_sizes(config, split, name), sizes)
+        """The bucket of each image, int16."""
+        self.counts = np.bincount(self.bucket_of, minlength=len(sizes)).tolist()
+        """How many images each bucket has."""
+        self._in_buckets = []
+        for height, width in sizes:
+            low, high = (each * width / height for each in config.ratio)
+            of_bucket = replace(
+                request, size=(height, width), config=replace(config, ratio=(low, high))
+            )
+            transform = transforms_of(of_bucket)[0 if name == "train" else 1]
+            self._in_buckets.append(split.made_by(transform, of_bucket.shape))
+
+    def __getitem__(self, key: Key) -> Sample:
+        """Return the image in the size of the bucket in the key, which may not be its own: it may
+        replace a broken image."""
+        epoch, index, bucket = key
+        return self._in_buckets[bucket][epoch, index]
+
+    def digest(self) -> str:
+        return self._split.digest()
+
+    def digest_of_buckets(self) -> str:
+        """Return a checksum of which images are in which bucket."""
+        return xxhash.xxh3_64(self.bucket_of.data).hexdigest()
+
+
+class BucketSource(DataSource):
+    """A ``DataSource`` of which each batch has images of one size."""
+
+    _train: BucketSplit | None
+    _val: BucketSplit
+
+    def __init__(self, request: DatasetRequest, name: str, *splits_and_more: Any) -> None:
+        """As ``DataSource``. Raises DataFolderError, see ``make_source``."""
+        super().__init__(request, name, *splits_and_more)
+        most = max(self._train.counts) if self._train else 0
+        if self._train and most < request.config.batch_size:
+            raise DataFolderError(
+                f"no bucket of --buckets has as many training images of {name} as one batch: use "
+                f"--batch_size {most} or less, or fewer buckets"
+            )
+
+    def sampler(self, length: int, batch_size: int, **how: Any) -> GlobalBatchSampler:
+        split = self._train if how["shuffle"] else self._val
+        assert split is not None
+        return BucketSampler(split.bucket_of, batch_size, **how)
+
+    def order(self) -> dict[str, Any]:
+        if self._train is None:
+            return {}
+        buckets = self._train.digest_of_buckets()
+        return super().order() | {"the buckets of the images in train/": buckets}
+
+    def fingerprint(self) -> dict[str, Any]:
+        buckets = self._val.digest_of_buckets()
+        return super().fingerprint() | {"the buckets of the images in val/": buckets}
+
+    def __str__(self) -> str:
+        counts = []
+        for number, bucket in enumerate(self._request.config.buckets or ()):
+            training = f"{self._train.counts[number]:,} + " if self._train else ""
+            counts.append(f"{bucket}: {training}{self._val.counts[number]:,}")
+        return f"{super().__str__()}; in buckets {', '.join(counts)}"
+
+
+class BucketSampler(GlobalBatchSampler):
+    """Divides global batches over processes; each batch has images of one bucket.
+
+    Yields lists of (epoch, image index, bucket). Training drops the short rest of each bucket,
+    which holds other images in each epoch; its batches are in random order. Evaluation fills the
+    rest up with padding; its batches are in the order of their first images, so that the first few
+    batches already have images of all buckets.
+    """
+
+    def __init__(self, bucket_of: np.ndarray, batch_size: int, **how: Any) -> None:
+        """``bucket_of``: the bucket of each image. The others: see ``GlobalBatchSampler``."""
+        super().__init__(len(bucket_of), batch_size, **how)
+        self._bucket_of = torch.from_numpy(bucket_of)
+        counts = np.bincount(bucket_of).tolist()
+        self._count = len(counts)
+        self._batches = sum(
+            n // batch_size if self.shuffle else -(-n // batch_size) for n in counts
+        )
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def _order(self) -> torch.Tensor:
+        """Return the images of each batch of the epoch, (batches, batch size)."""
+        generator = self.generator()
+        images = self.shuffled(generator) if self.shuffle else torch.arange(self.length)
+        bucket_of = self._bucket_of[images]
+        batches = []
+        for bucket in range(self._count):
+            inside = images[bucket_of == bucket]
+            rest = len(inside) % self.batch_size
+            if self.shuffle:
+                inside = inside[: len(inside) - rest]
+            elif rest:
+                inside = torch.cat([inside, torch.full((self.batch_size - rest,), PADDING)])
+            batches.append(inside.view(-1, self.batch_size))
+        found = torch.cat(batches)
+        if self.shuffle:
+            return found[torch.randperm(len(found), generator=generator)]
+        return found[found[:, 0].argsort()]
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        start = self.rank * self.share
+        for batch in self._order()[self.first_batch :]:
+            bucket = int(self._bucket_of[batch[0]])  # the first image is never padding
+            share = batch[start : start + self.share].tolist()
+            yield [(self.epoch, index, bucket) for index in share]
+
+
+def nearest_bucket(images: np.ndarray, buckets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return the number of the bucket with the nearest aspect ratio for each image, int16.
+
+    Images are (n, 2), buckets pairs, of height and width. Ratios are compared by their logarithms;
+    of two at the same distance the first is chosen. An image that cannot be read, with size 0 x 0,
+    is in the first.
+    """
+    known = np.maximum(images, 1).astype(np.float64)
+    of_images, of_buckets = (np.log(each[:, 1] / each[:, 0]) for each in (known, np.array(buckets)))
+    # Rounded: processors differ in the last digits of a logarithm.
+    distances = np.abs(of_images[:, None] - of_buckets).round(9)
+    nearest = distances.argmin(axis=1).astype(np.int16)
+    return np.where(images.min(axis=1) > 0, nearest, np.int16(0))
+
+
+def cached_sizes(config: DataConfig, split: BytesSplit, name: str) -> np.ndarray:
+    """Return the height and width of each image of a split in pixels, (n, 2), int32; 0 x 0 for an
+    image that cannot be read.
+
+    They are saved in an index file (``data/index.py``), and read from it as long as the images
+    have the same names.
+    """
+    root, digest = config.data_dir, split.digest()
+    part = 256  # images that a thread reads at a time
+
+    def sizes_of(first: int) -> list[tuple[int, int]]:
+        found = []
+        for number in range(first, min(first + part, len(split))):
+            try:
+                found.append(split.size_of(number))
+            except BrokenImageError:  # training and evaluation report it when they read it
+                found.append((0, 0))
+        return found
+
+    def build() -> Table:
+        found: list[tuple[int, int]] = []
+        title = f"reading the sizes of {os.path.join(root, name)}"
+        with (
+            ThreadPoolExecutor(16) as pool,  # most of the time they wait, if images are far away
+            tqdm(total=len(split), desc=title, unit=" images", delay=5, disable=None) as bar,
+        ):
+            for sizes in pool.map(sizes_of, range(0, len(split), part)):
+                found += sizes
+                bar.update(len(sizes))
+        return Table({"sizes": np.array(found, np.int32).reshape(-1, 2)}, {"digest": digest})
+
+    def change(table: Table) -> str | None:
+        return None if table.info["digest"] == digest else "its images are others"
+
+    table = load_or_build(config, f"{name}-sizes", root, build, change, counted="sizes")
+    return table.arrays["sizes"]

@@ -1,0 +1,303 @@
+"""Files and folders: the errors about them, safe writing on disk, and reading by path or URL.
+
+A URL is any that fsspec knows: gs://, s3://, file://, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.registry import get_filesystem_class, known_implementations
+
+Found = TypeVar("Found")
+
+RETRY_WAITS_S = (0.5, 2.0, 8.0)
+"""Seconds before each further attempt to read from a URL."""
+HEAD = 64 * 1024
+"""Bytes at the start of a file that hold the size of nearly every image."""
+
+# -- errors: each message is one line that says what is wrong with a user's folder or image --
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with what a terminal cannot print escaped: file names may hold any byte."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+class DataFolderError(Exception):
+    """Raised for a folder or file that cannot be used; the message says what to change."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+class BrokenImageError(Exception):
+    """Raised for one image file of many that cannot be used; the message is the reason."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line why a file cannot be read, from the error that a package raised."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return printable(" ".join(str(error).split()))[:200] or type(error).__name__
+
+
+# -- files on this machine -------------------------------------------------------------
+#
+# Others may be able to write to a folder that this user writes to. A link there may lead to any
+# file of this user, so nothing is written through a link.
+
+
+def regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file, or a link to one; an ``opener`` for ``open``.
+
+    Raises OSError for anything else: reading a pipe would wait, and /dev/zero has no end.
+    """
+    opened = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    return opened
+
+
+def no_link(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file, but not through a link; an ``opener`` for ``open``. Raises OSError."""
+    try:
+        return regular(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _link_error(path) from None
+        raise
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, unless it exists. Raises OSError, also for a link."""
+    if path.is_symlink():
+        raise _link_error(path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _link_error(path: str | os.PathLike[str]) -> OSError:
+    what = "it is a link, and nothing is written through one"
+    return OSError(errno.ELOOP, what, os.fspath(path))
+
+
+def replace_file(path: Path, content: bytes, *, unfinished: str = "tmp") -> None:
+    """Write a file atomically: it is there whole, or as it was before. Raises OSError.
+
+    A link of its name is replaced. ``unfinished``: the suffix of its name until it is whole.
+    """
+    temporary = path.with_name(f"{path.name}.{unfinished}")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:  # "x" opens no existing file, and no link
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def what_others_own(folder: Path) -> str | None:
+    """Return what of a folder, or of its direct contents, another user owns; None for nothing.
+
+    What root owns is accepted. The file system decides which user this process is: NFS may map
+    root to nobody, and buckets and containers may know only one user. Raises OSError.
+    """
+
+    def user(uid: int) -> str:
+        try:
+            return pwd.getpwuid(uid).pw_name
+        except KeyError:
+            return f"user {uid}"
+
+    root = 0
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        own = {root, os.geteuid(), os.fstat(probe.fileno()).st_uid}
+    for found in (folder.lstat(), folder.stat()):
+        if found.st_uid not in own:
+            return f"{folder} is {user(found.st_uid)}'s"
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda each: each.name):
+            if (uid := entry.stat(follow_symlinks=False).st_uid) not in own:
+                return f"{entry.path} is {user(uid)}'s"
+    return None
+
+
+def cache_folder() -> Path:
+    """Return this program's folder in the user's cache ($XDG_CACHE_HOME, by the XDG Base Directory
+    Specification), for what can be computed again.
+
+    A user without a home, as in some containers, has it in the temporary folder. Raises
+    DataFolderError if another user made it there.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vit_fsdp"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        folder = Path(tempfile.gettempdir()) / f"vit_fsdp-{os.getuid()}"
+    if os.path.lexists(folder) and folder.lstat().st_uid != os.getuid():
+        raise DataFolderError(
+            f"{folder}, for a user without a home, was made by another user: set HOME or "
+            "XDG_CACHE_HOME to a folder of yours"
+        )
+    return folder
+
+
+# -- URLs ------------------------------------------------------------------------------
+
+
+def is_url(path: str) -> bool:
+    """Return True if ``path`` is a URL, such as gs://bucket/folder."""
+    return "://" in path
+
+
+def problem_of_url(url: str) -> str | None:
+    """Return why fsspec cannot open URLs of this kind; None if it can, or for a path."""
+    if not is_url(url):
+        return None
+    protocol = url.partition("://")[0]
+    try:
+        get_filesystem_class(protocol)
+    except ValueError:
+        return f"{protocol}:// is not a kind of URL that fsspec knows"
+    except ImportError as error:
+        package = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
+        if package in ("", "fsspec"):  # fsspec's own message names the packages
+            return str(error).splitlines()[0]
+        return f"requires the package {package}: python3 -m pip install {package}"
+    return None
+
+
+def open_system(path: str) -> tuple[AbstractFileSystem, str]:
+    """Return fsspec's file system for a path or URL, and the path in that file system.
+
+    Raises DataFolderError for a URL of an unknown kind, or one that needs a package.
+    """
+    if problem := problem_of_url(path):
+        raise DataFolderError(f"{path}: {problem}")
+    try:
+        return url_to_fs(path)
+    except Exception as error:  # each file system raises what it likes
+        raise DataFolderError(f"{path} cannot be opened: {reason_of(error)}") from error
+
+
+def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
+    """Return the name of the bucket of a path of ``open_system`` if it does not exist, else None.
+
+    Raises anything if the storage cannot answer.
+    """
+    bucket = path.partition("/")[0]
+    if not bucket or is_url(path):  # this kind of storage has no buckets
+        return None
+    try:
+        system.info(bucket)
+    except FileNotFoundError:
+        return bucket
+    return None
+
+
+def with_retries(path: str, read: Callable[[], Found]) -> Found:
+    """Return what ``read`` returns, or raise what it raises.
+
+    At a URL, retry a few times, unless the error is one that a retry cannot change.
+    """
+    for wait in RETRY_WAITS_S if is_url(path) else ():
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError, PermissionError, DataFolderError):
+            raise
+        except Exception:  # noqa: BLE001 - each file system raises what it likes
+            time.sleep(wait)
+    return read()
+
+
+# -- reading by path or URL ------------------------------------------------------------
+
+
+def read_bytes(
+    path: str, start: int = 0, size: int | None = None, *, or_less: bool = False
+) -> bytes:
+    """Return the content of a file, or ``size`` bytes of it from ``start`` on.
+
+    Reading from a URL is retried a few times. Raises BrokenImageError, also if the file has fewer
+    than ``size`` bytes there, except with ``or_less``.
+    """
+    end = None if size is None else start + size
+
+    def read_url() -> bytes:
+        # Loader processes are forked, and must not use their parent's connections: fsspec gives
+        # each process a file system of its own.
+        system, name = url_to_fs(path)
+        return system.cat_file(name, start or None, end)
+
+    try:
+        if is_url(path):
+            content = with_retries(path, read_url)
+        else:
+            with open(path, "rb", opener=regular) as file:
+                file.seek(start)
+                content = file.read(-1 if size is None else size)
+    except FileNotFoundError as error:
+        raise BrokenImageError("No such file or directory") from error
+    except Exception as error:  # each file system raises what it likes
+        raise BrokenImageError(reason_of(error)) from error
+    if size is not None and len(content) < size and not or_less:
+        raise BrokenImageError(f"only {len(content)} of its {size} bytes are there")
+    return content
+
+
+def subfolders(url: str) -> list[str] | None:
+    """Return the sorted names of the folders in a folder; None if it does not exist.
+
+    Raises DataFolderError.
+    """
+    path, found = _list(url, lambda system, path: system.ls(path, detail=True))
+    if found is None:
+        return None
+    names = {info["name"].rstrip("/") for info in found if info["type"] == "directory"}
+    return sorted(name.rpartition("/")[2] for name in names if name.strip("/") != path.strip("/"))
+
+
+def find_files(folder: str) -> dict[str, dict[str, Any]]:
+    """Return fsspec's information about each file in a folder and below, by its name there.
+
+    Raises DataFolderError.
+    """
+    path, found = _list(folder, lambda system, path: system.find(path, detail=True))
+    top = f"{path.rstrip('/')}/"
+    return {name.removeprefix(top): info for name, info in (found or {}).items() if name[-1] != "/"}
+
+
+def _list(
+    folder: str, listing: Callable[[AbstractFileSystem, str], Found]
+) -> tuple[str, Found | None]:
+    """Return fsspec's path of the folder, and what ``listing`` returns; None if it does not exist.
+
+    Raises DataFolderError, also for a bucket that does not exist.
+    """
+    system, path = open_system(folder)
+    found = None
+    try:
+        found = with_retries(folder, lambda: listing(system, path))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except Exception as error:  # each file system raises what it likes
+        raise DataFolderError(f"{folder} cannot be listed: {reason_of(error)}") from error
+    if not found:
+        bucket = None
+        with contextlib.suppress(Exception):  # a storage without buckets may raise anything
+            bucket = missing_bucket(system, path)
+        if bucket:
+            raise DataFolderError(f"{folder}: there is no bucket {bucket}")
+    return path, found

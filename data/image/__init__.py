@@ -1,1 +1,0 @@
-"""What becomes of one image: decoding, augmentation, resizing, how it is normalised."""

@@ -1,0 +1,545 @@
+"""Which files of a split are images of which class; and index files that spare finding it again.
+
+The images are found in class folders (``index_split``) or listed by a CSV table
+(``read_labels``). What was found among many files is saved as arrays in an index file
+(``load_or_build``), which all processes map into memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import itertools
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm import tqdm
+
+from data.config import DataConfig
+from data.files import (
+    DataFolderError,
+    cache_folder,
+    find_files,
+    is_url,
+    make_folder,
+    printable,
+    reason_of,
+    regular,
+    replace_file,
+    subfolders,
+)
+
+SPLITS = ("train", "val")
+
+# -- millions of names in two arrays ---------------------------------------------------
+
+
+_ENCODING = "utf-8", "surrogateescape"  # file names may hold any byte
+
+
+class Strings:
+    """Strings in one array of bytes, with a newline between each and the next.
+
+    Loader processes share it. A list of strings would be copied into each of them, page by page:
+    counting the references to a string writes to it.
+    """
+
+    def __init__(self, content: np.ndarray, ends: np.ndarray, folder: str = "") -> None:
+        """Set the bytes (uint8), and where in them each string ends (int64).
+
+        With a ``folder``, or a URL, they are names of files in it, and read as whole paths.
+        """
+        self.content, self.ends, self._folder = content, ends, folder
+
+    @classmethod
+    def of(cls, strings: Iterable[str], folder: str = "") -> Strings:
+        """Return these strings. No two of them are in memory at once if ``strings`` is lazy."""
+        content, ends = bytearray(), array("q")
+        for string in strings:
+            if ends:
+                content += b"\n"
+            content += string.encode(*_ENCODING)
+            ends.append(len(content))
+        return cls(np.frombuffer(content, np.uint8), np.frombuffer(ends, np.int64), folder)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, number: int) -> str:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        start = self.ends[number - 1] + 1 if number else 0
+        string = self.content[start : self.ends[number]].tobytes().decode(*_ENCODING)
+        return os.path.join(self._folder, string)
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[number] for number in range(len(self)))
+
+
+# -- index files -----------------------------------------------------------------------
+#
+# An index file is in safetensors' format. It is written under another name and renamed, so that
+# nobody ever reads half of one. It is a cache: what cannot be trusted is built again.
+
+
+VERSION = 1
+MIN_IMAGES = 10_000
+"""Images from which on an index is saved unasked; finding fewer takes less than a second."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Arrays of numbers, and what else is known with them, as JSON has it."""
+
+    arrays: dict[str, np.ndarray]
+    info: dict[str, Any]
+
+
+def load_or_build(
+    config: DataConfig,
+    name: str,
+    of: str,
+    build: Callable[[], Table],
+    change: Callable[[Table], str | None],
+    *,
+    counted: str,
+    expected: dict[str, Any] | None = None,
+) -> Table:
+    """Return the table in the index file ``name``; if it is unusable, build it, and save it.
+
+    The file is in ``--index_dir``, or else beside the images, or else, as for URLs, in the cache
+    folder: in the first of them that can be written to. It is saved for many images (the array
+    ``counted`` has a number for each), for those at a URL, and with ``--index_dir``; but not if
+    the table's info has "settled": False. One process of this host builds it, and the others wait.
+
+    ``of``: the folder or URL that is indexed. ``change`` returns what has changed there since a
+    table was built, None if nothing has. ``expected``: what the table's info must have.
+
+    Raises DataFolderError if ``--index_dir`` cannot be written to.
+    """
+    started = time.time()
+    expected = {"version": VERSION} | (expected or {})
+    paths = _index_files(config, f"{name}-of-{config.data_source}")
+
+    def load() -> tuple[Table | None, str | None]:
+        """Return the saved table, or why it is unusable; neither if there is none."""
+        why = None
+        for path in paths:
+            try:
+                table = _read(path)
+                if not expected.items() <= table.info.items():
+                    raise ValueError("it is of another version")
+                if config.rebuild_index and table.info["built"] < started:
+                    raise ValueError("--rebuild_index")
+                if changed := change(table):
+                    raise ValueError(changed)
+                return table, None
+            except FileNotFoundError:
+                continue
+            except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+                why = reason_of(error)
+        return None, why
+
+    found, why = load()
+    if found:
+        return found
+    with _one_at_a_time(of):
+        found, _ = load()  # what another process has just built
+        if found:
+            return found
+        if why:
+            _log(f"note: the index of {of} is rebuilt: {why}")
+        table = build()
+        is_far_or_many = is_url(config.data_dir) or len(table.arrays[counted]) >= MIN_IMAGES
+        if not (config.index_dir is not None or is_far_or_many) or not table.info.get(
+            "settled", True
+        ):
+            return table
+        took = time.time() - started
+        info = table.info | expected | {"built": time.time()}
+        info["checksum"] = _checksum(table.arrays, info)
+        content = save(table.arrays, {"info": json.dumps(info)})
+        for path in paths:
+            unfinished = f"{socket.gethostname()}.{os.getpid()}"
+            try:
+                make_folder(path.parent)
+                replace_file(path, content, unfinished=unfinished)
+                saved = _read(path)  # mapped from its file
+            except OSError as error:
+                why = reason_of(error)
+                with contextlib.suppress(OSError):
+                    path.with_name(f"{path.name}.{unfinished}").unlink()
+                continue
+            _log(f"note: the index of {of} was built in {took:.1f} s and saved as {path}")
+            return saved
+    if config.index_dir is not None:
+        raise DataFolderError(f"--index_dir {config.index_dir} cannot be used: {why}")
+    _log(
+        f"warning: the index of {of} cannot be saved ({why}): give a folder for it with --index_dir"
+    )
+    return table
+
+
+def _index_files(config: DataConfig, name: str) -> list[Path]:
+    """Return where the index ``name`` may be, the best place first."""
+    root = config.data_dir
+    whose = root if is_url(root) else os.path.abspath(root)
+    marked = f"{name}-{xxhash.xxh3_64(whose.encode(errors='surrogateescape')).hexdigest()}"
+    if config.index_dir is not None:
+        return [Path(config.index_dir) / marked]
+    beside = [] if is_url(root) else [Path(root) / ".vit_fsdp_index" / name]
+    return [*beside, cache_folder() / marked]
+
+
+def _read(path: Path) -> Table:
+    """Return the table in a file, with its arrays mapped; raises what safetensors raises."""
+    with safe_open(path, "pt") as file:  # "numpy" would copy the arrays
+        info = json.loads((file.metadata() or {})["info"])
+        arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+    if info.pop("checksum") != _checksum(arrays, info):
+        raise ValueError("its checksum is wrong")
+    return Table(arrays, info)
+
+
+def _checksum(arrays: dict[str, np.ndarray], info: dict[str, Any]) -> str:
+    digest = xxhash.xxh3_64(json.dumps(info, sort_keys=True).encode())
+    for name, values in sorted(arrays.items()):
+        digest.update(f"{name} {values.dtype} {values.shape}".encode())
+        digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(of: str) -> Iterator[None]:
+    """Let the processes of this host in one after the other, where the system can.
+
+    The folder itself is locked, so that no file is left behind; NFS cannot do that.
+    """
+    with contextlib.ExitStack() as stack:
+        for folder in (of, tempfile.gettempdir()):
+            try:
+                opened = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, opened)
+                fcntl.flock(opened, fcntl.LOCK_EX)
+                break
+            except OSError:
+                continue
+        yield
+
+
+def _log(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+# -- images in <root>/<split>/<class>/ -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FolderIndex:
+    """The images of one split, in the order of torchvision's ``ImageFolder``."""
+
+    classes: list[str]
+    """The names of the classes, by label."""
+    paths: Strings
+    """The paths or URLs of the images, in their folder."""
+    labels: np.ndarray
+    """The label of each path, int32."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """How many files of the split are not images, by extension."""
+    folders: Sequence[str] = ()
+    """The folders that were listed."""
+
+    def digest(self) -> str:
+        """Return a checksum of the files' names below the split, in order."""
+        return xxhash.xxh3_64(self.paths.content.data).hexdigest()
+
+
+def check_folder(
+    root: str,
+    num_classes: int,
+    splits: Sequence[str] = SPLITS,
+    suffixes: tuple[str, ...] = IMG_EXTENSIONS,
+) -> None:
+    """Refuse an unusable folder, in one line, before its images are listed.
+
+    Raises DataFolderError for a missing or empty split, class folders that differ between the
+    splits, or more classes than ``num_classes``.
+    """
+    if not root:
+        raise DataFolderError("--data_dir is empty: give the folder that holds train/ and val/")
+    classes: dict[str, list[str]] = {}
+    for split in splits:
+        path, names = os.path.join(root, split), class_folders(root, split)
+        if names is None:
+            what = "is not a folder" if os.path.exists(path) else "does not exist"
+            needed = " and ".join(f"{name}/<class>/*" for name in splits)
+            raise DataFolderError(f"{path} {what}: --data_dir requires {needed} images")
+        classes[split] = names
+        if not names:
+            raise DataFolderError(
+                f"{path} holds no class folders: --data_dir requires {split}/<class>/* images "
+                f"({', '.join(suffixes)})"
+            )
+    for split, other in itertools.permutations(splits, 2):
+        names = sorted(set(classes[split]) - set(classes[other]))
+        if names:
+            raise DataFolderError(
+                f"the class folders of train and val differ in {root}: only {split} has "
+                f"{_first_of(names)}"
+            )
+    found = len(classes[splits[0]])
+    if found > num_classes:
+        raise DataFolderError(f"{root} has {found} classes, --num_classes is {num_classes}")
+
+
+def class_folders(root: str, split: str) -> list[str] | None:
+    """Return the names of a split's classes by label; None if there is no such folder.
+
+    Raises DataFolderError for a folder or URL that cannot be listed.
+    """
+    path = os.path.join(root, split)
+    if is_url(root):
+        return subfolders(path)
+    if not os.path.isdir(path):
+        return None
+    return [entry.name for entry in _scan(path) if _is_folder(entry)]
+
+
+def cached_split(
+    config: DataConfig, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS
+) -> FolderIndex:
+    """Return what ``index_split`` returns, read from an index file if the split has not changed.
+
+    A split on disk has changed if a folder has another modification time than when it was listed,
+    as it has when a file is added, removed or renamed in it; one at a URL, if it has other class
+    folders. Raises DataFolderError, see ``index_split`` and ``load_or_build``.
+    """
+    root, top = config.data_dir, os.path.join(config.data_dir, split)
+
+    def build() -> Table:
+        started = time.time()
+        index = index_split(root, split, suffixes)
+        folders = Strings.of(os.path.relpath(folder, top) for folder in index.folders)
+        changed = np.array([os.stat(folder).st_mtime_ns for folder in index.folders], np.int64)
+        # A file that is added right after a folder was listed may not change the folder's time:
+        # an index of folders that changed within the last 2 seconds is not saved.
+        is_settled = not (changed > (started - 2) * 1e9).any()
+        info = {"classes": index.classes, "left_out": index.left_out, "settled": is_settled}
+        names = index.paths
+        arrays = {"names": names.content, "ends of names": names.ends, "labels": index.labels}
+        arrays |= {"folders": folders.content, "ends of folders": folders.ends, "changed": changed}
+        return Table(arrays, info)
+
+    def change(table: Table) -> str | None:
+        if is_url(root):
+            same = class_folders(root, split) == table.info["classes"]
+            return None if same else "the class folders are others"
+        folders = Strings(table.arrays["folders"], table.arrays["ends of folders"])
+        for folder, before in zip(folders, table.arrays["changed"].tolist(), strict=True):
+            path = os.path.join(top, folder)
+            try:
+                now = os.stat(path).st_mtime_ns
+            except OSError:
+                now = None
+            if now != before:
+                return f"{printable(os.path.normpath(path))} has changed"
+        return None
+
+    expected = {"suffixes": list(suffixes)}
+    table = load_or_build(config, split, top, build, change, counted="labels", expected=expected)
+    paths = Strings(table.arrays["names"], table.arrays["ends of names"], top)
+    left_out = Counter(table.info["left_out"])
+    return FolderIndex(table.info["classes"], paths, table.arrays["labels"], left_out)
+
+
+def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS) -> FolderIndex:
+    """Find the images of a split, in its class folders and any folder below them, in one walk.
+
+    The names of images end in one of ``suffixes``, in small or capital letters. Links to folders
+    are followed. Raises DataFolderError for a folder that cannot be read, for a class without
+    images, and where a link makes the same images count twice.
+    """
+    top, left_out = os.path.join(root, split), Counter[str]()
+    reached: dict[str, str] = {}
+    classes = _classes_at_url(top, left_out) if is_url(root) else _classes(top, left_out, reached)
+    names, labels, empty = [], array("i"), []
+
+    def images() -> Iterator[str]:
+        for label, (name, files) in enumerate(classes):
+            names.append(name)
+            before = len(labels)
+            for path, may_be_read in files:
+                if may_be_read and path.lower().endswith(suffixes):
+                    labels.append(label)
+                    yield path[len(top) + 1 :]
+                else:
+                    suffix = os.path.splitext(path)[1].lower()
+                    left_out[suffix or "no extension"] += 1
+            if len(labels) == before:
+                empty.append(name)
+
+    paths = Strings.of(images(), top)
+    if empty:
+        raise DataFolderError(
+            f"{top} has class folders without images: {_first_of(empty)}; add images "
+            f"({', '.join(suffixes)}) or remove them"
+        )
+    folders = list(reached.values())
+    return FolderIndex(names, paths, np.array(labels, np.int32), left_out, folders)
+
+
+_Class = tuple[str, Iterable[tuple[str, bool]]]
+"""The name of a class; and its files in order: each one's path, and whether it can be read."""
+
+
+def _classes_at_url(top: str, left_out: Counter[str]) -> Iterator[_Class]:
+    """Yield the classes at a URL, with their files in the order of a folder's."""
+    by_class: dict[str, list[tuple[str, str]]] = {}
+    for file in find_files(top):
+        folder, _, name = file.rpartition("/")
+        if folder:
+            by_class.setdefault(folder.partition("/")[0], []).append((folder, name))
+        else:
+            left_out["in no class folder"] += 1
+    for name in sorted(by_class):
+        yield name, ((f"{top}/{folder}/{file}", True) for folder, file in sorted(by_class[name]))
+
+
+def _classes(top: str, left_out: Counter[str], reached: dict[str, str]) -> Iterator[_Class]:
+    """Yield the classes in a folder; ``reached`` becomes the path of each real folder listed."""
+    real_top = os.path.realpath(top)
+    reached[real_top] = top
+    entries = _scan(top)
+    folders = [entry for entry in entries if _is_folder(entry)]
+    for entry in entries:
+        # A class whose disk is not mounted would shift the labels of all after it.
+        if entry.is_symlink() and not os.path.exists(entry.path):
+            raise DataFolderError(
+                f"{entry.path} is a link to {os.readlink(entry.path)}, which cannot be reached: "
+                "mend or remove it"
+            )
+    if len(entries) > len(folders):
+        left_out["in no class folder"] = len(entries) - len(folders)
+    for folder in tqdm(folders, f"listing {top}", unit=" classes", delay=5, disable=None):
+        found = sorted(_walk(folder, real_top, reached), key=lambda found: found[0])
+        # Reading a pipe would wait for ever. What a link leads to is checked when it is read.
+        yield (
+            folder.name,
+            ((e.path, e.is_symlink() or e.is_file()) for _, files in found for e in files),
+        )
+
+
+def _walk(
+    folder: os.DirEntry[str], real_parent: str, reached: dict[str, str]
+) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """Yield ``folder`` and each folder below it: its path and its files, sorted by name."""
+    linked = folder.is_symlink()
+    real = os.path.realpath(folder.path) if linked else os.path.join(real_parent, folder.name)
+    if linked and os.path.commonpath([real, real_parent]) == real:
+        raise DataFolderError(
+            f"{folder.path} is a link to {real}, a folder that it is in itself: images would "
+            "count twice, remove the link"
+        )
+    if real in reached:
+        raise DataFolderError(
+            f"{folder.path} and {reached[real]} are the same folder, {real}: images would count "
+            "twice, remove one"
+        )
+    reached[real] = folder.path
+    files = []
+    for entry in _scan(folder.path):
+        if _is_folder(entry):
+            yield from _walk(entry, real, reached)
+        else:
+            files.append(entry)
+    yield folder.path, files
+
+
+def _scan(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataFolderError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a circle of links, or a link to where this user may not look
+        return False
+
+
+def _first_of(names: list[str]) -> str:
+    shown = 5
+    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")
+
+
+# -- images listed by a CSV table ------------------------------------------------------
+
+
+_COLUMNS = ("path", "label", "split")
+
+
+def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -> list[FolderIndex]:
+    """Return the files of each of ``splits``, in the table's order; paths are relative to ``root``.
+
+    Labels are numbered in the order of their sorted names, those of all splits together. Raises
+    DataFolderError for a table that cannot be read or used.
+    """
+    rows: dict[str, tuple[str, str, str]] = {}
+    try:
+        with open(file, newline="", encoding="utf-8-sig", opener=regular) as stream:
+            table = csv.DictReader(stream)
+            missing = [name for name in _COLUMNS if name not in (table.fieldnames or ())]
+            if missing:
+                raise DataFolderError(
+                    f"{file} has no column {missing[0]}: --labels requires path,label,split in its "
+                    "first line"
+                )
+            for row in table:
+                path, label, split = ((row[name] or "").strip() for name in _COLUMNS)
+                where = f"line {table.line_num} of {file}"
+                if not (path and label):
+                    raise DataFolderError(f"{where} has no {'label' if path else 'path'}")
+                if split not in SPLITS:
+                    raise DataFolderError(f"{where} has the split {split!r}: it is train or val")
+                if path in rows:
+                    raise DataFolderError(f"{where} names {path} again: remove one of the two")
+                rows[path] = path, label, split
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataFolderError(f"--labels {file} cannot be read: {reason_of(error)}") from None
+
+    classes = sorted({label for _, label, _ in rows.values()})
+    if len(classes) > num_classes:
+        raise DataFolderError(f"{file} has {len(classes)} labels, --num_classes is {num_classes}")
+    number_of = {name: label for label, name in enumerate(classes)}
+    found = []
+    for wanted in splits:
+        of_split = [row for row in rows.values() if row[2] == wanted]
+        if not of_split:
+            raise DataFolderError(f"{file} has no file whose split is {wanted}")
+        paths = Strings.of((path for path, *_ in of_split), root)
+        labels = np.array([number_of[label] for _, label, _ in of_split], np.int32)
+        found.append(FolderIndex(classes, paths, labels))
+        if not os.path.exists(paths[0]):
+            raise DataFolderError(
+                f"{file} names {paths[0]}, which is not there: its paths start at --data_dir"
+            )
+    return found

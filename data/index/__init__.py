@@ -1,1 +1,0 @@
-"""Where the images lie and what their labels are, in folders, tar shards, tables and arrays."""

@@ -1,0 +1,439 @@
+"""From a dataset to batches: which images a process loads, in which order, and by which processes.
+
+- A ``Share`` is the part of each global batch that one process loads.
+- A sampler decides which images make up each global batch, and in which order.
+- A ``BatchLoader`` is what the training loop reads. ``DatasetLoader`` reads a dataset with loader
+  processes. Each reads one part of a batch at a time: so the first batch is not the work of one
+  process, and no more is in memory than the parts in flight. Lost processes are replaced.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from tqdm import tqdm
+
+from data.files import DataFolderError
+
+PADDING = -1
+"""The index of padding in place of an image, and the label that data sources give it."""
+
+Key = tuple[int, ...]
+"""What a dataset is indexed by: epoch and image index, and with buckets the bucket's number."""
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""A batch on the CPU: images (share, channels, rows, width), labels (share,) int64; of volumes
+(share, channels, slices, height, width). Images are uint8, or normalised fp32."""
+
+BadImage = tuple[str, str, int]
+"""The path of an image that cannot be read, the reason in one line, and its label."""
+
+Sample = tuple[torch.Tensor, int, list[BadImage]]
+"""An image, its label, and the unreadable images that it replaces."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which images of each global batch one process loads, and which rows of them.
+
+    A row is a position along the first spatial axis: of an image's height, of a volume's slices.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    """The images are part ``rank`` of ``world_size`` equal parts of each global batch."""
+    rows: range | None = None
+    """The contiguous rows of each image; None: all of them."""
+    loads: bool = True
+    """False: other processes hand over the images. The batches then hold no images and no labels,
+    and there are as many batches."""
+    of_host: int = 1
+    """How many training processes share the cores of this host."""
+
+    def shape_of(self, batch_size: int, image_shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the images that are loaded of a global batch of ``batch_size``."""
+        channels, height, *others = image_shape
+        count = batch_size // self.world_size if self.loads else 0
+        return (count, channels, height if self.rows is None else len(self.rows), *others)
+
+
+# -- the order of the images -----------------------------------------------------------
+
+
+class GlobalBatchSampler(Sampler[list[Key]]):
+    """Divides the same sequence of global batches over any number of loading processes.
+
+    The order depends on the seed and the epoch alone; a process loads its contiguous share of each
+    global batch. So neither the number of processes nor a resume changes what a step trains on.
+    Yields lists of (draw, image index). Augmentations are drawn by the number of the draw, which
+    is the epoch.
+
+    With ``repeats`` each image stands that many times in a row, each time with another draw. The
+    epoch is no longer than before, so it ends before it has used all images: timm's
+    ``RepeatAugSampler`` with a selection of all that fit. Within a batch all first repeats come
+    first, then all second ones: so the repeats of an image are far from each other, on different
+    devices if there are enough.
+
+    Training (``shuffle=True``) drops the last short batch, as PyTorch/XLA's ViT-10B example does.
+    Evaluation keeps it and fills it up with ``PADDING``, so shapes stay static and each image
+    still counts once.
+    """
+
+    read_together = 1
+    """How many consecutive images one loader process should read at least."""
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        repeats: int = 1,
+    ) -> None:
+        if batch_size % world_size:
+            raise ValueError(f"batch size {batch_size} is not divisible by {world_size} processes")
+        self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
+        self.rank, self.share = rank, batch_size // world_size
+        self.epoch, self.first_batch, self.repeats = 0, 0, repeats
+
+    def set_position(self, epoch: int, first_batch: int = 0) -> None:
+        """Let the next iteration run through ``epoch`` from its batch ``first_batch`` on."""
+        self.epoch, self.first_batch = epoch, first_batch
+
+    def __len__(self) -> int:
+        """Return how many global batches an epoch has."""
+        full, rest = divmod(self.length, self.batch_size)
+        return full if self.shuffle else full + bool(rest)
+
+    def generator(self) -> torch.Generator:
+        """Return a random generator that depends on the seed and the epoch alone."""
+        seed = (self.seed * 1_000_003 + self.epoch) % 2**63  # the seeds that a generator accepts
+        return torch.Generator().manual_seed(seed)
+
+    def shuffled(self, generator: torch.Generator) -> torch.Tensor:
+        """Return the indices of the images in a random order drawn from ``generator`` alone."""
+        return torch.randperm(self.length, generator=generator)
+
+    def _order(self) -> torch.Tensor:
+        if self.shuffle:
+            return self.shuffled(self.generator())
+        padding = torch.full((len(self) * self.batch_size - self.length,), PADDING)
+        return torch.cat([torch.arange(self.length), padding])
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        order, repeats = self._order(), self.repeats
+        first = self.rank * self.share
+        for batch in range(self.first_batch, len(self)):
+            places = range(batch * self.batch_size, (batch + 1) * self.batch_size)
+            # A stable sort: within one repeat the order stays.
+            apart = sorted(places, key=lambda place: place % repeats)[first : first + self.share]
+            yield [
+                (self.epoch * repeats + place % repeats, int(order[place // repeats]))
+                for place in apart
+            ]
+
+
+class RunSampler(GlobalBatchSampler):
+    """Divides global batches over processes; in training their images are in ``order_in_runs``."""
+
+    def __init__(self, groups: Sequence[int], run_length: int, batch_size: int, **how: Any) -> None:
+        super().__init__(sum(groups), batch_size, **how)
+        self._groups, self._run_length = groups, run_length
+        # Runs do not start where a process's part does: in a long part few of them are cut.
+        self.read_together = max(run_length, 64)
+
+    def shuffled(self, generator: torch.Generator) -> torch.Tensor:
+        return order_in_runs(self._groups, self._run_length, generator)
+
+
+WINDOW = 64
+"""The number of groups whose runs are mixed with each other in ``order_in_runs``."""
+
+
+def order_in_runs(
+    groups: Sequence[int], run_length: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return a random order of images in which one reading of a group serves several of them.
+
+    A group (a row group of a parquet file) can only be read whole. In a random order of all images
+    each image would cost the reading of a group of a hundred images or more.
+
+    ``groups``: how many images each group has; images are numbered through all groups. The groups
+    are in random order, and so are the images of each. Each is cut into runs of ``run_length``
+    images (its last one may be shorter). The runs of each ``WINDOW`` consecutive groups are
+    shuffled. The order depends on the arguments alone, not on batches or processes.
+    """
+    firsts = torch.tensor([0, *groups]).cumsum(0)[:-1]
+    order = torch.randperm(len(groups), generator=generator).tolist()
+    found = []
+    for start in range(0, len(order), WINDOW):
+        runs: list[torch.Tensor] = []
+        for group in order[start : start + WINDOW]:
+            rows = firsts[group] + torch.randperm(groups[group], generator=generator)
+            runs += rows.split(run_length)
+        found += [runs[i] for i in torch.randperm(len(runs), generator=generator).tolist()]
+    return torch.cat(found)
+
+
+# -- loaders ---------------------------------------------------------------------------
+
+
+class BatchLoader(Protocol):
+    """Gives batches of one process's share, epoch by epoch, from any position.
+
+    A loader that yields the same tensor objects again shows the device side that nothing has to be
+    copied.
+    """
+
+    prefetch_depth: int
+    """How many batches to load ahead of the step; 0 for a source that must not run beside it."""
+
+    def __len__(self) -> int:
+        """Return how many global batches an epoch has."""
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        """Yield the batches of the epoch numbered ``epoch`` from ``first_batch`` on."""
+
+    @property
+    def workers(self) -> int:
+        """Return how many loader processes read for this process."""
+
+    def bad_images(self) -> list[BadImage]:
+        """Return the unreadable images found in this process's share since the last call."""
+
+
+class ConstantLoader:
+    """Yields the same batch again and again, and perhaps another one at the end of an epoch."""
+
+    prefetch_depth = workers = 0
+
+    def __init__(self, batches: int, batch: Batch, last: Batch | None = None) -> None:
+        """Set the number of ``batches`` an epoch, and what they are."""
+        self._batches, self._batch, self._last = batches, batch, last or batch
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        for batch in range(first_batch, self._batches):
+            yield self._batch if batch + 1 < self._batches else self._last
+
+    def bad_images(self) -> list[BadImage]:
+        return []
+
+
+_MAX_PART = 64  # images that a loader process reads at a time
+_MAX_WORKERS = 32
+"""The most that are chosen: at 1,000 images/s each, more than the chips of any host need so far."""
+_MAX_RESTARTS = 3
+"""How often lost processes are replaced without a batch in between."""
+
+
+def workers_of_host(processes: int) -> int:
+    """Return how many loader processes each of the training ``processes`` of a host should have.
+
+    One for each core that this process may use, less one for each training process.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return min(max(1, cores // processes - 1), _MAX_WORKERS)
+
+
+class DatasetLoader:
+    """Loads a map-style dataset with loader processes that live for the whole run.
+
+    The dataset returns a ``Sample`` for each ``Key`` of the sampler.
+    """
+
+    def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, workers: int) -> None:
+        self._dataset, self._sampler, self.workers = dataset, sampler, workers
+        # Without workers, transforms would share this process's random state with the step.
+        self.prefetch_depth = 2 if workers else 0
+        share_of_worker = min(-(-sampler.share // max(workers, 1)), _MAX_PART)
+        size = max(share_of_worker, sampler.read_together) if workers else sampler.share
+        self._parts = _Parts(sampler, min(size, sampler.share))
+        self._reported: set[str] = set()
+        self._bad: deque[BadImage] = deque()  # filled in the thread that prefetches
+        self._loader = self._start()
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def _start(self) -> DataLoader:
+        return DataLoader(
+            _Loaded(self._dataset),
+            sampler=self._parts,
+            batch_size=None,  # the sampler yields parts of batches
+            collate_fn=lambda part: part,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            worker_init_fn=_start_worker,
+        )
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        next_batch, failures = first_batch, 0
+        while next_batch < len(self):
+            self._sampler.set_position(epoch, next_batch)
+            parts: list[Batch] = []
+            try:
+                for loaded in self._loader:
+                    if isinstance(loaded, DataFolderError):
+                        raise loaded
+                    part, bad = loaded
+                    for image in bad:
+                        if image[0] not in self._reported:
+                            self._reported.add(image[0])
+                            self._bad.append(image)
+                    parts.append(part)
+                    if len(parts) < self._parts.per_batch:
+                        continue
+                    images, labels = zip(*parts, strict=True)
+                    parts = []
+                    next_batch, failures = next_batch + 1, 0
+                    if len(images) == 1:
+                        yield images[0], labels[0]
+                    else:
+                        yield torch.cat(images), torch.cat(labels)
+            except (RuntimeError, OSError, EOFError) as error:  # as the DataLoader raises them
+                failures += 1
+                if not self.workers or failures > _MAX_RESTARTS:
+                    raise
+                tqdm.write(
+                    f"a loader process was lost, all {self.workers} are restarted: "
+                    f"{str(error).splitlines()[0]}",
+                    file=sys.stderr,
+                )
+                self._loader = self._start()
+
+    def bad_images(self) -> list[BadImage]:
+        return [self._bad.popleft() for _ in range(len(self._bad))]
+
+
+class _Parts(Sampler[list[Key]]):
+    """Divides each batch of a sampler into consecutive parts of up to ``size`` images."""
+
+    def __init__(self, sampler: GlobalBatchSampler, size: int) -> None:
+        self._sampler, self._size = sampler, size
+        self.per_batch = -(-sampler.share // size)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        for batch in self._sampler:
+            for first in range(0, len(batch), self._size):
+                yield batch[first : first + self._size]
+
+
+class _Loaded(Dataset):
+    """Reads parts of batches of a dataset of ``Sample``, with the unreadable images among them.
+
+    A DataFolderError is returned in place of a part: raised in a loader process, its message would
+    be wrapped in a traceback.
+    """
+
+    def __init__(self, samples: Dataset) -> None:
+        self._samples = samples
+
+    def __getitem__(self, keys: list[Key]) -> tuple[Batch, list[BadImage]] | DataFolderError:
+        try:
+            samples = [self._samples[key] for key in keys]
+        except DataFolderError as error:
+            return error
+        images, labels = default_collate([(image, label) for image, label, _ in samples])
+        return (images, labels), [entry for *_, bad in samples for entry in bad]
+
+
+def _start_worker(_worker_id: int) -> None:
+    """Make a loader process ignore the signals that stop training, and share its parent's memory.
+
+    Ctrl-C and torchrun signal all processes of the group. Only the training process decides to
+    stop, and until its checkpoint is written it needs its loader processes.
+    """
+    parent = os.getppid()
+
+    def end_when_parent_says_so() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    gc.freeze()  # or a garbage collection would write to every object, and so copy its page
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=end_when_parent_says_so, daemon=True).start()
+
+
+# -- prefetching: batches are put on the device while the current step runs -------------
+
+
+_END = object()
+
+
+def prefetch(
+    batches: Iterator[Batch],
+    put: Callable[[Batch], Any],
+    depth: int,
+    failed: Callable[[BaseException], None] = lambda error: None,
+) -> Generator[Any, None, None]:
+    """Yield ``put(batch)`` for each batch; a thread puts up to ``depth`` of them ahead.
+
+    If the source yields the same tensors again, they are put once. An error of the source or of
+    ``put`` is raised here, instead of its batch (torch_xla's ParallelLoader ends the epoch
+    silently instead). ``failed`` is called with it at once, in the thread, while earlier batches
+    are still to be used.
+
+    Depth 0 uses no thread. It is for sources that compute in this process: their random
+    transforms and the model share PyTorch's global generator.
+    """
+
+    def put_each() -> Iterator[Any]:
+        last = on_device = None
+        for batch in batches:
+            if last is None or any(a is not b for a, b in zip(batch, last, strict=True)):
+                on_device, last = put(batch), batch
+            yield on_device
+
+    if depth == 0:
+        yield from put_each()
+        return
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def offer(item: Any) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for item in put_each():
+                offer(item)
+                if stop.is_set():
+                    return
+            offer(_END)
+        except BaseException as error:  # noqa: BLE001 - handed to the consumer, whatever it is
+            failed(error)
+            offer(error)
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not _END:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()

@@ -1,1 +1,0 @@
-"""How images become batches: their order, who loads which, and the processes that load them."""

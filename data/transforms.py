@@ -1,0 +1,360 @@
+"""From an encoded image to what the model sees, in uint8: crop, resize, flip, augment.
+
+Normalising comes later, on the devices. What is drawn at random depends on the seed, the epoch
+and the image alone (``seeded``).
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+import functools
+import math
+import random
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Self, TypeVar
+
+import numpy as np
+import torch
+import xxhash
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+from PIL import Image
+from timm.data.auto_augment import (
+    AutoAugment,
+    augment_and_mix_transform,
+    auto_augment_transform,
+    posterize,
+    rand_augment_transform,
+)
+from timm.data.random_erasing import RandomErasing
+from timm.data.transforms import CenterCropOrPad, str_to_pil_interp
+from torchvision.transforms import ColorJitter, v2
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from data.config import DataConfig, Preprocessing
+from data.decode import OpenImage, image_size, open_image
+from data.files import BrokenImageError, DataFolderError
+from data.source import DatasetRequest, SampleSplit
+
+Size = tuple[int, ...]
+"""The height and width of an image in pixels."""
+Box = tuple[int, int, int, int]
+"""A part of an image: its first row and column, its height and width."""
+Transform = Callable[[OpenImage], torch.Tensor]
+"""From an image to (channels, height, width), uint8. Raises BrokenImageError."""
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+_MIN_RATIO = 1.5
+"""How many pixels a side of an image decoded at a fraction of its size has for each that is made:
+photographs then differ by 0.5 to 1.6 of 255 from those that were decoded whole (mean absolute
+difference of crops with bicubic interpolation to 96 and 224 pixels); with 1.0 by up to 2.5."""
+_BY_TENSORS = ("bilinear", "bicubic")
+"""The interpolations that PyTorch computes as Pillow does, and three to four times as fast."""
+_SEEDS = 2**32
+_WHITE = 255
+
+
+class BytesSplit(SampleSplit):
+    """One split of images, each read as the bytes of a JPEG, PNG or the like, and then decoded."""
+
+    def __init__(
+        self,
+        request: DatasetRequest,
+        labels: Sequence[int] | np.ndarray,
+        transform: Transform,
+        *,
+        substitutes: bool,
+    ) -> None:
+        super().__init__(request, labels, substitutes=substitutes)
+        self._transform = transform
+
+    @abc.abstractmethod
+    def read(self, number: int) -> bytes:
+        """Return the image ``number`` as it is stored, encoded. Raises BrokenImageError."""
+
+    def head(self, number: int) -> bytes:
+        """Return the first bytes of the image ``number``, encoded. Raises BrokenImageError."""
+        return self.read(number)
+
+    def size_of(self, number: int) -> tuple[int, int]:
+        """Return the height and width of the image ``number`` in pixels, mostly from its head.
+
+        Raises BrokenImageError.
+        """
+        try:
+            return image_size(self.head(number))
+        except BrokenImageError:
+            return image_size(self.read(number))
+
+    def made_by(self, transform: Transform, shape: tuple[int, ...]) -> Self:
+        """Return the same images with another transform, which makes tensors of this shape."""
+        split = copy.copy(self)
+        split._transform, split.shape = transform, shape
+        return split
+
+    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+        image = open_image(self.read(number))
+        return seeded(self._transform, image, self.seed, epoch, index)
+
+
+def seeded(
+    transform: Callable[[Given], Made], image: Given, seed: int, epoch: int, index: int
+) -> Made:
+    """Return the transformed image; these three numbers alone decide the random draws."""
+    number = xxhash.xxh3_64_intdigest(struct.pack("<3q", seed, epoch, index))
+    # Only the CPU generator: torch.manual_seed would also queue work for CUDA. And by hand:
+    # torch.random.fork_rng takes a tenth of the time of the image.
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(number >> 1)
+    try:
+        return transform(image)
+    finally:
+        generator.set_state(before)
+
+
+def transforms_of(request: DatasetRequest) -> tuple[Transform, Transform]:
+    """Return the transform for training, and the one for validation.
+
+    Raises DataFolderError, see ``val_transform``.
+    """
+    config, size, channels = request.config, request.size, request.channels
+    val = val_transform(config.preprocessing, size, channels)
+    return TrainTransform(config, size, channels), val
+
+
+# -- validation ------------------------------------------------------------------------
+
+
+def val_transform(how: Preprocessing, size: Size, channels: int) -> Transform:
+    """Return timm's transform for evaluation, of a whole image to ``size``, by Pillow.
+
+    ``how.crop_mode`` says what of the image is resized to size / crop_pct, before the centre is
+    cropped: "center" its shorter side, "squash" each side by itself, "border" its longer side,
+    with the mean colour around it. Raises DataFolderError if the model takes volumes.
+    """
+    if len(size) != 2:
+        raise DataFolderError(
+            f"the model takes volumes of {' x '.join(map(str, size))}, and these images are flat: "
+            "use --data_source volumes, mosaics or fake"
+        )
+    mode = v2.InterpolationMode(how.interpolation_of_val)
+    scaled = tuple(math.floor(side / how.crop_pct) for side in size)
+    crop: Callable = v2.CenterCrop(size)
+    if how.crop_mode == "squash":
+        resize: Callable = v2.Resize(scaled, interpolation=mode)
+    elif how.crop_mode == "border":
+        resize = functools.partial(_resize_in_proportion, scaled, max, mode)
+        crop = CenterCropOrPad(size, fill=[round(_WHITE * colour) for colour in how.mean])
+    elif scaled[0] == scaled[1]:  # the shorter side is the one that fits
+        resize = v2.Resize(scaled[0], interpolation=mode)
+    else:
+        resize = functools.partial(_resize_in_proportion, scaled, min, mode)
+    colours = v2.Grayscale() if channels == 1 else v2.Identity()
+    return functools.partial(_of_whole, v2.Compose([resize, crop, colours, v2.PILToTensor()]))
+
+
+def _of_whole(transform: Callable, image: OpenImage) -> torch.Tensor:
+    return transform(Image.fromarray(image.pixels()))
+
+
+def _resize_in_proportion(
+    size: Size, choose: Callable, mode: v2.InterpolationMode, image: Image.Image
+) -> Image.Image:
+    """Return the image with its proportions: with ``min`` it covers ``size``, with ``max`` it fits
+    into it, as timm's ``ResizeKeepRatio`` does."""
+    by = choose(image.height / size[0], image.width / size[1])
+    # timm fails where a long, thin image would have no pixel across.
+    sides = [max(1, round(side / by)) for side in (image.height, image.width)]
+    return v2.functional.resize(image, sides, interpolation=mode)
+
+
+# -- training --------------------------------------------------------------------------
+
+
+class TrainTransform:
+    """Makes a random resized crop and flips it at random, as torchvision's transforms draw them.
+
+    Then come the other augmentations, in the order of timm's ``transforms_imagenet_train``.
+
+    No pixels are decoded that are not needed: if a crop is several times as large as its target
+    size, the image is decoded at a fraction of its size, and the crop starts and ends at a pixel
+    of that.
+    """
+
+    def __init__(self, config: DataConfig, size: Size, channels: int) -> None:
+        """Raises DataFolderError for augmentations that timm cannot compute."""
+        chosen = config.train_interpolation or config.preprocessing.interpolation
+        names = _BY_TENSORS if chosen == "random" else (chosen,)
+        self._modes = [v2.InterpolationMode(name) for name in names]
+        self._scale, self._ratio = config.scale, config.ratio
+        self._hflip, self._vflip = config.hflip, config.vflip
+        self._size, self._channels = list(size), channels
+        self._on_pictures: list[Callable] = [_policy(config.aa, config, size)] if config.aa else []
+        if config.color_jitter:
+            self._on_pictures.append(ColorJitter(*config.jitter_of_each))
+        self._erase = Erase(config, channels) if config.reprob else None
+
+    def __call__(self, image: OpenImage) -> torch.Tensor:
+        # The order of the random draws is a part of what a seed means: do not change it.
+        flips = torch.rand(()).item() < self._hflip
+        flips_over = self._vflip > 0 and torch.rand(()).item() < self._vflip
+        box = random_box(image.size, self._scale, self._ratio)
+        mode = self._modes[0]
+        if len(self._modes) > 1:
+            mode = self._modes[int(torch.randint(len(self._modes), ()))]
+        made = self._crop_and_resize(image, box, mode)
+        made = made.flip(-1) if flips else made
+        made = made.flip(-2) if flips_over else made
+        if self._on_pictures:
+            # Pillow computes these: as timm has it, and most of it faster than on tensors.
+            picture = Image.fromarray(made.permute(1, 2, 0).numpy())
+            with drawn_from(int(torch.randint(_SEEDS, ()))):
+                for augment in self._on_pictures:
+                    picture = augment(picture)
+            made = pil_to_tensor(picture)
+        if self._channels == 1:
+            made = v2.functional.rgb_to_grayscale(made)
+        return self._erase(made) if self._erase else made
+
+    def _crop_and_resize(
+        self, image: OpenImage, box: Box, mode: v2.InterpolationMode
+    ) -> torch.Tensor:
+        """Return this part of the image, (3, *size)."""
+        top, left, height, width = box
+        most = min(height / self._size[0], width / self._size[1]) / _MIN_RATIO
+        shrink = max((each for each in image.shrinks if each <= most), default=1)
+        top, left, height, width = (each // shrink for each in (top, left, height, width))
+        crop = image.pixels(shrink)[top : top + height, left : left + width]
+        if mode.value in _BY_TENSORS:
+            # Without a copy: PyTorch computes on (height, width, channels) in memory.
+            tensor = torch.from_numpy(crop).permute(2, 0, 1)
+            return v2.functional.resize_image(tensor, self._size, mode, antialias=True)
+        return pil_to_tensor(v2.functional.resize(Image.fromarray(crop), self._size, mode))
+
+
+def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
+    """Draw a part of an image of (height, width) as torchvision's ``RandomResizedCrop`` does.
+
+    Its area is a share of the image's from ``scale``, its width over its height from ``ratio``,
+    evenly by its logarithm. After ten draws that do not fit it is the largest part in the middle
+    whose ratio is allowed. (torchvision draws number by number, which takes four times as long.)
+    """
+    height, width = size
+    low, high = map(math.log, ratio)
+    for _ in range(10):
+        shared, shaped, down, across = torch.rand(4, dtype=torch.float64).tolist()
+        area = height * width * (scale[0] + shared * (scale[1] - scale[0]))
+        aspect = math.exp(low + shaped * (high - low))
+        tall, wide = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+        if 0 < tall <= height and 0 < wide <= width:
+            top, left = int(down * (height - tall + 1)), int(across * (width - wide + 1))
+            return top, left, tall, wide
+    tall, wide = height, width
+    if width / height < ratio[0]:
+        tall = round(width / ratio[0])
+    elif width / height > ratio[1]:
+        wide = round(height * ratio[1])
+    return (height - tall) // 2, (width - wide) // 2, tall, wide
+
+
+# -- timm's augmentations --------------------------------------------------------------
+
+
+_BIT_GENERATOR = np.random.MT19937()
+"""Swapped with NumPy's own: that takes a tenth of the time of copying a state."""
+
+
+@contextlib.contextmanager
+def drawn_from(seed: int) -> Iterator[None]:
+    """Seed, inside, the global generators of Python's ``random`` and of NumPy.
+
+    timm draws from both of them. Afterwards they continue as they were (but NumPy forgets the
+    second of a pair of normal numbers). ``seed`` is below 2**32. Not to be nested.
+    """
+    python, numpys = random.getstate(), get_bit_generator()
+    random.seed(seed)
+    set_bit_generator(_BIT_GENERATOR)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        set_bit_generator(numpys)
+
+
+def _policy(name: str, config: DataConfig, size: tuple[int, ...]) -> Callable:
+    """Return timm's policy of this name, as its ``transforms_imagenet_train`` makes it.
+
+    Raises DataFolderError if it cannot be computed.
+    """
+    how = config.preprocessing
+    params: dict = {
+        "translate_const": int(min(size) * 0.45),
+        "img_mean": tuple(min(_WHITE, round(_WHITE * each)) for each in how.mean),
+    }
+    if config.train_interpolation != "random":
+        params["interpolation"] = str_to_pil_interp(config.train_interpolation or how.interpolation)
+    if name.startswith("rand"):
+        made = rand_augment_transform(name, params)
+    elif name.startswith("augmix"):
+        made = augment_and_mix_transform(name, params | {"translate_pct": 0.3})
+    else:
+        made = auto_augment_transform(name, params)
+    for op in chain(*made.policy) if isinstance(made, AutoAugment) else made.ops:
+        if op.aug_fn is posterize:
+            op.aug_fn = _posterize
+    try:  # timm checks most numbers only when it draws: try the policy on a small image
+        with drawn_from(0):
+            made(Image.new("RGB", (32, 32)))
+    except ValueError as error:
+        raise DataFolderError(f"--aa {name} cannot be drawn: {error}") from None
+    return made
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **others: object) -> Image.Image:
+    """As timm's, also for the 0 bits and fewer of its policies: black, which Pillow 13 refuses."""
+    if bits_to_keep < 1:
+        return Image.new(image.mode, image.size)
+    return posterize(image, bits_to_keep, **others)
+
+
+class Erase:
+    """timm's random erasing, on bytes: what it writes is rounded to a byte."""
+
+    def __init__(self, config: DataConfig, channels: int) -> None:
+        self._erasing = RandomErasing(
+            config.reprob, mode=config.remode, max_count=config.recount, device="cpu"
+        )
+        mean, std = config.preprocessing.of_channels(channels)
+        self._mean, self._std = (torch.tensor(each).view(-1, 1, 1) * _WHITE for each in (mean, std))
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """Return (channels, height, width), uint8, with rectangles erased or none."""
+        canvas = _Canvas(image, self._mean, self._std)
+        with drawn_from(int(torch.randint(_SEEDS, ()))):
+            self._erasing(canvas)
+        return canvas.image
+
+
+class _Canvas:
+    """An image of bytes that looks to timm's erasing like a normalised one."""
+
+    dtype = torch.float32
+
+    def __init__(self, image: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
+        self.image, self._mean, self._std = image, mean, std
+        self._is_copy = False
+
+    def size(self) -> torch.Size:
+        return self.image.shape
+
+    def __setitem__(self, where: tuple[slice, ...], values: torch.Tensor) -> None:
+        if not self._is_copy:  # the pixels may be the data set's own
+            self.image, self._is_copy = self.image.clone(), True
+        written = (values * self._std + self._mean).round_().clamp_(0, _WHITE)
+        self.image[where] = written.to(torch.uint8)

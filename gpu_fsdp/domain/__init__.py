@@ -1,1 +1,0 @@
-"""Domain parallelism on GPUs: the rows of an image over several processes."""

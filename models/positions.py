@@ -1,0 +1,142 @@
+"""Positions and pooling where a model computes with some rows of an image, or with another grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from timm.layers import resample_abs_pos_embed
+from torch import nn
+
+# ------------------------------------------------------------------------------------------------
+# A part of an image's tokens; the rest is on other devices.
+
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """Which patches of each image are here, and how the parts of an image are reduced.
+
+    Patches are numbered row by row; a part has consecutive ones. Class and register tokens are in
+    every part, with the same values. ``sum`` and ``largest`` return the sum and the maximum over
+    all parts of a tensor that each of them has, and pass gradients back to all of them.
+    """
+
+    first: int
+    """The number of the first patch that is here."""
+    patches: int
+    """How many patches are here."""
+    of: int
+    """How many patches an image has."""
+    sum: Reduce
+    largest: Reduce
+
+    @property
+    def end(self) -> int:
+        """Return the number after that of the last patch that is here."""
+        return self.first + self.patches
+
+
+class PartOfPositions(nn.Module):
+    """The entries of a learned position embedding for a part of the tokens.
+
+    Entries for class and register tokens, if there are any, come before those of the patches; the
+    part with the first patch has them, and sends them to the others in each forward pass.
+    """
+
+    def __init__(self, whole: torch.Tensor, prefix: int, part: TokenPart) -> None:
+        """Copy the entries for ``part`` from ``whole``, (1, prefix + patches, width)."""
+        super().__init__()
+        self._prefix, self._part = prefix, part
+        self.first = prefix + part.first if part.first else 0
+        """The number of the first entry that is here."""
+        values = whole.detach()[:, self.first : prefix + part.end].clone()
+        self.values = nn.Parameter(values, requires_grad=whole.requires_grad)
+
+    def forward(self) -> torch.Tensor:
+        """Return the entries of all tokens that are here: (1, prefix + patches, width).
+
+        They are a copy: FSDP frees a module's parameters when its forward pass is over.
+        """
+        if not self._prefix:
+            return self.values.clone()
+        own = self._prefix if self.first == 0 else 0
+        prefix = self.values[:, :own]
+        if not own:  # zeros, and yet of this parameter: all parts record the same operations
+            prefix = nn.functional.pad(prefix, (0, 0, 0, self._prefix))
+        return torch.cat([self._part.sum(prefix), self.values[:, own:]], dim=1)
+
+
+def replace_positions(model: nn.Module, name: str, prefix: int, part: TokenPart) -> PartOfPositions:
+    """Replace the model's parameter ``name`` by its entries for ``part``; see PartOfPositions."""
+    positions = PartOfPositions(getattr(model, name), prefix, part)
+    delattr(model, name)
+    model.add_module(f"part_of_{name}", positions)
+    return positions
+
+
+def pool_over_parts(
+    x: torch.Tensor, part: TokenPart, kind: str, prefix: int = 0, with_prefix: bool = False
+) -> torch.Tensor:
+    """Pool tokens, (batch, prefix + patches here, width), over all parts, as timm does: "token",
+    "avg", "max" or "avgmax"; the first ``prefix`` tokens count only ``with_prefix``."""
+    if kind == "token":
+        return x[:, 0]
+    patches, before = x[:, prefix:], x[:, : prefix if with_prefix else 0]
+
+    def mean() -> torch.Tensor:
+        total = part.sum(patches.sum(1, dtype=torch.float32))
+        total = total + before.sum(1, dtype=torch.float32)
+        return (total / (part.of + before.shape[1])).to(x.dtype)
+
+    def largest() -> torch.Tensor:
+        found = part.largest(patches.amax(1))
+        return torch.maximum(found, before.amax(1)) if before.shape[1] else found
+
+    if kind == "avg":
+        return mean()
+    return largest() if kind == "max" else 0.5 * (largest() + mean())
+
+
+# ------------------------------------------------------------------------------------------------
+# Learned position embeddings for images of other grids than a model's own.
+#
+# ``F.interpolate`` with mode bicubic has no lowering in torch_xla 2.9: it would bring each step to
+# the CPU. What it computes is linear, and along one dimension after the other: two small matrices.
+
+
+Grid = tuple[int, int]
+"""How many rows and columns of patches an image has."""
+
+
+class Resampling:
+    """Resamples a learned position embedding for another grid, as timm's
+    ``resample_abs_pos_embed`` does (bicubic, with antialiasing)."""
+
+    def __init__(
+        self, own: Grid, grid: Grid, prefix: int, constant: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """``own`` is the model's grid, ``prefix`` how many entries come before those of the
+        patches; ``constant`` puts the matrices on the devices."""
+        self._own, self._prefix = own, prefix
+
+        def matrix(size: int, new_size: int) -> torch.Tensor:  # (new_size, size), fp32
+            one_by_one = torch.eye(size)[None]
+            return constant(
+                resample_abs_pos_embed(one_by_one, [new_size, 1], [size, 1], num_prefix_tokens=0)[0]
+            )
+
+        self._rows, self._columns = (matrix(*sizes) for sizes in zip(own, grid, strict=True))
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return (1, prefix + patches of the other grid, width), computed in fp32, for
+        (1, prefix + own patches, width); the first entries stay as they are."""
+        first, patches = positions[:, : self._prefix], positions[0, self._prefix :]
+        with torch.autocast(positions.device.type, enabled=False):
+            by_row = patches.float().unflatten(0, self._own)
+            rows = (self._rows @ by_row.flatten(1)).unflatten(1, by_row.shape[1:])
+            resampled = torch.matmul(self._columns, rows).flatten(0, 1)
+        return torch.cat([first, resampled[None].to(positions.dtype)], dim=1)

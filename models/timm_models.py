@@ -1,0 +1,283 @@
+"""The family of timm's Vision Transformers by their names: ``--model timm/NAME``."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import timm
+import torch
+from timm.layers import PatchEmbed
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from models.blocks import blocks_differ
+from models.config import ModelError, check_arguments, check_patches
+from models.initialize import check_buffers, eva_scheme, initialize, vision_transformer_scheme
+from models.positions import Grid, PartOfPositions, Resampling, TokenPart
+from models.spec import ModelSizes, ModelSpec
+from models.timm_private import (
+    arguments_given_to,
+    compute_on_grids,
+    compute_on_part,
+    put_blocks,
+    taken_arguments,
+    token_parameters,
+    why_no_token_part,
+    why_one_grid,
+)
+
+# ------------------------------------------------------------------------------------------------
+# The spec of timm's two Vision Transformers, VisionTransformer and Eva, with given arguments.
+
+
+_WITHOUT_MEMORY: dict[type[nn.Module], dict[str, Any]] = {
+    VisionTransformer: {"device": "meta", "weight_init": "skip"},  # there is nothing to fill
+    Eva: {"device": "meta"},
+}
+
+
+class TimmSpec(ModelSpec):
+    """timm's ``kind`` made with ``arguments``; ``preprocessing`` is timm's for trained weights."""
+
+    def __init__(
+        self,
+        name: str,
+        overrides: Mapping[str, Any],
+        kind: type[nn.Module],
+        arguments: Mapping[str, Any],
+        preprocessing: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises ModelError if the arguments are incompatible, or timm does not take them."""
+        self._kind, self._arguments = kind, dict(arguments)
+        complete = taken_arguments(kind) | self._arguments
+        super().__init__(name, overrides, {key: _as_json(v) for key, v in complete.items()})
+        self._preprocessing = None if preprocessing is None else dict(preprocessing)
+        check_arguments(complete)
+        self.sizes  # noqa: B018 - builds the model, which shows whether it can be built
+
+    @property
+    def preprocessing(self) -> dict[str, Any] | None:
+        return self._preprocessing
+
+    def build(self) -> nn.Module:
+        try:
+            return self._kind(**self._arguments | _WITHOUT_MEMORY[self._kind])
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ModelError(f"timm cannot build {self.name}: {reason}") from None
+
+    def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
+        settings = self.settings
+        if self._kind is Eva:
+            scheme = eva_scheme(head_init_scale=settings["head_init_scale"])
+        else:
+            scheme = vision_transformer_scheme(
+                weight_init=settings["weight_init"],
+                num_classes=settings["num_classes"],
+                fix_init=settings["fix_init"],
+            )
+        initialize(module, name, seed=seed, scheme=scheme)
+
+    def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
+        put_blocks(model, blocks)
+
+    def why_no_token_part(self) -> str | None:
+        return why_no_token_part(self.meta)
+
+    def compute_on_part(self, model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
+        return compute_on_part(model, part)
+
+    @property
+    def token_parameters(self) -> dict[str, int]:
+        return token_parameters(self.meta)
+
+    def why_one_grid(self) -> str | None:
+        return why_one_grid(self.meta)
+
+    def compute_on_grids(
+        self,
+        model: nn.Module,
+        grids: Sequence[Grid],
+        constant: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        rows, columns = self.sizes.grid
+        prefix = self.token_parameters["pos_embed"]
+        positions = {
+            grid: Resampling((rows, columns), grid, prefix, constant)
+            for grid in grids
+            if grid != (rows, columns)
+        }
+        compute_on_grids(model, positions)
+
+    def _sizes(self, model: nn.Module) -> ModelSizes:
+        assert isinstance(model, VisionTransformer | Eva)
+        height, width = model.patch_embed.img_size
+        patches, drop_rate = model.patch_embed.num_patches, self.settings["patch_drop_rate"]
+        in_training = patches
+        if drop_rate:  # as timm's PatchDropout counts
+            in_training = max(1, int(patches * (1.0 - drop_rate)))
+        block = model.blocks[0]
+        attention = next(part for part in block.modules() if hasattr(part, "num_heads"))
+        differential = hasattr(attention, "lambda_init")  # two heads of queries share their values
+        last = [part for name, part in block.named_modules() if name.endswith("fc2")]
+        return ModelSizes(
+            input_shape=(model.in_chans, height, width),
+            num_classes=model.num_classes,
+            grid=tuple(model.patch_embed.grid_size),
+            num_tokens=patches + model.num_prefix_tokens,
+            train_tokens=in_training + model.num_prefix_tokens,
+            depth=len(model.blocks),
+            embed_dim=model.embed_dim,
+            num_heads=attention.num_heads,
+            head_dim=attention.head_dim,
+            value_dim=attention.head_dim * (2 if differential else 1),
+            # The inputs of the MLP's last product: behind a gate, half of what there was.
+            hidden=last[0].in_features if last else block.in_split[0],  # of a parallel block
+            attn_drop_rate=self.settings["attn_drop_rate"],
+        )
+
+
+def _as_json(value: Any) -> Any:
+    """Return a plain JSON value for an argument: of a class or function its name."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    if isinstance(value, functools.partial):
+        given = ", ".join(f"{key}={_as_json(each)}" for key, each in value.keywords.items())
+        return f"{_as_json(value.func)}({given})"
+    assert isinstance(value, type | types.FunctionType), value
+    return value.__name__
+
+
+# ------------------------------------------------------------------------------------------------
+# The family.
+
+
+KINDS = (VisionTransformer, Eva)
+_MODULES = ("vision_transformer", "eva", "deit")
+"""Files of timm that build models of these kinds, and hardly any others."""
+EVA_NAMES = {
+    "reg_tokens": "num_reg_tokens",
+    "fc_norm": "use_fc_norm",
+    "pre_norm": "use_pre_transformer_norm",
+    "scale_attn_norm": "scale_attn_inner",
+    "scale_mlp_norm": "scale_mlp",
+}
+"""Eva's names of arguments that VisionTransformer has, too."""
+_FIXED = {"dynamic_img_size": False, "dynamic_img_pad": False}
+"""All images of a run have one size: for another one, XLA would compile another program."""
+_CLASSES = 1000
+"""For a model that timm has without a head: those of ImageNet, as the presets have."""
+_PREPROCESSING = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
+
+
+def names() -> list[str]:
+    """Return timm's names of such models, without "timm/"; a few of them ``open_model`` refuses."""
+    return sorted(
+        name
+        for module in _MODULES
+        for name in timm.list_models(module=module)
+        if "distilled" not in name
+    )
+
+
+def knows(name: str) -> bool:
+    """Return True if timm has a model ``name``, of any class; after a dot it may name weights."""
+    return timm.is_model(name)
+
+
+def has_weights(name: str) -> bool:
+    """Return True if timm has the trained weights that a name with a tag names."""
+    return timm.is_model_pretrained(name)
+
+
+def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
+    """Return timm's model ``name`` with ``overrides`` over its own arguments.
+
+    Raises ModelError if it is not a Vision Transformer made of blocks that are alike, does not
+    take an argument, or if sizes do not fit.
+    """
+    full_name = f"timm/{name}"
+    model, arguments = _timms_model(name)
+    kind = type(model)
+    taken = taken_arguments(kind)
+    given = {
+        EVA_NAMES.get(key, key) if kind is Eva else key: value for key, value in overrides.items()
+    }
+    for argument in given:
+        if argument not in taken:
+            raise ModelError(
+                f"{full_name} does not take <{argument}> (it is timm's {kind.__name__})"
+            )
+    _check_key_heads(full_name, arguments, given)
+    if model.num_classes == 0:
+        given.setdefault("num_classes", _CLASSES)
+    arguments |= _FIXED | given
+    if {"img_size", "patch_size"} & given.keys():  # some of timm's own models leave out a rest
+        check_patches(*((taken | arguments)[key] for key in ("img_size", "patch_size")))
+    trained = preprocessing_of(timm.get_pretrained_cfg(name))
+    return TimmSpec(full_name, overrides, kind, arguments, trained)
+
+
+def _check_key_heads(
+    full_name: str, arguments: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
+    """Raise ModelError for sizes that do not fit timm's number of key heads, one for each block.
+
+    ``arguments`` are those of timm for the name. Models whose blocks differ are refused before.
+    """
+    if not isinstance(arguments.get("num_kv_heads"), tuple):
+        return
+    depth, heads = len(arguments["num_kv_heads"]), arguments["num_kv_heads"][0]
+    remedy = "leave <{}> out, or choose another model"
+    if given.get("depth", depth) != depth:
+        raise ModelError(
+            f"<depth> {given['depth']} is incompatible with {full_name}: timm gives each of its "
+            f"{depth} blocks a number of key heads (num_kv_heads); {remedy.format('depth')}"
+        )
+    if given.get("num_heads", heads) % heads:
+        raise ModelError(
+            f"<num_heads> {given['num_heads']} is incompatible with {full_name}: timm gives it "
+            f"{heads} key heads (num_kv_heads), which must divide it; {remedy.format('num_heads')}"
+        )
+
+
+def preprocessing_of(pretrained: Any) -> dict[str, Any] | None:
+    """Return the preprocessing of one of timm's ``PretrainedCfg``; None without one."""
+    if pretrained is None:
+        return None
+    return {key: getattr(pretrained, key) for key in _PREPROCESSING}
+
+
+def _timms_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return timm's model on meta, and the arguments that it was made with.
+
+    Raises ModelError if it is not one that can be sharded block by block.
+    """
+    try:
+        with arguments_given_to(*KINDS) as arguments:
+            model = timm.create_model(name, device="meta")
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise ModelError(f"timm cannot build {name}: {error}") from None
+    if type(model) not in KINDS:
+        raise ModelError(
+            f"timm/{name} is no Vision Transformer that is known here: "
+            f"it is timm's {type(model).__name__}"
+        )
+    embed = type(model.patch_embed)
+    if embed is not PatchEmbed:
+        raise ModelError(f"timm/{name} has a patch embedding that is not known: {embed.__name__}")
+    difference = blocks_differ(list(model.blocks), settings=False)
+    if difference:
+        raise ModelError(f"timm/{name} has blocks that differ: {difference}")
+    try:
+        check_buffers(model)
+    except ModelError as error:
+        raise ModelError(f"timm/{name}: {error}") from None
+    del arguments["device"]
+    return model, arguments

@@ -1,0 +1,204 @@
+"""Put faults into real runs, and write the table of docs/reliability.md.
+
+    python -m tests.faults        # or make faults, some hours on 2 cores
+
+A try starts the program on digits, does something to it at a moment that the seed chooses, starts
+the same command again until it completes, and compares metrics.jsonl with that of an uninterrupted
+run, bit by bit. Results are saved in runs/faults/COMMIT: started again, it continues where it was.
+The files of a try that is not survived stay there, too; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.common import ROOT, commit
+from tests.faults import damage, kills, others, table
+from tests.faults.damage import damaged
+from tests.faults.program import SETUPS
+from tests.faults.tries import Fault, NotSurvived, Reference, Skipped, Try, reference_run
+
+FAULTS = {
+    "sigkill": Fault("SIGKILL at a random moment", kills.sigkill, tries=30),
+    "sigterm": Fault("SIGTERM at a random moment", kills.sigterm, tries=10),
+    "flipped_byte": Fault("a byte of the newest checkpoint flipped", damaged(damage.flip_byte)),
+    "truncated": Fault("a file of the newest checkpoint truncated", damaged(damage.truncate)),
+    "lost_file": Fault("a file of the newest checkpoint lost", damaged(damage.lose_file)),
+    "lost_manifest": Fault("its manifest lost", damaged(damage.lose_manifest)),
+    "disk_full": Fault("disk full while saving", damage.disk_full),
+    "second_job": Fault("a second job in the same folder", others.second_job, starts=3),
+    "early_restart": Fault(
+        "started again while the first start still ends", others.restart_while_ending
+    ),
+    "nan": Fault("a step whose loss is NaN", others.not_finite, starts=1),
+    "broken_images": Fault("images that cannot be read", damage.broken_images, starts=3),
+    "hang": Fault("a step that hangs", others.hang, starts=3),
+    "torchrun": Fault("torchrun killed with SIGKILL", kills.torchrun_killed, several=True),
+    "flags": Fault(
+        "processes with different flags", others.differing_flags, 1, 1, several=True, refused=True
+    ),
+    "folders": Fault(
+        "a folder that the nodes do not share",
+        others.folder_not_shared,
+        1,
+        1,
+        several=True,
+        refused=True,
+    ),
+    "owed_evaluation": Fault(
+        "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
+    ),
+}
+CODE = (
+    "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp launch "
+    "tests/faults "
+    "tests/cli.py tests/fault_at_step.py tests/megatron_on_cpu.py"
+).split()
+"""What the results depend on."""
+Job = tuple[str, str, int]
+"""The fault, the backend and the number of a try."""
+
+
+def main() -> int:
+    args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what has been started
+    folder = args.results / commit(*CODE)
+    folder.mkdir(parents=True, exist_ok=True)
+    results = table.Results(folder / "results.jsonl")
+    jobs = [
+        (fault, backend, number)
+        for fault in FAULTS
+        if fault in args.faults
+        for backend in args.backends
+        if SETUPS[backend].processes > 1 or not FAULTS[fault].several
+        for number in range(args.tries or FAULTS[fault].tries)
+        if (fault, backend, number, args.seed) not in results
+    ]
+    references = {}
+    for backend in dict.fromkeys(backend for _, backend, _ in jobs):
+        print(f"the uninterrupted run on {SETUPS[backend].title} ...", flush=True)
+        references[backend] = reference_run(SETUPS[backend], folder / f"reference-{backend}")
+    seconds = sum(FAULTS[fault].starts * references[backend].total_s for fault, backend, _ in jobs)
+    print(f"{len(jobs)} tries, about {seconds / 60:.0f} minutes", flush=True)
+    lost = 0
+    with tqdm(jobs, unit="try", smoothing=0.05, dynamic_ncols=True) as bar:
+        for fault, backend, number in bar:
+            bar.set_description(f"{fault}, {backend}")
+            of_try = folder / f"{backend}-{fault}-{args.seed}-{number}"
+            result = attempt((fault, backend, number), args.seed, of_try, references[backend])
+            results.add(result)
+            if result.survived is False:
+                lost += 1
+                bar.set_postfix({"not survived": lost})
+                tqdm.write(
+                    f"NOT SURVIVED: {fault} on {backend}, try {number}, seed {args.seed}: "
+                    f"{result.moment}: {result.problem}\n  see {of_try}"
+                )
+    return report(args, results)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    backends = [name for name in SETUPS if name != "alone"]
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        choices=FAULTS,
+        default=[*FAULTS],
+        metavar="FAULT",
+        help=f"of {', '.join(FAULTS)}; default: all",
+    )
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=SETUPS,
+        default=backends,
+        metavar="BACKEND",
+        help=f"of {', '.join(SETUPS)}; default: {' '.join(backends)}",
+    )
+    parser.add_argument(
+        "--tries",
+        type=int,
+        metavar="N",
+        help="of each fault on each backend; default: 30 of sigkill, 10 of "
+        "sigterm, 3 or 1 of the others",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all that is random; default: 0")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=ROOT / "runs" / "faults",
+        help="for results and logs; default: runs/faults",
+    )
+    parser.add_argument(
+        "--document",
+        type=Path,
+        default=ROOT / "docs" / "reliability.md",
+        help="file with the markers; default: docs/reliability.md",
+    )
+    return parser.parse_args()
+
+
+def attempt(job: Job, seed: int, folder: Path, reference: Reference) -> table.Result:
+    """Make one try, whatever comes of it; its folder stays if it is not survived."""
+    fault, backend, number = job
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    one = Try(SETUPS[backend], number, random.Random(folder.name), folder, reference)
+    about, start = (fault, backend, number, seed), time.monotonic()
+    try:
+        end = FAULTS[fault].attempt(one)
+    except Skipped as skipped:
+        result = table.Result(*about, None, str(skipped))
+    except NotSurvived as problem:
+        seconds = time.monotonic() - start
+        return table.Result(*about, False, one.moment, problem=str(problem), seconds=seconds)
+    else:
+        result = table.Result(
+            *about,
+            True,
+            end.moment,
+            end.steps_lost,
+            end.step,
+            end.while_saving,
+            end.starts,
+            seconds=time.monotonic() - start,
+        )
+    shutil.rmtree(folder)
+    return result
+
+
+def report(args: argparse.Namespace, results: table.Results) -> int:
+    """Write the table and the picture; return exit code 1 if a try was not survived."""
+    rows = results.rows(args.seed)
+    lines = table.table(rows, FAULTS)
+    words = " ".join(sys.argv[1:])
+    command = f'make faults ARGS="{words}"' if words else "make faults"
+    table.write(args.document, lines, commit(*CODE), command)
+    if any(fault in ("sigkill", "sigterm") for fault, _ in rows):
+        table.plot(rows, args.document.with_suffix(".png"))
+    print("\n".join(lines))
+    lost = [result for found in rows.values() for result in found if result.survived is False]
+    for result in lost:
+        print(
+            f"not survived: {result.fault} on {result.backend}, try {result.number}: "
+            f"{result.moment}: {result.problem}",
+            file=sys.stderr,
+        )
+    return int(bool(lost))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Faults of files: damaged checkpoints, a full disk, images that cannot be read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.faults.kills import stop_after
+from tests.faults.program import DIGITS, STEPS, last_step, newest_step, running
+from tests.faults.tries import NotSurvived, Skipped, Survived, Try, last_words
+from training.checkpoints.choose import complete_checkpoints
+from training.checkpoints.format import MANIFEST
+
+_DISK_BYTES, _LEFT_BYTES = 12_000_000, 30_000
+"""The bytes of the small disk, and those left there when it is full: less than a checkpoint."""
+
+
+# -- checkpoints ----------------------------------------------------------------------
+
+
+def damaged(damage: Callable[[Try, Path], str]) -> Callable[[Try], Survived]:
+    """Kill the run and damage its newest checkpoint: the one before it has to be resumed."""
+
+    def attempt_it(attempt: Try) -> Survived:
+        with running(attempt.command(), attempt.log("first")) as program:
+            step = stop_after(attempt, program, attempt.rng.randrange(8, STEPS - 4))
+        *_, before, newest = complete_checkpoints(attempt.run)
+        what, attempt.damaged = damage(attempt, newest), newest.name
+        attempt.moment = f"{what} of {newest.name}, after step {step}"
+        end = attempt.resume_after(step)
+        output = attempt.log("restart_1").read_text()
+        if f"resuming {before} at " not in output:
+            raise NotSurvived(f"{before.name} was not resumed after damage to {newest.name}")
+        messages = (f"{newest} is damaged (", f"cannot read the checkpoint {newest}: ")
+        if what != f"{MANIFEST} lost" and not any(message in output for message in messages):
+            raise NotSurvived(f"{newest.name} is damaged, and no message names it")
+        return end
+
+    return attempt_it
+
+
+def _file(attempt: Try, folder: Path) -> Path:
+    files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+    return attempt.rng.choice(files)
+
+
+def flip_byte(attempt: Try, folder: Path) -> str:
+    path = _file(attempt, folder)
+    at = attempt.rng.randrange(path.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << attempt.rng.randrange(8)]))
+    return f"byte {at} of {path.name} flipped"
+
+
+def truncate(attempt: Try, folder: Path) -> str:
+    path = attempt.rng.choice([_file(attempt, folder), folder / MANIFEST])
+    size = attempt.rng.randrange(path.stat().st_size)
+    os.truncate(path, size)
+    return f"{path.name} truncated to {size} bytes"
+
+
+def lose_file(attempt: Try, folder: Path) -> str:
+    path = _file(attempt, folder)
+    path.unlink()
+    return f"{path.name} lost"
+
+
+def lose_manifest(attempt: Try, folder: Path) -> str:
+    (folder / MANIFEST).unlink()
+    return f"{MANIFEST} lost"
+
+
+# -- disks ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        raise Skipped("no right to mount a small file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def disk_full(attempt: Try) -> Survived:
+    """Fill the disk from some step on; the run ends, and resumes when there is space again."""
+    with _small_disk(attempt.run):
+        filler = attempt.run / "filler"
+        full_from = attempt.rng.randrange(5, STEPS - 12)
+        with running(attempt.command(), attempt.log("first")) as program:
+            program.wait_until(lambda: last_step(attempt.run) >= full_from)
+            free = shutil.disk_usage(attempt.run).free
+            with contextlib.suppress(OSError):  # a checkpoint may take it in the same moment
+                filler.write_bytes(bytes(max(0, free - _LEFT_BYTES)))
+            newest = newest_step(attempt.run)
+            attempt.moment = f"disk full after step {last_step(attempt.run)}"
+            if not program.wait():
+                raise NotSurvived("it hangs on a full disk")
+            output = program.output()
+        if not re.search("^run_vit_training.py: error: .* could not be written", output, re.M):
+            raise NotSurvived(f"the end was not reported in one line: {last_words(output)}")
+        if newest_step(attempt.run) < newest:
+            raise NotSurvived(f"step_{newest} was complete, and is not there any more")
+        step = last_step(attempt.run)
+        filler.unlink()
+        return attempt.resume_after(step)
+
+
+# -- images ---------------------------------------------------------------------------
+
+
+def broken_images(attempt: Try) -> Survived:
+    """Break images of train/ and val/: a run without a kill and one with a kill must be alike."""
+    data = attempt.folder / "digits"
+    shutil.copytree(DIGITS, data)
+    broken = [
+        attempt.rng.choice(sorted((data / split).rglob("*.png"))) for split in ("train", "val")
+    ]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[: attempt.rng.randrange(60)])
+    flags = ["--data_dir", str(data)]
+    whole = attempt.folder / "whole"
+    attempt.moment = f"{broken[0].relative_to(data)} and {broken[1].relative_to(data)} truncated"
+    with running(attempt.setup.command(whole, *flags), attempt.log("whole")) as program:
+        program.wait()
+        if program.root.returncode:
+            raise NotSurvived(last_words(program.output()))
+    listed = (whole / "bad_images.txt").read_text()
+    for path in broken:
+        if str(path.relative_to(data)) not in listed:
+            raise NotSurvived(f"{path} is not in bad_images.txt")
+    with running(attempt.command(*flags), attempt.log("first")) as program:
+        step = stop_after(attempt, program, attempt.rng.randrange(8, STEPS - 4))
+    return attempt.resume_after(step, *flags, expected=whole)

@@ -1,0 +1,296 @@
+"""The program under test: its start on each backend, its processes, what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import ROOT
+from tests.cli import DIGITS, environment
+from training.checkpoints.choose import complete_checkpoints, step_of
+from training.checkpoints.format import damage
+from training.logs.records import read_metrics
+
+STEPS, EVALUATED = 40, (22, 40)
+SAVE_INTERVAL, KEEP = 3, 3
+# Four tokens an image, and dropout of every kind, so that random state counts. Eleven steps make an
+# epoch; a checkpoint is written before each evaluation.
+FLAGS = (
+    "--hflip 0.5 --image_size 16 --patch_size 8 --embed_dim 32 --num_heads 2 --num_blocks 2 "
+    "--num_classes 10 --mlp_dropout 0.1 --att_dropout 0.1 --pos_dropout 0.1 --drop_path_rate 0.2 "
+    "--batch_size 128 --num_epochs 4 --warmup_steps 4 --lr 1e-2 --num_workers 1 "
+    f"--max_steps {STEPS} --log_step_interval 1 --test_epoch_interval 2 --ckpt_epoch_interval 2 "
+    f"--ckpt_step_interval {SAVE_INTERVAL} --keep_checkpoints {KEEP}"
+).split()
+COMPARED = ("loss", "grad_norm", "lr", "val_loss", "val_top1", "val_images")
+LIMIT_S = 300.0
+"""The seconds after which a program counts as hanging."""
+# Of whoever starts the benchmark: a cluster's job, or torchrun.
+_NOT_PASSED_ON = re.compile(
+    "SLURM_|RUN_|RDZV_|MASTER_|TORCHELASTIC_|(NNODES|NODE_RANK|MAX_RESTARTS|STEP_TIMEOUT_S|RANK|"
+    "LOCAL_RANK|WORLD_SIZE)$"
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A way to start the program on this machine's CPU."""
+
+    title: str
+    flags: tuple[str, ...]
+    module: str = ""
+    """The module that stands for run_vit_training.py, if any."""
+    processes: int = 1
+
+    def command(
+        self, ckpt_dir: Path | str, *flags: str, module: str = "", restarts: int = 0
+    ) -> list[str]:
+        """Return the command line of a whole run, of the program or of ``module``."""
+        module = module or self.module
+        ours = [*self.flags, "--data_dir", str(DIGITS), "--ckpt_dir", str(ckpt_dir), *FLAGS, *flags]
+        if self.processes == 1:
+            return [*_python(module), *ours]
+        if not module and not restarts:
+            return [str(ROOT / "launch" / "torchrun.sh"), *ours]
+        torchrun = (
+            f"-m torch.distributed.run --standalone --nproc-per-node {self.processes} "
+            f"--max-restarts {restarts}"
+        )
+        return [sys.executable, *torchrun.split(), *_python(module)[1:], *ours]
+
+    def of_one_process(self, ckpt_dir: Path | str, *flags: str) -> list[str]:
+        """Return the command line of one of several processes, to be started without torchrun."""
+        return [
+            *_python(self.module),
+            *self.flags,
+            "--data_dir",
+            str(DIGITS),
+            "--ckpt_dir",
+            str(ckpt_dir),
+            *FLAGS,
+            *flags,
+        ]
+
+
+def _python(module: str) -> list[str]:
+    return [sys.executable, *(["-m", module] if module else [str(ROOT / "run_vit_training.py")])]
+
+
+FAULTY = "tests.fault_in_first_start"
+SETUPS = {
+    "xla": Setup("XLA, 2 devices", ("--backend", "xla", "--cpu_devices", "2")),
+    "fsdp2": Setup("FSDP2, 2 processes", ("--backend", "cuda", "--fsdp", "fsdp2"), processes=2),
+    "megatron": Setup(
+        "Megatron-FSDP, 2 processes",
+        ("--backend", "cuda", "--fsdp", "megatron"),
+        module="tests.megatron_on_cpu",
+        processes=2,
+    ),
+    "alone": Setup("FSDP2, 1 process", ("--backend", "cuda", "--fsdp", "fsdp2")),
+}
+
+
+# -- processes ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of a running program."""
+
+    pid: int
+    parent: int
+    rank: int | None
+    """The number that torchrun gave it; its children, as loader processes, have it too."""
+    command: str
+
+
+class Running:
+    """A program that was started, with all the processes that came of it.
+
+    All carry a mark in their environment, by which they are found whoever their parent is by now.
+    """
+
+    def __init__(self, command: list[str], log: Path, cwd: Path = ROOT, **variables: str) -> None:
+        self._mark = f"FAULT_TRY={secrets.token_hex(8)}"
+        name, _, value = self._mark.partition("=")
+        inherited = {k: v for k, v in environment().items() if not _NOT_PASSED_ON.match(k)}
+        ours = {
+            "PYTHON": sys.executable,
+            "NPROC_PER_NODE": "2",
+            "PYTHONPATH": str(ROOT),
+            name: value,
+        }
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as file:
+            self.root = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=inherited | ours | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._known: list[int] = []
+
+    def members(self) -> list[Member]:
+        """Return all processes that live."""
+        found = [
+            m for m in map(self._member, map(int, filter(str.isdigit, os.listdir("/proc")))) if m
+        ]
+        self._known = [member.pid for member in found]
+        return found
+
+    def _member(self, pid: int) -> Member | None:
+        try:
+            variables = (
+                Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            )
+            if self._mark not in variables:
+                return None
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        except OSError:  # it has ended, or is somebody else's
+            return None
+        rank = next((int(v[5:]) for v in variables if v.startswith("RANK=")), None)
+        return Member(pid, int(stat.rpartition(")")[2].split()[1]), rank, command)
+
+    def ranks(self) -> dict[int, Member]:
+        """Return the training processes that live, by rank."""
+        members = {member.pid: member for member in self.members()}
+        root = members.get(self.root.pid)
+        if any(member.rank is not None for member in members.values()):
+            parents = {m.pid for m in members.values() if m.rank is not None}
+            return {
+                m.rank: m
+                for m in members.values()
+                if m.rank is not None and m.parent not in parents
+            }
+        return {0: root} if root else {}
+
+    def loaders(self) -> list[Member]:
+        """Return the processes that load images: copies of the training processes."""
+        training = {member.pid: member for member in self.ranks().values()}
+        return [
+            m
+            for m in self.members()
+            if m.parent in training and m.command == training[m.parent].command
+        ]
+
+    def signal(self, number: int, pids: list[int] | None = None) -> None:
+        """Send a signal to all processes, or to some that were members."""
+        for pid in pids or self._known:
+            if self._member(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        if pids is None:
+            for member in self.members():  # what has come in between
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member.pid, number)
+
+    def ended(self) -> bool:
+        """Return True if what was started has ended; others of its processes may live."""
+        return self.root.poll() is not None
+
+    def wait(self, limit_s: float = LIMIT_S) -> bool:
+        """Wait for what was started to end; return False if it has not by then."""
+        try:
+            self.root.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def wait_for_all(self, limit_s: float) -> list[Member]:
+        """Wait for all its processes to end; return those that have not by then."""
+        deadline = time.monotonic() + limit_s
+        self.wait(limit_s)
+        while (left := self.members()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def wait_until(self, condition: Callable[[], bool], pause_s: float = 0.02) -> bool:
+        """Wait until a condition holds; return False if the program ends, or hangs, before."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            if self.ended() or time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+        return True
+
+    def output(self) -> str:
+        """Return what it has printed on stdout and stderr."""
+        return self.log.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def running(command: list[str], log: Path, **how: str | Path) -> Iterator[Running]:
+    """Start a program; on leaving, none of its processes is left."""
+    program = Running(command, log, **how)  # type: ignore[arg-type]
+    try:
+        yield program
+    finally:
+        while program.members():
+            program.signal(signal.SIGKILL)
+            time.sleep(0.02)
+        program.root.wait()
+
+
+# -- what a run leaves ----------------------------------------------------------------
+
+
+def last_step(ckpt_dir: Path) -> int:
+    """Return the last step in metrics.jsonl; 0 if there is none."""
+    return max((r["step"] for r in read_metrics(ckpt_dir) if "loss" in r), default=0)
+
+
+def last_step_printed(output: str) -> int:
+    """Return the last step of which a start has printed the loss; 0 if there is none."""
+    return max(map(int, re.findall(r"^epoch \d+ step (\d+), lr", output, re.MULTILINE)), default=0)
+
+
+def newest_step(ckpt_dir: Path) -> int:
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
+    return max((step_of(path) for path in complete_checkpoints(ckpt_dir)), default=0)
+
+
+def resumed_step(output: str) -> int:
+    """Return the step at which a start resumed, as it printed; 0 if it started a new run."""
+    found = re.search(r"^resuming .* at step (\d+)", output, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _curves(ckpt_dir: Path) -> list[tuple]:
+    """Return what has to be equal, in the order of the file: (step, epoch, column, value)."""
+    return [
+        (record["step"], record["epoch"], column, record[column])
+        for record in read_metrics(ckpt_dir)
+        for column in COMPARED
+        if column in record
+    ]
+
+
+def difference(ckpt_dir: Path, expected: Path) -> str | None:
+    """Return what of a completed run is damaged, or not bit by bit as in another; else None."""
+    found, wanted = _curves(ckpt_dir), _curves(expected)
+    for ours, theirs in zip(found, wanted, strict=False):
+        if ours != theirs:
+            return f"metrics.jsonl differs: {ours}, expected {theirs}"
+    if len(found) != len(wanted):
+        return f"metrics.jsonl has {len(found)} values, expected {len(wanted)}"
+    steps = [step_of(path) for path in complete_checkpoints(ckpt_dir)]
+    if steps[-1:] != [STEPS] or len(steps) != KEEP:
+        return f"checkpoints of steps {steps}, expected {KEEP}, the last of step {STEPS}"
+    for path in complete_checkpoints(ckpt_dir):
+        if problem := damage(path):
+            return f"{path.name} is damaged: {problem}"
+    return None

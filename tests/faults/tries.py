@@ -1,0 +1,175 @@
+"""A try: one fault in one run, which is started again until it completes."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults.program import (
+    LIMIT_S,
+    STEPS,
+    Setup,
+    difference,
+    last_step,
+    resumed_step,
+    running,
+)
+from training.checkpoints.choose import step_folders, step_of
+from training.checkpoints.format import is_complete
+
+MOST_STARTS = 4
+"""How often a run is started again before it counts as lost."""
+
+
+class Skipped(Exception):
+    """Raised for a fault that cannot be tried on this machine, or not on this backend; says why."""
+
+
+class NotSurvived(Exception):
+    """Raised with what went wrong in a try."""
+
+
+@dataclass
+class Survived:
+    """How a try went that was survived."""
+
+    steps_lost: int | None
+    """How many steps were computed twice; None where the question does not arise."""
+    moment: str
+    """When the fault came, and to whom."""
+    step: int | None = None
+    """The last step in the log at the fault."""
+    while_saving: bool = False
+    starts: int = 1
+    """How many starts it took to complete the run, without the first one."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The uninterrupted run: what it left, and how long it took."""
+
+    ckpt_dir: Path
+    first_step_s: float
+    """The seconds from the start to the first line of metrics.jsonl."""
+    total_s: float
+
+
+@dataclass
+class Try:
+    """One try of a fault."""
+
+    setup: Setup
+    number: int
+    rng: random.Random
+    folder: Path
+    """The folder of the logs and of the run's own folder: it stays if the try is not survived."""
+    reference: Reference
+    moment: str = field(default="before the fault", init=False)
+    """When the fault came, for the report of a try that is not survived."""
+    damaged: str = field(default="", init=False)
+    """The name of the checkpoint that was damaged: it may be set aside."""
+
+    @property
+    def run(self) -> Path:
+        """Return the run's --ckpt_dir."""
+        return self.folder / "run"
+
+    def command(self, *flags: str, **how: Any) -> list[str]:
+        return self.setup.command(self.run, *flags, **how)
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def start_anew(self) -> None:
+        """Delete the run in which the moment has been missed."""
+        shutil.rmtree(self.run, ignore_errors=True)
+
+    def complete(self, *flags: str) -> tuple[int, int]:
+        """Start the same command until the run completes.
+
+        Returns the step at which it resumed and the number of starts. Raises NotSurvived.
+        """
+        for number in range(1, MOST_STARTS + 1):
+            with running(self.command(*flags), self.log(f"restart_{number}")) as program:
+                if not program.wait():
+                    raise NotSurvived(f"a start again hangs: no end after {LIMIT_S:.0f} s")
+                output = program.output()
+            if program.root.returncode == 0 and "training completed" in output:
+                return resumed_step(output), number
+            time.sleep(1)
+        raise NotSurvived(f"not completed by {MOST_STARTS} starts: {last_words(output)}")
+
+    def compare(self, expected: Path | None = None) -> None:
+        """Raise NotSurvived if the run differs from the uninterrupted one."""
+        aside = {path.name for path in self.run.glob("set_aside_*/step_*")} - {self.damaged}
+        if aside:
+            raise NotSurvived(f"set aside, though nobody went back: {', '.join(sorted(aside))}")
+        if problem := difference(self.run, expected or self.reference.ckpt_dir):
+            raise NotSurvived(problem)
+
+    def resume_after(
+        self, step: int, *flags: str, expected: Path | None = None, **about: Any
+    ) -> Survived:
+        """Complete the run after a fault that came when ``step`` was the last one in the log."""
+        resumed, starts = self.complete(*flags)
+        self.compare(expected)
+        return Survived(max(0, step - resumed), self.moment, step, starts=starts, **about)
+
+
+def last_words(output: str) -> str:
+    """Return the line of an output that says what went wrong."""
+    lines = [line for line in re.split(r"[\r\n]+", output) if line.strip()]
+    ours = [line for line in lines if line.startswith("run_vit_training.py: ")]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?\w*Error\b", line)]
+    return (ours or errors or lines or ["nothing was printed"])[-1].strip()[:300]
+
+
+def unfinished_save(ckpt_dir: Path) -> bool:
+    """Return True if the newest checkpoint has no manifest, and is no old one being removed."""
+    folders = step_folders(ckpt_dir)
+    return bool(folders) and not is_complete(folders[-1])
+
+
+def reference_run(setup: Setup, folder: Path) -> Reference:
+    """Return the uninterrupted run, which is made once."""
+    ckpt_dir, times = folder / "run", folder / "seconds.json"
+    if not times.exists():
+        shutil.rmtree(ckpt_dir, ignore_errors=True)
+        start = time.monotonic()
+        with running(setup.command(ckpt_dir), folder / "output.log") as program:
+            program.wait_until(lambda: last_step(ckpt_dir) > 0)
+            first = time.monotonic() - start
+            program.wait()
+            if program.root.returncode or last_step(ckpt_dir) != STEPS:
+                raise SystemExit(f"{setup.title}: the uninterrupted run fails, see {program.log}")
+        times.write_text(json.dumps([first, time.monotonic() - start]))
+    first, total = json.loads(times.read_text())
+    return Reference(ckpt_dir, first, total)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault, and how it is tried."""
+
+    title: str
+    attempt: Callable[[Try], Survived]
+    """The function that makes a try. Raises NotSurvived, or Skipped."""
+    tries: int = 3
+    starts: float = 2.0
+    """How many times a try starts the program, about."""
+    several: bool = False
+    """Whether it needs several processes."""
+    refused: bool = False
+    """Whether nothing is trained: there is no curve to compare, and no step to lose."""
+
+
+def newest_folder_step(ckpt_dir: Path) -> int:
+    """Return the newest step of all folders named as checkpoints; 0 if there is none."""
+    return max((step_of(path) for path in step_folders(ckpt_dir)), default=0)

@@ -1,0 +1,1 @@
+"""Tools around training: they import the program, which imports none of them."""

@@ -1,0 +1,169 @@
+"""``--compile_only``: trace the training step, compile it for a TPU slice, print the figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from data.files import no_link
+from models import timm_private
+from tools.compile_only.compiler import (
+    Compiled,
+    as_stablehlo,
+    check_installed,
+    compile_graph,
+    merge_same_graphs,
+)
+from tools.compile_only.expected import Links, expect
+from tools.compile_only.explain import draw, explain, explained_json, explained_table
+from tools.compile_only.graphs import Result, Step, local_bytes
+from tools.compile_only.hlo import count_flops, measure
+from tools.compile_only.report import CompiledGraph, as_table, make_report
+from tools.compile_only.trace import start_xla, trace_step
+from training.config import RunConfig
+from training.errors import UsageError, warn_of_others
+from xla_fsdp import jax_private, torch_xla_private, tpu
+from xla_fsdp.config import XlaConfig
+from xla_fsdp.launch_xla import NoBackwardYet
+from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import KNOWN, parse_topology
+
+DOES_NOT_FIT = 3
+"""The exit code, for scripts that look for the smallest slice."""
+
+
+def compile_only(config: RunConfig, own: XlaConfig) -> int:
+    """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
+
+    Raises UsageError.
+    """
+    libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds to them
+    if not own.tpu_topology:
+        raise UsageError(f"--compile_only requires --tpu_topology. Known, for example: {KNOWN}")
+    if "," in own.tpu_topology:
+        raise UsageError(
+            f"--compile_only takes one slice, not {own.tpu_topology}: --plan takes several"
+        )
+    check_installed()
+    used = (torch_xla_private, jax_private, timm_private)
+    warn_of_others(*(each.WRITTEN_FOR for each in used))
+    topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
+    with NoBackwardYet():
+        run = resolve_for_slice(config, own, topology)
+    is_broken = run.own.mark_step_after_forward or run.own.mark_step_every_n_blocks
+    if is_broken and run.config.sharding.grad_ckpt != "full":
+        raise UsageError(
+            "--compile_only with a broken graph requires --grad_ckpt full: of activations that are "
+            "saved, PyTorch does not show all"
+        )
+    hlo_dir = _make_folder(own.hlo_dir) if own.hlo_dir is not None else None
+
+    # Trace.
+    parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
+    start_xla(topology.devices, run.own.xla_fsdp)
+    _log(f"tracing {run.model.name}, {parameters:,} parameters, for {topology.devices} devices ...")
+    start = time.perf_counter()
+    step = trace_step(run, named=own.explain)
+    if own.explain:
+        step = merge_same_graphs(step)
+    trace_s = time.perf_counter() - start
+
+    # Compile.
+    links = Links(topology, run.mesh.counts_by_host)
+    variables = tpu.as_on_a_tpu(topology.generation, libtpu_args)
+    graphs = _compile_graphs(step, links, variables)
+    report = make_report(
+        topology=topology,
+        graphs=graphs,
+        model_flops=run.model.train_flops_per_image * batch_size,
+        parameters=parameters,
+        batch_size=batch_size,
+        input_shape=run.model.sizes.input_shape,
+        precision=run.config.sharding.precision,
+        mesh=asdict(run.mesh),
+        sharding=step.description,
+        state_bytes=step.state_bytes,
+        trace_s=trace_s,
+        versions={name: version(name) for name in ("torch_xla", "libtpu", "jaxlib")},
+    )
+
+    # Print, draw, save.
+    modules = [(each.compiled.hlo if each.compiled else "", each.runs) for each in graphs]
+    if hlo_dir:
+        for number, (hlo, _) in enumerate(modules, 1):
+            if hlo:  # one that does not fit has no schedule
+                path = hlo_dir / f"graph_{number}.hlo"
+                with open(path, "w", opener=no_link) as file:
+                    file.write(hlo)
+                _log(f"wrote {path}")
+    costs = []
+    if own.explain and all(hlo for hlo, _ in modules):
+        costs = [cost for hlo, runs in modules for cost in explain(hlo, links, runs)]
+    if config.use.json:
+        explained = {"explained": explained_json(costs)} if costs else {}
+        print(json.dumps(report.as_json() | explained))
+    else:
+        print("\n\n".join([as_table(report), *([explained_table(costs)] if costs else [])]))
+    if costs and hlo_dir:
+        draw(costs, report, hlo_dir / "explain.png")
+        _log(f"drew {hlo_dir / 'explain.png'}")
+    return 0 if report.fits else DOES_NOT_FIT
+
+
+def _make_folder(name: str) -> Path:
+    """Make the folder of ``--hlo_dir`` now, before minutes of compilation. Raises UsageError."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"--hlo_dir {name} is a file, not a folder") from None
+    except OSError as error:
+        raise UsageError(f"--hlo_dir {name} cannot be made: {error.strerror}") from None
+    return folder
+
+
+def _compile_graphs(step: Step, links: Links, variables: dict[str, str]) -> list[CompiledGraph]:
+    """Compile each different graph once, in the order in which they first run.
+
+    ``variables`` are those of the environment that libtpu is to start with.
+    """
+    compiled: dict[bytes, Compiled] = {}
+
+    def shardings(result: Result) -> str | None:
+        found = compiled.get(step.graphs[result.graph].hlo)
+        return found.result_shardings[result.number] if found and found.fits else None
+
+    topology, distinct = links.topology, step.distinct()
+    libtpu = version("libtpu")
+    flops = {}
+    for number, (graph, *_) in enumerate(distinct, 1):
+        of_one = count_flops(as_stablehlo(graph), topology.chip.int8_speedup)
+        flops[graph.hlo] = of_one * step.replicas
+        if not all(each.fits for each in compiled.values()):
+            continue  # the shardings of its arguments are not known
+        which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
+        _log(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
+        known = graph.resolve(shardings)
+        compiled[graph.hlo] = compile_graph(
+            known, step.replicas, topology, links.by_host, variables
+        )
+    graphs = []
+    for same in distinct:
+        found = compiled.get(same[0].hlo)
+        traffic = expected = None
+        if found and found.fits:
+            traffic = measure(found.hlo, topology.devices, topology.slices)
+            expected = expect(found.hlo, links)
+        resident = max(local_bytes(graph.resident, shardings) for graph in same)
+        of_all = flops[same[0].hlo]
+        graphs.append(CompiledGraph(len(same), found, traffic, expected, of_all, resident))
+    return graphs
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

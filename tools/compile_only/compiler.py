@@ -1,0 +1,326 @@
+"""The TPU compiler, without a TPU: libtpu's compile-only client for a topology.
+
+libtpu ends its process where a check of its own fails, so each compilation runs in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.compile_only.graphs import Graph, Step, local_bytes
+from tools.compile_only.hlo import types_of
+from training.errors import UsageError
+from training.processes.parent import end_with
+from xla_fsdp import jax_private
+from xla_fsdp.attention.kernels import BRANCHES
+from xla_fsdp.tpu import VARIABLE, Topology, raise_if_refused
+
+JAX_WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask about a TPU
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU is used: nothing to lock
+}
+"""The environment that JAX is to read when it is imported: it must leave the TPU alone."""
+
+
+def prepare_jax() -> None:
+    """Set the environment for JAX, before its first import."""
+    os.environ.update(JAX_WITHOUT_TPU)
+
+
+def check_installed() -> None:
+    """Raise UsageError if libtpu or jaxlib is missing."""
+    for name in ("libtpu", "jax", "jaxlib"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(
+                f"--compile_only requires {name}: python3 -m pip install -r requirements-tpu.txt"
+            )
+
+
+# -- graphs as traced ---------------------------------------------------------------------
+
+
+def as_stablehlo(graph: Graph) -> Any:
+    """Return the program of all devices together as a StableHLO module."""
+    prepare_jax()
+    return jax_private.stablehlo_of(graph.hlo)
+
+
+def merge_same_graphs(step: Step) -> Step:
+    """Return the step with graphs that differ only in the names of operations made equal."""
+    prepare_jax()
+    first: dict[str, bytes] = {}
+    graphs = [
+        replace(graph, hlo=first.setdefault(jax_private.text_without_names(graph.hlo), graph.hlo))
+        for graph in step.graphs
+    ]
+    return replace(step, graphs=graphs)
+
+
+# -- the devices of a TPU slice that is not there --------------------------------------------
+
+
+def devices_of(topology: Topology) -> list[Any]:
+    """Return the devices of libtpu's compile-only client. Raises UsageError."""
+    from jax.experimental import topologies
+
+    how: dict[str, Any] = {}
+    if topology.slices > 1:
+        how["num_slices"] = topology.slices
+    if topology.slice_chips < 4:  # else it has hosts of 2 x 2 chips; two chips are half of one
+        how["chips_per_host_bounds"] = (1, topology.slice_chips, 1)
+    if topology.generation == 4:  # a run's libtpu reads the variable itself when it opens the chips
+        how["chip_config_name"] = os.environ["TPU_MEGACORE"]
+    try:
+        devices = topologies.get_topology_desc(topology.name, "tpu", **how).devices
+    except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
+        raise UsageError(
+            f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
+        ) from None
+    assert len(devices) == topology.devices, (len(devices), topology)
+    return devices
+
+
+def device_ids(devices: list[Any], by_host: bool) -> list[int]:
+    """Return the ids in the mesh's order, as ``xla_fsdp.layout.MeshLayout``."""
+    if not by_host:
+        return sorted(device.id for device in devices)
+
+    def place(device: Any) -> tuple[int, int, int]:
+        return getattr(device, "slice_index", 0), device.process_index, device.id
+
+    return [device.id for device in sorted(devices, key=place)]
+
+
+def _first_line(error: Exception) -> str:
+    """Return the message of an error of jaxlib's, without the stack of C++ below it."""
+    return str(error).strip().splitlines()[0][:300]
+
+
+# -- compiling a graph ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The compiler's figures of a graph; bytes are those of one device."""
+
+    fits: bool
+    argument_bytes: int | None
+    output_bytes: int | None
+    temporary_bytes: int | None
+    peak_bytes: int
+    """Bytes of HBM in use at once, arguments included.
+
+    It is the figure that decides: the compiler accepts a limit above it and refuses one below,
+    whatever the sum of the others. Where it does not fit, this is the least that is needed.
+    """
+    capacity_bytes: int
+    result_shardings: list[str]
+    """The sharding of each result, as marked or as the compiler chose, in XLA's notation."""
+    hlo: str
+    """The scheduled module of a device, empty where it does not fit, with its kernels' cycles."""
+    seconds: float
+
+
+def _libtpu_process(variables: Mapping[str, str], stderr: str) -> ProcessPoolExecutor:
+    """Return one process whose environment has ``variables``; its stderr goes to the file named.
+
+    There libtpu complains that there is no TPU. The process ends with this one, however that ends:
+    it would compile on for minutes, in gigabytes.
+    """
+    arguments = (stderr, dict(variables), os.getpid())
+    return ProcessPoolExecutor(1, get_context("spawn"), initializer=_start, initargs=arguments)
+
+
+def _start(stderr: str, variables: dict[str, str], parent: int) -> None:
+    end_with(parent)
+    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    os.environ.update(variables)
+
+
+def compile_graph(
+    graph: Graph, replicas: int, topology: Topology, by_host: bool, variables: dict[str, str]
+) -> Compiled:
+    """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
+
+    Every argument's sharding must already be known. ``by_host``: the mesh counts the devices host
+    by host, not by their numbers. ``variables`` are those of the environment that libtpu is to
+    start with. It runs in a process of its own. Raises UsageError if libtpu refuses the program, or
+    crashes on it.
+    """
+    with (
+        tempfile.NamedTemporaryFile(mode="r") as stderr,
+        _libtpu_process(variables, stderr.name) as process,
+    ):
+        try:
+            compiled = process.submit(_compile, graph, replicas, topology, by_host).result()
+        except BrokenProcessPool:
+            text = stderr.read()
+            raise_if_refused(text)
+            check = re.search(r"Check failed: .*", text)
+            raise UsageError(
+                f"libtpu crashed on this step ({check[0] if check else text[-300:]}): try another "
+                "slice, batch size or mesh"
+            ) from None
+    return replace(compiled, hlo=write_kernel_cycles(compiled.hlo, topology, variables))
+
+
+def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
+    """Compile in this process, which is libtpu's own."""
+    module = as_stablehlo(graph)
+    jax_private.mark_main(module, graph.sharding_of, graph.results, graph.donated)
+    devices = devices_of(topology)
+    numbers = np.array(device_ids(devices, by_host)).reshape(replicas, -1)
+    unmarked = [mark is None for mark in graph.results]
+    start = time.perf_counter()
+    try:
+        executable = jax_private.compile_for(devices, numbers, module, unmarked)
+    except Exception as error:  # noqa: BLE001
+        argument_bytes = local_bytes(graph.arguments.values(), lambda _: None)
+        needed = hbm_needed(str(error), argument_bytes)
+        if needed is None:
+            reason = _first_line(error)
+            text = f"the TPU compiler refuses the step: {reason}"
+            if "memory space vmem" in reason:
+                text += (
+                    f"; try {VARIABLE}=--xla_tpu_scoped_vmem_limit_kib=16384, libtpu's own limit"
+                )
+            raise UsageError(text) from None
+        seconds, capacity = time.perf_counter() - start, topology.chip.hbm_bytes
+        return Compiled(False, None, None, None, needed, capacity, [], "", seconds)
+    seconds = time.perf_counter() - start
+    memory = executable.get_compiled_memory_stats()
+    return Compiled(
+        fits=True,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        capacity_bytes=topology.chip.hbm_bytes,
+        result_shardings=jax_private.result_shardings(executable),
+        hlo=executable.hlo_modules()[0].to_string(),
+        seconds=seconds,
+    )
+
+
+def hbm_needed(message: str, argument_bytes: int) -> int | None:
+    """Return the bytes that a refused program needs at least; None if that is not the error.
+
+    The compiler gives up at the first thing that does not fit, often the temporaries or one of
+    them, without the arguments: those then come on top.
+    """
+    alone = re.search(r"Allocation \(size=(\d+)\) would exceed memory", message)
+    if alone:
+        return int(alone[1]) + argument_bytes
+    used = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", message)
+    if not used:
+        return None
+    needed = int(float(used[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[used[2]])
+    return needed + (argument_bytes if re.search(r"arguments +0B", message) else 0)
+
+
+# -- cycles of Pallas kernels ----------------------------------------------------------------
+#
+# The compiler writes an estimate of cycles into the configuration of each fusion, and none into
+# that of a kernel. But its dumps name how many bundles of instructions a kernel's loop has; a core
+# starts one a cycle. So each kernel is compiled once more by itself, and the cycles of all its
+# programs are written into its call, where those of a fusion are.
+#
+# Not in it: what the matrix units still have to do when products come faster than they compute
+# them, and waiting for operands. So a kernel takes at least what its FLOPs and bytes do.
+
+_CALL = re.compile(r"^.*custom_call_target=\"tpu_custom_call\".*$", re.M)
+_OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}, ")
+_BUNDLES = re.compile(r"total scheduled bundles: +(\d+)\n(?:.*\n)*?.*custom-call")
+_ROUNDS = re.compile(r", (\d+) /\* loop exit test")
+_FILL = 2
+"""Rounds of a kernel's loop in which operands only arrive, or results only leave."""
+_TYPES = {"s32": "i32", "u32": "ui32", "pred": "i1"}
+
+
+def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str]) -> str:
+    """Return the module with the cycles of its kernels written into their calls.
+
+    Of a kernel that does not compile alone nothing is written.
+    """
+    calls: dict[str, str] = {}
+    for call in _CALL.findall(hlo):
+        calls.setdefault(_kernel_config(call)["body"], call)
+    if not calls:
+        return hlo
+    cycles: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        variables = {**variables, VARIABLE: f"{variables.get(VARIABLE, '')} {dump}"}
+        with _libtpu_process(variables, os.devnull) as process:
+            for body, call in calls.items():
+                try:
+                    process.submit(_compile_kernel, call, topology).result()
+                except BrokenProcessPool:
+                    break
+                found = _read_cycles(Path(folder), BRANCHES.get(body, 1))
+                if found:
+                    cycles[body] = found
+
+    def with_cycles(call: re.Match) -> str:
+        found = cycles.get(_kernel_config(call[0])["body"])
+        written = f'"estimated_cycles":"{found}","custom_call_config":'
+        return call[0].replace('"custom_call_config":', written, 1) if found else call[0]
+
+    return _CALL.sub(with_cycles, hlo)
+
+
+def _kernel_config(call: str) -> dict:
+    text = call[call.index("backend_config=") + len("backend_config=") :]
+    return json.JSONDecoder().raw_decode(text)[0]["custom_call_config"]
+
+
+def _compile_kernel(call: str, topology: Topology) -> None:
+    """Compile a module of nothing but the call of a kernel, in this process, libtpu's own."""
+    prepare_jax()
+    result, _, rest = call.partition(" custom-call(")
+    operands = _OPERANDS.search(rest)
+    assert operands, call[:300]
+    types = [
+        [(_TYPES.get(dtype, dtype), sizes) for dtype, sizes in types_of(text)]
+        for text in (operands[1], result.partition(" = ")[2])
+    ]
+    config = json.dumps({"custom_call_config": _kernel_config(call)})
+    module = jax_private.module_of_kernel(config, *types)
+    device = devices_of(topology)[0]
+    try:
+        jax_private.compile_for([device], np.array([[device.id]]), module, [True] * len(types[1]))
+    except Exception:  # noqa: BLE001 - jaxlib's own type, of no public name
+        return  # no cycles are found then
+
+
+def _read_cycles(folder: Path, branches: int) -> int | None:
+    """Return the cycles that a compilation has dumped into the folder, and empty it."""
+    bundles = rounds = None
+    for file in sorted(folder.iterdir()):
+        if file.name.endswith("final_bundles.txt"):
+            text = file.read_text(errors="replace")
+            count = _BUNDLES.search(text)
+            if count and int(count[1]) > (bundles or 0):
+                bundles = int(count[1])
+            found = [int(each) for each in _ROUNDS.findall(text)]
+            rounds = max([*found, rounds or 0]) or None
+        file.unlink()
+    if bundles is None:
+        return None
+    return round(bundles * max(1, (rounds or 1 + _FILL) - _FILL) / branches)

@@ -1,0 +1,298 @@
+"""Seconds that a compiled module is expected to take, by the compiler's own figures.
+
+libtpu writes its estimate of cycles into the configuration of each fusion. The instructions run one
+after the other as they are scheduled, loops as often as they run. A fusion whose cycles are written
+as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles are added
+
+- Pallas kernels: the longest of their own cycles (``compiler.write_kernel_cycles``), and of FLOPs
+  and bytes of their own cost estimate at the chip's peak;
+- what the computation waits for. A move runs beside other instructions from where it starts, and
+  delays only what needs it before it is complete. There are four queues, in each of which one move
+  follows the other: collectives on the links, each taking the bytes that must reach a device at the
+  bandwidth of the links that its devices use (``Links``; a permute, which brings them from one
+  device, at that of one link); copies between HBM and vector memory (DMA) at HBM's bandwidth;
+  copies to and from the host's memory at PCIe's; transfers between slices at that of the data
+  center network.
+
+Not in it: that copies and fusions share the bandwidth of HBM, the time until the first byte of a
+move arrives, and that the first and last chip of an open row have one link less than the others.
+Scalars and the little else that has no cycles count as nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from tools.compile_only.hlo import (
+    Computations,
+    Instruction,
+    channel_of,
+    collectives_of,
+    dma_bytes,
+    group_of,
+    instruction_bytes,
+    parse_module,
+    received_bytes,
+    received_from_slices,
+    scheduled_by,
+)
+from xla_fsdp.tpu import Chip, Topology
+
+# -- which of a chip's links to its neighbours a collective uses: how fast it can be at best ------
+#
+# The chips of a slice are a grid of two or three sides. Along a side a chip has two neighbours: the
+# last is the first one's only where the grid is closed to a torus (v5e and v6e: sides of 16; v4 and
+# v5p: slices whose sides all are multiples of 4; "How to Scale Your Model", the chapter on TPUs,
+# jax-ml.github.io/scaling-book). Devices that exchange something among themselves use the links
+# along the sides that they are spread over. Where others are between them, these exchange theirs
+# over the same links at the same time.
+
+_SIDE_OF_A_HOST = 2
+"""Chips of a host along each of the first two sides."""
+_CLOSED_IN_A_PLANE, _CLOSED_IN_A_CUBE = 16, 4
+"""A side that is closed is a multiple of this; in a cube all sides have to be."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a slice, and where the devices of a program's mesh are."""
+
+    topology: Topology
+    by_host: bool = False
+    """Whether the mesh counts devices host by host, not by their numbers, as
+    ``training.mesh.Mesh.counts_by_host`` says."""
+
+    def used(self, group: list[int]) -> float:
+        """Return how many links to neighbours a device of the group has for the group's exchanges.
+
+        On average over the group; a link that is shared by n groups counts as 1/n. Devices are
+        given by their numbers in the mesh, and all in one slice.
+        """
+        sides = self.topology.sides
+        places = [self.places[number % len(self.places)] for number in group]
+        total = 0.0
+        for side, along in zip(sides, zip(*places, strict=True), strict=True):
+            found = sorted(set(along))
+            if len(found) > 1:
+                between = found[1] - found[0]
+                if len(sides) == 2:
+                    is_torus = side % _CLOSED_IN_A_PLANE == 0
+                else:
+                    is_torus = all(each % _CLOSED_IN_A_CUBE == 0 for each in sides)
+                closed = is_torus and len(found) * between == side
+                neighbours = 2 if closed else 2 * (len(found) - 1) / len(found)
+                total += neighbours / between
+        return total
+
+    def bandwidth(self, group: list[int]) -> float:
+        """Return the bytes/s that may reach a device of the group from the others."""
+        return self.used(group) * self.topology.chip.link_bandwidth
+
+    @cached_property
+    def places(self) -> list[tuple[int, ...]]:
+        """The coordinates of each device, in the mesh's order; numbers count along the first side
+        first."""
+        turned = itertools.product(*(range(side) for side in reversed(self.topology.sides)))
+        places = [tuple(reversed(place)) for place in turned]
+        if not self.by_host:
+            return places
+
+        def host(place: tuple[int, ...]) -> tuple[int, ...]:
+            x, y, *rest = place
+            return (*reversed(rest), y // _SIDE_OF_A_HOST, x // _SIDE_OF_A_HOST)
+
+        return sorted(places, key=host)  # stable: within a host by number
+
+
+# -- the seconds of a schedule ------------------------------------------------------------------
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN = 2**60
+"""From here on an estimate stands for "unknown"; libtpu writes 2**63 - 1."""
+_KERNEL = 'custom_call_target="tpu_custom_call"'
+_COLLECTIVE_DONE = re.compile(r"(?:all|collective|reduce)-[a-z\-]+-done$")
+_COPY = re.compile(r"(?:copy|slice|dynamic-slice|dynamic-update-slice|async)-(start|done)$")
+_ON_HOST = "S(5)"
+"""In the layout of an array in the host's memory."""
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]+"')
+_COST = re.compile(r'"cost_estimate":\{[^}]*\}')
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Seconds of one device, by what it is doing."""
+
+    cycles_s: float = 0.0
+    """In what the compiler estimates the cycles of, or ought to."""
+    kernels_s: float = 0.0
+    """In Pallas kernels."""
+    waiting_s: float = 0.0
+    """Waiting for collectives."""
+    dma_s: float = 0.0
+    """Waiting for copies between HBM and vector memory."""
+    host_s: float = 0.0
+    """Waiting for copies to and from the host's memory."""
+    dcn_s: float = 0.0
+    """Waiting for other slices."""
+    unknown: int = 0
+    """How many instructions run whose cycles the compiler does not know."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the whole time."""
+        waited = self.waiting_s + self.dma_s + self.host_s + self.dcn_s
+        return self.cycles_s + self.kernels_s + waited
+
+    def plus(self, other: Expected, times: int = 1) -> Expected:
+        """Return the time of this and of ``times`` runs of another."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Expected(*(mine + times * its for mine, its in pairs))
+
+
+@dataclass(frozen=True)
+class TimedInstruction:
+    """An instruction of the schedule, and the time that it takes."""
+
+    instruction: Instruction
+    computation: str
+    runs: int
+    """How often it runs in one execution of the module."""
+    each: Expected
+    """The time of one run, what it waits for included."""
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Data on its way, as one of the instructions that name it describes it."""
+
+    queue: str
+    """The field of ``Expected`` that waiting for it counts in."""
+    seconds: float | None
+    """On its queue; None where another instruction has started it."""
+    is_async: bool = True
+
+
+def expect(hlo: str, links: Links) -> Expected:
+    """Return the time of a scheduled TPU module, given as text, on a slice with these links."""
+    total = Expected()
+    for timed in walk(*parse_module(hlo), links):
+        total = total.plus(timed.each, timed.runs)
+    return total
+
+
+def walk(computations: Computations, name: str, links: Links) -> list[TimedInstruction]:
+    """Return the instructions that a computation runs, and the time of each.
+
+    They are in the order of the text but for loops, whose body comes before them; a loop of n
+    rounds has one entry for each of its instructions. No move outlives the computation.
+    """
+    instructions = computations[name]
+    named = {each.name: each for each in instructions}
+    shapes = {each.name: each.shape for each in instructions}
+    moves = [_moves_of(each, named, computations, links) for each in instructions]
+    last_use = {key: place for place, found in enumerate(moves) for key in found}
+    timed: list[TimedInstruction] = []
+    now, free_at, arrives_at = 0.0, defaultdict[str, float](float), dict[str, float]()
+    for place, each in enumerate(instructions):
+        started = set()
+        for key, move in moves[place].items():
+            if key not in arrives_at and move.seconds is not None:
+                free_at[move.queue] = max(now, free_at[move.queue]) + move.seconds
+                arrives_at[key] = free_at[move.queue]
+                started |= {key} if move.is_async else set()
+        own = _own_time(each, shapes, links.topology.chip)
+        for called, rounds in scheduled_by(each, computations):
+            inner = walk(computations, called, links)
+            now += rounds * sum(part.runs * part.each.seconds for part in inner)
+            timed += [replace(part, runs=rounds * part.runs) for part in inner]
+        needed = [
+            (move.queue, arrives_at.get(key, 0.0))
+            for key, move in moves[place].items()
+            if key not in started and last_use[key] == place
+        ]
+        if place == len(instructions) - 1:
+            needed += free_at.items()
+        for queue, moment in needed:
+            waited = max(moment - now - own.seconds, 0.0)
+            own = replace(own, **{queue: getattr(own, queue) + waited})
+        now += own.seconds
+        timed.append(TimedInstruction(each, name, 1, own))
+    return timed
+
+
+def _moves_of(
+    each: Instruction, named: dict[str, Instruction], computations: Computations, links: Links
+) -> dict[str, _Move]:
+    """Return what an instruction starts, carries on, or waits for, by a key.
+
+    All instructions of one move give it the same key.
+    """
+    topology, chip = links.topology, links.topology.chip
+    seconds: float | None
+    if each.opcode.removesuffix("-done") in ("send", "recv"):  # a transfer between slices
+        start = named.get(_started_by(each), each) if each.opcode.endswith("-done") else each
+        rendezvous = _RENDEZVOUS.search(start.text)
+        if rendezvous:
+            size = received_from_slices(each, topology.slices) if each.opcode == "send" else None
+            seconds = None if size is None else size / chip.dcn_bandwidth
+            return {rendezvous[0]: _Move("dcn_s", seconds)}
+    copy = _COPY.match(each.opcode)
+    if copy:
+        start = each if copy[1] == "start" else named[_started_by(each)]
+        on_host = _ON_HOST in start.shape
+        bandwidth = chip.host_bandwidth if on_host else chip.hbm_bandwidth
+        seconds = dma_bytes(start) / bandwidth if start is each else None
+        return {start.name: _Move("host_s" if on_host else "dma_s", seconds)}
+    if _COLLECTIVE_DONE.match(each.opcode):
+        return {_started_by(each): _Move("waiting_s", None)}
+    found = {}
+    for collective, is_async, _ in collectives_of(each, computations):
+        starts = each.opcode.endswith("-start")
+        key = each.name if starts else channel_of(collective) or each.name
+        received = received_bytes(collective, topology.slice_chips)
+        if collective.opcode.endswith("-done"):
+            seconds = None
+        elif collective.opcode.startswith("collective-permute"):
+            seconds = received / chip.link_bandwidth
+        else:
+            bandwidth = links.bandwidth(group_of(collective, topology.slice_chips))
+            seconds = received / bandwidth if received else 0.0
+        found[key] = _Move("waiting_s", seconds, is_async)
+    return found
+
+
+def _started_by(done: Instruction) -> str:
+    start = re.search(r"-done\(%([\w.\-]+)", done.text)
+    assert start, done.text
+    return start[1]
+
+
+def _own_time(each: Instruction, shapes: dict[str, str], chip: Chip) -> Expected:
+    """Return the time of an instruction itself, without what it waits for."""
+    is_kernel = each.opcode == "custom-call" and _KERNEL in each.text
+    cycles = _CYCLES.search(each.text)
+    if not is_kernel and not cycles:
+        return Expected()
+    if not is_kernel and cycles and int(cycles[1]) < _UNKNOWN:
+        return Expected(cycles_s=int(cycles[1]) / chip.clock_hz)
+    moved = instruction_bytes(each, shapes)
+    if not is_kernel:
+        return Expected(moved / chip.hbm_bandwidth, unknown=1)
+    # A kernel takes the longest of its cycles, its FLOPs and its bytes; without an estimate of
+    # bytes, those of operands and results once.
+    cost = _COST.search(each.text)
+    flops, size = (
+        re.search(rf'"{name}":"?(\d+)', cost[0]) if cost else None
+        for name in ("flops", "bytes_accessed")
+    )
+    return Expected(
+        kernels_s=max(
+            int(cycles[1]) / chip.clock_hz if cycles else 0.0,
+            int(flops[1]) / chip.peak_flops if flops else 0.0,
+            (int(size[1]) if size else moved) / chip.hbm_bandwidth,
+        )
+    )

@@ -1,0 +1,274 @@
+"""``--explain``: what a step's time is spent on, by instruction, module of the model, kind of work.
+
+It gives the costliest instructions as a table or JSON, and a picture of the time by module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+
+from tools.compile_only.expected import Links, TimedInstruction, walk
+from tools.compile_only.hlo import (
+    Computations,
+    Instruction,
+    array_bytes,
+    called_by,
+    flops_inside,
+    instruction_bytes,
+    operands_of,
+    parse_module,
+    product_flops,
+)
+from tools.compile_only.names import OPTIMIZER, Scope, scope_in
+from tools.compile_only.report import Report
+from training.logs.records import save_figure
+
+matplotlib.use("Agg")
+
+KINDS = (
+    "product",
+    "kernel",
+    "softmax",
+    "elementwise, norm",
+    "layout copy",
+    "optimizer",
+    "collective waited for",
+    "DMA waited for",
+    "host's memory waited for",
+    "other slices waited for",
+)
+UNKNOWN = Scope("unknown", "")
+BY_KIND, BY_MODULE = "kind", "scope.module"
+"""What costs are added up by, for ``shares``."""
+_WAITS = {
+    "waiting_s": "collective waited for",
+    "dma_s": "DMA waited for",
+    "host_s": "host's memory waited for",
+    "dcn_s": "other slices waited for",
+}
+_MOVING = {
+    *("parameter", "constant", "copy", "transpose", "bitcast", "reshape", "tuple", "convert"),
+    *("slice", "dynamic-slice", "get-tuple-element", "broadcast", "pad", "concatenate", "fusion"),
+}
+"""Opcodes that compute nothing."""
+_NEARLY = 0.5
+"""Share of its time that the products or the bytes of an instruction must need to bound it."""
+_ROWS = 20
+"""Of the table."""
+_SMALL = 0.005
+"""Share of the step: modules with less are drawn together."""
+_COLOURS = dict(zip(KINDS, plt.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an instruction of the schedule costs in a step, or the wait that it ends with."""
+
+    name: str
+    scope: Scope
+    kind: str
+    bound: str
+    """What it could not be faster than: "products", "HBM", "vector units", "layout", "waiting"."""
+    runs: int
+    seconds: float
+    """Of all runs together."""
+    ideal: float | None
+    """Seconds of its products at the chip's peak, over its own; None without products."""
+
+
+def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
+    """Return what each instruction costs of a scheduled module that a step runs ``times`` times."""
+    computations, entry = parse_module(hlo)
+    timed = walk(computations, entry, links)
+    chip = links.topology.chip
+    named = {name: {each.name: each for each in computations[name]} for name in computations}
+    shapes = {
+        name: {each.name: each.shape for each in inside} for name, inside in computations.items()
+    }
+    costs: list[Cost] = []
+    for part in timed:
+        each, runs = part.instruction, part.runs * times
+        scope = _scope_of(each, named[part.computation], computations)
+        for field, kind in _WAITS.items():
+            seconds = runs * getattr(part.each, field)
+            if seconds:
+                costs.append(Cost(each.name, scope, kind, "waiting", runs, seconds, None))
+        own = part.each.cycles_s + part.each.kernels_s
+        if not own:
+            continue
+        given = shapes[part.computation]
+        flops = product_flops(each, given, chip.int8_speedup)
+        flops += sum(f for f, _ in flops_inside(each, computations, chip.int8_speedup))
+        kind = _kind(part, flops, scope, computations)
+        of_products = flops / chip.peak_flops / own
+        of_bytes = instruction_bytes(each, given) / chip.hbm_bandwidth / own
+        if kind == "layout copy":
+            bound = "layout"
+        elif max(of_products, of_bytes) < _NEARLY:
+            bound = "in the kernel" if part.each.kernels_s else "vector units"
+        else:
+            bound = "products" if of_products > of_bytes else "HBM"
+        ideal = of_products if flops else None
+        costs.append(Cost(each.name, scope, kind, bound, runs, runs * own, ideal))
+    return costs
+
+
+def _kind(part: TimedInstruction, flops: float, scope: Scope, computations: Computations) -> str:
+    each = part.instruction
+    if part.each.kernels_s:
+        return "kernel"
+    if flops:
+        return "product"
+    if scope.module == OPTIMIZER:
+        return "optimizer"
+    inside = [inner for name in called_by(each) for inner in computations.get(name, [])]
+    opcodes = {inner.opcode for inner in inside} if each.opcode == "fusion" else {each.opcode}
+    if opcodes <= _MOVING and opcodes & {"copy", "transpose"}:
+        return "layout copy"
+    return "softmax" if scope.module.rpartition(".")[2] == "attn" else "elementwise, norm"
+
+
+def _scope_of(
+    each: Instruction, named: dict[str, Instruction], computations: Computations
+) -> Scope:
+    """Return an instruction's own scope, or else that of an operand or of what uses its result.
+
+    ``named`` are the instructions of its computation.
+    """
+    own = _own_scope(each, computations)
+    if own:
+        return own
+    near = [named[name] for name in operands_of(each) if name in named]
+    near += [user for user in named.values() if each.name in operands_of(user)]
+    scopes = (_own_scope(other, computations) for other in near)
+    return next((scope for scope in scopes if scope), UNKNOWN)
+
+
+def _own_scope(each: Instruction, computations: Computations) -> Scope | None:
+    """Return the scope of its costliest product, or else of most of what it computes."""
+    if each.opcode != "fusion":
+        return scope_in(each.text)
+    products = flops_inside(each, computations)
+    for _, inner in sorted(products, key=lambda pair: -pair[0]):
+        found = scope_in(inner.text)
+        if found:
+            return found
+    sizes = defaultdict[Scope, float](float)
+    for name in called_by(each):
+        for inner in computations.get(name, []):
+            found = scope_in(inner.text)
+            if found and inner.opcode not in ("parameter", "constant", "broadcast"):
+                sizes[found] += array_bytes(inner.shape)
+    # A module that another one is inside of is less exact than that one.
+    innermost = {
+        scope: size
+        for scope, size in sizes.items()
+        if not any(other.module.startswith(scope.module + ".") for other in sizes)
+    }
+    if innermost:
+        return max(innermost, key=lambda scope: innermost[scope])
+    return scope_in(each.text)
+
+
+def shares(costs: Iterable[Cost], by: str) -> dict[str, float]:
+    """Return the seconds of each group of costs, the longest first.
+
+    ``by`` is ``BY_KIND`` or ``BY_MODULE``.
+    """
+    found = defaultdict[str, float](float)
+    group_of = attrgetter(by)
+    for cost in costs:
+        found[group_of(cost)] += cost.seconds
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
+def _costliest(costs: list[Cost]) -> list[Cost]:
+    return sorted(costs, key=lambda cost: -cost.seconds)[:_ROWS]
+
+
+def explained_json(costs: list[Cost]) -> dict[str, Any]:
+    """Return the part of ``--json``: the costliest instructions, seconds by module and kind."""
+    return {
+        "costliest": [
+            {
+                "instruction": cost.name,
+                "module": cost.scope.module,
+                "phase": cost.scope.phase,
+                "kind": cost.kind,
+                "bound": cost.bound,
+                "runs": cost.runs,
+                "seconds": cost.seconds,
+                "share_of_ideal": cost.ideal,
+            }
+            for cost in _costliest(costs)
+        ],
+        "seconds_by_module": shares(costs, BY_MODULE),
+        "seconds_by_kind": shares(costs, BY_KIND),
+    }
+
+
+def explained_table(costs: list[Cost]) -> str:
+    """Return the costliest instructions as a table, and a line each of the shares by kind and by
+    module."""
+    total = sum(cost.seconds for cost in costs)
+    rows = [("ms", "share", "runs", "module", "", "kind", "of ideal", "bound by", "instruction")]
+    for cost in _costliest(costs):
+        ideal = "" if cost.ideal is None else f"{100 * cost.ideal:.0f} %"
+        times = f"{cost.seconds * 1e3:.2f}", f"{100 * cost.seconds / total:.1f} %", str(cost.runs)
+        where = cost.scope.module, cost.scope.phase
+        rows.append((*times, *where, cost.kind, ideal, cost.bound, cost.name))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for row in rows:
+        cells = (
+            text.rjust(width) if text[:1].isdigit() else text.ljust(width)
+            for text, width in zip(row, widths, strict=True)
+        )
+        lines.append("  ".join(cells).rstrip())
+    for by in (BY_KIND, BY_MODULE):
+        parts = (f"{name} {100 * s / total:.1f} %" for name, s in shares(costs, by).items())
+        lines += ["", ", ".join(parts)]
+    return "\n".join(lines)
+
+
+def draw(costs: list[Cost], report: Report, path: Path) -> None:
+    """Draw a bar for each module, the costliest first, its parts coloured by kind."""
+    total = sum(cost.seconds for cost in costs)
+    of_module = shares(costs, BY_MODULE)
+    shown = [name for name, seconds in of_module.items() if seconds >= _SMALL * total]
+    groups = {name: [cost for cost in costs if cost.scope.module == name] for name in shown}
+    rest = [cost for cost in costs if cost.scope.module not in groups]
+    if rest:
+        groups[f"{len(of_module) - len(shown)} others"] = rest
+    figure, axis = plt.subplots(figsize=(9, 0.34 * len(groups) + 1.9), layout="constrained")
+    drawn = set()
+    for row, group in enumerate(groups.values()):
+        left = 0.0
+        of_kind = shares(group, BY_KIND)
+        for kind in KINDS:
+            if kind not in of_kind:
+                continue
+            label = None if kind in drawn else kind
+            width = of_kind[kind] * 1e3
+            axis.barh(row, width, left=left, color=_COLOURS[kind], label=label)
+            drawn.add(kind)
+            left += width
+        axis.text(left, row, f" {left / total / 10:.1f} %", va="center", fontsize=8)
+    axis.set_yticks(range(len(groups)), list(groups))
+    axis.invert_yaxis()
+    axis.margins(x=0.1)
+    axis.set_xlabel("ms a step on each device, by the compiler's cycles")
+    axis.set_title(
+        f"{report.parameters:,} parameters, batch {report.batch_size}, {report.topology}: "
+        f"{total * 1e3:.4g} ms a step"
+    )
+    axis.legend(loc="lower right", fontsize=8)
+    save_figure(figure, path)

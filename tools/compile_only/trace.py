@@ -1,0 +1,80 @@
+"""The program's own training step as graphs, with nothing allocated at the model's size.
+
+The backend runs as it does in training, except that what would be data on the devices is a
+placeholder, and that a graph is saved where it would be run (``recorder``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+
+import torch
+
+from tools.compile_only.graphs import Step
+from training.losses import Objective
+from training.step import forward_backward, put_micro_batches, shard_and_optimize
+from xla_fsdp.resolve_xla import XlaRun
+
+
+def start_xla(devices: int, form: str) -> None:
+    """Start XLA on the CPU, made to believe that it has this many devices, for this form of
+    FSDP."""
+    os.environ["PJRT_DEVICE"] = "CPU"
+    # A few virtual ones stand for all: many crash autograd (128 do), and one is never sharded.
+    os.environ["CPU_NUM_DEVICES"] = "1" if form == "nested" else str(min(devices, 4))
+    import torch_xla.runtime as xr
+
+    xr.global_runtime_device_count = lambda: devices  # asked by Mesh and by the backend
+    if form == "spmd":
+        xr.use_spmd()
+    else:
+        xr.world_size = lambda: devices
+        xr.global_ordinal = lambda: 0
+
+
+def trace_step(run: XlaRun, named: bool = False) -> Step:
+    """Trace one step of ``run``, sharded as in training. Call ``start_xla`` before.
+
+    ``named``: write into the graphs from which module of the model each operation comes.
+    """
+    from tools.compile_only import recorder
+    from tools.compile_only.names import LOSS, OPTIMIZER, Names
+
+    backend: recorder.TracingBackend
+    if run.own.xla_fsdp == "spmd":
+        backend = recorder.TracingSpmdBackend(run)
+    else:
+        backend = recorder.TracingNestedBackend(run)
+    sharded = shard_and_optimize(run, backend)
+    sharded.train()
+    in_loss: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    in_optimizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if named:
+        names = Names()
+        names.watch(sharded)
+        backend.before_backward = functools.partial(names.name_backward, module=LOSS)
+        in_loss, in_optimizer = names.inside(LOSS, "forward"), names.inside(OPTIMIZER, "update")
+
+    data, optimizer = run.config.data, run.config.optimizer
+    share = data.batch_size // backend.world_size
+    shape = (share, *run.model.sizes.input_shape)
+    dtype = getattr(torch, data.image_dtype(len(shape) - 2))
+    images = torch.empty(shape, dtype=dtype, device="meta")
+    batch = images, torch.empty(share, dtype=torch.int64, device="meta")
+    objective = Objective(run, backend)
+
+    backend.start_recording()
+    micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)
+    with backend.recorder.seeing_saved_tensors(), in_loss:
+        loss = forward_backward(sharded, objective, backend, 0, micro_batches)
+    with in_optimizer:
+        outcome = backend.optimizer_step(optimizer.lr, optimizer.clip_grad_norm, loss)
+    del loss, outcome  # until here they live, and so are results
+    return Step(
+        graphs=backend.recorder.graphs,
+        replicas=backend.world_size,
+        state_bytes=backend.local_state_bytes(),
+        description=backend.describe(),
+    )

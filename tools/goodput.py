@@ -1,0 +1,348 @@
+"""Goodput: the share of a run's wall time in useful steps; docs/files.md defines the parts.
+
+``python3 -m tools.goodput RUN_DIR`` adds up events.jsonl, prints a table, draws a picture, and
+suggests how often to save.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from config_fields import local_path
+from training.errors import UsageError
+from training.flags import OneLineParser
+from training.logs.records import EVENTS_FILE, read_events, save_figure
+
+# -- Where the time went ---------------------------------------------------------------------------
+
+USEFUL, DATA, FIRST, OTHER, EVAL, SAVE, LOST, DOWN = PARTS = (
+    "useful steps",
+    "waiting for data",
+    "first step, compiling",
+    "starting and ending",
+    "evaluation",
+    "checkpoints",
+    "lost work",
+    "down",
+)
+"""The parts of wall time. Lost work: steps that a later start repeated. Down: from the last sign of
+life of one start to the start of the next one."""
+_SPANS = {"eval": EVAL, "save": SAVE, "first_step": FIRST}
+
+
+@dataclass
+class _Steps:
+    """Steps between two events, which may become lost work if a later start repeats them."""
+
+    last: int
+    count: int
+    seconds: dict[str, float]
+    """Their time, USEFUL and DATA."""
+
+
+@dataclass
+class Account:
+    """A run's wall time, in seconds."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    starts: int = 0
+    failures: int = 0
+    """Starts that ended neither at the last step nor by a signal."""
+    steps: int = 0
+    """Useful steps; the first one of each start is not counted."""
+    lost_steps: int = 0
+    saves: list[float] = field(default_factory=list)
+    """How long training stopped for each checkpoint."""
+
+    @property
+    def wall_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of useful steps; NaN before there is anything."""
+        return self.seconds[USEFUL] / self.wall_s if self.wall_s else math.nan
+
+    @property
+    def step_s(self) -> float:
+        """Seconds a useful step, waiting for data included; NaN without any step."""
+        both = self.seconds[USEFUL] + self.seconds[DATA]
+        return both / self.steps if self.steps else math.nan
+
+
+def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
+    """Return where the time of a run went, from its first start on.
+
+    ``events``: those of ``training/logs/records.py``, in order. The time up to each counts for what
+    it describes, so the parts add up to the whole. The time between a start that reached its last
+    step and the next one is not counted. Raises ValueError if there is no start.
+    """
+    account = Account()
+    taken: list[_Steps] = []
+    at, ended = math.nan, ""
+    for event in events:
+        kind, now = event["event"], float(event["time"])
+        if kind == "start":
+            began = float(event["process_started"])
+            if account.starts:
+                account.seconds[DOWN] += 0.0 if ended == "completed" else max(0.0, began - at)
+                account.failures += ended in ("", "failed")
+                taken = _lose(account, taken, int(event["step"]))
+            account.starts += 1
+            at, ended = max(began, at) if account.starts > 1 else began, ""
+        if not account.starts:
+            continue
+        passed = max(0.0, now - at)
+        at = max(at, now)
+        if kind == "steps":
+            waited = min(float(event["waited"]), passed)
+            count = int(event["steps"])
+            taken.append(_Steps(event["step"], count, {USEFUL: passed - waited, DATA: waited}))
+        elif kind in _SPANS:
+            inside = min(float(event["seconds"]), passed)
+            account.seconds[_SPANS[kind]] += inside
+            account.seconds[OTHER] += passed - inside
+            if event.get("written"):
+                account.saves.append(inside)
+        else:
+            account.seconds[OTHER] += passed
+            ended = event.get("how", ended)
+    if not account.starts:
+        raise ValueError("it records no start")
+    account.failures += ended == "failed"
+    for steps in taken:
+        account.steps += steps.count
+        for part, seconds in steps.seconds.items():
+            account.seconds[part] += seconds
+    return account
+
+
+def _lose(account: Account, taken: list[_Steps], resumed: int) -> list[_Steps]:
+    """Count the steps after the one that is resumed as lost work; return the others."""
+    useful = []
+    for steps in taken:
+        lost = min(steps.count, max(0, steps.last - resumed))
+        share = lost / steps.count
+        account.lost_steps += lost
+        account.seconds[LOST] += share * sum(steps.seconds.values())
+        if lost < steps.count:
+            rest = {part: (1 - share) * seconds for part, seconds in steps.seconds.items()}
+            useful.append(_Steps(steps.last - lost, steps.count - lost, rest))
+    return useful
+
+
+# -- How often to save: Young's formula, with what a run has measured ------------------------------
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """How often to write a checkpoint, and the measurements behind it."""
+
+    save_s: float
+    """How long training stops for a checkpoint, the mean."""
+    mtbf_s: float
+    """The mean time between failures; without any failure, the running time so far."""
+    failures: int
+
+    @property
+    def interval_s(self) -> float:
+        """Return Young's first-order optimum, sqrt(2 * cost of a checkpoint * MTBF).
+
+        J. W. Young, "A first order approximation to the optimum checkpoint interval",
+        Communications of the ACM 17(9), 1974; J. T. Daly's higher-order estimate (Future Generation
+        Computer Systems 22, 2006) is less by about the cost of one checkpoint.
+        """
+        return math.sqrt(2 * self.save_s * self.mtbf_s)
+
+    @property
+    def waste(self) -> float:
+        """Return the share of time that saving and lost work then cost together, to first order."""
+        return self.save_s / self.interval_s + self.interval_s / (2 * self.mtbf_s)
+
+
+def suggest(account: Account) -> Suggestion | None:
+    """Return a suggestion; None for a run that has written no checkpoint or taken no steps."""
+    if not account.saves or not account.steps:
+        return None
+    save_s = sum(account.saves) / len(account.saves)
+    running_s = account.wall_s - account.seconds[DOWN]
+    return Suggestion(save_s, running_s / max(1, account.failures), account.failures)
+
+
+# -- The report: a table, JSON values, a picture ---------------------------------------------------
+
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def duration(seconds: float) -> str:
+    """Return a time in one or two units: 2.5 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    number = next(i for i, (size, _) in enumerate(_UNITS) if seconds >= size)
+    (size, unit), (small, small_unit) = _UNITS[number : number + 2]
+    rest = int(seconds % size // small)
+    return f"{int(seconds // size)} {unit}" + (f" {rest} {small_unit}" if rest else "")
+
+
+def table(name: str, account: Account, suggestion: Suggestion | None) -> str:
+    """Return the lines about one run."""
+    starts = f"{account.starts} start" + ("s" if account.starts > 1 else "")
+    lines = [f"{name}: {duration(account.wall_s)}, {starts}, {account.failures} ended by a failure"]
+    for part in PARTS:
+        seconds = account.seconds[part]
+        share = seconds / account.wall_s if account.wall_s else 0.0
+        lines.append(f"  {part:<22} {duration(seconds):>14} {share:>8.2%}")
+    per_step = f", {duration(account.step_s)} each" if account.steps else ""
+    lost = f"; {account.lost_steps:,} lost and repeated" if account.lost_steps else ""
+    lines.append(f"  goodput {account.goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
+    if suggestion is None:
+        lines.append(
+            "  no save interval can be suggested: no checkpoint was written, or no step taken"
+        )
+        return "\n".join(lines)
+    every = max(1, round(suggestion.interval_s / account.step_s))
+    mtbf = f"{duration(suggestion.mtbf_s)} of running"
+    if suggestion.failures:
+        mtbf += f" (failures seen: {suggestion.failures})"
+    else:
+        mtbf = (
+            f"none seen in {mtbf}, computed as if the first came now: save less often if failures "
+            "are rarer"
+        )
+    lines += [
+        f"  save every {duration(suggestion.interval_s)}, --ckpt_step_interval {every}: saving and "
+        f"lost work then cost {suggestion.waste:.2%}",
+        f"    by Young's sqrt(2 x {duration(suggestion.save_s)} a checkpoint x MTBF); MTBF: {mtbf}",
+    ]
+    return "\n".join(lines)
+
+
+def as_values(name: str, account: Account, suggestion: Suggestion | None) -> dict[str, Any]:
+    """Return the same as JSON values; times are in seconds, shares from 0 to 1."""
+    values: dict[str, Any] = {
+        "run": name,
+        "wall_s": account.wall_s,
+        "goodput": account.seconds[USEFUL] / account.wall_s if account.wall_s else None,
+        "seconds": {part: account.seconds[part] for part in PARTS},
+        "starts": account.starts,
+        "failures": account.failures,
+        "steps": account.steps,
+        "lost_steps": account.lost_steps,
+        "checkpoints": len(account.saves),
+    }
+    if suggestion:
+        values["suggestion"] = {
+            "save_s": suggestion.save_s,
+            "mtbf_s": suggestion.mtbf_s,
+            "failures_seen": suggestion.failures,
+            "interval_s": suggestion.interval_s,
+            "ckpt_step_interval": max(1, round(suggestion.interval_s / account.step_s)),
+        }
+    return values
+
+
+_COLOURS = {
+    USEFUL: "#2e8b57",
+    DATA: "#e6b422",
+    FIRST: "#6baed6",
+    OTHER: "#c6dbef",
+    EVAL: "#9e9ac8",
+    SAVE: "#f08c3a",
+    LOST: "#c0392b",
+    DOWN: "#7f7f7f",
+}
+_LEAST_LABELLED = 5.0  # percent
+
+
+def draw(accounts: Mapping[str, Account], path: Path) -> None:
+    """Write a picture of the runs' shares of wall time, a bar a run. Raises OSError."""
+    figure, axis = plt.subplots(figsize=(10, 1.7 + 0.55 * len(accounts)), layout="constrained")
+    short = {name: Path(name).name for name in accounts}
+    if "" in short.values() or len(set(short.values())) < len(short):
+        short = {name: name for name in accounts}
+    names = [f"{short[name]}\n{duration(account.wall_s)}" for name, account in accounts.items()]
+    left = [0.0] * len(accounts)
+    for part in PARTS:
+        shares = [100 * a.seconds[part] / a.wall_s if a.wall_s else 0.0 for a in accounts.values()]
+        if not any(shares):
+            continue
+        dark = part in (USEFUL, LOST, DOWN)
+        bars = axis.barh(names, shares, left=left, color=_COLOURS[part], label=part, height=0.62)
+        texts = [f"{share:.1f} %" if share >= _LEAST_LABELLED else "" for share in shares]
+        colour = "white" if dark else "black"
+        axis.bar_label(bars, texts, label_type="center", fontsize=8, color=colour)
+        left = [before + share for before, share in zip(left, shares, strict=True)]
+    axis.invert_yaxis()
+    axis.set_xlim(0, 100)
+    axis.set_xlabel("% of wall time")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    save_figure(figure, path)
+
+
+# -- The command line ------------------------------------------------------------------------------
+
+_PROGRAM = "tools.goodput"
+_PICTURE = "goodput.png"
+
+
+def _account(run: Path) -> Account:
+    if not run.is_dir():
+        raise UsageError(f"{run} is not a folder: give a run's --ckpt_dir")
+    try:
+        return account_of(read_events(run))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{run} has no {EVENTS_FILE}, which runs of earlier versions did not write: resumed by "
+            "this one, it has one from then on"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{run / EVENTS_FILE} cannot be read: {error}") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables and write the picture; return the exit code."""
+    parser = OneLineParser(
+        _PROGRAM,
+        "Print which share of a run's wall time went to useful steps, and where the rest went.",
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=local_path, metavar="RUN_DIR", help="a run's --ckpt_dir"
+    )
+    parser.add_argument("--json", action="store_true", help="print only JSON (default: off)")
+    parser.add_argument(
+        "--picture",
+        type=local_path,
+        metavar="FILE",
+        help=f"write the picture here (default: {_PICTURE} in the first RUN_DIR)",
+    )
+    given = parser.parse_args(argv)
+    try:
+        accounts = {str(run): _account(run) for run in given.runs}
+        picture = given.picture or given.runs[0] / _PICTURE
+        try:
+            draw(accounts, picture)
+        except (OSError, ValueError) as error:  # ValueError: an unknown suffix
+            raise UsageError(f"cannot write {picture}: {error}") from None
+    except UsageError as error:
+        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    if given.json:
+        values = [as_values(name, each, suggest(each)) for name, each in accounts.items()]
+        print(json.dumps(values, indent=2))
+    else:
+        print("\n\n".join(table(n, each, suggest(each)) for n, each in accounts.items()))
+        print(f"\npicture: {picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,491 @@
+"""The parts of ``--plan`` that TPUs and GPUs share: requests, candidates, plans, printing.
+
+A request is read from the flags (the training in steps, prices of hardware). A search makes
+candidates from tables of values for a few flags, and plans from candidates. The plans are printed
+as a table or JSON, and drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from data.files import DataFolderError
+from data.source import DatasetRequest, open_data
+from models.spec import ModelSpec
+from training.config import PlanConfig, RunConfig, UseConfig
+from training.errors import UsageError
+from training.flags import by_field, flat
+from training.logs.records import save_figure
+from training.mesh import Mesh
+from training.resolve import resolve_common, resolve_model
+
+matplotlib.use("Agg")
+
+# -- prices: read from a small file that anyone can replace ------------------------------------
+
+SHIPPED = Path(__file__).with_name("prices.toml")
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one chip costs for an hour, and where the figure is from."""
+
+    per_hour: float
+    """US dollars."""
+    date: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"${self.per_hour:.2f} ({self.date}; {self.source})"
+
+
+def read_prices(name: str | None) -> dict[str, Price]:
+    """Return the price of each kind of chip that a file names, of the shipped file for None.
+
+    A name that ends in ".json" is read as JSON, any other as TOML. Raises UsageError.
+    """
+    path = Path(name) if name else SHIPPED
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(f"--price {path} cannot be read: {reason}") from None
+    try:
+        tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise UsageError(f"--price {path} is no {kind}: {str(error).splitlines()[0]}") from None
+    if not isinstance(tables, Mapping) or not tables:
+        raise UsageError(f"--price {path} names no chip: a table for each, as in {SHIPPED.name}")
+    prices = {}
+    for kind, table in tables.items():
+        value = table.get("price") if isinstance(table, Mapping) else None
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
+        if not 0 <= number < math.inf:
+            raise UsageError(
+                f'--price {path}: "{kind}" requires a "price", dollars an hour of one chip'
+            )
+        date, source = (str(table.get(key, f"no {key}")) for key in ("date", "source"))
+        prices[kind] = Price(float(number), date, source)
+    return prices
+
+
+# -- the training in steps -----------------------------------------------------------------------
+
+IMAGENET = 1_281_167
+"""Training images of ImageNet-1k."""
+_ELSEWHERE = ("folder", "volumes", "webdataset")
+"""Sources whose images may be on the machines that will train, and not here."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be trained, in steps."""
+
+    images: int
+    """Training images of an epoch."""
+    counted: str
+    """Where that number is from."""
+    batch_size: int
+    epochs: int
+    steps: int
+
+    def hours(self, step_s: float) -> float:
+        return self.steps * step_s / 3600
+
+
+def find_work(config: RunConfig, model: ModelSpec) -> Work:
+    """Return the steps that ``--num_epochs`` and ``--max_steps`` ask for. Raises UsageError."""
+    data, batch_size = config.data, config.data.batch_size
+    is_here = data.data_source not in _ELSEWHERE or Path(data.data_dir).is_dir()
+    if config.planning.train_images is not None:
+        images, counted = config.planning.train_images, "--train_images"
+    elif data.data_source == "fake" or not is_here:
+        images, counted = IMAGENET, "ImageNet's; --train_images is another number"
+    else:
+        channels, *size = model.sizes.input_shape
+        wanted = DatasetRequest(data, channels, tuple(size), model.sizes.num_classes, config.seed)
+        try:
+            images = open_data(wanted).train_length
+        except DataFolderError as error:
+            raise UsageError(str(error)) from None
+        counted = f"--data_source {data.data_source}"
+    if images < batch_size:
+        raise UsageError(
+            f"{images:,} training images ({counted}) are fewer than --batch_size {batch_size}"
+        )
+    steps = config.num_epochs * (images // batch_size)  # what is left of an epoch is dropped
+    if config.max_steps is not None:
+        steps = min(steps, config.max_steps)
+    return Work(images, counted, batch_size, config.num_epochs, steps)
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """The training to plan, and what hardware costs."""
+
+    config: RunConfig
+    own: Any
+    """The backend's own configuration."""
+    model: ModelSpec
+    work: Work
+    prices: Mapping[str, Price]
+    """By kind of chip."""
+
+    @property
+    def most_hours(self) -> float:
+        return self.config.planning.hours or math.inf
+
+
+def read_request(config: RunConfig, own: Any, kinds: Collection[str]) -> Request:
+    """Return what the flags ask for, on hardware of these kinds. Raises UsageError."""
+    price_file = config.planning.price
+    prices = read_prices(price_file)
+    if not set(kinds) & set(prices):
+        raise UsageError(f"--price {price_file} has none of {', '.join(kinds)}")
+    resolve_common(config)  # for its checks
+    config, model = resolve_model(config)
+    return Request(config, own, model, find_work(config, model), prices)
+
+
+# -- candidates --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train: a mesh of devices, and the values of the flags that are searched."""
+
+    mesh: Mesh
+    grad_ckpt: str
+    grad_accum_steps: int
+    attention: str | None
+    """The value of ``--attention``; None on GPUs, where PyTorch chooses."""
+
+    @property
+    def settings(self) -> str:
+        """Return what is chosen beside the hardware, in a few words."""
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.axis_sizes.items())
+        passes = f"{self.grad_accum_steps} passes" if self.grad_accum_steps > 1 else None
+        return ", ".join(filter(None, (axes, self.grad_ckpt, self.attention, passes)))
+
+    def run_config(self, config: RunConfig) -> RunConfig:
+        """Return the configuration of a training with this choice in it."""
+        sharding = replace(
+            config.sharding,
+            mesh_dcn=self.mesh.dcn,
+            mesh_domain=self.mesh.domain,
+            mesh_tensor=self.mesh.tensor,
+            grad_ckpt=self.grad_ckpt,  # type: ignore[arg-type]
+        )
+        data = replace(config.data, grad_accum_steps=self.grad_accum_steps)
+        config = replace(config, use=UseConfig(), planning=PlanConfig(), plan=False)
+        return replace(config, sharding=sharding, data=data)
+
+
+def combinations(
+    choices: Mapping[str, tuple[Any, ...]], config: RunConfig, own: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield every combination of the values of these fields.
+
+    A field whose flag was given stays as it is, unless it is "auto". Raises
+    UsageError for a ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
+    """
+    asked = flat(config, own)
+    values = {
+        name: (asked[name],) if name in config.given and asked[name] != "auto" else tried
+        for name, tried in choices.items()
+    }
+    policies = choices["grad_ckpt"]
+    if values["grad_ckpt"][0] not in policies:
+        raise UsageError(
+            f"--plan knows --grad_ckpt {', '.join(policies)}, not {asked['grad_ckpt']}"
+        )
+    for combination in product(*values.values()):
+        yield dict(zip(values, combination, strict=True))
+
+
+ALWAYS = ("model", "batch_size", "precision", "grad_ckpt")
+"""Fields that the command line of a plan names whatever their values."""
+
+
+def words_of(
+    *configs: Any, without: Collection[str] = (), always: Collection[str] = ()
+) -> list[str]:
+    """Return the flags that make these configurations of the defaults, but for fields ``without``.
+
+    Fields ``always`` are there with their defaults, too. What the environment gives by a variable
+    is left to it.
+    """
+    values, known = flat(*configs), by_field(*map(type, configs))
+    return [
+        word
+        for name, option in known.items()
+        if name not in without
+        and (values[name] != option.field.default or name in always)
+        and not (option.flag.env and os.environ.get(option.flag.env))
+        for word in option.words(values[name])
+    ]
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Some chips of one kind."""
+
+    name: str
+    """With their number, as "2 x v5e:16x16" or "8 x H100"."""
+    kind: str
+    """As a file of prices names it."""
+    chips: int
+    chip_memory_bytes: float
+    """That can be used."""
+    chip_flops: float
+    """FLOP/s at the chip's peak."""
+
+
+@dataclass(frozen=True)
+class HardwarePlan:
+    """One way to train: hardware, flags, and what is expected of them."""
+
+    request: Request
+    hardware: Hardware
+    settings: str
+    """What was chosen beside the hardware, in a few words."""
+    peak_bytes: float
+    """Of a chip's memory, in use at once."""
+    step_s: float
+    compiled: bool
+    """Whether the figures are the compiler's, or of arithmetic alone."""
+    commands: dict[str, list[str]]
+    """Complete command lines by what they do, the training first."""
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.hardware.chip_memory_bytes
+
+    @property
+    def images_per_s(self) -> float:
+        return self.request.work.batch_size / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        flops = self.request.model.train_flops_per_image * self.request.work.batch_size
+        return flops / (self.hardware.chips * self.hardware.chip_flops) / self.step_s
+
+    @property
+    def hours(self) -> float:
+        return self.request.work.hours(self.step_s)
+
+    @property
+    def cost(self) -> float:
+        """The dollars of the whole training; infinite if the chip has no price."""
+        price = self.request.prices.get(self.hardware.kind)
+        return math.inf if price is None else self.hours * self.hardware.chips * price.per_hour
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "hardware": self.hardware.name,
+            "chips": self.hardware.chips,
+            "settings": self.settings,
+            "peak_bytes": self.peak_bytes,
+            "capacity_bytes": self.hardware.chip_memory_bytes,
+            "expected_step_s": self.step_s,
+            "expected_images_per_s": self.images_per_s,
+            "expected_mfu": self.mfu,
+            "compiled": self.compiled,
+            "hours": self.hours,
+            "cost_usd": self.cost if self.cost < math.inf else None,
+            "commands": {what: shlex.join(words) for what, words in self.commands.items()},
+        }
+
+
+def choose(plans: Sequence[HardwarePlan]) -> dict[str, HardwarePlan]:
+    """Return the fastest, the cheapest and the smallest plan, by these words.
+
+    Of those that the compiler has seen if there are any. Of equally small ones it is the cheapest.
+    Without any price there is no cheapest.
+    """
+    plans = [plan for plan in plans if plan.compiled] or plans
+    if not plans:
+        return {}
+    priced = [plan for plan in plans if plan.cost < math.inf]
+    chosen = {"fastest": min(plans, key=lambda plan: (plan.step_s, plan.hardware.chips))}
+    if priced:
+        chosen["cheapest"] = min(priced, key=lambda plan: plan.cost)
+    chosen["smallest"] = min(plans, key=lambda plan: (plan.hardware.chips, plan.cost, plan.step_s))
+    return chosen
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+NOTHING_FITS = 3
+"""The exit code where no plan was found."""
+_HEAD = "hardware|chips|settings|memory, GiB|step, ms|images/s|MFU|hours|cost, $|by".split("|")
+_LEFT = {0, 2, len(_HEAD) - 1}
+"""Columns of text."""
+_ROWS = 30
+
+
+def print_plans(
+    request: Request, what: str, plans: list[HardwarePlan], notes: list[str], picture: Path
+) -> int:
+    """Print what was found as text or JSON, draw the picture, and return the exit code.
+
+    ``what``: the model, in words.
+    """
+    chosen, work = choose(plans), request.work
+    title = f"{what}, batch {work.batch_size:,}, {work.epochs} epochs"
+    if plans:
+        _draw(plans, chosen, f"To train {title}", picture)
+    if request.config.use.json:
+        report = {
+            "work": asdict(work),
+            "plans": [plan.as_json() for plan in plans],
+            **{name: plan.as_json() for name, plan in chosen.items()},
+            "prices": {kind: asdict(price) for kind, price in request.prices.items()},
+            "notes": notes,
+            "picture": str(picture) if plans else None,
+        }
+        print(json.dumps(report))
+        return 0 if plans else NOTHING_FITS
+    print(title)
+    print(f"{work.steps:,} steps, {work.images:,} training images ({work.counted})")
+    for note in notes:
+        print(note)
+    if not plans:
+        hours = request.config.planning.hours
+        within = f" in {hours:g} hours" if hours else ""
+        print(f"\nnothing fits{within}: more --chips_at_most, or other hardware")
+        return NOTHING_FITS
+    print(f"\n{_table(plans[:_ROWS])}")
+    if len(plans) > _ROWS:
+        print(f"and {len(plans) - _ROWS} more (--json has all)")
+    for name, plan in chosen.items():
+        cost = f"${plan.cost:,.0f}" if plan.cost < math.inf else "no price"
+        by = "" if plan.compiled else ", by arithmetic, not compiled"
+        print(f"\n{name}: {plan.hardware.name}, {plan.hours:,.1f} hours, {cost}{by}")
+        for action, words in plan.commands.items():
+            print(f"  {action}: {shlex.join(words)}")
+    print("\nprices of a chip for an hour (--price FILE has others):")
+    for kind in sorted({plan.hardware.kind for plan in plans}):
+        print(f"  {kind}: {request.prices.get(kind, 'none')}")
+    print(f"picture: {picture}")
+    return 0
+
+
+def _table(plans: Sequence[HardwarePlan]) -> str:
+    """Return the plans as a table, the cheapest first."""
+    rows = [_HEAD]
+    for plan in sorted(plans, key=lambda plan: (plan.cost, plan.step_s)):
+        capacity = plan.hardware.chip_memory_bytes
+        rows.append(
+            [
+                plan.hardware.name,
+                str(plan.hardware.chips),
+                plan.settings,
+                f"{plan.peak_bytes / _GIB:.1f} of {capacity / _GIB:.1f}",
+                f"{plan.step_s * 1e3:,.1f}",
+                f"{plan.images_per_s:,.0f}",
+                f"{100 * plan.mfu:.0f} %",
+                f"{plan.hours:,.1f}" if plan.hours < 1000 else f"{plan.hours:,.0f}",
+                f"{plan.cost:,.0f}" if plan.cost < math.inf else "no price",
+                "compiler" if plan.compiled else "arithmetic",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in _LEFT else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+_COLOURS = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+_PLAIN = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.3g}")
+_LABEL_POINTS = (10, 26, 42)
+"""Points above its place at which each of the chosen is named, so that names keep apart."""
+
+
+def _draw(
+    plans: Sequence[HardwarePlan], chosen: Mapping[str, HardwarePlan], title: str, path: Path
+) -> None:
+    """Draw the cost of each plan against its hours, chips of one kind in one colour, and name the
+    chosen.
+
+    Full points are the compiler's figures, hollow ones arithmetic. Without any price the chips are
+    drawn instead of the cost.
+    """
+    priced = [plan for plan in plans if plan.cost < math.inf]
+    shown = priced or list(plans)
+
+    def height(plan: HardwarePlan) -> float:
+        return plan.cost if priced else plan.hardware.chips
+
+    figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
+    for number, kind in enumerate(sorted({plan.hardware.kind for plan in shown})):
+        colour = _COLOURS[number % len(_COLOURS)]
+        for compiled in (True, False):
+            of_kind = [p for p in shown if p.hardware.kind == kind and p.compiled == compiled]
+            if of_kind:
+                axis.scatter(
+                    [plan.hours for plan in of_kind],
+                    [height(plan) for plan in of_kind],
+                    s=45,
+                    facecolors=colour if compiled else "none",
+                    edgecolors=colour,
+                    label=kind if compiled else f"{kind}, arithmetic only",
+                )
+    names: dict[tuple[float, float, str], list[str]] = {}
+    for name, plan in chosen.items():
+        if plan in shown:
+            names.setdefault((plan.hours, height(plan), plan.hardware.name), []).append(name)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.margins(0.2)
+    hours, heights = [plan.hours for plan in shown], [height(plan) for plan in shown]
+    middle = (min(hours) * max(hours)) ** 0.5
+    for points, ((x, y, hardware), which) in zip(_LABEL_POINTS, names.items(), strict=False):
+        right = x <= middle  # the text goes where there is room
+        axis.annotate(
+            f"{', '.join(which)}: {hardware}",
+            (x, y),
+            (8 if right else -8, points),
+            textcoords="offset points",
+            fontsize=9,
+            arrowprops={"arrowstyle": "-", "color": "grey", "linewidth": 0.6},
+            ha="left" if right else "right",
+        )
+    for each, values in ((axis.xaxis, hours), (axis.yaxis, heights)):
+        narrow = max(values) < 5 * min(values)
+        each.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if narrow else (1, 2, 5)))
+        each.set_major_formatter(_PLAIN)
+        each.set_minor_formatter(NullFormatter())
+    axis.set_xlabel("hours to train")
+    axis.set_ylabel("cost, $" if priced else "chips (no prices)")
+    axis.set_title(title, fontsize=10)
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_figure(figure, path)

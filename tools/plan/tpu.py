@@ -1,0 +1,319 @@
+"""``--plan`` for TPUs: search by arithmetic, ask the compiler about a few, print the plans."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from data.config import DataConfig
+from data.files import make_folder, replace_file
+from tools.compile_only.command import DOES_NOT_FIT
+from tools.compile_only.compiler import check_installed
+from tools.plan.plans import (
+    ALWAYS,
+    Hardware,
+    HardwarePlan,
+    Request,
+    print_plans,
+    read_request,
+    words_of,
+)
+from tools.plan.tpu_search import (
+    CHOICES,
+    ComputedCandidate,
+    Found,
+    Search,
+    TpuCandidate,
+    candidates,
+)
+from training.config import EmaConfig, OptimizerConfig, RunConfig
+from training.errors import UsageError
+from training.step_sizes import step_sizes
+from xla_fsdp.config import XlaConfig
+from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import CHIPS
+
+# -- the compiler's answers: ``--compile_only`` in a process of its own, and saved ---------------
+#
+# A file of a folder holds one answer. Its name follows from all that the answer depends on: the
+# flags, the environment that libtpu reads, the packages' versions, and the program's sources.
+
+ROOT = Path(__file__).resolve().parents[2]
+_PROGRAM = "run_vit_training.py"
+_SOURCES = (_PROGRAM, "config_fields.py", "training", "models", "data", "xla_fsdp", "tools")
+_PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib", "timm")
+_VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
+_USAGE = 2
+"""The exit code of what the program, or the compiler, refuses."""
+_ALL = 10**9
+
+
+def compile_words(config: RunConfig, own: XlaConfig, candidate: TpuCandidate) -> list[str]:
+    """Return the flags of ``--compile_only`` for a candidate.
+
+    Only those that the step depends on are there, so that other data, epochs or folders are
+    answered from what is saved.
+    """
+    config, own = candidate.configs(config, own)
+    given = config.optimizer
+    step = replace(
+        RunConfig(),
+        data=DataConfig(
+            batch_size=config.data.batch_size, grad_accum_steps=config.data.grad_accum_steps
+        ),
+        model=config.model,
+        optimizer=replace(
+            OptimizerConfig(),
+            optimizer=given.optimizer,
+            clip_grad_norm=given.clip_grad_norm,
+            optimizer_dtype=given.optimizer_dtype,
+        ),
+        ema=replace(EmaConfig(), model_ema=config.ema.model_ema),
+        sharding=config.sharding,
+    )
+    own = replace(own, compile_only=True, tpu_topology=candidate.topology.name)
+    return words_of(step, own, without=("cpu_devices", "compile_cache_dir"), always=ALWAYS)
+
+
+class Compilations:
+    """The answers of the compiler, those of earlier runs among them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked = 0
+        """How many steps were compiled, and not found in the folder."""
+
+    def known(self, words: list[str]) -> dict[str, Any] | None:
+        """Return the answer to these flags if it is saved."""
+        path = self._path(words)
+        try:
+            return json.loads(path.read_text())["answer"]
+        except (OSError, ValueError, KeyError, TypeError):  # none, or an incomplete one
+            return None
+
+    def ask(self, words: list[str]) -> dict[str, Any]:
+        """Return the report of ``--compile_only`` as a dictionary, or {"refused": why}.
+
+        Raises UsageError if the program ends otherwise.
+        """
+        found = self.known(words)
+        if found is not None:
+            return found
+        self.asked += 1
+        code, stdout, stderr = _run(words)
+        if code in (0, DOES_NOT_FIT):
+            answer = json.loads(stdout.splitlines()[-1])
+        elif code == _USAGE:
+            answer = {"refused": stderr.strip().splitlines()[-1].partition("error: ")[2]}
+        else:
+            last = (stderr.strip().splitlines() or ["no word"])[-1]
+            raise UsageError(
+                f"--plan: a compilation ended with code {code} ({last[:200]}): {' '.join(words)}"
+            )
+        path = self._path(words)
+        make_folder(path.parent)
+        content = json.dumps({"flags": words, **_circumstances(), "answer": answer})
+        replace_file(path, content.encode(), unfinished=str(os.getpid()))
+        return answer
+
+    def _path(self, words: list[str]) -> Path:
+        question = json.dumps([words, _circumstances()])
+        return self.folder / f"{hashlib.sha256(question.encode()).hexdigest()[:24]}.json"
+
+
+def _run(words: list[str]) -> tuple[int, str, str]:
+    """Run ``--compile_only``; return its exit code, stdout and stderr. It ends with this process.
+
+    Compiling continues in a child of the child, which takes gigabytes: whatever ends the waiting,
+    such as Ctrl-C or SIGTERM, ends both.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / _PROGRAM), *words, "--json"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as started:
+        try:
+            stdout, stderr = started.communicate()
+        except BaseException:
+            os.killpg(started.pid, signal.SIGKILL)
+            raise
+    return started.returncode, stdout, stderr
+
+
+def _circumstances() -> dict[str, Any]:
+    variables = {name: os.environ.get(name, "") for name in _VARIABLES}
+    return {**_program_and_packages(), "environment": variables}
+
+
+@functools.cache
+def _program_and_packages() -> dict[str, Any]:
+    """Return the packages' versions, and a hash of the sources that trace and compile a step: all
+    but those of plans."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "none"
+    sources = hashlib.sha256()
+    for name in _SOURCES:
+        found = [ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")
+        for path in sorted(found):
+            if path.parent.name != "plan":
+                sources.update(f"{path.relative_to(ROOT)}\0".encode())
+                sources.update(path.read_bytes())
+    return {"versions": versions, "sources": sources.hexdigest()[:16]}
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+def computed_candidates(
+    request: Request, choices: Mapping[str, tuple[Any, ...]] = CHOICES
+) -> list[ComputedCandidate]:
+    """Return all that the flags leave open of these choices, with the arithmetic's estimates."""
+    shape, prices = step_sizes(request.model), request.prices
+    return [
+        ComputedCandidate(
+            each,
+            each.estimate(shape, request.config),
+            prices[each.kind].per_hour if each.kind in prices else 0.0,
+        )
+        for each in candidates(request.config, request.own, choices)
+    ]
+
+
+def refusal(request: Request, candidate: TpuCandidate) -> str | None:
+    """Return why the program refuses a candidate; None if it accepts it."""
+    config, own = candidate.configs(request.config, request.own)
+    try:
+        resolve_for_slice(config, own, candidate.topology, request.model)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def ask_compiler(
+    request: Request,
+    search: Search,
+    compilations: Compilations,
+    *,
+    compiled: int = _ALL,
+    asked: int = _ALL,
+) -> None:
+    """Give the compiler's answers to the search, with so many new compilations at most.
+
+    ``asked``: how many answers are used at most, those that are saved among them.
+    """
+    with tqdm(total=min(compiled, asked), desc="compile", unit="step", file=sys.stderr) as bar:
+        while len(search.found) < asked:
+            option = search.next(lambda candidate: refusal(request, candidate) is None)
+            if option is None:
+                break
+            candidate = option.candidate
+            words = compile_words(request.config, request.own, candidate)
+            if compilations.known(words) is None and compilations.asked >= compiled:
+                break
+            bar.set_postfix_str(f"{candidate.topology.name}, {candidate.settings}")
+            before = compilations.asked
+            search.learn(candidate, found_in(compilations.ask(words)))
+            bar.update(compilations.asked - before)
+
+
+def found_in(answer: dict[str, Any]) -> Found | None:
+    """Return the figures of a step in an answer of the compiler; None if it refuses the step."""
+    if "refused" in answer:
+        return None
+    step_s = answer["expected_step_s"]
+    if step_s is None:
+        return Found(False, answer["peak_hbm_bytes"], math.inf)
+    return Found(answer["fits"], answer["peak_hbm_bytes"], step_s)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def plan_slices(config: RunConfig, own: XlaConfig) -> int:
+    """Print the plans for TPUs, or with ``--json`` their figures, and return the exit code.
+
+    Raises UsageError.
+    """
+    check_installed()
+    request = read_request(config, own, tuple(CHIPS))
+    options = computed_candidates(request)
+    if not options:
+        raise UsageError(
+            f"--batch_size {config.data.batch_size} cannot be divided over the devices of "
+            "any slice by these flags: change it, or --tpu_topology"
+        )
+    search = Search(options, step_at_most_s=request.most_hours * 3600 / request.work.steps)
+    folder = Path(config.planning.plan_dir)
+    compilations = Compilations(folder / "compiled")
+    ask_compiler(request, search, compilations, compiled=config.planning.plan_compilations)
+
+    # What was compiled and fits; of slices of which nothing was, the best by arithmetic.
+    plans = []
+    for option in search.useful():
+        found = search.found[option.candidate]
+        plans.append(_plan(request, option.candidate, found.step_s, found.peak_bytes, True))
+    seen = {candidate.topology for candidate in search.found}
+    for guess in sorted(search.guesses(), key=lambda guess: guess.step_s):
+        candidate = guess.option.candidate
+        too_late = request.work.hours(guess.step_s) > request.most_hours
+        if candidate.topology in seen or too_late or not guess.may_fit(0.0):
+            continue
+        if refusal(request, candidate) is None:
+            seen.add(candidate.topology)
+            plans.append(_plan(request, candidate, guess.step_s, guess.peak_bytes, False))
+
+    fit = sum(found.fits for found in search.found.values())
+    notes = [
+        f"{len(search.options):,} candidates fit by arithmetic or nearly, {len(search.found)} were "
+        f"compiled ({compilations.asked} now, the others before), {fit} of them fit",
+        "seconds are the TPU compiler's expectation, no measurement (docs/tpu.md)",
+    ]
+    what = f"{request.model.name}, {request.model.parameter_count:,} parameters"
+    return print_plans(request, what, plans, notes, folder / "tpu.png")
+
+
+def _plan(
+    request: Request, candidate: TpuCandidate, step_s: float, peak_bytes: float, compiled: bool
+) -> HardwarePlan:
+    topology = candidate.topology
+    train = words_of(*candidate.configs(request.config, request.own), always=ALWAYS)
+    check = compile_words(request.config, request.own, candidate)
+    several = f"{topology.slices} x " if topology.slices > 1 else ""
+    return HardwarePlan(
+        request=request,
+        hardware=Hardware(
+            name=several + topology.name,
+            kind=candidate.kind,
+            chips=topology.chips,
+            chip_memory_bytes=topology.chip.hbm_bytes,
+            chip_flops=topology.chip.peak_flops,
+        ),
+        settings=candidate.settings,
+        peak_bytes=peak_bytes,
+        step_s=step_s,
+        compiled=compiled,
+        commands={
+            "train": ["python3", _PROGRAM, *train],
+            "check": ["python3", _PROGRAM, *check],
+        },
+    )

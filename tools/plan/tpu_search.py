@@ -1,0 +1,351 @@
+"""In which order the compiler is asked, so that few questions find the best plans.
+
+Each candidate has computed figures, and a correction with an uncertainty from those compiled so
+far. By turns the fastest, the cheapest and the smallest plan is looked for: the candidate is
+compiled that would be it if it were as good as it may be. When none may beat what is compiled, the
+search is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tools.plan.plans import Candidate, combinations
+from training.config import RunConfig
+from training.errors import UsageError
+from training.mesh import Mesh
+from training.step_sizes import StepSizes
+from xla_fsdp.config import XlaConfig
+from xla_fsdp.estimates import POLICIES, Estimate, estimate
+from xla_fsdp.tpu import Topology, parse_topology
+
+# -- candidates: slices, and the values of a few flags --------------------------------------
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "grad_ckpt": tuple(POLICIES),
+    "grad_accum_steps": (1, 2, 4, 8, 16),
+    "attention": ("sdpa", "whole", "flash"),
+    "mesh_domain": (1, 2, 4, 8),
+    "mesh_tensor": (1, 2, 4, 8),
+}
+"""The values of each flag that are tried, by its field; one that the user gives stays as given."""
+
+_IN_A_PLANE = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16".split()
+_IN_A_CUBE = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8".split()
+USUAL = [
+    f"{kind}:{sides}"
+    for kind, shapes in {
+        "v4": _IN_A_CUBE,
+        "v5e": _IN_A_PLANE,
+        "v5p": _IN_A_CUBE,
+        "v6e": _IN_A_PLANE,
+    }.items()
+    for sides in shapes
+]
+"""Slices that Google Cloud has, of each kind of chip, but for larger ones."""
+LARGEST = ("v4:8x8x8", "v5e:16x16", "v5p:8x8x8", "v6e:16x16")
+"""Of each kind of chip the slice with the most chips: more are several slices."""
+
+
+@dataclass(frozen=True)
+class TpuCandidate(Candidate):
+    """One way to train on TPUs."""
+
+    attention: str
+    topology: Topology
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of chip as ``--tpu_topology`` names it."""
+        return self.topology.name.partition(":")[0]
+
+    def configs(self, config: RunConfig, own: XlaConfig) -> tuple[RunConfig, XlaConfig]:
+        """Return the configurations of a training with this choice in them."""
+        own = replace(own, attention=self.attention, tpu_topology=None)  # type: ignore[arg-type]
+        return self.run_config(config), own
+
+    def estimate(self, shape: StepSizes, config: RunConfig) -> Estimate:
+        """Return what the arithmetic expects of it."""
+        chip = self.topology.chip
+        return estimate(shape, chip, self.mesh, self.run_config(config), self.attention)
+
+
+def candidates(
+    config: RunConfig, own: XlaConfig, choices: Mapping[str, tuple[Any, ...]] = CHOICES
+) -> Iterator[TpuCandidate]:
+    """Yield all that the flags leave open, whether the program accepts it or not.
+
+    What cannot divide the batch is left out. Raises UsageError for a slice that is unknown.
+    """
+    for topology in slices(config, own):
+        for chosen in combinations(choices, config, own):
+            domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
+            fsdp, rest = divmod(topology.slice_chips, domain * tensor)
+            if rest or config.sharding.mesh_fsdp not in (None, fsdp):
+                continue
+            mesh = Mesh(topology.slices, fsdp, domain, tensor)
+            if config.data.batch_size % (mesh.batch_parts * chosen["grad_accum_steps"]) == 0:
+                yield TpuCandidate(mesh=mesh, topology=topology, **chosen)
+
+
+def slices(config: RunConfig, own: XlaConfig) -> list[Topology]:
+    """Return the slices up to ``--chips_at_most`` chips. Raises UsageError.
+
+    Of each as many as ``--mesh_dcn`` says. Where neither that nor slices are given, of the largest
+    several: where one slice has as many chips, several smaller are no better.
+    """
+    most, dcn = config.planning.chips_at_most, config.sharding.mesh_dcn
+    asked = own.tpu_topology.split(",") if own.tpu_topology else USUAL
+    several = not own.tpu_topology and "mesh_dcn" not in config.given
+    found = [
+        topology
+        for name in asked
+        for number in ([1, 2, 4, 8] if name in LARGEST and several else [dcn])
+        if (topology := parse_topology(name, number)).chips <= most
+    ]
+    if not found:
+        fewest = min(parse_topology(name, dcn).chips for name in asked)
+        raise UsageError(f"--chips_at_most {most}: the smallest slice has {fewest} chips")
+    return found
+
+
+# -- corrections: how far the arithmetic is off for what is not compiled, and how surely -------
+#
+# The logarithm of compiled over computed is modelled as a sum of effects: of the generation of
+# chips, of each choice on that generation, and of the step itself. How large each usually is, is
+# assumed (``EFFECTS``); that gives for any candidate a mean and a deviation (regression with
+# Gaussian processes, whose kernel counts the effects that two candidates share).
+
+EFFECTS: list[tuple[float, Callable[[TpuCandidate], Any]]] = [
+    (0.15, lambda c: 0),
+    (0.15, lambda c: c.kind),
+    (0.12, lambda c: (c.kind, c.grad_ckpt)),
+    (0.15, lambda c: (c.kind, c.attention)),
+    (0.12, lambda c: (c.kind, c.mesh.tensor)),
+    (0.12, lambda c: (c.kind, c.mesh.domain)),
+    (0.15, lambda c: (c.kind, c.mesh.fsdp * c.grad_accum_steps)),  # images of a device in a pass
+    (0.05, lambda c: c.topology),
+    (0.03, lambda c: (c.topology, c.mesh, c.grad_ckpt, c.attention)),
+]
+"""Deviations of the logarithm, and what candidates that share the effect have in common."""
+_OWN = 0.04
+"""The deviation of a step that no other step explains."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a computed figure is to be multiplied by, and its relative uncertainty."""
+
+    factor: float
+    deviation: float
+
+
+def corrections(
+    compiled: Sequence[tuple[TpuCandidate, float]], asked: Sequence[TpuCandidate]
+) -> list[Correction]:
+    """Return the correction of each candidate asked about.
+
+    ``compiled`` are candidates with compiled over computed.
+    """
+    alone = sum(deviation**2 for deviation, _ in EFFECTS) + _OWN**2
+    if not compiled:
+        return [Correction(1.0, math.sqrt(alone)) for _ in asked]
+    known = [candidate for candidate, _ in compiled]
+    among = _covariance(known, known) + _OWN**2 * np.eye(len(known))
+    across = _covariance(asked, known)
+    weights = np.linalg.solve(among, across.T)
+    means = weights.T @ np.log([ratio for _, ratio in compiled])
+    variances = alone - np.einsum("ij,ji->i", across, weights)
+    return [
+        Correction(math.exp(mean), math.sqrt(max(variance, _OWN**2)))
+        for mean, variance in zip(means, variances, strict=True)
+    ]
+
+
+def _covariance(some: Sequence[TpuCandidate], others: Sequence[TpuCandidate]) -> Any:
+    """Return the covariance of each of some with each of the others."""
+    total = np.zeros((len(some), len(others)))
+    for deviation, effect in EFFECTS:
+        numbers: dict[Any, int] = {}
+        left = np.array([numbers.setdefault(effect(c), len(numbers)) for c in some])
+        right = np.array([numbers.setdefault(effect(c), len(numbers)) for c in others])
+        total += deviation**2 * (left[:, None] == right[None, :])
+    return total
+
+
+# -- the search ----------------------------------------------------------------------------------
+
+_MARGIN = 1.3
+"""How much more than a chip's memory the arithmetic may estimate of what is still asked about."""
+_GAIN = 0.01
+"""A plan that is better by no more than this share is not looked for."""
+_HOPES = (1.0, 2.0)
+"""Deviations by which a candidate may be better than expected: the second where no candidate is
+promising by the first."""
+
+
+@dataclass(frozen=True)
+class ComputedCandidate:
+    """A candidate with the estimate of the arithmetic."""
+
+    candidate: TpuCandidate
+    computed: Estimate
+    dollars: float
+    """Of a chip for an hour; 0 where no price is known."""
+
+    def cost(self, step_s: float) -> float:
+        return step_s * self.candidate.topology.chips * self.dollars
+
+
+@dataclass(frozen=True)
+class Found:
+    """The compiler's figures of a candidate."""
+
+    fits: bool
+    peak_bytes: float
+    step_s: float
+    """Infinite where it does not fit."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Computed figures with the correction: as expected, and as good as they may be."""
+
+    option: ComputedCandidate
+    step_s: float
+    peak_bytes: float
+    step_deviation: float
+    peak_deviation: float
+
+    def best_step_s(self, hope: float) -> float:
+        return self.step_s * math.exp(-hope * self.step_deviation)
+
+    def may_fit(self, by: float) -> bool:
+        """Return True if it fits when it needs less than expected by so many deviations."""
+        capacity = self.option.candidate.topology.chip.hbm_bytes
+        return self.peak_bytes * math.exp(-by * self.peak_deviation) <= capacity
+
+
+Goal = Callable[[ComputedCandidate, float], Any]
+GOALS: dict[str, Goal] = {
+    "fastest": lambda option, step_s: step_s,
+    "cheapest": lambda option, step_s: option.cost(step_s),
+    "smallest": lambda option, step_s: (option.candidate.topology.chips, option.cost(step_s)),
+}
+"""What each kind of plan has as little as possible of, by a candidate and the seconds of a step."""
+
+
+class Search:
+    """The options of a plan, and what is known of them."""
+
+    def __init__(
+        self, options: Sequence[ComputedCandidate], step_at_most_s: float = math.inf
+    ) -> None:
+        """``step_at_most_s``: plans whose step takes longer are of no use."""
+        self.options = [
+            option
+            for option in options
+            if option.computed.peak_bytes <= _MARGIN * option.candidate.topology.chip.hbm_bytes
+        ]
+        self.found: dict[TpuCandidate, Found] = {}
+        self.dropped: set[TpuCandidate] = set()
+        self._at_most_s = step_at_most_s
+        self._turn = 0
+
+    def learn(self, candidate: TpuCandidate, found: Found | None) -> None:
+        """Add the compiler's figures of a candidate; None: it is refused."""
+        if found is None:
+            self.dropped.add(candidate)
+        else:
+            self.found[candidate] = found
+
+    def useful(self) -> list[ComputedCandidate]:
+        """Return the options that are known to fit, in the time that there is."""
+        return [
+            option
+            for option in self.options
+            if (found := self.found.get(option.candidate))
+            and found.fits
+            and found.step_s <= self._at_most_s
+        ]
+
+    def next(
+        self, accepts: Callable[[TpuCandidate], bool] = lambda candidate: True
+    ) -> ComputedCandidate | None:
+        """Return what to ask the compiler about, None if nothing better is to be expected.
+
+        A candidate for which ``accepts`` returns False, as the program refuses it, is dropped.
+        """
+        guesses = self.guesses()
+        for hope in _HOPES:
+            for _ in GOALS:
+                goal = list(GOALS.values())[self._turn % len(GOALS)]
+                self._turn += 1
+                option = self._best(goal, guesses, hope, accepts)
+                if option is not None:
+                    return option
+        return None
+
+    def _best(
+        self,
+        goal: Goal,
+        guesses: Sequence[Guess],
+        hope: float,
+        accepts: Callable[[TpuCandidate], bool],
+    ) -> ComputedCandidate | None:
+        """Return what may be best for a goal, if it may be better than what is known."""
+        known = [goal(o, self.found[o.candidate].step_s) for o in self.useful()]
+        better = [
+            guess
+            for guess in guesses
+            if (best_s := guess.best_step_s(hope)) <= self._at_most_s
+            and (not known or goal(guess.option, best_s * (1 + _GAIN)) < min(known))
+        ]
+        for by in (0.0, 1.0, 2.0):  # what surely fits is asked about first
+            fitting = [guess for guess in better if guess.may_fit(by)]
+            for guess in sorted(
+                fitting, key=lambda guess: goal(guess.option, guess.best_step_s(hope))
+            ):
+                candidate = guess.option.candidate
+                if candidate in self.dropped:
+                    continue
+                if accepts(candidate):
+                    return guess.option
+                self.dropped.add(candidate)
+        return None
+
+    def guesses(self) -> list[Guess]:
+        """Return the corrected figures of all that is not compiled."""
+        computed = {option.candidate: option.computed for option in self.options}
+        asked = [
+            option
+            for option in self.options
+            if option.candidate not in self.found and option.candidate not in self.dropped
+        ]
+        candidates = [option.candidate for option in asked]
+        times = [
+            (each, found.step_s / computed[each].step_s)
+            for each, found in self.found.items()
+            if found.fits
+        ]
+        peaks = [
+            (each, found.peak_bytes / computed[each].peak_bytes)
+            for each, found in self.found.items()
+        ]
+        return [
+            Guess(
+                option,
+                option.computed.step_s * time.factor,
+                option.computed.peak_bytes * peak.factor,
+                time.deviation,
+                peak.deviation,
+            )
+            for option, time, peak in zip(
+                asked, corrections(times, candidates), corrections(peaks, candidates), strict=True
+            )
+        ]

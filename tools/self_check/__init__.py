@@ -1,0 +1,1 @@
+"""``--self_check``: a small run of the same form, compared with plain PyTorch."""

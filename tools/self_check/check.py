@@ -1,0 +1,593 @@
+"""The self-check, from its arguments to its verdict: a small run of the same form as the user's.
+
+``prepare_self_check`` makes the small run (``small_run.py``). Every process then trains it on the
+devices and prints a table: it is compared with plain PyTorch (``reference.py``), a checkpoint is
+written and read back, and hosts, disk, decoding and memory are checked for the user's own run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from data.files import DataFolderError
+from data.loader import Batch, Share
+from data.source import DataSource, open_data
+from tools.self_check.reference import (
+    MOMENTS,
+    Outcome,
+    Settings,
+    Tensors,
+    Tolerances,
+    apart,
+    compute,
+    distance,
+)
+from tools.self_check.small_run import UPDATES, FirstWeights, batches, shrink
+from training.backend import Backend, State, bad_data_is_the_users, dataset_request
+from training.begin import enter_folder
+from training.checkpoints.choose import complete_checkpoints, folder_of
+from training.checkpoints.format import Position, SafeReader, damage, quiet_dcp, reason_of, tree
+from training.checkpoints.saver import CheckpointSaver
+from training.checkpoints.state import load_state
+from training.errors import RunFailed, SelfCheckFailed, UsageError
+from training.files import FolderLock, is_url, remove_tree
+from training.losses import Objective
+from training.optimizers import all_by_adamw, updates_of
+from training.processes import exchange
+from training.processes.exchange import check_alike
+from training.processes.stopping import Watchdog
+from training.resolve import Run
+from training.step import put_micro_batches, train_step
+from training.weights import with_preprocessing
+
+_SILENT_S = 600.0
+"""The longest that a line of the table may take, without ``--step_timeout_s``."""
+_MFU = 0.5
+"""Of a fast training step."""
+_SECONDS = 6.0
+"""For which the loader's throughput is measured."""
+_IMAGES_A_BATCH = 16
+"""Of each process, there: few, so that first batches come soon."""
+_TRIES = 24
+"""In fp16: a loss scale that is too large is halved, and its update not made."""
+_ROW = 0.01
+"""The largest error of the sum of rows, in typical weights of a row."""
+EQUAL = 1e-5
+"""For what should be the same number, but for the order of sums on a GPU."""
+
+
+PASS, FAIL, SKIP = "pass", "FAIL", "skip"
+_NAME_WIDTH = 20
+
+
+@dataclass
+class CheckTable:
+    """The printed lines; ``silent`` in all processes but the first, which alone knows all."""
+
+    silent: bool
+    failed: int = 0
+    passed: int = 0
+    _began: float = field(default_factory=time.perf_counter)
+
+    def say(self, text: str) -> None:
+        if not self.silent:
+            print(text, flush=True)
+
+    def line(self, good: bool | None, name: str, text: str) -> None:
+        """Print a line; ``good`` is None if the check was not possible."""
+        verdict = SKIP if good is None else PASS if good else FAIL
+        self.failed += verdict == FAIL
+        self.passed += verdict == PASS
+        self.say(f"{verdict}  {name:{_NAME_WIDTH}} {text}")
+
+    def within(self, name: str, found: float, allowed: float, text: str) -> None:
+        """Print a line for a figure that should be 0; ``text`` says what it is of."""
+        good = found <= allowed  # False for NaN
+        relation = "at most" if good else "more than"
+        self.line(good, name, f"{found:.1e} ({relation} {allowed:.1e}) {text}")
+
+    def end(self) -> None:
+        seconds = time.perf_counter() - self._began
+        checks = f"{self.passed + self.failed} checks, {seconds:.0f} s"
+        if self.failed:
+            self.say(f"self check FAILED: {self.failed} of {checks}")
+        else:
+            self.say(f"self check passed: {checks}")
+
+
+def size_of(count: float) -> str:
+    """Return bytes in GB or MB."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+
+
+def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+    """Return the small run instead of ``run``, and the body of every process.
+
+    Checks what needs no device, as for training. Raises UsageError.
+    """
+    run = with_preprocessing(run, None)
+    with bad_data_is_the_users():
+        data = open_data(dataset_request(run))
+    return shrink(run), functools.partial(_self_check, run, data)
+
+
+def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> None:
+    """Check ``run``, the small one, on the devices, and what else ``asked``, the user's, needs."""
+    check_alike(asked, data)
+    table = CheckTable(silent=not backend.is_main)
+    watchdog = Watchdog(asked.config.log.step_timeout_s or _SILENT_S)
+    watchdog.alive()
+    try:
+        _check_devices(asked, run, backend, table, watchdog)
+        check_disk(asked, table)
+        watchdog.alive()
+        check_decoding(asked, data, backend, table)
+        check_memory(asked, run, backend, table)
+    except UsageError:
+        raise
+    except Exception as error:
+        table.line(False, "crashed", f"in what would come here: {reason_of(error)}")
+        raise
+    finally:
+        watchdog.pause()
+    table.end()
+    if any(exchange.gather(table.failed)):
+        raise SelfCheckFailed
+
+
+def _check_devices(
+    asked: Run, run: Run, backend: Backend, table: CheckTable, watchdog: Watchdog
+) -> None:
+    # The first process computes the reference, and how all of them update.
+    plain = allowed = None
+    numbers: list[float] = []
+    if backend.is_main:
+        settings, plain, rounded = compute(run)
+        allowed = Tolerances(backend.unit_roundoff(), plain, rounded)
+        numbers = [settings.lr, settings.eps, settings.max_norm]
+    settings = Settings(*exchange.gather(numbers)[0])
+
+    # The small model on the devices.
+    model = run.model.build()
+    sharded = backend.shard(model, list(run.model.units(model)), FirstWeights(run.config.seed))
+    optimizer = run.config.optimizer
+    assert optimizer.betas is not None  # resolved
+    updates = all_by_adamw(run.model, optimizer.weight_decay)
+    backend.build_optimizer(updates, betas=optimizer.betas, eps=settings.eps)
+    sharded.train()
+
+    table.say(backend.describe())
+    real, sizes, config = asked.model, run.model.sizes, asked.config
+    passes = run.config.data.grad_accum_steps
+    drops = any(value for name, value in real.settings.items() if name.endswith("_rate"))
+    other_updates = updates_of(config.optimizer, real) != all_by_adamw(
+        real, config.optimizer.weight_decay
+    )
+    table.say(
+        f"model: {config.model.model}, {real.parameter_count:,} parameters, shrunk to "
+        f"{run.model.parameter_count:,}: {sizes.depth} blocks, {sizes.embed_dim} wide, "
+        f"{sizes.num_heads} head(s), {sizes.num_tokens} tokens; "
+        f"{run.config.data.batch_size} images a step"
+        + (f" in {passes} passes" if passes > 1 else "")
+        + ("; dropout off, its masks would differ" if drops else "")
+        + ("; updated by AdamW, all parameters alike" if other_updates else "")
+    )
+    table.say(
+        "figures: relative distance from plain PyTorch on the CPU, in brackets what is allowed"
+    )
+    check_hosts(backend, table)
+    watchdog.alive()
+    devices = Devices(run, backend, sharded, settings)
+    check_rows(devices, table)
+    watchdog.alive()
+    with own_folder(run, backend, table) as folder:
+        checkpoints = Checkpoints(folder, run, backend, table)
+        devices.updates(1, 1)
+        watchdog.alive()
+        checkpoints.save(1)
+        devices.updates(2, UPDATES)
+        checkpoints.save(UPDATES)
+        watchdog.alive()
+        check_scalars(devices, plain, allowed, table)
+        if plain and allowed and checkpoints.usable:
+            check_states(checkpoints.states, plain, allowed, run, table)
+        check_resuming(devices, checkpoints, table)
+    backend.memory()  # the first answer of some comes late: this one is for check_memory
+
+
+# -- The machines: talking to each other, disk, decoding images, memory ----------------------------
+
+
+def check_hosts(backend: Backend, table: CheckTable) -> None:
+    """Try a collective each way between the processes: sum, largest, and everyone's own value."""
+    count, rank = exchange.count(), exchange.rank()
+    total = torch.tensor([float(rank + 1), 1.0])
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    largest = backend.largest_of_all(rank)()
+    ranks, hosts = zip(*exchange.gather([rank, socket.gethostname()]), strict=True)
+    good = total.tolist() == [count * (count + 1) / 2, count] and largest == count - 1
+    good &= ranks == tuple(range(count))
+    text = f"sum, largest and gather over {count} process(es) on {len(set(hosts))} host(s)"
+    table.line(all(exchange.gather(good)), "hosts", text)
+
+
+def check_disk(run: Run, table: CheckTable) -> None:
+    """Check the room for the checkpoints that the run will keep, and for one more.
+
+    That one is written before the oldest is removed. With ``--keep_checkpoints 0``, all, for one.
+    """
+    ckpt_dir, keep = run.ckpt_dir, run.config.checkpoints.keep_checkpoints
+    # Weights, AdamW's two moments and the EMA.
+    copies = 4 if run.config.ema.model_ema else 3
+    size = copies * (4 if run.own.keeps_fp32_weights else 2) * run.model.parameter_count
+    if is_url(ckpt_dir):
+        text = f"a checkpoint of the whole model takes {size_of(size)}"
+        table.line(True, "disk", f"{text} on {ckpt_dir}")
+        return
+    folder = ckpt_dir
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        table.line(False, "disk", f"{folder}: {error.strerror}")
+        return
+    there = len(complete_checkpoints(ckpt_dir))
+    needed = max(1, keep + 1 - there) if keep else 1
+    text = f"{size_of(free)} free, a checkpoint of the whole model takes {size_of(size)}: "
+    if keep:
+        text += f"--keep_checkpoints {keep} and one more, {there} there"
+    else:
+        text += f"room for {free // size:,} (--keep_checkpoints 0: none is removed)"
+    table.line(free >= needed * size, "disk", text)
+
+
+def check_decoding(run: Run, data: DataSource, backend: Backend, table: CheckTable) -> None:
+    """Compare the loader's throughput with what the devices could train on."""
+    if not data.decodes:
+        table.line(None, "data", "not read: --fake_data")
+        return
+    problem, speed, workers = "", 0.0, 0
+    try:
+        speed, workers = _loader_speed(data)
+    except DataFolderError as error:
+        problem = str(error)
+    problems, speeds, all_workers = zip(*exchange.gather([problem, speed, workers]), strict=True)
+    if problem := next(filter(None, problems), ""):
+        table.line(False, "data", problem)
+        return
+    speed, workers = sum(speeds), all_workers[0]
+    text = f"{speed:,.0f} images/s decoded by {len(speeds)} x {workers} workers"
+    peak = backend.peak_flops()
+    if peak is None:
+        table.line(None, "data", f"{text}; the peak of these devices is not known")
+        return
+    needed = _MFU * peak * backend.device_count / run.model.train_flops_per_image
+    text += f", the devices take {needed:,.0f} at {_MFU:.0%} of their peak"
+    table.line(speed >= needed, "data", text)
+
+
+def _loader_speed(data: DataSource) -> tuple[float, int]:
+    """Return this process's images/s from the first batches on, and its loader processes.
+
+    All processes read at once. Raises DataFolderError.
+    """
+    share = min(_IMAGES_A_BATCH, data.train_length // exchange.count())
+    host = socket.gethostname()
+    of_host = exchange.gather(host).count(host)
+    mine = Share(exchange.rank(), exchange.count(), of_host=of_host)
+    loader = data.train_loader(share * exchange.count(), mine)
+    images, epoch = 0, 0
+    began = end = 0.0
+    # Each worker prefetches batches: those that are ready at the start are not counted.
+    uncounted = 2 * max(1, loader.workers)
+    while not began or time.perf_counter() < began + _SECONDS:
+        for loaded, _ in loader.epoch(epoch):
+            end = time.perf_counter()
+            if began:
+                images += len(loaded)
+                if end > began + _SECONDS:
+                    break
+            uncounted -= 1
+            if uncounted == 0:
+                began = end
+        epoch += 1
+    return images / (end - began), loader.workers
+
+
+def check_memory(asked: Run, run: Run, backend: Backend, table: CheckTable) -> None:
+    """Compare a device's memory with the least that the user's run, ``asked``, needs.
+
+    A device holds the same share of its state as of that of ``run``, the small one.
+    """
+    ratio = asked.model.parameter_count / run.model.parameter_count
+    state = sum(backend.state_bytes().values()) * ratio
+    text = f"weights and AdamW of the whole model: about {size_of(state)} a device"
+    memory = exchange.gather(backend.memory())[0]
+    if not memory.get("limit"):
+        table.line(None, "memory", f"{text}; the device does not report its memory")
+        return
+    text += "".join(f", {name} {size_of(value)}" for name, value in memory.items())
+    table.line(state < memory["limit"], "memory", text)
+
+
+# -- Updates on the devices, and their comparison --------------------------------------------------
+
+
+@dataclass
+class Devices:
+    """The small run on the backend."""
+
+    run: Run
+    backend: Backend
+    model: nn.Module
+    settings: Settings
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.objective = Objective(self.run, self.backend)
+        # One more than updates: to continue from a checkpoint.
+        self.batches = [
+            put_micro_batches(self.backend, batch, self.run.config.data.grad_accum_steps)
+            for batch in batches(self.run, self.backend)
+        ]
+
+    def update(self, number: int) -> tuple[float, float]:
+        """Make update ``number``, from 1 on; return its loss and gradient norm."""
+        tries = _TRIES if self.run.config.sharding.precision == "fp16" else 1
+        for _ in range(tries):
+            batch = self.batches[number - 1]
+            loss, norm, _ = train_step(
+                self.model,
+                self.objective,
+                self.backend,
+                number - 1,
+                batch,
+                lr=self.settings.lr,
+                max_norm=self.settings.max_norm,
+            )
+            found = self.backend.read({"loss": loss, "norm": norm}).result()
+            if math.isfinite(found["norm"][0]):
+                break
+        return found["loss"][0], found["norm"][0]
+
+    def updates(self, first: int, last: int) -> None:
+        """Make these updates, and keep their losses and gradient norms."""
+        for number in range(first, last + 1):
+            loss, norm = self.update(number)
+            self.losses.append(loss)
+            self.norms.append(norm)
+
+
+def check_rows(devices: Devices, table: CheckTable) -> None:
+    """Check that the devices have each image of the batch once, with its label.
+
+    Each row's label times a weighted sum of its pixels, summed by ``Backend.sum`` and ``mean``.
+    """
+    backend, batch_size = devices.backend, devices.run.config.data.batch_size
+    shape, micro_batches = devices.run.model.sizes.input_shape, devices.batches[0]
+    if micro_batches[0][0].shape[2] == shape[1]:  # whole images, or a global tensor of them
+        here, times = range(shape[1]), 1
+    else:  # parts of images: ``Backend.sum`` expects the same sum of all that share one
+        here, times = backend.image_rows, devices.run.mesh.domain
+    sums = [_weights_of_rows(each, shape, here).sum() * times for each in micro_batches]
+    total = sum(sums[1:], start=sums[0])
+    count = sum(len(labels) for _, labels in micro_batches)
+    values = {"sum": backend.sum(total), "mean": backend.mean(total / count)}
+    backend.end_step()
+    found = backend.read(values).result()
+    rows = _weights_of_rows(next(iter(batches(devices.run))), shape, range(shape[1]))
+    expected = rows.sum().item()
+    for name, value in (("sum", found["sum"][0]), ("mean", found["mean"][0] * batch_size)):
+        off = abs(value - expected) / rows.abs().mean().item()
+        off = max(map(float, exchange.gather(repr(off))))
+        what = f"{name} over the devices of a batch of {batch_size}, a row as the unit"
+        table.within(f"rows, {name}", off, _ROW, what)
+
+
+def _weights_of_rows(batch: Batch, shape: Sequence[int], rows: range) -> torch.Tensor:
+    """Return each image's weight, or the part of it that these ``rows`` of pixels have."""
+    images, labels = batch
+    ramp = torch.linspace(-1.0, 1.0, math.prod(shape), device=images.device).view(*shape)
+    part = ramp[:, rows.start : rows.stop]
+    return (images.float() * part).flatten(1).sum(1) * (labels + 1)
+
+
+def check_scalars(
+    devices: Devices, plain: Outcome | None, allowed: Tolerances | None, table: CheckTable
+) -> None:
+    """Compare losses and norms with the reference, and those of all processes with each other."""
+    if plain and allowed:
+        off = apart(devices.losses, plain.losses)
+        table.within("loss", off, allowed.loss(), f"{UPDATES} updates")
+        off = apart(devices.norms, plain.norms)
+        table.within("gradient norm", off, allowed.norm(), f"{UPDATES} updates, before clipping")
+    everyone = exchange.gather([repr(each) for each in devices.losses + devices.norms])
+    numbers = [[float(each) for each in of_one] for of_one in everyone]
+    off = max(apart(of_one, numbers[0]) for of_one in numbers)
+    what = f"apart, losses and norms of {len(numbers)} process(es)"
+    table.within("processes agree", off, EQUAL, what)
+
+
+def check_states(
+    found: dict[int, dict[str, Tensors]],
+    plain: Outcome,
+    allowed: Tolerances,
+    run: Run,
+    table: CheckTable,
+) -> None:
+    """Compare gradients, moments and weights, tensor by tensor, in the first process."""
+    moved_from = plain.states[0]["weights"] if run.own.keeps_fp32_weights else None
+
+    def compare(name: str, update: int, kinds: Sequence[str], what: str) -> None:
+        figures = []
+        for kind in kinds:
+            start = moved_from if kind == "weights" else None
+            far = distance(found[update][kind], plain.states[update][kind], start)
+            limit = allowed.state(update, kind, start)
+            figures.append((far.whole, limit.whole, "all together"))
+            figures.append((far.worst, limit.worst, f"the worst: {far.name}"))
+        # Print the one nearest to its limit; what is not finite is above any limit.
+        off, limit_, which = max(
+            figures, key=lambda each: each[0] / each[1] if math.isfinite(each[0]) else math.inf
+        )
+        table.within(name, off, limit_, f"{what}; {which}")
+
+    compare("gradients", 1, MOMENTS[:1], "update 1, clipped")
+    compare("moments", UPDATES, MOMENTS, f"update {UPDATES}")
+    compare("weights", UPDATES, ["weights"], f"update {UPDATES}")
+
+
+def check_resuming(devices: Devices, checkpoints: Checkpoints, table: CheckTable) -> None:
+    """Check that a checkpoint, loaded over the state of a later update, restores what was saved."""
+    if not checkpoints.usable:
+        table.line(None, "gradients", "nor moments and weights: they are read from a checkpoint")
+        return
+    checkpoints.check_written(UPDATES)
+    first = devices.update(UPDATES + 1)
+    checkpoints.load(UPDATES)
+    checkpoints.save(UPDATES + 1)
+    if not checkpoints.usable:
+        return
+    checkpoints.check_equal(UPDATES, UPDATES + 1)
+    again = devices.update(UPDATES + 1)
+    off = apart(list(again), list(first))
+    everyone = exchange.gather(repr(off))
+    what = "apart, loss and norm of an update before and after the loading"
+    allowed = max(EQUAL, devices.backend.unit_roundoff())  # GPUs may sum in another order
+    table.within("resumed", max(map(float, everyone)), allowed, what)
+
+
+# -- Checkpoints of the small run, in a folder of their own inside ``--ckpt_dir`` ------------------
+
+
+@contextlib.contextmanager
+def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path | None]:
+    """Make a folder in ``--ckpt_dir``, which is locked meanwhile, and remove it afterwards.
+
+    Yields None if no run could write there.
+    """
+    ckpt_dir = run.ckpt_dir
+    shared = run.config.checkpoints.shared_ckpt_dir
+    lock = FolderLock(ckpt_dir, inside=run.log_dir, shared=shared)
+    folder = ckpt_dir / exchange.gather(f"self_check_{secrets.token_hex(4)}")[0]
+    try:
+        try:
+            enter_folder(ckpt_dir, lock, is_main=backend.is_main)
+            with exchange.failing_together():
+                if backend.is_main:
+                    try:
+                        folder.mkdir()
+                    except OSError as error:
+                        raise UsageError(
+                            f"cannot write to --ckpt_dir {ckpt_dir}: {error.strerror}"
+                        ) from None
+        except UsageError as error:
+            table.line(False, "checkpoint folder", str(error))
+            yield None
+            return
+        table.line(
+            True, "checkpoint folder", f"{ckpt_dir} can be written to, and is no other job's"
+        )
+        yield folder
+    finally:
+        if backend.is_main:
+            with contextlib.suppress(OSError):
+                remove_tree(folder)
+        lock.release()
+
+
+class Checkpoints:
+    """Writes checkpoints as training does, and reads them whole, in the first process."""
+
+    def __init__(self, folder: Path | None, run: Run, backend: Backend, table: CheckTable) -> None:
+        self._folder, self._run, self._backend, self._table = folder, run, backend, table
+        self.states: dict[int, dict[str, Tensors]] = {}
+        """By number; in the first process."""
+        self.usable = folder is not None
+
+    def save(self, number: int) -> None:
+        """Write a checkpoint and read it; after a failure, which is printed, do nothing."""
+        if self._folder is None or not self.usable:
+            return
+        saver = CheckpointSaver(
+            self._folder, self._backend, lambda text: None, self._run.values, None, 0, 1
+        )
+        try:
+            with saver:
+                saver.save(Position(number), must=True)
+            with exchange.failing_together():
+                if self._backend.is_main:
+                    self.states[number] = self._read(folder_of(self._folder, number))
+        except (RunFailed, UsageError) as error:
+            self.usable = False
+            self._table.line(False, "checkpoint written", str(error))
+
+    def _read(self, path: Path) -> dict[str, Tensors]:
+        """Return weights and moments under their plain names. Raises UsageError."""
+        names = {n: p.shape for n, p in self._run.model.meta.named_parameters()}
+        # NaN: what the checkpoint does not hold is seen to be missing.
+        empty = {
+            n: {kind: torch.full(shape, torch.nan) for kind in ("weights", *MOMENTS)}
+            for n, shape in names.items()
+        }
+        model = {n: each["weights"] for n, each in empty.items()}
+        state = {n: {kind: each[kind] for kind in MOMENTS} for n, each in empty.items()}
+        try:
+            if problem := damage(path):
+                raise UsageError(f"the checkpoint that was written is damaged: {problem}")
+            with quiet_dcp():
+                target = tree(State(model, state, {}), {})
+                dcp.load(target, storage_reader=SafeReader(path), no_dist=True)
+        except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
+            raise UsageError(f"{path} cannot be read: {reason_of(error)}") from None
+        return {"weights": model} | {
+            kind: {n: each[kind] for n, each in state.items()} for kind in MOMENTS
+        }
+
+    def check_written(self, number: int) -> None:
+        """Print how large the checkpoint of this number is."""
+        if not self.usable or self._folder is None:
+            return
+        text = ""
+        if self._backend.is_main:
+            files = [p for p in folder_of(self._folder, number).iterdir() if p.is_file()]
+            size = sum(p.stat().st_size for p in files)
+            text = f"{len(files)} files, {size_of(size)}, checksums as in the manifest"
+        self._table.line(True, "checkpoint written", text)
+
+    def load(self, number: int) -> None:
+        assert self._folder is not None
+        load_state(self._backend, folder_of(self._folder, number))
+
+    def check_equal(self, first: int, second: int) -> None:
+        """Check, in the first process, that two checkpoints hold the same, to the last bit."""
+        if not self._backend.is_main:
+            return
+        one, other = self.states[first], self.states[second]
+        tensors = [(kind, name) for kind, of in one.items() for name in of]
+        unlike = [(k, n) for k, n in tensors if not torch.equal(one[k][n], other[k][n])]
+        text = f"{len(tensors)} tensors loaded over those of another update: the same bits"
+        if unlike:
+            kind, name = unlike[0]
+            text = (
+                f"{len(unlike)} of {len(tensors)} tensors differ once loaded and written again; "
+                f"the first: {kind} of {name}"
+            )
+        self._table.line(not unlike, "checkpoint read", text)

@@ -1,0 +1,208 @@
+"""The reference of the self-check: the same updates in plain PyTorch on the CPU, unsharded.
+
+And what is allowed: how far rounding alone may take the devices from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchvision.transforms.v2.functional import normalize
+
+from data.loader import Batch
+from tools.self_check.small_run import UPDATES, FirstWeights, batches
+from training.resolve import Run
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Tensors = dict[str, torch.Tensor]
+
+_LR = 0.05
+_ROWS_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the updates; the check's own, so that a wrong gradient cannot hide.
+
+    ``eps`` is as large as a typical gradient: without it AdamW's first update is nearly the
+    gradients' signs, which no factor changes, and which rounding turns where one is small.
+    ``max_norm`` is half of the first gradient's norm, so that clipping is at work.
+    """
+
+    lr: float
+    eps: float
+    max_norm: float
+
+
+@dataclass
+class Outcome:
+    """Losses, gradient norms and states of the updates."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    states: dict[int, dict[str, Tensors]] = field(default_factory=dict)
+    """After each update, by its number: "weights", and each of MOMENTS."""
+
+
+def compute(run: Run) -> tuple[Settings, Outcome, Outcome]:
+    """Return the settings, the outcome in fp32, and the outcome with all rounded to bf16."""
+    data = list(batches(run))[:UPDATES]
+    plain = _Training(run, torch.float32, torch.float32)
+    _, norm = plain.gradients(data[0])
+    clips = run.config.optimizer.clip_grad_norm > 0
+    count = sum(parameter.numel() for parameter in plain.weights.values())
+    typical = norm / (2.0 if clips else 1.0) / math.sqrt(count)
+    settings = Settings(_LR, typical, norm / 2 if clips else 0.0)
+    stored = torch.float32 if run.own.keeps_fp32_weights else torch.bfloat16
+    rounded = _Training(run, torch.bfloat16, stored)
+    return settings, plain.run(data, settings), rounded.run(data, settings)
+
+
+class _Training:
+    """A training whose weights are stored in one dtype and computed with in another."""
+
+    def __init__(self, run: Run, computed: torch.dtype, stored: torch.dtype) -> None:
+        self._config = run.config.optimizer
+        self._model = run.model.build()
+        channels = run.model.sizes.input_shape[0]
+        self._colours = run.config.data.preprocessing.of_channels(channels)
+        FirstWeights(run.config.seed)(self._model, "")
+        self.weights = {
+            name: nn.Parameter(each.detach().to(stored, copy=True))
+            for name, each in self._model.named_parameters()
+        }
+        self._model.to(computed)
+
+    def run(self, data: Sequence[Batch], settings: Settings) -> Outcome:
+        config, outcome = self._config, Outcome()
+        assert config.betas is not None  # resolved
+        optimizer: Any = torch.optim.AdamW(
+            self.weights.values(),
+            lr=settings.lr,
+            betas=config.betas,
+            eps=settings.eps,
+            weight_decay=config.weight_decay,
+        )
+        outcome.states[0] = {"weights": self._copies(self.weights)}
+        for update, batch in enumerate(data, 1):
+            loss, norm = self.gradients(batch)
+            outcome.losses.append(loss)
+            outcome.norms.append(norm)
+            if settings.max_norm > 0:
+                nn.utils.clip_grad_norm_(self.weights.values(), settings.max_norm)
+            optimizer.step()
+            outcome.states[update] = {"weights": self._copies(self.weights)} | {
+                kind: self._copies({n: optimizer.state[p][kind] for n, p in self.weights.items()})
+                for kind in MOMENTS
+            }
+        return outcome
+
+    def gradients(self, batch: Batch) -> tuple[float, float]:
+        """Leave the gradients of the mean loss in ``weights``; return the loss and their norm."""
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(self.weights[name])
+        self._model.zero_grad()
+        total = 0.0
+        parts = (part.split(_ROWS_AT_ONCE) for part in batch)  # for the memory
+        for images, labels in zip(*parts, strict=True):
+            if images.dtype == torch.uint8:
+                images = normalize(images / 255, *self._colours)
+            logits = self._model(images.to(next(self._model.parameters()).dtype))
+            loss = F.cross_entropy(logits.float(), labels, reduction="sum") / len(batch[1])
+            loss.backward()
+            total += loss.item()
+        gradients = []
+        for name, parameter in self._model.named_parameters():
+            assert parameter.grad is not None
+            self.weights[name].grad = parameter.grad.to(self.weights[name].dtype, copy=True)
+            gradients.append(parameter.grad.float())
+        return total, nn.utils.get_total_norm(gradients).item()
+
+    @staticmethod
+    def _copies(tensors: dict[str, Any]) -> Tensors:
+        return {name: each.detach().float().clone() for name, each in tensors.items()}
+
+
+# -- What is allowed -------------------------------------------------------------------------------
+
+_BF16 = torch.finfo(torch.bfloat16).eps / 2
+"""Unit roundoff: half the distance from 1.0 to the next number."""
+_EXACT = {"loss": 2e-5, "state": 2e-4}
+"""Allowed in fp32, where only the order of sums differs."""
+_TIMES = 3.0
+"""What is allowed, in multiples of what rounding does to plain PyTorch."""
+_MOST = 0.3
+"""The most that is ever allowed: it may not hide a factor of 2."""
+_SMALL = 0.1
+"""The least size that a tensor is compared with, as a share of the typical value: some gradients
+are zero but for rounding, as of a bias that is the same for all keys."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far some tensors are from others, relative: of all together, and of the worst one."""
+
+    whole: float
+    worst: float
+    name: str = ""
+    """Of the worst one."""
+
+
+def distance(found: Tensors, expected: Tensors, start: Tensors | None = None) -> Distance:
+    """Compare two sets of tensors; with ``start``, how far they have moved from there."""
+    moved = {n: e - start[n] if start else e for n, e in expected.items()}
+    off = {name: _square(found[name] - value) for name, value in expected.items()}
+    size = {name: _square(value) for name, value in moved.items()}
+    typical = sum(size.values()) / sum(value.numel() for value in moved.values())
+    worst, name = 0.0, ""
+    for each, value in moved.items():
+        against = max(size[each], _SMALL**2 * typical * value.numel())
+        relative = math.sqrt(off[each] / against)
+        if not relative <= worst:  # also for NaN
+            worst, name = relative, each
+    return Distance(math.sqrt(sum(off.values()) / sum(size.values())), worst, name)
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return tensor.double().square().sum().item()
+
+
+def apart(found: list[float], expected: list[float]) -> float:
+    """Return the largest relative distance of numbers."""
+    each = [abs(f - e) / max(abs(e), 1e-9) for f, e in zip(found, expected, strict=True)]
+    return max(x if math.isfinite(x) else math.inf for x in each)
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """What is allowed where values are rounded with a unit roundoff of ``rounding``.
+
+    ``plain`` is computed in fp32, ``rounded`` the same all in bf16: the distance between them is
+    the effect of rounding on this very model, and dtypes with more bits are allowed less of it.
+    """
+
+    rounding: float
+    plain: Outcome
+    rounded: Outcome
+
+    def loss(self) -> float:
+        return min(_MOST, max(_EXACT["loss"], 8 * self.rounding))
+
+    def norm(self) -> float:
+        """Return what is allowed of the norm, which is not as far off as the gradient itself."""
+        return max(self.state(update, "exp_avg", None).whole for update in (1, UPDATES))
+
+    def state(self, update: int, kind: str, start: Tensors | None) -> Distance:
+        rounded, plain = self.rounded.states[update][kind], self.plain.states[update][kind]
+        far = distance(rounded, plain, start)
+        return Distance(self._scaled(far.whole), self._scaled(far.worst))
+
+    def _scaled(self, of_bf16: float) -> float:
+        return min(_MOST, max(_EXACT["state"], _TIMES * of_bf16 * self.rounding / _BF16))

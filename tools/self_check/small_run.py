@@ -1,0 +1,177 @@
+"""The small run of the self-check: the user's flags and devices, a model and a batch of seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.loader import Batch, Key, Sample, Share
+from data.source import DataSource, Split
+from models.config import ModelError
+from models.initialize import allocate
+from models.registry import open_model
+from models.spec import ModelSpec
+from training.backend import Backend, dataset_request, train_loader
+from training.config import LossConfig
+from training.errors import UsageError
+from training.resolve import MODEL_FLAG, Run
+
+# -- Images, labels and first weights, the same everywhere ----------------------------------------
+
+
+def _generator(*what: object) -> torch.Generator:
+    digest = hashlib.sha256("/".join(map(str, what)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+class _Images(Split):
+    """Noise, different for each index, with labels in rotation."""
+
+    def __init__(
+        self, length: int, shape: tuple[int, ...], dtype: torch.dtype, classes: int, seed: int
+    ) -> None:
+        self._shape, self.dtype, self._seed = shape, dtype, seed
+        self.labels = [index % classes for index in range(length)]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def digest(self) -> str:
+        return ""  # the same in all processes with the same flags
+
+    def __getitem__(self, key: Key) -> Sample:
+        _, index = key
+        generator = _generator(self._seed, "image", index)
+        if self.dtype == torch.uint8:
+            image = torch.randint(256, self._shape, generator=generator, dtype=torch.uint8)
+        else:
+            image = torch.randn(self._shape, generator=generator)
+        return image, self.labels[index], []
+
+
+UPDATES = 3
+"""Number of updates compared; one extra batch tests resuming."""
+
+
+def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
+    """Return a process's share of each global batch, as of real ones; without ``backend``: all."""
+    sizes = run.model.sizes
+    length = run.config.data.batch_size * (UPDATES + 1)
+    config = replace(run.config.data, num_workers=0)
+    dtype = getattr(torch, config.image_dtype(len(sizes.input_shape) - 1))
+    images = _Images(length, sizes.input_shape, dtype, sizes.num_classes, run.config.seed)
+    request = replace(dataset_request(run), config=config)
+    source = DataSource(request, "made up", images, images, None)
+    if backend is None:
+        return source.train_loader(config.batch_size, Share()).epoch(0)
+    return train_loader(source, backend, config.batch_size).epoch(0)
+
+
+class FirstWeights:
+    """An ``InitializeModule`` whose values make every parameter matter.
+
+    With those that a training starts with, some gradients are zero, or drown in rounding: behind a
+    head of zeros, or of queries and keys whose scores are all alike.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, name: str) -> None:
+        """Allocate on CPU and fill what is on meta below ``module``."""
+        for full_name, part in allocate(module, name):
+            for key, parameter in part.named_parameters(prefix=full_name, recurse=False):
+                parameter.copy_(self._values(key, parameter))
+
+    def _values(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(parameter.shape, generator=_generator(self._seed, "weight", name))
+        own_name = name.rpartition(".")[2]
+        if own_name in ("pos_embed", "cls_token", "reg_token", "latent"):
+            return 0.5 * noise
+        if parameter.dim() > 1:
+            return noise / math.sqrt(parameter[0].numel())
+        if own_name == "gamma":  # a layer's scale
+            return 0.5 + 0.1 * noise
+        return 0.1 * noise + (1.0 if own_name == "weight" else 0.0)
+
+
+# -- The sizes ------------------------------------------------------------------------------------
+
+_GRID, _PATCH = 4, 4
+_DEPTH = 3
+"""Blocks: a first one, a last one, and one that is neither."""
+_CLASSES = 11
+"""Divisible by few numbers of devices: some parameters are sharded unevenly or not at all."""
+_HEADS = 2
+_HEAD_WIDTH = 8
+_WIDTH = 32
+_MICRO_BATCHES = 3
+_ROWS, _FEW_ROWS, _FROM_REPLICAS = 4, 2, 8
+"""Images a replica and pass; the smaller number from so many replicas on."""
+_ROWS_OF_MULTIPLES = 32
+"""For FP8, whatever its recipe."""
+_LAYER_SCALE = 0.1
+
+
+def shrink(run: Run) -> Run:
+    """Return the small run instead of ``run``: the same choices, on the same devices.
+
+    Without what depends on random numbers: dropout of all kinds, mixed images. And without losses
+    other than the cross-entropy, which ask nothing of the devices.
+    """
+    data, mesh = run.config.data, run.mesh
+    passes = min(data.grad_accum_steps, _MICRO_BATCHES)
+    most = data.pass_size // mesh.batch_parts
+    rows = min(most, _ROWS if mesh.batch_parts < _FROM_REPLICAS else _FEW_ROWS)
+    if run.own.product_multiple > 1:
+        rows = _ROWS_OF_MULTIPLES
+    config = replace(run.config, loss=LossConfig())
+    small = replace(run, config=config, model=_small_model(run), own=run.own.shrunk())
+    batch_size = mesh.batch_parts * passes * rows
+    return small.with_data(grad_accum_steps=passes, batch_size=batch_size, aug_repeats=1)
+
+
+def _small_model(run: Run) -> ModelSpec:
+    """Return the model with fewer and narrower blocks, of the same kind."""
+    sizes, settings = run.model.sizes, run.model.settings
+    tensor, domain, devices = run.mesh.tensor, run.mesh.domain, run.mesh.devices
+    multiple = 1 if run.own.product_multiple == 1 else _ROWS_OF_MULTIPLES
+    heads = tensor if tensor > 1 else min(sizes.num_heads, _HEADS)
+    if run.config.sharding.domain_attention == "ulysses":  # which divides heads over "domain"
+        heads = math.lcm(heads, domain)
+    # All devices hold a shard of each large parameter, as of the real model's.
+    step = math.lcm(heads * _HEAD_WIDTH, devices, multiple)
+    width = step * -(-_WIDTH // step)
+    part = math.lcm(tensor, multiple)
+    hidden = part * max(1, round(width * settings["mlp_ratio"] / part))
+    patch = min(settings["patch_size"], _PATCH)
+    # As many dimensions, and a row of patches at least for each device that shares an image.
+    grid = [min(count, _GRID) for count in sizes.grid]
+    grid[0] = max(grid[0], domain)
+    small: dict[str, Any] = {name: 0.0 for name in settings if name.endswith("_rate")}
+    small |= {
+        "img_size": tuple(count * patch for count in grid),
+        "patch_size": patch,
+        "embed_dim": width,
+        "num_heads": heads,
+        "depth": min(sizes.depth, _DEPTH),
+        "mlp_ratio": (hidden + 0.5) / width,  # timm rounds down
+        "num_classes": _CLASSES,
+    }
+    for name, value in (("reg_tokens", 2), ("num_reg_tokens", 2), ("init_values", _LAYER_SCALE)):
+        if settings.get(name):
+            small[name] = value
+    try:
+        return open_model(run.model.name, run.model.overrides | small)
+    except ModelError as error:
+        reason = error.told(MODEL_FLAG)
+        raise UsageError(
+            f"--self_check cannot make --model {run.model.name} small: {reason}"
+        ) from None

@@ -1,0 +1,155 @@
+"""Draws augmented images: ``python3 -m tools.show_augmentations FLAGS PICTURE.png``.
+
+The flags are those of a training. Each row is one image, first unchanged, then augmented several
+times; with mixup or cutmix, the images of a column are mixed with each other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+import torch
+
+from data.loader import Batch, Share
+from data.source import open_data
+from training.backend import bad_data_is_the_users, dataset_request
+from training.config import RunConfig
+from training.errors import UsageError
+from training.flags import parse
+from training.losses import Mixing, smoothed
+from training.mesh import Mesh
+from training.resolve import Run, check_batch, resolve_common, resolve_model
+from training.weights import with_preprocessing
+
+matplotlib.use("Agg")
+
+
+IMAGES, DRAWS = 4, 6
+"""Rows of the picture, and augmented columns."""
+_LEAST_SHARE = 0.02
+"""The least share of a label with which a class is named; label smoothing gives less."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the picture."""
+
+    title: str
+    images: torch.Tensor
+    """(IMAGES, channels, height, width), from 0 to 1."""
+    labels: list[str]
+
+
+def read_run(flags: Sequence[str]) -> Run[Any]:
+    """Return the run of these flags with the picture's images as its batch. Raises UsageError."""
+    config = resolve_common(parse(list(flags), {"run": RunConfig})["run"])
+    config, model = resolve_model(config)
+    if len(model.sizes.input_shape) != 3:
+        raise UsageError("volumes cannot be drawn")
+    if config.data.buckets:
+        raise UsageError("--buckets: images are drawn in the model's own size, drop it")
+    run = with_preprocessing(Run(config, None, model, Mesh()), None)
+    run = run.with_data(batch_size=IMAGES, grad_accum_steps=1, num_workers=0)
+    check_batch(run)
+    return run
+
+
+def columns(run: Run[Any]) -> list[Column]:
+    """Return the columns for the first images of an epoch. Raises DataFolderError."""
+    config, classes = run.config.loss, run.model.sizes.num_classes
+    unchanged: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0}
+    unchanged |= {"vflip": 0.0, "aa": None, "color_jitter": 0.0, "reprob": 0.0}
+    (images, labels), *_ = _draws(run.with_data(**unchanged))[1]
+    names, draws = _draws(run)
+    found = [_column("image", run, names, images, smoothed(labels, classes, 0.0))]
+    mixing = None
+    if config.mixes:
+        mixing = Mixing(run, torch.Tensor.contiguous, range(images.shape[2]))
+    for number, (images, labels) in enumerate(draws):
+        shares, title = smoothed(labels, classes, config.smoothing), f"draw {number + 1}"
+        if mixing:
+            mix = mixing.draw(number)
+            images, shares = mixing.images(images, mix), mixing.labels(shares, mix)
+            _, label_share, top, bottom, *_ = mix.tolist()
+            kind = "cutmix" if bottom > top else "mixup"
+            title = "not mixed" if label_share == 1 else f"{kind}, {label_share:.2f}"
+        found.append(_column(title, run, names, images, shares))
+    return found
+
+
+def _draws(run: Run[Any]) -> tuple[Sequence[str] | None, list[Batch]]:
+    """Return the names of the classes, and the same images DRAWS times, each time augmented."""
+    data = open_data(dataset_request(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
+    images, labels = next(iter(data.train_loader(IMAGES * DRAWS, Share()).epoch(0)))
+    return data.classes, list(zip(images.chunk(DRAWS), labels.chunk(DRAWS), strict=True))
+
+
+def _column(
+    title: str,
+    run: Run[Any],
+    names: Sequence[str] | None,
+    images: torch.Tensor,
+    label_shares: torch.Tensor,
+) -> Column:
+    """Return images from 0 to 1, each with the classes of the largest shares of its label."""
+    if run.config.data.image_dtype(2) == "uint8":
+        images = images / 255
+    else:  # normalized already
+        values = run.config.data.preprocessing.of_channels(images.shape[1])
+        mean, std = (torch.tensor(each).view(-1, 1, 1) for each in values)
+        images = images * std + mean
+    texts = []
+    for each in label_shares:
+        found = [(share, i) for i, share in enumerate(each.tolist()) if share > _LEAST_SHARE]
+        texts.append(
+            " + ".join(
+                f"{names[i] if names else i}: {share:.2f}"
+                for share, i in sorted(found, reverse=True)
+            )
+        )
+    return Column(title, images.clamp(0, 1), texts)
+
+
+def draw(found: Sequence[Column], path: Path) -> None:
+    """Draw the columns side by side, each image with its label below it. Raises OSError."""
+    size = (1.6 * len(found), 1.85 * IMAGES)
+    figure, axes = plt.subplots(IMAGES, len(found), figsize=size, layout="constrained")
+    for across, column in zip(axes.T, found, strict=True):
+        across[0].set_title(column.title, fontsize=9)
+        for axis, image, label in zip(across, column.images, column.labels, strict=True):
+            pixels = image.permute(1, 2, 0).squeeze(-1).numpy()
+            axis.imshow(pixels, cmap="gray", vmin=0, vmax=1)
+            axis.set_xlabel(label, fontsize=7)
+            axis.set_xticks([])
+            axis.set_yticks([])
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the images of these flags into the file named last; return the exit code."""
+    *flags, name = sys.argv[1:] if argv is None else argv or [""]
+    try:
+        if not name.endswith(".png"):
+            raise UsageError("the last word must be the picture to write, a .png")
+        with bad_data_is_the_users():
+            found = columns(read_run(flags))
+        try:
+            draw(found, Path(name))
+        except OSError as error:
+            raise UsageError(f"{name}: {error.strerror}") from None
+    except UsageError as error:
+        print(f"show_augmentations: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{name}: {IMAGES} images, augmented {DRAWS} times")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""The devices that FSDP2 runs on: what is asked of one beyond PyTorch's own interface to it.
+
+docs/contributing.md says how to add another one.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+class Device:
+    """One kind of device: a subclass in this file, and an entry of ``KINDS``.
+
+    What stands here is right for a device that shares the host's memory and runs each operation as
+    it is called. Constructing one starts nothing. Before ``start`` only the attributes,
+    ``is_available``, ``count`` and ``lacks`` may be used; afterwards it is the one device of this
+    process.
+    """
+
+    where: torch.device
+    """Where the tensors of this process are; before ``start`` its type alone counts."""
+    is_host: bool
+    """True if its memory is the host's, so that nothing needs to be copied there."""
+    noun: str
+    """Its name in messages: "CUDA GPU"."""
+    status_command: str
+    """The command that shows which of them a host has."""
+    collectives: str
+    """The backend for ``init_process_group``: gloo for tensors on the CPU, by which checkpoints are
+    planned and offloaded gradients reduced, and the device's own for its tensors."""
+    collectives_name: str
+    """The device's own collectives in the line that describes a run."""
+    fused_adamw: bool
+    """True if PyTorch has a fused AdamW for it, with ``found_inf``."""
+    has_tf32 = False
+    """True if its fp32 matrix products can be computed in TF32."""
+    runs_megatron = False
+    """True if Megatron-FSDP, which calls CUDA by name, can run on it."""
+    bound_to: torch.device | None = None
+    """The device to which ``init_process_group`` binds the collectives, if to any."""
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return True if this host has one that PyTorch can use; starts nothing."""
+        return True
+
+    @property
+    def name(self) -> str:
+        """The product's name."""
+        return self.noun
+
+    def start(self) -> None:
+        """Start the device of this process: the one with the number LOCAL_RANK on this host."""
+
+    def count(self) -> int | None:
+        """Return how many this host has; None if any number of processes can share it."""
+        return None
+
+    def lacks(self, precision: str) -> str | None:
+        """Return the message if it cannot compute in "fp32", "bf16" or "fp16", else None."""
+        return None
+
+    def set_tf32(self, allowed: bool) -> None:
+        """Allow or forbid TF32 in fp32 matrix products and convolutions."""
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors from the host, from any thread, while a step runs.
+
+        When it returns, the next step can use the copies.
+        """
+        return list(tensors)
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Start to copy small tensors to the host, without waiting for what computes them.
+
+        The returned function waits and returns the copies; another thread may call it.
+        """
+        return lambda: list(tensors)
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's own random numbers; the caller seeds the CPU's."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all that was issued."""
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of its memory: "used" now, "peak" so far, and "limit"; {} if unknown."""
+        return {}
+
+    def peak_flops(self, kind: str) -> float | None:
+        """Return its dense matrix FLOP/s in "bf16", "fp16", "tf32", "fp32" or "fp8", or None."""
+        return None
+
+
+class Cpu(Device):
+    """The host's processor with gloo, any number of processes a host: to try out and for tests."""
+
+    where = torch.device("cpu")
+    is_host = True
+    noun = "CPU"
+    status_command = "lscpu"
+    collectives = collectives_name = "gloo"
+    fused_adamw = True
+
+    def lacks(self, precision: str) -> str | None:
+        if precision == "fp16":
+            return "--precision fp16 requires CUDA: on the CPU use bf16 or fp32"
+        return None
+
+
+class Cuda(Device):
+    """An NVIDIA GPU: streams and events, pinned memory, NCCL."""
+
+    is_host = False
+    noun = "CUDA GPU"
+    status_command = "nvidia-smi"
+    collectives = "cpu:gloo,cuda:nccl"
+    collectives_name = "NCCL"
+    fused_adamw = True
+    has_tf32 = True
+    runs_megatron = True
+
+    def __init__(self) -> None:
+        self.where = torch.device("cuda")
+        self._copies: torch.cuda.Stream
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.cuda.is_available()
+
+    def start(self) -> None:
+        self.where = self.bound_to = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(self.where)
+        self._copies = torch.cuda.Stream()
+
+    def count(self) -> int | None:
+        return torch.cuda.device_count()
+
+    def lacks(self, precision: str) -> str | None:
+        if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            return f"{self.name} has no bf16: use --precision fp16 or fp32"
+        return None
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name()
+
+    def set_tf32(self, allowed: bool) -> None:
+        """PyTorch's default is TF32 in convolutions but not in matrix products.
+
+        PyTorch 2.9 deprecates this interface; its torch.compile still uses it, and refuses a
+        mixture of both.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Please use the new API settings")
+            torch.set_float32_matmul_precision("high" if allowed else "highest")
+            torch.backends.cudnn.allow_tf32 = allowed
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # On a stream of their own, so that copies run while the step does; the device is set again
+        # because this may run in a thread.
+        with torch.cuda.device(self.where), torch.cuda.stream(self._copies):
+            moved = [each.pin_memory().to(self.where, non_blocking=True) for each in tensors]
+            self._copies.synchronize()
+            for tensor in moved:
+                tensor.record_stream(torch.cuda.default_stream())
+        return moved
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        copied = torch.cuda.Event(blocking=True)
+        copied.record()
+
+        def arrived() -> list[torch.Tensor]:
+            copied.synchronize()
+            return host
+
+        return arrived
+
+    def seed(self, seed: int) -> None:
+        torch.cuda.manual_seed(seed)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "used": torch.cuda.memory_allocated(),
+            "peak": torch.cuda.max_memory_allocated(),
+            "limit": torch.cuda.get_device_properties(self.where).total_memory,
+        }
+
+    def peak_flops(self, kind: str) -> float | None:
+        return peak_of(self.name, kind)
+
+
+_CHIPS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bf16": 2250e12, "tf32": 1125e12, "fp32": 75e12, "fp8": 4500e12}),
+    ("GH200", {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12, "fp8": 1979e12}),
+    ("H200 NVL", {"bf16": 835e12, "tf32": 417e12, "fp32": 60e12, "fp8": 1671e12}),
+    ("H200", {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12, "fp8": 1979e12}),
+    ("H100 PCIe", {"bf16": 756e12, "tf32": 378e12, "fp32": 51e12, "fp8": 1513e12}),
+    ("H100 NVL", {"bf16": 835e12, "tf32": 417e12, "fp32": 60e12, "fp8": 1671e12}),
+    ("H100", {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12, "fp8": 1979e12}),
+    ("L40S", {"bf16": 362e12, "tf32": 183e12, "fp32": 91.6e12, "fp8": 733e12}),
+    ("L4", {"bf16": 121e12, "tf32": 60e12, "fp32": 30.3e12, "fp8": 242e12}),
+    ("A100", {"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12}),
+    ("A10", {"bf16": 125e12, "tf32": 62.5e12, "fp32": 31.2e12}),
+)
+"""By a part of the name that CUDA gives a GPU: dense FLOP/s of matrix products, from NVIDIA's data
+sheets; fp16's are bf16's."""
+
+
+def peak_of(name: str, kind: str) -> float | None:
+    """Return the dense FLOP/s of the GPU that CUDA calls ``name``; None if unknown.
+
+    ``kind`` is "bf16", "fp16", "tf32", "fp32" or "fp8".
+    """
+    for part, flops in _CHIPS:
+        if part in name:
+            return flops.get("bf16" if kind == "fp16" else kind)
+    return None
+
+
+KINDS: list[type[Device]] = [Cuda, Cpu]
+"""In this order: the first one that a host has is used."""
+
+
+def choose() -> Device:
+    """Return the device that this process is to use, not yet started."""
+    return next(kind for kind in KINDS if kind.is_available())()

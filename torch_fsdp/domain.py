@@ -1,0 +1,478 @@
+"""Domain parallelism by processes: each has some rows of an image, and their tokens.
+
+Attention must see the tokens of all processes that share the image (ring or Ulysses attention), and
+each process loads its rows, alone or for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from data.loader import BadImage, Batch, BatchLoader, Share
+from models.blocks import attentions, combine_parts, use_product
+from models.timm_private import has_own_queries
+from training.mesh import Mesh
+from training.resolve import Run
+
+# ------------------------------------------------------------------------------------------------
+# The processes that share an image, and their collectives, which pass gradients back.
+
+
+@dataclass(frozen=True)
+class DomainGroup:
+    """The processes that hold the rows of the same images, of which this is number ``index``.
+
+    Each of them computes a loss of the same value, and gradients are those of the sum of these
+    losses: what a collective passes forward to all is summed over all on the way back.
+    """
+
+    group: dist.ProcessGroup
+    index: int
+    patches: tuple[int, ...]
+    """How many patches of each image each of them has."""
+
+    @property
+    def size(self) -> int:
+        return len(self.patches)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all of them."""
+        return _Sum.apply(x, self.group)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the element-wise maximum over all of them."""
+        return _Largest.apply(x, self.group)
+
+    def exchange(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Send one of ``parts`` to each of them; return what each sends, of these shapes."""
+        return list(_Exchange.apply(self.group, [tuple(shape) for shape in shapes], *parts))
+
+    def rotate(self, x: torch.Tensor, step: int) -> Callable[[], torch.Tensor]:
+        """Start to send ``x``, (batch, heads, patches, width), to the next process.
+
+        Returns a function that waits for what the process before sends: what belongs, in a ring's
+        ``step``, to the one ``step`` places before this one. It has no gradient.
+        """
+        batch, heads, _, width = x.shape
+        patches = self.patches[(self.index - step) % self.size]
+        sent, received = x.contiguous(), x.new_empty(batch, heads, patches, width)
+        after = dist.get_global_rank(self.group, (self.index + 1) % self.size)
+        before = dist.get_global_rank(self.group, (self.index - 1) % self.size)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, after, self.group),
+                dist.P2POp(dist.irecv, received, before, self.group),
+            ]
+        )
+        return functools.partial(_wait, works, received, sent)
+
+
+def domain_group(run: Run[Any], group: dist.ProcessGroup) -> DomainGroup:
+    """Return ``group``, the processes that share an image with this one, as a ``DomainGroup``."""
+    mesh, sizes = run.mesh, run.model.sizes
+    places, index = places_of_part(mesh, dist.get_rank())
+    patches = (len(mesh.rows_of(sizes.grid[0], p)) * sizes.row_patches for p in places)
+    return DomainGroup(group, index, tuple(patches))
+
+
+def _wait(works: list[dist.Work], received: torch.Tensor, _sent: torch.Tensor) -> torch.Tensor:
+    """Wait for what is received; what is sent must live until then."""
+    for work in works:
+        work.wait()
+    return received
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return _all_reduce(grad, ctx.group), None
+
+
+class _Largest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        largest = _all_reduce(x, group, dist.ReduceOp.MAX)
+        ctx.group = group
+        ctx.save_for_backward(x == largest)
+        return largest
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        (here,) = ctx.saved_tensors
+        here = here.to(grad.dtype)
+        equal = _all_reduce(here, ctx.group)  # divided among equals, as amax does
+        return _all_reduce(grad, ctx.group) * here / equal, None
+
+
+def _all_reduce(
+    x: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, op=op, group=group)
+    return total
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group: dist.ProcessGroup, shapes: list[tuple[int, ...]], *parts):
+        ctx.group, ctx.sent = group, [tuple(part.shape) for part in parts]
+        return all_to_all(parts, shapes, group)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        return None, None, *all_to_all(grads, ctx.sent, ctx.group)
+
+
+def all_to_all(
+    parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, ...]:
+    """Send one of ``parts`` to each process of ``group``; return what each sends, of ``shapes``."""
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    sizes = [math.prod(shape) for shape in shapes]
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group=group)
+    split = received.split(sizes)
+    return tuple(part.view(shape) for part, shape in zip(split, shapes, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention to a part of the keys, and the statistics by which such parts are combined.
+#
+# ``forward`` returns each query's output over these keys alone, and the logarithm of its sum of
+# exponentials. ``backward`` is given that of all keys, and returns these keys' share of the
+# gradients (Dao, FlashAttention-2, arXiv 2307.08691, section 3.1). Both use PyTorch's own flash
+# kernels where the device has them, else plain products of some queries at a time.
+
+_aten: Any = torch.ops.aten
+_WIDEST_HEAD = 256
+"""Largest head width of PyTorch's flash kernels on CUDA, which must be a multiple of 8."""
+_WIDTH_MULTIPLE = 8
+_QUERIES = 1024
+"""How many queries' scores the plain products hold at a time."""
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return softmax(scale q k') v and, in fp32, log(sum(exp(scale q k'))).
+
+    Queries, keys and values are (batch, heads, tokens, width), statistics (batch, heads, tokens).
+    """
+    if _on_cpu(q, v):
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+    if _on_cuda(q, v):
+        output, statistics, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
+        return output, statistics
+    outputs, statistics = [], []
+    for part in q.split(_QUERIES, dim=2):
+        scores = (part @ k.mT).float() * scale
+        total = scores.logsumexp(-1)
+        outputs.append((scores - total[..., None]).exp_().to(v.dtype) @ v)
+        statistics.append(total)
+    return torch.cat(outputs, dim=2), torch.cat(statistics, dim=2)
+
+
+def backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    statistics: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of k and v, and what these keys contribute to that of q.
+
+    ``output`` and ``statistics`` are over all keys, ``grad`` is the gradient of ``output``.
+    """
+    if _on_cpu(q, v):
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, output, statistics, 0.0, False, scale=scale
+        )
+    if _on_cuda(q, v):
+        none = torch.empty((), dtype=torch.int64, device=q.device)  # nothing is drawn at random
+        return _aten._scaled_dot_product_flash_attention_backward(
+            *(grad, q, k, v, output, statistics, None, None, q.shape[2], k.shape[2]),
+            *(0.0, False, none, none),
+            scale=scale,
+        )
+    grad_k, grad_v, grads_q = torch.zeros_like(k), torch.zeros_like(v), []
+    whole = (each.split(_QUERIES, dim=2) for each in (grad, q, output, statistics))
+    for grad_part, part, output_part, total in zip(*whole, strict=True):
+        weights = ((part @ k.mT).float() * scale - total[..., None]).exp_()
+        grad_v += weights.to(v.dtype).mT @ grad_part
+        inner = (grad_part.float() * output_part.float()).sum(-1, keepdim=True)
+        grad_scores = weights * ((grad_part @ v.mT).float() - inner) * scale
+        grad_scores = grad_scores.to(q.dtype)
+        grads_q.append(grad_scores @ k)
+        grad_k += grad_scores.mT @ part
+    return torch.cat(grads_q, dim=2), grad_k, grad_v
+
+
+def _on_cpu(q: torch.Tensor, v: torch.Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+
+def _on_cuda(q: torch.Tensor, v: torch.Tensor) -> bool:
+    halves = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and halves and q.shape[-1] == v.shape[-1] <= _WIDEST_HEAD
+
+
+# ------------------------------------------------------------------------------------------------
+# Ring attention: keys and values go from process to process while each one's queries stay.
+#
+# A process holds its own keys and values and those of one other, whatever the size of the image
+# (Liu, Zaharia, Abbeel, arXiv 2310.01889). The next ones are received while attention to those that
+# are here is computed.
+
+
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float, group: DomainGroup
+) -> torch.Tensor:
+    """Compute attention of this process's queries to the keys of all processes of ``group``.
+
+    Each tensor is (batch, heads, tokens, width); the first ``prefix`` keys are those of class and
+    register tokens, the same in all processes: each uses its own.
+    """
+    width = v.shape[-1]
+    if v.is_cuda and q.shape[-1] == width:  # PyTorch's kernels there are for some widths only
+        missing = -width % _WIDTH_MULTIPLE
+        q, k, v = (F.pad(x, (0, missing)) if missing else x for x in (q, k, v))
+    return _Ring.apply(q, k, v, prefix, scale, group)[..., :width]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, prefix: int, scale: float, group: DomainGroup):
+        # Keys and values of the patches are sent in one tensor.
+        here = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
+        keys, values = k, v  # in the first step with the prefix
+        output, statistics = None, None
+        for step in range(1, group.size + 1):
+            coming = group.rotate(here, step) if step < group.size else None
+            found, total = forward(q, keys, values, scale)
+            found = found.float()
+            if output is None or statistics is None:
+                output, statistics = found, total
+            else:
+                output, statistics = combine_parts(output, statistics, found, total)
+            if coming is not None:
+                here = coming()
+                keys, values = _split(here, k.shape[-1])
+        assert output is not None
+        output = output.to(v.dtype)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        ctx.prefix, ctx.scale, ctx.group = prefix, scale, group
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, output, statistics = ctx.saved_tensors
+        group, prefix, width = ctx.group, ctx.prefix, k.shape[-1]
+        grad = grad.contiguous()
+        here = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
+        keys, values, before = k, v, prefix  # in the first step with the prefix
+        grad_q, so_far = torch.zeros_like(q, dtype=torch.float32), None
+        prefix_grads: list[torch.Tensor] = []
+        for step in range(1, group.size + 1):
+            coming = group.rotate(here, step) if step < group.size else None
+            own_q, own_k, own_v = backward(grad, q, keys, values, output, statistics, ctx.scale)
+            grad_q += own_q
+            if step == 1:
+                prefix_grads = [own_k[:, :, :prefix], own_v[:, :, :prefix]]
+            own = torch.cat([own_k[:, :, before:], own_v[:, :, before:]], dim=-1).float()
+            if so_far is not None:  # what the processes before have computed for these keys
+                own += so_far()
+            # One step behind the keys that it is for: with the last, it comes home.
+            so_far = group.rotate(own, step)
+            if coming is not None:
+                here = coming()
+                (keys, values), before = _split(here, width), 0
+        assert so_far is not None
+        own_grads = _split(so_far(), width)
+        grad_k, grad_v = (
+            torch.cat([first, rest.to(k.dtype)], dim=2)
+            for first, rest in zip(prefix_grads, own_grads, strict=True)
+        )
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+
+
+def _split(joined: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys, of this width, and values."""
+    return joined[..., :width].contiguous(), joined[..., width:].contiguous()
+
+
+# ------------------------------------------------------------------------------------------------
+# Ulysses attention: an exchange of tokens for heads, so that each process has some heads of all.
+#
+# Two exchanges a call in the place of a ring's many, and PyTorch's attention on whole sequences
+# (DeepSpeed Ulysses, arXiv 2309.14509). The processes must divide the heads.
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    prefix: tuple[int, int],
+    scale: float,
+    group: DomainGroup,
+) -> torch.Tensor:
+    """Compute attention of this process's queries to the keys of all processes of ``group``.
+
+    Each tensor is (batch, heads, tokens, width). ``prefix``: how many of the queries, and of the
+    keys, come first that are the same in all processes.
+    """
+    first, before = prefix
+    heads = k.shape[1] // group.size
+    mine = slice(group.index * heads, (group.index + 1) * heads)
+    # Of all heads of the patches here to some heads of all patches.
+    patches, widths = [k[:, :, before:], v[:, :, before:]], [k.shape[-1], v.shape[-1]]
+    if first < q.shape[2]:  # else there are learned queries only
+        patches.insert(0, q[:, :, first:])
+        widths.insert(0, q.shape[-1])
+    here = torch.cat(patches, dim=-1)
+    batch, width = len(here), here.shape[-1]
+    shapes = [(batch, heads, count, width) for count in group.patches]
+    whole = torch.cat(group.exchange(here.split(heads, dim=1), shapes), dim=2)
+    *queries, keys, values = whole.split(widths, dim=-1)
+
+    keys = torch.cat([k[:, mine, :before], keys], dim=2)
+    values = torch.cat([v[:, mine, :before], values], dim=2)
+    asked = torch.cat([q[:, mine, :first], *queries], dim=2)
+    found = F.scaled_dot_product_attention(asked, keys, values, scale=scale)
+
+    output = []
+    if first:
+        part = found[:, :, :first]
+        parts = group.exchange([part] * group.size, [part.shape] * group.size)
+        output.append(torch.cat(parts, dim=1))
+    if queries:  # and back
+        own = (batch, heads, group.patches[group.index], found.shape[-1])
+        given = found[:, :, first:].split(group.patches, dim=2)
+        output.append(torch.cat(group.exchange(given, [own] * group.size), dim=1))
+    return torch.cat(output, dim=2)
+
+
+def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> None:
+    """Let every attention in ``model``, which is given a part of the tokens, see all of them.
+
+    ``form`` is "ring" or "ulysses".
+    """
+
+    def product(own_queries: bool, q, k, v) -> torch.Tensor:
+        scale, before = q.shape[-1] ** -0.5, k.shape[2] - group.patches[group.index]
+        first = q.shape[2] if own_queries else before
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if form == "ring":
+            return ring_attention(q, k, v, before, scale, group)
+        return ulysses_attention(q, k, v, (first, before), scale, group)
+
+    for part in attentions(model):
+        use_product(part, functools.partial(product, has_own_queries(part)))
+        # torch.compile supports neither the exchange between processes nor the mode around it.
+        part.forward = torch.compiler.disable(part.forward)
+
+
+# ------------------------------------------------------------------------------------------------
+# Loading: which images, and which rows of them, each process reads and decodes.
+
+
+def image_rows(run: Run[Any], place: int) -> range:
+    """Return which rows of each image the process at this place of the mesh has."""
+    sizes = run.model.sizes
+    patch = sizes.input_shape[1] // sizes.grid[0]
+    rows = run.mesh.rows_of(sizes.grid[0], place)
+    return range(rows.start * patch, rows.stop * patch)
+
+
+def places_of_part(mesh: Mesh, here: int) -> tuple[range, int]:
+    """Return the places in the mesh of those that share images with the one at ``here``, and which
+    of them that is."""
+    part = mesh.batch_part(here)
+    places = range(part * mesh.domain, (part + 1) * mesh.domain)
+    return places, here - places.start
+
+
+def open_loader(
+    run: Run[Any], open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
+) -> BatchLoader:
+    """Open this process's loader, as ``training.backend.Backend.loader`` says."""
+    mesh, here = run.mesh, dist.get_rank()
+    part, of_host = mesh.batch_part(here), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if mesh.domain == 1:
+        return open_share(Share(part, mesh.batch_parts, of_host=of_host))
+    if reads_rows:
+        return open_share(Share(part, mesh.batch_parts, image_rows(run, here), of_host=of_host))
+    of_part = images // mesh.batch_parts
+    sources = math.gcd(mesh.domain, of_part)
+    places, index = places_of_part(mesh, here)
+    share = Share(
+        part * sources + min(index, sources - 1),
+        mesh.batch_parts * sources,
+        loads=index < sources,
+        of_host=of_host,
+    )
+    rows = [image_rows(run, place) for place in places]
+    # A group of its own, for tensors on the CPU.
+    ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+    return SharedImages(open_share(share), group, rows, sources, of_part // sources)
+
+
+@dataclass
+class SharedImages:
+    """Loads whole images together with the other processes of a group, and yields rows of them.
+
+    The first ``sources`` processes load ``each`` images of a batch, the others none: each image is
+    decoded once.
+    """
+
+    loader: BatchLoader
+    group: dist.ProcessGroup
+    rows: Sequence[range]
+    """The rows of each process."""
+    sources: int
+    each: int
+    prefetch_depth: int = 0
+    """None: threads ahead of the step would end at different batches, and wait for each other for
+    ever. Workers decode ahead all the same."""
+
+    @property
+    def workers(self) -> int:
+        return self.loader.workers
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def bad_images(self) -> list[BadImage]:
+        return self.loader.bad_images()
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        mine = len(self.rows[dist.get_rank(self.group)])
+        for images, labels in self.loader.epoch(epoch, first_batch):
+            parts = [images[:, :, rows.start : rows.stop] for rows in self.rows]
+            shape = (images.shape[1], mine, *images.shape[3:])
+            yield self._exchange(parts, shape), self._exchange([labels] * len(self.rows), ())
+
+    def _exchange(self, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """Send each process its part; return those of all sources, of ``shape`` each image."""
+        others = len(self.rows) - self.sources
+        shapes = [(self.each, *shape)] * self.sources + [(0, *shape)] * others
+        return torch.cat(all_to_all(parts, shapes, self.group)[: self.sources])

@@ -1,0 +1,193 @@
+"""Connect the processes that torchrun started, and run a function on a backend in each."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from models import timm_private
+from torch_fsdp import devices
+from torch_fsdp.devices import Device
+from torch_fsdp.recipe import TorchRun
+from training import errors
+from training.backend import Backend
+from training.errors import UsageError, is_first_of_torchrun
+from training.processes.exchange import without_greetings
+
+Body = Callable[[TorchRun, Backend], None]
+
+
+def launch(body: Body, run: TorchRun) -> None:
+    """Call ``body(run, backend)`` in this process, one of a process group's."""
+    device = devices.choose()
+    device.start()
+    if is_first_of_torchrun():
+        errors.warn_of_others(timm_private.WRITTEN_FOR, run.form.written_for)
+    device.set_tf32(run.own.tf32)
+    with without_greetings():
+        _init_process_group(device)
+        backend = run.form.open_backend(run, device)
+    try:
+        body(run, backend)
+        dist.barrier()  # no process leaves while another still talks to it
+    finally:
+        # A gloo thread that frees a finished collective's tensors while Python shuts down aborts
+        # the process. With all users of its groups gone, its threads end here.
+        backend.close()
+        del backend
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _init_process_group(device: Device) -> None:
+    """Make the process group of the processes that torchrun started, or of a lone one."""
+    if "RANK" in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store: dist.Store = join(rank, world_size)
+        _check_devices_alike(store, world_size, device)
+    else:
+        rank, world_size, store = 0, 1, dist.HashStore()
+    dist.init_process_group(
+        device.collectives,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        device_id=device.bound_to,
+    )
+
+
+def _check_devices_alike(store: dist.Store, world_size: int, device: Device) -> None:
+    """Raises UsageError in all processes if some have an accelerator and some not.
+
+    Its collectives would wait for all, and ``--fsdp auto`` might even choose different forms.
+    """
+    if device.is_host:
+        store.set("without", socket.gethostname())
+    else:
+        store.add("with", 1)
+        store.set("accelerator", device.noun)
+        store.set("status_command", device.status_command)
+    if store.add("told_device", 1) == world_size:
+        store.set("all_told_device", "")
+    store.wait(["all_told_device"])
+    if 0 < store.add("with", 0) < world_size:
+        host, wanted, command = (
+            store.get(key).decode() for key in ("without", "accelerator", "status_command")
+        )
+        raise UsageError(
+            f"PyTorch finds no {wanted} on {host}, but on other nodes: see what {command} says "
+            "there, or start without that node",
+            agreed=True,
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# Waiting for the other processes in Python: prints who is missing, obeys signals, and ends in time.
+#
+# ``init_process_group`` waits in compiled code: silent, deaf to Ctrl-C, for half an hour.
+
+SAY_SECONDS = 10.0
+_LIMIT_SECONDS = 600
+_NAMES_SHOWN = 8
+_STORE_TIMEOUT = timedelta(minutes=30)  # PyTorch's own for what the process group does with it
+
+
+def join(rank: int, world_size: int) -> Store:
+    """Wait for all processes at MASTER_ADDR:MASTER_PORT; return the store of this start.
+
+    Ends the process with code 1 after JOIN_TIMEOUT seconds (600; 0: never). torchrun keeps its
+    store when it restarts processes (pytorch #135712), and the new ones would read the addresses of
+    the old ones there: so each start has a prefix of its own.
+    """
+    # By torchrun's own count, which is a node's: where nodes restart together, as with
+    # launch/meet.py and --rdzv-id, they number their starts in common.
+    count = os.environ.get("RENDEZVOUS_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    start = int(count or 0)
+    patience = _Patience(rank)
+    store = _open_store(rank, world_size, patience)
+    here = PrefixStore(f"start_{start}", store)
+    later = PrefixStore(f"start_{start + 1}", store)
+    here.set(f"rank_{rank}", socket.gethostname())
+    here.add("count", 1)
+    pause = 0.01
+    while here.add("count", 0) < world_size:
+        if later.check(["count"]):
+            patience.end("other nodes have started their processes once more since: ending this")
+        patience.wait(lambda: _missing(here, rank, world_size))
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    return here
+
+
+def _open_store(rank: int, world_size: int, patience: _Patience) -> Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not by_agent
+    while not serves:  # TCPStore would wait for its server deaf to signals
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+            break
+        except OSError as error:
+            who = f"rank 0 at {address}:{port} ({error.strerror or error})"
+            patience.wait(lambda who=who: who)  # type: ignore[misc]
+            time.sleep(0.5)
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=serves,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _missing(store: Store, rank: int, world_size: int) -> str:
+    """Return which ranks are missing; "" where another process of this node says it."""
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    if any(store.check([f"rank_{other}"]) for other in range(first, rank)):
+        return ""
+    ranks = [other for other in range(world_size) if not store.check([f"rank_{other}"])]
+    more = len(ranks) - _NAMES_SHOWN
+    names = ", ".join(map(str, ranks[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {names} of {world_size}"
+
+
+class _Patience:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._limit = int(os.environ.get("JOIN_TIMEOUT") or _LIMIT_SECONDS)
+        self._begin = self._said = time.monotonic()
+
+    def wait(self, missing: Callable[[], str]) -> None:
+        """Print now and then who is ``missing``, and end at the limit; to be called repeatedly."""
+        now = time.monotonic()
+        if now - self._said >= SAY_SECONDS:
+            self._said = now
+            if who := missing():
+                self._say(f"waiting for {who}, {now - self._begin:.0f} s so far")
+        if self._limit and now - self._begin >= self._limit:
+            who = missing()
+            self.end(
+                f"{who} did not come within {self._limit} s (JOIN_TIMEOUT): the log of "
+                "their node says why"
+                if who
+                else ""
+            )
+
+    def end(self, reason: str) -> None:
+        """End the process with code 1: a failure, not a wrong flag, so launchers try again."""
+        if reason:
+            self._say(reason)
+        sys.exit(1)
+
+    def _say(self, text: str) -> None:
+        print(f"run_vit_training.py: rank {self._rank}: {text}", file=sys.stderr, flush=True)

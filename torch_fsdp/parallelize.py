@@ -1,0 +1,176 @@
+"""How a plain Vision Transformer becomes a parallel one with FSDP2: ``parallelize``, step by step.
+
+(Megatron-FSDP's is ``gpu_fsdp/parallelize.py``.)
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+
+from models.initialize import cast_buffers
+from models.positions import PartOfPositions, TokenPart
+from torch_fsdp.domain import DomainGroup, attend_over_processes, domain_group
+from torch_fsdp.recipe import TorchRun, parallelize_block
+from training.backend import InitializeModule
+
+OUTER, SHARD, DOMAIN = "dcn", "fsdp", "domain"
+"""The axes: of replicas, of the shards of a replica, and of the rows of an image."""
+
+
+@dataclass(frozen=True)
+class DeviceMeshes:
+    """The mesh of a run as PyTorch's device meshes."""
+
+    parameters: DeviceMesh
+    """(dcn, fsdp): processes that share an image shard parameters like all others."""
+    images: DeviceMesh
+    """(dcn, fsdp, domain); the same as ``parameters`` where no processes share an image."""
+
+
+def make_device_meshes(run: TorchRun, device: torch.device) -> DeviceMeshes:
+    """Make the device meshes; all processes must call it."""
+    mesh = run.mesh
+    shape: tuple[int, ...] = (mesh.dcn, mesh.fsdp * mesh.domain)
+    if run.recipe.zero == 0:
+        shape = (mesh.devices, 1)
+    parameters = init_device_mesh(device.type, shape, mesh_dim_names=(OUTER, SHARD))
+    if mesh.domain == 1:
+        return DeviceMeshes(parameters, parameters)
+    shape = (mesh.dcn, mesh.fsdp, mesh.domain)
+    images = init_device_mesh(device.type, shape, mesh_dim_names=(OUTER, SHARD, DOMAIN))
+    return DeviceMeshes(parameters, images)
+
+
+def parallelize(
+    model: nn.Module,
+    units: list[tuple[str, nn.Module]],
+    initialize: InitializeModule,
+    run: TorchRun,
+    meshes: DeviceMeshes,
+    device: torch.device,
+) -> dict[str, PartOfPositions]:
+    """Fill, change and shard ``model``, which is on the meta device, in place.
+
+    ``units``: each block with its name, then the model around them. The host holds one of them at
+    a time: it is filled on the CPU, and ``fully_shard`` moves this process's part to the device.
+    Returns the position embeddings that were divided over the processes that share an image, by
+    their names.
+    """
+    recipe = run.recipe
+
+    # Attention sees the tokens of all processes that share an image.
+    if recipe.domain_attention:
+        group = domain_group(run, meshes.images.get_group(DOMAIN))
+        attend_over_processes(model, recipe.domain_attention, group)
+
+    # Each block: its weights; TransformerEngine's or timm's block, recomputation, torch.compile;
+    # and then its shards.
+    blocks = []
+    for name, block in units[:-1]:
+        initialize(block, name)
+        block = parallelize_block(model, name, block, recipe, device)
+        cast_buffers(block, recipe.dtype)
+        blocks.append(_shard(block, run, meshes.parameters))
+
+    # What is around the blocks. Processes that share an image have the positions of their tokens.
+    initialize(model, "")
+    positions = {}
+    if recipe.domain_attention:
+        positions = _divide_tokens(model, run, meshes.images, group)
+    _shard(model, run, meshes.parameters, is_root=True)
+
+    _set_prefetch(blocks, recipe.forward_prefetch, recipe.backward_prefetch)
+    recipe.blocks.wrap_model(model)
+    return positions
+
+
+def _shard(
+    unit: nn.Module, run: TorchRun, mesh: DeviceMesh, *, is_root: bool = False
+) -> FSDPModule:
+    fully_shard(unit, **_options(run, mesh, is_root=is_root))
+    assert isinstance(unit, FSDPModule)
+    # Uneven parts get their final, padded storage only when first unsharded; the optimizer must
+    # not hold the one before.
+    unit.unshard()
+    unit.reshard()
+    return unit
+
+
+def _options(run: TorchRun, mesh: DeviceMesh, *, is_root: bool = False) -> dict[str, Any]:
+    recipe = run.recipe
+    shard = mesh[SHARD]  # of the mesh with all axes: PyTorch warns of a slice of a slice
+    lower = {recipe.dtype, recipe.reduce_dtype} != {torch.float32}
+    return {
+        "mesh": mesh[OUTER, SHARD] if mesh.size(0) > 1 else shard,
+        "shard_placement_fn": functools.partial(_placement, parts=shard.size()),
+        # The root's weights would be unsharded again at once by the backward pass.
+        "reshard_after_forward": recipe.zero == 3 and not is_root,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=recipe.dtype if lower else None,
+            reduce_dtype=recipe.reduce_dtype if lower else None,
+            output_dtype=torch.float32 if is_root else None,
+        ),
+        "offload_policy": CPUOffloadPolicy() if recipe.cpu_offload else OffloadPolicy(),
+    }
+
+
+def _placement(parameter: nn.Parameter, parts: int) -> Shard | None:
+    """Shard what has one entry for each token, (1, tokens, width), along a dimension that ``parts``
+    divides; None: as PyTorch does it, along the first."""
+    if parameter.dim() != 3 or parameter.shape[0] != 1:
+        return None
+    return next((Shard(d) for d in (1, 2) if parameter.shape[d] % parts == 0), None)
+
+
+def _set_prefetch(blocks: list[FSDPModule], forward: int, backward: int) -> None:
+    """Unshard so many blocks ahead of the one that computes."""
+    for index, block in enumerate(blocks):
+        if forward:
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + forward])
+        before = blocks[max(0, index - backward) : index][::-1]
+        # An empty list means PyTorch's own order, one ahead. The block itself, which is unsharded
+        # already, means none.
+        block.set_modules_to_backward_prefetch(before or [block])
+
+
+def _divide_tokens(
+    model: nn.Module, run: TorchRun, mesh: DeviceMesh, group: DomainGroup
+) -> dict[str, PartOfPositions]:
+    """Let the model, which has its values, compute with the tokens of this process."""
+    here, before = group.patches[group.index], sum(group.patches[: group.index])
+    part = TokenPart(before, here, sum(group.patches), group.sum, group.largest)
+    positions = run.model.compute_on_part(model, part)
+    for module in positions.values():
+        # Processes along "domain" have other positions: those along "dcn" and "fsdp" alone hold,
+        # and reduce, the same ones.
+        fully_shard(module, **_options(run, mesh))
+        # A mean is taken over those; all others' gradients are of a mean over "domain", too.
+        module.register_forward_hook(
+            lambda _, __, values: _ScaleGradient.apply(values, 1 / group.size)
+        )
+    return positions
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad * ctx.factor, None

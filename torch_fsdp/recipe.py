@@ -1,0 +1,150 @@
+"""What is done to the model: the recipe that ``resolve_torch`` makes, and what a block becomes.
+
+Recomputation and torch.compile replace ``block.forward`` and leave the module as it is. So
+parameter names stay those of the plain model, and FSDP's hooks stay outside of what is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from torch_fsdp.config import TorchConfig
+from torch_fsdp.devices import Device
+from training.backend import Backend
+from training.config import RunConfig
+from training.mesh import Mesh
+from training.resolve import Run
+
+ZERO_NAMES = ("no sharding", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_aten: Any = torch.ops.aten
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+
+
+class TimmBlocks:
+    """timm's own blocks. A subclass replaces them by others that hold the same weights."""
+
+    def check(self, run: TorchRun) -> None:
+        """Raises UsageError if such blocks cannot run here, or not with this model and batch."""
+
+    def replace(self, block: nn.Module, device: str) -> nn.Module:
+        """Return the block that takes the place of timm's ``block``."""
+        return block
+
+    def checkpoint(self, block: nn.Module, mode: str) -> None:
+        """Recompute activations of the block in the backward pass: "full" or "selective"."""
+        options: dict[str, Any] = {}
+        if mode == "selective":
+            options["context_fn"] = _selective_contexts
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+    def wrap_model(self, model: nn.Module) -> None:
+        """Change how the whole sharded model computes."""
+
+    def timm_name(self, name: str) -> str:
+        """Return a parameter's name in timm's model, given its name in one with these blocks."""
+        return name
+
+
+@dataclass(frozen=True)
+class TorchRecipe:
+    """How the plain model becomes a parallel one, in the order in which it is done."""
+
+    domain_attention: str | None
+    """How attention sees the tokens of all processes that share an image: "ring" or "ulysses"; None
+    where no processes share one."""
+    blocks: TimmBlocks
+    """timm's blocks, or what replaces them."""
+    grad_ckpt: str
+    """Which activations of a block are recomputed: "none", "selective" or "full"."""
+    compile: Literal["none", "block", "around attention"]
+    """What torch.compile makes one graph of. It cannot compile an exchange between processes."""
+    dtype: torch.dtype
+    """Of weights and activations in products."""
+    reduce_dtype: torch.dtype
+    """Of gradients while they are reduced."""
+    zero: int
+    """What is sharded: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    forward_prefetch: int
+    """FSDP2: blocks to unshard ahead of the one that computes."""
+    backward_prefetch: int
+    cpu_offload: bool
+    """FSDP2: shards are in host memory."""
+
+
+class ClosableBackend(Backend, Protocol):
+    """A backend whose process groups end before the process does."""
+
+    def close(self) -> None:
+        """Free all that uses a process group."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of FSDP."""
+
+    check: Callable[[RunConfig, TorchConfig, Mesh, Device], None]
+    """Raises UsageError for flags that this form cannot follow."""
+    open_backend: Callable[[TorchRun, Device], ClosableBackend]
+    written_for: Mapping[str, str] = field(default_factory=dict)
+    """The versions of packages whose private names it uses."""
+
+
+@dataclass(frozen=True)
+class TorchRun(Run[TorchConfig]):
+    form: Form = field(kw_only=True)
+    recipe: TorchRecipe = field(kw_only=True)
+
+
+def parallelize_block(
+    model: nn.Module, name: str, block: nn.Module, recipe: TorchRecipe, device: torch.device
+) -> nn.Module:
+    """Return the block that is to be sharded instead of timm's ``block``.
+
+    ``name`` is its name in ``model``.
+    """
+    if recipe.compile == "around attention":
+        # Inside of the recomputation: one that has graph breaks would not be compiled at all.
+        block.forward = torch.compile(block.forward)
+    block = recipe.blocks.replace(block, str(device))
+    model.set_submodule(name, block)
+    if recipe.grad_ckpt != "none":
+        recipe.blocks.checkpoint(block, recipe.grad_ckpt)
+    if recipe.compile == "block":
+        block.forward = torch.compile(block.forward, fullgraph=True)
+    return block
+
+
+def _selective_contexts() -> Any:
+    """Save the results of attention and of every second matrix product, as torchtitan does: they
+    take the most time for their memory."""
+    products = {True: 0, False: 0}  # in the recomputation, in the forward pass
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if op in _MATRIX_PRODUCTS:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,200 @@
+"""What a run with FSDP does on the devices that PyTorch finds: decided before any of them starts.
+
+``resolve`` makes a ``TorchRun``: every "auto" decided, every check made. Its ``recipe`` is what
+``torch_fsdp/parallelize.py`` does to the model.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from models.config import ModelError
+from torch_fsdp import devices
+from torch_fsdp.config import TorchConfig
+from torch_fsdp.devices import Device
+from torch_fsdp.recipe import DTYPES, Form, TimmBlocks, TorchRecipe, TorchRun
+from training.config import RunConfig
+from training.errors import UsageError
+from training.flags import check_rules
+from training.mesh import Mesh, make_mesh
+from training.resolve import (
+    MODEL_FLAG,
+    check_batch,
+    check_rows,
+    resolve_common,
+    resolve_model,
+)
+from training.teacher import with_teacher
+
+if TYPE_CHECKING:
+    from models.spec import ModelSpec
+    from torch_fsdp.torch_backend import TorchBackend
+
+
+def resolve(
+    config: RunConfig, own: TorchConfig, form: Form | None = None, blocks: TimmBlocks | None = None
+) -> TorchRun:
+    """Return the run that the flags ask for on the processes that torchrun has started.
+
+    Without ``form`` and ``blocks`` it is FSDP2 with timm's blocks. Raises UsageError.
+    """
+    run = _resolve(config, own, form or FSDP2, blocks or TimmBlocks())
+    # The teacher computes forward passes alone: ZeRO-2 would never reshard its weights.
+    zero = 0 if run.recipe.zero == 0 else 3
+    beside = replace(run.own, block="timm", fp8="none", zero_dp_strategy=zero)
+    whole = with_teacher(run, lambda config: _resolve(config, beside, FSDP2, TimmBlocks()))
+    assert isinstance(whole, TorchRun)
+    return whole
+
+
+def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks) -> TorchRun:
+    config = resolve_common(replace(config, backend="cuda"))
+    sharding, device = config.sharding, devices.choose()
+    if sharding.grad_ckpt == "offload":
+        raise UsageError("--grad_ckpt offload requires --backend xla, this is cuda: use full")
+    if sharding.grad_ckpt == "auto":
+        sharding = replace(sharding, grad_ckpt="full")
+        config = replace(config, sharding=sharding)
+    if sharding.mesh_tensor > 1:
+        raise UsageError(
+            f"--mesh_tensor {sharding.mesh_tensor} requires --backend xla, this is cuda"
+        )
+    _check_devices(device)
+    zero = _zero_dp_strategy(config, own)
+    own = replace(own, zero_dp_strategy=zero, fsdp="fsdp2" if own.fsdp == "auto" else own.fsdp)
+    check_rules(config, own)
+    mesh = make_mesh(
+        sharding,
+        int(os.environ.get("WORLD_SIZE", "1")),
+        "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
+    )
+    if zero == 0 and own.fsdp == "fsdp2":
+        mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)  # FSDP2 without sharding: replicas alone
+    form.check(config, own, mesh, device)
+    _check_precision(config, own, device)
+
+    config, model = resolve_model(config)  # after what is known at once: timm takes a second
+    if mesh.domain > 1:
+        config = resolve_domain(config, own, mesh, model)
+    recipe = TorchRecipe(
+        domain_attention=config.sharding.domain_attention if mesh.domain > 1 else None,
+        blocks=blocks,
+        grad_ckpt=sharding.grad_ckpt,
+        compile=("around attention" if mesh.domain > 1 else "block") if own.compile else "none",
+        dtype=DTYPES[sharding.precision],
+        reduce_dtype=DTYPES[own.reduce_dtype],
+        zero=zero,
+        forward_prefetch=own.forward_prefetch,
+        backward_prefetch=own.backward_prefetch,
+        cpu_offload=own.cpu_offload,
+    )
+    run = TorchRun(config, own, model, mesh, form=form, recipe=recipe)
+    check_batch(run)
+    blocks.check(run)
+    return run
+
+
+def _check_devices(device: Device) -> None:
+    if device.is_host and not dist.is_gloo_available():
+        raise UsageError("--backend cuda: no CUDA device here, nor PyTorch with gloo for the CPU")
+    here, there_are = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device.count()
+    if there_are is not None and here > there_are:
+        raise UsageError(
+            f"torchrun started {here} processes on this node, which has {there_are} x "
+            f"{device.noun}: a process each, --nproc-per-node {there_are} or fewer"
+        )
+
+
+def _zero_dp_strategy(config: RunConfig, own: TorchConfig) -> int:
+    """Return 0 to 3, by ``--zero_dp_strategy`` or the two older flags for 0 and 2.
+
+    Raises UsageError where they contradict each other, or the mesh.
+    """
+    shortcuts = {
+        "--run_without_fsdp": (config.sharding.run_without_fsdp, 0),
+        "--no_reshard_after_forward": (not config.sharding.reshard_after_forward, 2),
+    }
+    strategy = own.zero_dp_strategy
+    for flag, (given, means) in shortcuts.items():
+        if given and own.zero_dp_strategy not in (None, means):
+            raise UsageError(
+                f"{flag} means --zero_dp_strategy {means}, not {own.zero_dp_strategy}: drop one"
+            )
+        if given and strategy is None:
+            strategy = means
+    for name in ("mesh_dcn", "mesh_fsdp"):
+        if strategy == 0 and getattr(config.sharding, name) not in (None, 1):
+            raise UsageError(f"--{name} shapes sharding, --zero_dp_strategy 0 has none: drop one")
+    return 3 if strategy is None else strategy
+
+
+def _check_precision(config: RunConfig, own: TorchConfig, device: Device) -> None:
+    precision = config.sharding.precision
+    for used in (precision, "bf16" if own.reduce_dtype == "bf16" else "fp32"):
+        if reason := device.lacks(used):
+            raise UsageError(reason)
+    if own.tf32 and not device.has_tf32:
+        raise UsageError("--tf32 requires CUDA")
+    if own.reduce_dtype == "fp16" and precision != "fp16":
+        raise UsageError("--reduce_dtype fp16 requires --precision fp16, whose loss is scaled")
+
+
+def resolve_domain(config: RunConfig, own: TorchConfig, mesh: Mesh, model: ModelSpec) -> RunConfig:
+    """Return the configuration with ``--domain_attention`` decided, for a mesh with a domain axis.
+
+    Raises UsageError.
+    """
+    given = f"--mesh_domain {mesh.domain}"
+    check_rows(mesh, model)
+    if own.block == "te":
+        raise UsageError(f"{given} is incompatible with --block te: use --block timm")
+    if own.compile and config.sharding.grad_ckpt == "selective":
+        # Seen with PyTorch 2.9: what is compiled is not run where a policy looks at operations.
+        raise UsageError(
+            f"--compile with {given} requires --grad_ckpt full or none: selective would leave "
+            "nothing compiled"
+        )
+    reason = model.why_no_token_part()
+    for name in ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate"):
+        if model.settings[name]:
+            reason = f"processes would drop the same places of their tokens (<{name}>)"
+    if reason:
+        reason = ModelError(reason).told(MODEL_FLAG)
+        raise UsageError(f"{given} on GPUs is incompatible with --model {model.name}: {reason}")
+    form, heads = config.sharding.domain_attention, model.sizes.num_heads
+    if form == "gather":
+        raise UsageError("--domain_attention gather requires --backend xla: use ring or ulysses")
+    if form == "ulysses" and heads % mesh.domain:
+        raise UsageError(
+            f"--domain_attention ulysses requires heads that {given} divides, not {heads}: use ring"
+        )
+    if form == "auto":
+        form = "ring" if heads % mesh.domain else "ulysses"
+    return replace(config, sharding=replace(config.sharding, domain_attention=form))
+
+
+# FSDP2, which every device can run.
+
+
+def _check_fsdp2(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Device) -> None:
+    if own.zero_dp_strategy == 1:
+        raise UsageError("--fsdp fsdp2 has no --zero_dp_strategy 1: use 2 or 3, or --fsdp megatron")
+    if own.cpu_offload and config.optimizer.optimizer == "muon":
+        raise UsageError("--optimizer muon is incompatible with --cpu_offload: drop one of the two")
+    if own.meta_init is False:
+        raise UsageError("--no-meta_init requires --fsdp megatron, this is fsdp2")
+    if own.cpu_offload and device.is_host:
+        raise UsageError("--cpu_offload requires CUDA: here all is in host memory anyway")
+
+
+def _open_fsdp2(run: TorchRun, device: Device) -> TorchBackend:
+    from torch_fsdp.fsdp2 import Fsdp2Backend
+
+    return Fsdp2Backend(run, device)
+
+
+FSDP2 = Form(_check_fsdp2, _open_fsdp2)

@@ -1,0 +1,489 @@
+"""How a training starts: chosen by each process before any device starts, then agreed by all.
+
+``choose_start`` decides what is resumed or loaded, ``agree`` makes it the same for all processes,
+``progress_of`` says where in the data it continues. Between them: what must hold for that.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from data.files import printable
+from data.source import FILES, DataSource
+from models.config import ModelConfig
+from models.spec import ModelSpec
+from training.checkpoints.choose import (
+    Candidates,
+    checkpoint_around,
+    find_resume,
+    first_readable,
+    is_restart,
+    later_ones,
+    set_aside,
+)
+from training.checkpoints.format import (
+    MANIFEST,
+    METADATA,
+    Position,
+    SavedRun,
+    checksum,
+    damage,
+    read_metadata,
+    read_saved_run,
+    readable,
+)
+from training.config import CheckpointConfig, OptimizerConfig, RunConfig
+from training.errors import UsageError
+from training.files import (
+    FolderLock,
+    check_folder_writable,
+    check_own,
+    check_same_folder,
+    folder_at,
+    is_url,
+)
+from training.flags import FlagField, by_field, from_values
+from training.logs.bad_images import FILE as BAD_IMAGES_FILE
+from training.logs.bad_images import BadImages
+from training.logs.log_folder import fetch_logs
+from training.logs.records import EVENTS_FILE, METRICS_FILE, decisive, read_metrics
+from training.processes import exchange
+from training.resolve import Run, model_of
+from training.schedule import Schedule, make_schedule
+from training.weights import Weights, weights_in
+
+# -- before any device starts ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a training starts from: a checkpoint, trained weights or, without both, new weights."""
+
+    saved: SavedRun | None = None
+    """The checkpoint to resume, as far as this process sees and has looked into it."""
+    weights: Weights | None = None
+    """What ``--init_from`` names, found but not read."""
+
+
+def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
+    """Decide what a training starts from; return the configuration with the model of that, too.
+
+    Raises UsageError for a folder that cannot be a run's, for a checkpoint or weights that cannot
+    be read, and for flags that contradict their model.
+    """
+    check_run_folder(config.checkpoints)
+    # The order matters:
+    # 1. Resume here, from --ckpt_dir. After a restart of this job always its newest checkpoint,
+    #    whatever --resume names. Else as --resume (auto, best, lowest_loss) or --resume_epoch says.
+    # 2. Resume elsewhere: --resume FOLDER.
+    # 3. Start from trained weights: --init_from. Only if there is nothing to resume, so that the
+    #    same command continues the run when it is started again.
+    # 4. Start from new weights.
+    saved, _ = find_resumable(config.checkpoints)
+    if saved:  # 1 and 2
+        model = with_saved_model(saved, config.model)
+        check_same_training(saved, model_of(model), config.optimizer)
+        return replace(config, model=model), Start(saved)
+    if config.checkpoints.init_from:  # 3
+        return with_model_of_weights(config)
+    return config, Start()  # 4
+
+
+def find_resumable(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
+    """Return the checkpoint that the flags name (1 and 2 above), and all that may replace it."""
+    found = find_resume(folder_at(config.ckpt_dir), config.resume, config.resume_epoch)
+    return first_readable(found)
+
+
+def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Start]:
+    """Return the configuration with the model of the weights that ``--init_from`` names.
+
+    Flags that were given change it; a file without arguments leaves all as it is. Raises
+    UsageError if there are no such weights.
+    """
+    assert config.checkpoints.init_from is not None
+    weights = weights_in(folder_at(config.checkpoints.init_from), "--init_from")
+    if weights.run:
+        config = replace(config, model=with_saved_model(weights.run, config.model))
+    return config, Start(weights=weights)
+
+
+def with_saved_model(saved: SavedRun, asked: ModelConfig) -> ModelConfig:
+    """Return the checkpoint's model with the flags that were given over it; as asked if they name
+    another model."""
+    before: ModelConfig = from_values(ModelConfig, saved.arguments)
+    if asked.model not in (None, before.model):
+        return asked
+    return replace(before, **asked.overrides())  # type: ignore[arg-type]
+
+
+def check_run_folder(config: CheckpointConfig) -> None:
+    """Raise UsageError if ``--ckpt_dir`` cannot be a run's folder; leave nothing there."""
+    folder = folder_at(config.ckpt_dir)
+    try:
+        if outer := checkpoint_around(folder):
+            raise UsageError(
+                f"--ckpt_dir {folder} is inside of the checkpoint {outer.name}: give the run's "
+                f"folder, {outer.parent}, or another one"
+            )
+        check_folder_writable(folder)
+        if not is_url(folder) and folder.exists():
+            check_own(folder, shared=config.shared_ckpt_dir)
+    except OSError as error:
+        raise UsageError(f"cannot read --ckpt_dir {folder}: {error.strerror}") from None
+
+
+# -- on the devices' hosts: all processes agree ----------------------------------------------------
+
+
+def agree(
+    start: Start, run: Run, data: DataSource, lock: FolderLock, *, is_main: bool
+) -> tuple[SavedRun | None, BadImages, list[str]]:
+    """Make all processes start alike, or end all: until here each was for itself.
+
+    Returns the checkpoint that all resume, the unreadable images known so far, and lines for the
+    log. Raises UsageError in all processes.
+    """
+    ckpt_dir, config = run.ckpt_dir, run.config.checkpoints
+    exchange.check_alike(run, data)
+    enter_folder(ckpt_dir, lock, is_main=is_main)
+
+    # The checkpoint. Who had the lock until now may have written and removed some.
+    candidates = Candidates([])
+    with exchange.failing_together():
+        if is_main:
+            _, candidates = find_resumable(config)
+    saved, notes = choose_checkpoint(
+        candidates, lambda each: check_resume(each, run, data), verify=config.verify_checkpoint
+    )
+    with exchange.failing_together():
+        if start.saved and not saved:
+            raise UsageError(f"{start.saved.path} was removed meanwhile: start again")
+    if saved and config.init_from:
+        notes.append(f"note: --init_from {config.init_from} is ignored: this run is resumed")
+    if saved and (difference := other_order(saved, run, data)):
+        notes.append(f"note: {difference}: epoch {saved.position.epoch + 1} starts again")
+
+    # The logs so far, which list the images that could not be read.
+    if is_url(ckpt_dir):
+        with exchange.failing_together():
+            if is_main:
+                try:
+                    fetch_logs(run.log_dir, ckpt_dir, (METRICS_FILE, EVENTS_FILE, BAD_IMAGES_FILE))
+                except OSError as error:
+                    raise UsageError(
+                        f"cannot read the logs of {ckpt_dir}: {error.strerror}"
+                    ) from None
+        notes.append(
+            f"note: {ckpt_dir} has no locks: a second job on another host is not noticed; logs are "
+            f"copied there from {run.log_dir}"
+        )
+    listed = run.log_dir / BAD_IMAGES_FILE
+    bad_images = BadImages(run.config.data.max_bad_images, data, listed, is_main=is_main)
+    if bad_images.excess:
+        raise UsageError(
+            f"{bad_images.excess}; {ckpt_dir / BAD_IMAGES_FILE} lists them: remove it when they "
+            "are mended",
+            agreed=True,
+        )
+
+    # Last, as it changes the folder: checkpoints that this run does not continue.
+    aside = ""
+    with exchange.failing_together():
+        if is_main and (later := later_ones(ckpt_dir, saved.path if saved else None)):
+            folder = set_aside(ckpt_dir, later)
+            names = ", ".join(path.name for path in later)
+            aside = (
+                f"note: this run goes back: {names} set aside in {folder}, where --resume {folder} "
+                "finds them"
+            )
+    if aside := exchange.gather(aside)[0]:
+        notes.append(aside)
+    return saved, bad_images, notes
+
+
+def enter_folder(ckpt_dir: Path, lock: FolderLock, *, is_main: bool) -> None:
+    """Lock the folder for this job. Raises UsageError in all processes if that is not possible."""
+    token = ""
+    with exchange.failing_together():
+        if is_main:
+            token = lock.acquire(is_restart=is_restart(ckpt_dir))
+    token = exchange.gather(token)[0]
+    with exchange.failing_together():
+        if not is_main:  # closing the file in the first process would release its lock
+            check_same_folder(ckpt_dir, token)
+
+
+def choose_checkpoint(
+    candidates: Candidates, check: Callable[[SavedRun], None], *, verify: bool
+) -> tuple[SavedRun | None, list[str]]:
+    """Choose, for all processes, the first of the first process's candidates that is undamaged.
+
+    Returns it, None without candidates, and lines for the log. ``check`` raises UsageError for one
+    that does not fit the run. Raises UsageError in all processes if all candidates are damaged.
+    """
+    mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
+    named, passed_over, explicit = exchange.gather(mine)[0]
+    paths, damaged = [folder_at(path) for path in named], list(passed_over)
+    for path in paths:
+        _check_same_checkpoint(path)
+        problem = _damage_of(path) if verify else None
+        if problem is None:
+            saved: list[SavedRun] = []
+            with exchange.failing_together():
+                saved.append(read_saved_run(path))
+                check(saved[0])
+            return saved[0], [f"warning: {each}, so {path.name} is resumed" for each in damaged]
+        if explicit or path == paths[-1]:
+            raise UsageError(
+                f"{path} is damaged ({problem}): name another one, or use it as it is with "
+                "--no_verify_checkpoint",
+                agreed=True,
+            )
+        damaged.append(f"{path} is damaged ({problem})")
+    return None, []
+
+
+def check_weights(weights: Weights, *, verify: bool) -> None:
+    """Compare a checkpoint's files with its manifest, each process its share of them.
+
+    Without ``verify`` only check that all processes see the same. Raises UsageError in all of them.
+    """
+    if weights.tensors is None and weights.run:
+        choose_checkpoint(Candidates([weights.path]), lambda saved: None, verify=verify)
+    elif verify:
+        weights.check_undamaged()
+
+
+def _check_same_checkpoint(path: Path) -> None:
+    """Raise UsageError in all processes if one sees another checkpoint there than the first."""
+    seen = None
+    with exchange.failing_together():
+        file = path / (MANIFEST if (path / MANIFEST).exists() else METADATA)
+        if file.exists():
+            seen = checksum(file)
+    found = exchange.gather([seen, socket.gethostname()])
+    for number, (other, host) in enumerate(found):
+        if other != found[0][0]:
+            raise UsageError(
+                f"{exchange.name(number, host)} does not see the checkpoint {path} that the "
+                "first process is about to resume: give a folder that all nodes share",
+                agreed=True,
+            )
+
+
+def _damage_of(path: Path) -> str | None:
+    """Return what is wrong with the checkpoint; each process checks its share of the files.
+
+    Raises UsageError in all of them if one cannot reach it.
+    """
+    problem = None
+    with exchange.failing_together():
+        try:
+            problem = damage(path, exchange.rank(), exchange.count())
+        except ValueError as error:
+            problem = str(error)
+    return next((p for p in exchange.gather(problem) if p is not None), None)
+
+
+# -- where training continues ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where in the data a training starts, and where it ends."""
+
+    at: Position
+    last_step: int
+    schedule: Schedule
+    warning: str | None
+    """A line for the log, if the schedule is odd."""
+
+
+def progress_of(saved: SavedRun | None, run: Run, data: DataSource, epoch_steps: int) -> Progress:
+    """Return where a run continues that resumes ``saved`` (None: at the start).
+
+    A step is an update, counted over the whole run. With another batch size the run continues at
+    the same place in the data, and so in the schedule, with as many more steps as are left there.
+    ``epoch_steps``: how many batches an epoch has now. Raises UsageError if warmup and decay are
+    longer than the run.
+    """
+    config, batch_size = run.config, run.config.data.batch_size
+    at = saved.position if saved else Position()
+    epoch, batches = at.epoch, at.images_in_epoch // batch_size
+    if saved and other_order(saved, run, data):  # --restart_epoch
+        batches = 0
+    if batches >= epoch_steps:
+        epoch, batches = epoch + 1, 0
+    at = Position(at.step, epoch, batches * batch_size)
+    done = epoch * epoch_steps + batches
+    last_step = at.step + max(0, config.num_epochs * epoch_steps - done)
+    last_step = max(at.step, min(last_step, config.max_steps or last_step))
+    end = done + last_step - at.step  # the last step of the schedule, in batches of this size
+    schedule = make_schedule(config, epoch_steps, end)
+    return Progress(at, last_step, schedule, schedule.warning(end) if at.step < last_step else None)
+
+
+@dataclass(frozen=True)
+class History:
+    """What the run has reported in its folder before this start."""
+
+    continues: bool
+    """The folder's records are of this run."""
+    top1: dict[int, float | None]
+    """By step, those of the evaluations; None of one that was not finite."""
+    best_step: int = 0
+    best_top1: float = -1.0
+    """In percent; the EMA's, if there is one."""
+
+
+def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
+    """Return what the folder's metrics say of the steps up to ``step``; later ones are dropped."""
+    if saved is None or saved.path.parent.resolve() != ckpt_dir.resolve():
+        # What was resumed from elsewhere is not evaluated again.
+        return History(False, {step: None} if step else {})
+    records = [r for r in read_metrics(ckpt_dir) if r["step"] <= step]
+    finite = {r["step"]: r for r in records if None not in (r.get("val_top1"), r.get("val_loss"))}
+    best = max(((decisive(r, "val_top1"), at) for at, r in finite.items()), default=(-1.0, 0))
+    evaluated = [r["step"] for r in records if "val_images" in r]
+    top1 = {at: finite[at]["val_top1"] if at in finite else None for at in evaluated}
+    return History(True, top1, best[1], best[0])
+
+
+# -- whether a checkpoint fits a run ---------------------------------------------------------------
+
+_ORDER_FLAGS = ("data_source", "seed", "aug_repeats", "buckets")
+_SAME_ORDER = {"folder", "webdataset"}
+"""Sources that may have the same images in the same order, under other names."""
+_STATE_FLAGS = ("optimizer", "linear_probe")
+"""Flags that decide which state an optimizer has."""
+
+
+def check_resume(saved: SavedRun, run: Run, data: DataSource) -> None:
+    """Raise UsageError if training cannot continue from a checkpoint: if it has no optimizer's
+    state, is of another model, optimizer or other classes, or if its epoch cannot be continued."""
+    with readable(saved.path):
+        names = read_metadata(saved.path).state_dict_metadata
+    if not any(name.startswith("optimizer.") for name in names):
+        raise UsageError(
+            f"{saved.path} holds weights alone, which are for --predict and --eval_only: training "
+            "resumes a checkpoint that training wrote"
+        )
+    check_same_training(saved, run.model, run.config.optimizer)
+    check_same_classes(saved.classes, saved.path, data)
+    difference = other_order(saved, run, data)
+    if difference and not run.config.checkpoints.restart_epoch:
+        raise UsageError(
+            f"{saved.path} was written in the middle of epoch {saved.position.epoch + 1}, whose "
+            f"images come in another order now ({difference}): some would be trained on twice, "
+            "others not at all: give the same, or --restart_epoch to restart that epoch"
+        )
+
+
+def check_same_classes(classes: Sequence[str] | None, path: Path, data: DataSource) -> None:
+    """Raise UsageError if ``classes``, by label those that the weights in ``path`` were trained on,
+    are not those of ``data``; None: not known.
+
+    Labels are positions among the folders: one folder less, and all after it are wrong.
+    """
+    if classes is None or data.classes is None:
+        return
+    for label, (there, here) in enumerate(zip_longest(classes, data.classes)):
+        if there != here:
+            raise UsageError(
+                printable(
+                    f"{path} was trained on other classes than those of {data.name}/val: "
+                    f"number {label} is {there or 'none'} there, {here or 'none'} here"
+                )
+            )
+
+
+def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
+    """Return what changes the order of an epoch's images since the checkpoint, with both values.
+
+    None if nothing does, or if the checkpoint is of an epoch's end. What an older checkpoint does
+    not record counts as unchanged.
+    """
+    if not saved.position.images_in_epoch:
+        return None
+    there, here, flags = saved.arguments, run.values, by_field(RunConfig)
+    # Where batches are not of one bucket each, positions are those of any batch size.
+    names = [*_ORDER_FLAGS, *(["batch_size"] if here["buckets"] else [])]
+    names += ["images_per_read"] if saved.order is None else []  # which has its final value
+    values = {flags[name].names[0]: (there[name], here[name]) for name in names if name in there}
+    order = data.order()
+    values |= {what: (value, order.get(what)) for what, value in (saved.order or {}).items()}
+    if {there.get("data_source"), here["data_source"]} == _SAME_ORDER:
+        del values[flags["data_source"].names[0]]
+        values.pop(FILES, None)
+
+    def shown(value: Any) -> str:
+        return (
+            " ".join(value) if isinstance(value, list) else "none" if value is None else str(value)
+        )
+
+    for what, (before, now) in values.items():
+        if before != now:
+            return f"{what} was {shown(before)}, is {shown(now)}"
+    return None
+
+
+def check_same_model(saved: SavedRun, model: ModelSpec) -> None:
+    """Raise UsageError naming all model arguments that differ from the checkpoint's.
+
+    Dropout rates and the scheme of initialisation may change: weights fit all the same.
+    """
+    _refuse(saved, _model_differences(saved, model))
+
+
+def check_same_training(saved: SavedRun, model: ModelSpec, optimizer: OptimizerConfig) -> None:
+    """Do as ``check_same_model``, and for flags by which the optimizer has another state."""
+    differences, known = _model_differences(saved, model), by_field(OptimizerConfig)
+    for name in _STATE_FLAGS:
+        # Older checkpoints have no such argument.
+        there = saved.arguments.get(name, known[name].field.default)
+        if there != getattr(optimizer, name):
+            differences.append(_difference(known[name], there, getattr(optimizer, name)))
+    _refuse(saved, differences)
+
+
+def _refuse(saved: SavedRun, differences: Sequence[str]) -> None:
+    if differences:
+        raise UsageError(
+            f"{saved.path} was trained {'; '.join(differences)}: give the same (flags of the model "
+            "may be left out, they are the checkpoint's), or train in another --ckpt_dir"
+        )
+
+
+def _model_differences(saved: SavedRun, model: ModelSpec) -> list[str]:
+    before, known = model_of(from_values(ModelConfig, saved.arguments)), by_field(ModelConfig)
+    names = model.differences(before.settings)
+    flags = [
+        _difference(known[name], before.settings[name], model.settings[name])
+        for name in names
+        if name in known
+    ]
+    if names and before.name != model.name:
+        return [f"with --model {before.name}, not {model.name}", *flags]
+    return flags + [
+        f"with --model {before.name}, whose {name} is {before.settings[name]}, not "
+        f"{model.settings[name]}"
+        for name in names
+        if name not in known
+    ]
+
+
+def _difference(option: FlagField, there: Any, here: Any) -> str:
+    """Return a flag with both its values; one that is None, or off, is not given at all."""
+    absent = [None] if option.has_negation or not option.is_switch else [None, False]
+    if there in absent:
+        return f"without {option.names[0]}, this run is with {option.typed(here)}"
+    if here in absent:
+        return f"with {option.typed(there)}, this run is without it"
+    words = option.words(here)
+    return f"with {option.typed(there)}, not {' '.join(words[1:] or words)}"

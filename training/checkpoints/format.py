@@ -1,0 +1,502 @@
+"""What a checkpoint is: its entries, its files, its manifest; and how they are read safely.
+
+A checkpoint is a folder ``step_<n>`` in PyTorch's distributed checkpoint format (DCP), n the number
+of optimizer steps of the run so far:
+
+    model.<name>                                    weights
+    ema.<name>                                      their moving average, with --model_ema
+    optimizer.state.<name>.{step,exp_avg,exp_avg_sq}  AdamW
+    training.{step,epoch,images_in_epoch}           position; the schedule follows from it
+    training.rng                                    state of PyTorch's CPU generator
+    training.arguments                              the flags, as UTF-8 JSON
+    training.classes                                class names likewise, of an image folder
+    training.order                                  what decides the images' order, likewise
+    training.format                                 version of all this; 2 has a manifest
+
+All entries are tensors: loading them runs nothing. What is random on the device is drawn again each
+step from the seed and the step number.
+
+Its ``manifest.json`` has the size and the checksum of each file (XXH3, 128 bits: faster than any
+disk) and is written last. So a checkpoint is complete when it has one, also on storage where a
+folder cannot be renamed at once (buckets). Sizes are compared whenever a checkpoint is looked for,
+checksums before it is resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from training.backend import State
+from training.errors import UsageError
+from training.files import UrlPath, is_unreachable, is_url, replace_file, sync_folder
+
+# -- entries ---------------------------------------------------------------------------------------
+
+FORMAT = 2
+WEIGHTS, EMA = "model", "ema"
+"""Prefixes of the names of weights, and of their moving average."""
+POSITION = ("step", "epoch", "images_in_epoch")
+OPTIONAL = ("classes", "order")
+RNG = "rng"
+
+
+def tree(state: State, training: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return what DCP writes, or reads into: dictionaries whose paths are entries' names.
+
+    ``training`` holds the ``training.*`` entries, which are left out if there are none.
+    """
+    content: dict[str, Any] = {WEIGHTS: state.model}
+    if state.ema is not None:
+        content[EMA] = state.ema
+    if state.optimizer is not None:
+        content["optimizer"] = {"state": state.optimizer}
+    return content | ({"training": dict(training)} if training else {})
+
+
+def training_entry(name: str) -> str:
+    """Return the full name of a ``training.*`` entry."""
+    return f"training.{name}"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: updates done, full epochs done, images into the current epoch."""
+
+    step: int = 0
+    epoch: int = 0
+    images_in_epoch: int = 0
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a checkpoint says of the run that wrote it, read without any device."""
+
+    path: Path
+    position: Position
+    arguments: dict[str, Any]
+    classes: list[str] | None = None
+    """The names by label; None if the data had none, or an earlier version wrote the checkpoint."""
+    order: dict[str, Any] | None = None
+    """What decides, beside ``arguments``, the order of its training images (``DataSource.order``);
+    None if an earlier version wrote the checkpoint."""
+
+
+def training_tensors(
+    position: Position,
+    arguments: dict[str, Any],
+    classes: list[str] | None,
+    order: dict[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return the ``training.*`` entries of a checkpoint, except the random state."""
+    tensors = {
+        "step": torch.tensor(position.step),
+        "epoch": torch.tensor(position.epoch),
+        "images_in_epoch": torch.tensor(position.images_in_epoch),
+        "arguments": _json_tensor(arguments),
+        "format": torch.tensor(FORMAT),
+    }
+    for name, value in zip(OPTIONAL, (classes, order), strict=True):
+        if value is not None:
+            tensors[name] = _json_tensor(value)
+    return tensors
+
+
+def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
+    """Return what ``training_tensors`` were made of; raises anything if they are none."""
+    position = Position(*(int(training[name]) for name in POSITION))
+    optional = {name: _from_json(training[name]) for name in OPTIONAL if name in training}
+    return SavedRun(path, position, _from_json(training["arguments"]), **optional)
+
+
+def _json_tensor(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_json(tensor: torch.Tensor) -> Any:
+    return json.loads(bytes(tensor.tolist()))
+
+
+# -- files, in local folders and on URLs alike ----------------------------------------------------
+
+METADATA = ".metadata"
+"""The file that DCP writes when all parts of a checkpoint are there: names, shapes, places."""
+Name = str | os.PathLike
+"""How DCP names a file: on URLs by a text, as its metadata has the folder's name."""
+Entry = tuple[int, str]
+"""A file's size in bytes and its checksum, XXH3 of 128 bits in hexadecimal digits."""
+
+
+class UrlFiles:
+    """The files of a URL for DCP: what ``FolderWriter`` and ``FolderReader`` use of its
+    ``FileSystemBase``. Nothing is renamed or removed."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
+        with UrlPath(str(path)).open(mode) as stream:
+            yield cast(io.IOBase, stream)
+
+    def concat_path(self, path: Name, suffix: str) -> Name:
+        return str(UrlPath(str(path)) / suffix)
+
+    def init_path(self, path: Name) -> Name:
+        return path
+
+    def mkdir(self, path: Name) -> None:
+        UrlPath(str(path)).mkdir()
+
+    def exists(self, path: Name) -> bool:
+        return UrlPath(str(path)).exists()
+
+
+class SummedFiles:
+    """The files of another file system for DCP, with checksums of what is written to them."""
+
+    def __init__(self, files: FileSystem | UrlFiles) -> None:
+        self._files = files
+        self.sums: dict[str, Entry] = {}
+        """Of each file written so far, by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
+        with self._files.create_stream(path, mode) as stream:
+            summed = _Summed(stream)
+            yield cast(io.IOBase, summed)
+        self.sums[os.path.basename(path)] = (summed.size, summed.digest.hexdigest())
+
+
+class _Summed:
+    """A stream, with the size and the checksum of what is written to it, from front to back."""
+
+    def __init__(self, stream: io.IOBase) -> None:
+        self._stream, self.size, self.digest = stream, 0, xxhash.xxh3_128()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, content: Any) -> int:
+        self.digest.update(content)
+        self.size += memoryview(content).nbytes
+        return self._stream.write(content)
+
+
+class FolderWriter(dcp.FileSystemWriter):
+    """Writes the files and the metadata of a checkpoint, and computes their checksums."""
+
+    def __init__(self, folder: Path, *, from_host: bool) -> None:
+        """``from_host``: all tensors of the checkpoint are on the CPU."""
+        super().__init__(str(folder), sync_files=not is_url(folder))
+        if from_host:  # what copies ahead would ask CUDA for device 0, in a thread of any process
+            self.per_thread_copy_ahead = 0
+        self.folder, files = folder, _use_urls(self, folder)
+        self._summed = SummedFiles(files)
+        self.fs = cast(FileSystem, self._summed)
+
+    @property
+    def sums(self) -> dict[str, Entry]:
+        """The sizes and checksums of the files that this process has written, by name."""
+        return self._summed.sums
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata under its own name; DCP would write another file and rename it, for
+        which a bucket copies and removes, which may not be allowed."""
+        content = pickle.dumps(
+            dataclasses.replace(
+                metadata,
+                version=CURRENT_DCP_VERSION,
+                storage_data={each.index: each.storage_data for part in results for each in part},
+                storage_meta=self.storage_meta(),
+            )
+        )
+        replace_file(self.folder / METADATA, content)
+        self.sums[METADATA] = len(content), xxhash.xxh3_128(content).hexdigest()
+
+
+class FolderReader(dcp.FileSystemReader):
+    """Reads what ``FolderWriter`` has written; unsafe by itself, see ``SafeReader``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+        _use_urls(self, folder)
+
+
+def _use_urls(
+    files: dcp.FileSystemReader | dcp.FileSystemWriter, folder: Path
+) -> FileSystem | UrlFiles:
+    """Let DCP read and write a folder on a URL, if it is one; return its file system."""
+    if is_url(folder):
+        files.fs = UrlFiles()  # type: ignore[assignment]
+        files.path = str(folder)
+    return files.fs
+
+
+# -- reading without running anything that is in a checkpoint --------------------------------------
+
+_METADATA_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"}
+    | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "pathlib": {"PosixPath"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds DCP's own metadata classes and nothing else.
+
+    ``BytesStorageMetadata`` is not among them: what it describes is unpickled by DCP as it is read.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA_NAMES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Return the metadata of a checkpoint folder, whose entries are all tensors in its own files.
+
+    Raises anything if it is damaged, or not such metadata.
+    """
+    metadata = _MetadataUnpickler(io.BytesIO((path / METADATA).read_bytes())).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError("not the metadata of a checkpoint")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"{name} is not a tensor")
+    for info in metadata.storage_data.values():
+        if Path(info.relative_path).name != info.relative_path:
+            raise pickle.UnpicklingError(f"{info.relative_path} is not a file of the checkpoint")
+    return metadata
+
+
+def named_files(path: Path) -> set[str]:
+    """Return the files that a checkpoint's metadata names. Raises as ``read_metadata``."""
+    return {info.relative_path for info in read_metadata(path).storage_data.values()}
+
+
+class SafeReader(FolderReader):
+    """Reads as DCP's file reader, but no metadata that runs code; PyTorch 2.9 unpickles any."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = read_metadata(self.folder)
+        storage = getattr(metadata, "storage_meta", None) or StorageMeta()
+        storage.load_id = self.load_id
+        metadata.storage_meta = storage
+        return metadata
+
+
+def silence_dcp() -> None:
+    """Silence, from now on, DCP's warnings about ``no_dist=True`` and about its own old calls."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+
+
+@contextlib.contextmanager
+def quiet_dcp() -> Iterator[None]:
+    """Silence them inside; not for use in a thread, as Python has one list for all threads."""
+    with warnings.catch_warnings():
+        silence_dcp()
+        yield
+
+
+def read_saved_run(path: Path) -> SavedRun:
+    """Read position and arguments of a checkpoint. Raises UsageError if it cannot be read."""
+    with readable(path):
+        if not (path / METADATA).is_file():
+            raise UsageError(f"checkpoint {path} is incomplete: it has no {METADATA} file")
+        reader = SafeReader(path)
+        entries = reader.read_metadata().state_dict_metadata
+        wanted: dict[str, Any] = {}
+        for name in (*POSITION, "arguments", *OPTIONAL):
+            if name in OPTIONAL and training_entry(name) not in entries:
+                continue
+            entry = entries[training_entry(name)]
+            assert isinstance(entry, TensorStorageMetadata)
+            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        state = {"training": wanted}
+        with quiet_dcp():
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        return saved_run(path, state["training"])
+
+
+class Unreachable(UsageError):
+    """Raised for a checkpoint that may be undamaged, but that this process cannot reach."""
+
+
+@contextlib.contextmanager
+def readable(path: Path, what: str = "the checkpoint") -> Iterator[None]:
+    """Raise UsageError for whatever goes wrong inside, where a checkpoint is read.
+
+    It is Unreachable if the error says nothing about the checkpoint itself.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    # A damaged file can fail in any way.
+    except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
+        kind = Unreachable if is_unreachable(_cause(error)) else UsageError
+        reason = reason_of(error).removesuffix(f": {path}")
+        raise kind(f"cannot read {what} {path}: {reason}") from None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what DCP has wrapped, by rank, in an error of its own."""
+    if isinstance(error, dcp.CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return one line of what went wrong, also in DCP."""
+    error = _cause(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+# -- the manifest ----------------------------------------------------------------------------------
+
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 24
+
+
+def checksum(path: Path) -> str:
+    """Return XXH3 of a file's content, 128 bits in hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+    """Return the entries of a manifest for these files of a folder."""
+    return {name: ((folder / name).stat().st_size, checksum(folder / name)) for name in names}
+
+
+def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
+    """Complete a written checkpoint, synced to the disk.
+
+    Raises OSError if the manifest cannot be written, or if no process has written a file that the
+    metadata names: then it was written to another disk.
+    """
+    missing = named_files(folder) - files.keys()
+    missing |= {name for name in files if not (folder / name).is_file()}
+    if missing:
+        raise FileNotFoundError(
+            f"{sorted(missing)[0]} is not in the folder: do all processes see the same one?"
+        )
+    content = {"format": FORMAT, "files": {name: list(files[name]) for name in sorted(files)}}
+    replace_file(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    sync_folder(folder.parent)
+
+
+def read_manifest(folder: Path) -> dict[str, Entry] | None:
+    """Return sizes and checksums by file; None if there is no manifest.
+
+    Raises ValueError for a damaged one, OSError if it cannot be reached.
+    """
+    try:
+        content = json.loads((folder / MANIFEST).read_text())
+        return {
+            str(name): (int(size), str(sum_)) for name, (size, sum_) in content["files"].items()
+        }
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if is_unreachable(error):
+            raise
+        raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
+
+
+def is_complete(folder: Path) -> bool:
+    """Return True if a checkpoint is complete; it may have been damaged since.
+
+    Versions of this program before manifests wrote DCP's metadata last. Raises OSError if it
+    cannot be reached.
+    """
+    if (folder / MANIFEST).exists():
+        return True
+    if not (folder / METADATA).is_file():
+        return False
+    try:
+        return training_entry("format") not in read_metadata(folder).state_dict_metadata
+    except Exception as error:  # a damaged file can fail in any way
+        if is_unreachable(error):
+            raise
+        return True  # of an earlier version, most likely: reading it will show
+
+
+def quick_problem(folder: Path) -> str | None:
+    """Return what is wrong with a complete checkpoint by its files' names and sizes alone.
+
+    None if nothing is. Raises OSError if it cannot be reached: then it may be undamaged.
+    """
+    try:
+        files = read_manifest(folder)
+        if files is None:  # of an earlier version
+            files = dict.fromkeys(named_files(folder), (-1, ""))
+    except Exception as error:  # a damaged file can fail in any way
+        if is_unreachable(error):
+            raise
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    for name, (size, _) in files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            if is_unreachable(error):
+                raise
+            return f"{name} is missing"
+        if size not in (found, -1):
+            return f"{name} has {found:,} bytes, not {size:,}"
+    return None
+
+
+def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Return what is wrong with the content of every ``parts``-th file, from number ``part`` on.
+
+    None if nothing is, or if an earlier version wrote the checkpoint, without checksums. Raises
+    OSError if it cannot be reached, ValueError for a damaged manifest.
+    """
+    for name, (_, expected) in sorted((read_manifest(folder) or {}).items())[part::parts]:
+        try:
+            found = checksum(folder / name)
+        except OSError as error:
+            if is_unreachable(error):
+                raise
+            return f"{name} cannot be read ({error.strerror})"
+        if found != expected:
+            return f"{name} has changed since it was written (its checksum differs)"
+    return None

@@ -1,1 +1,0 @@
-"""``python -m training.convert SRC DST``: weights in another form of file."""

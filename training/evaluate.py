@@ -1,0 +1,290 @@
+"""Evaluation: loss and accuracy over a validation set, and a report by class.
+
+``evaluate`` runs the model, ``EvalReport`` says what the images of each class were taken for
+(``--eval_report``). When a training evaluates, ``Evaluations`` decides (``training/loop.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.colors import PowerNorm
+from torch import nn
+
+from data.files import printable, replace_file
+from data.loader import PADDING, Batch, BatchLoader, prefetch
+from training.backend import Backend
+from training.logs.records import Evaluation, save_figure
+from training.losses import Objective
+
+TOP = 5
+"""The k of top-k accuracy, beside 1."""
+_AHEAD = 8
+"""How many batches the host may be ahead of the devices: enough that these never wait."""
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    objective: Objective,
+    loader: BatchLoader,
+    backend: Backend,
+    batches: int = 0,
+    batch_done: Callable[[], bool | None] = lambda: None,
+    predictions: Predictions | None = None,
+) -> Evaluation | None:
+    """Run the model over ``loader`` (0: all its batches); padding (label -1) counts for nothing.
+
+    Returns None if ``batch_done``, called after each batch, returns True: to stop. ``predictions``
+    collects what each image was taken for.
+    """
+    seen: set[int] = set()
+
+    def source() -> Iterator[Batch]:
+        for images, labels in itertools.islice(loader.epoch(0), batches or None):
+            seen.update(labels.tolist())  # on the host, as the batches pass
+            yield images, labels
+
+    # Added up on the host: exact, and no graph depends on how many batches there are.
+    totals = np.zeros(4)  # loss, in top 1, in top 5, images
+
+    def add(values: Future[dict[str, list[float]]]) -> None:
+        nonlocal totals
+        found = values.result()
+        totals += found["totals"]
+        if predictions is not None:
+            predictions.add(found["images"])
+
+    model.eval()
+    stopped, pending = False, deque[Future]()
+    with contextlib.closing(prefetch(source(), backend.put, loader.prefetch_depth)) as ready:
+        for images, labels in ready:
+            logits = model(objective.normalize(images)).float()
+            loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
+            present, before = labels != PADDING, classes_before(logits, labels)
+            counts = [(present & (before < k)).sum().float() for k in (1, TOP)]
+            sums = backend.sum(torch.stack([loss, *counts, present.sum().float()]))
+            values = {"totals": sums}
+            if predictions is not None:
+                values["images"] = predictions.of_batch(logits, labels, before)
+            backend.end_step()
+            pending.append(backend.read(values))
+            if len(pending) > _AHEAD:
+                add(pending.popleft())
+            if batch_done():
+                stopped = True
+                break
+    for left in pending:
+        add(left)
+    model.train()
+    if stopped:
+        return None
+    loss_sum, in_top1, in_top5, images_seen = totals.tolist()
+    count = images_seen or float("nan")  # where no image could be read
+    return Evaluation(
+        loss_sum / count,
+        100 * in_top1 / count,
+        100 * in_top5 / count,
+        int(images_seen),
+        frozenset(seen),
+    )
+
+
+def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return for each image how many classes its logits, (images, classes), rank above its label.
+
+    0: the label is the ``argmax``, up to 4: it is among the top five. Of equal logits the first
+    class ranks highest; NaN ranks above all, so that a model that has diverged is right about
+    nothing. No sorting, no gathering: each device compares its own images' logits, whatever these
+    are sharded over.
+    """
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    label = labels.clamp(min=0)[:, None]  # padding gets some rank, too, which does not count
+    own = torch.where(classes == label, logits, 0.0).sum(dim=-1, keepdim=True)
+    first_of_equals = (logits == own) & (classes < label)
+    return (~(logits <= own) | first_of_equals).sum(dim=-1)
+
+
+# -- The report by class --------------------------------------------------------------------------
+
+
+class Predictions:
+    """Collects each image's label, its predicted class and the label's rank, over all devices.
+
+    A batch's are three numbers an image, read some batches later: of 21,000 classes as of ten.
+    """
+
+    def __init__(self, backend: Backend, batch_size: int) -> None:
+        """``batch_size``: images of a global batch, padding included."""
+        self._backend, self._batch_size, self._parts = backend, batch_size, 1
+        mine = F.one_hot(torch.tensor(backend.rank), backend.world_size).float()
+        # On the device, so that all processes run one program, of which only this differs.
+        self._mine = backend.constant(mine)
+        self._found: list[np.ndarray] = []
+
+    def of_batch(
+        self, logits: torch.Tensor, labels: torch.Tensor, before: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what ``add`` takes, whole on every device; fp32 is exact for class numbers."""
+        here = torch.stack([labels, logits.argmax(dim=-1), before]).float()
+        self._parts = self._batch_size // labels.shape[0]  # 1 where a program's tensors are global
+        if self._parts > 1:
+            here = self._mine[:, None, None] * here
+        return self._backend.sum(here)
+
+    def add(self, values: list[float]) -> None:
+        """Add a batch, as it was read from the devices."""
+        parts = np.array(values, dtype=np.int64).reshape(self._parts, 3, -1)
+        found = parts.transpose(1, 0, 2).reshape(3, -1)
+        self._found.append(found[:, found[0] != PADDING])
+
+    def all(self) -> np.ndarray:
+        """Return labels, predicted classes and ``classes_before``: (3, images), int64."""
+        return np.concatenate(self._found, axis=1) if self._found else np.zeros((3, 0), np.int64)
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """What the images of each class of a validation set were taken for."""
+
+    names: Sequence[str]
+    """Of the classes, by label."""
+    images: np.ndarray
+    """How many images each class has: (classes,)."""
+    in_top1: np.ndarray
+    in_top5: np.ndarray
+    """How many of them have their label first, or among the first five: (classes,)."""
+    pairs: np.ndarray
+    """A row for each label and predicted class that occur together, and how often: (pairs, 3)."""
+
+    @classmethod
+    def of(cls, found: np.ndarray, names: Sequence[str]) -> EvalReport:
+        """Return the report on what ``Predictions.all`` returns."""
+        labels, predicted, before = found
+        images, in_top1, in_top5 = (
+            np.bincount(labels[before < most], minlength=len(names))
+            for most in (len(names) + 1, 1, TOP)
+        )
+        pairs, times = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
+        return cls(names, images, in_top1, in_top5, np.column_stack([pairs, times]))
+
+    @property
+    def mistakes(self) -> np.ndarray:
+        """Return the pairs whose two classes differ, the most frequent first: (pairs, 3)."""
+        wrong = self.pairs[self.pairs[:, 0] != self.pairs[:, 1]]
+        return wrong[np.argsort(-wrong[:, 2], kind="stable")]
+
+    @property
+    def title(self) -> str:
+        images = int(self.images.sum())
+        right = 100 * self.in_top1.sum() / max(images, 1)
+        return f"{images:,} images, top-1 {right:.2f} %"
+
+
+PER_CLASS, CONFUSION, PICTURE = "per_class.csv", "confusion.csv", "confusion.png"
+_LARGEST_MATRIX = 50
+"""The most classes whose names can be read along a confusion matrix."""
+_LARGEST_WITH_NUMBERS = 25
+_MOST_MISTAKES = 25
+_NAME_LENGTH = 24
+
+
+def write_report(report: EvalReport, folder: Path) -> None:
+    """Write per_class.csv, confusion.csv and confusion.png. Raises OSError.
+
+    Accuracies are in percent, empty for a class without images. The picture is the confusion
+    matrix; of more than 50 classes the most frequent mistakes and the histogram of accuracies.
+    """
+    names = report.names
+    predicted = np.zeros(len(names), dtype=np.int64)
+    np.add.at(predicted, report.pairs[:, 1], report.pairs[:, 2])
+    mostly: dict[int, tuple[str, int]] = {}
+    for label, other, times in report.mistakes.tolist():
+        mostly.setdefault(label, (names[other], times))
+    header = "label class images top1 top5 predicted mostly_mistaken_for times".split()
+    per_class: list[list] = [header]
+    for label, name in enumerate(names):
+        images = report.images[label]
+        tops = (report.in_top1[label], report.in_top5[label])
+        percent = [f"{100 * top / images:.2f}" if images else "" for top in tops]
+        per_class.append(
+            [label, name, images, *percent, predicted[label], *mostly.get(label, ("", 0))]
+        )
+    pairs = [[names[a], names[b], times] for a, b, times in report.pairs.tolist()]
+    confusion = [["class", "predicted", "images"], *pairs]
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, rows in ((PER_CLASS, per_class), (CONFUSION, confusion)):
+        content = io.StringIO(newline="")
+        csv.writer(content).writerows(rows)
+        # Names of folders may hold bytes that are not text.
+        replace_file(folder / file, content.getvalue().encode(errors="surrogateescape"))
+    draw = _draw_matrix if len(names) <= _LARGEST_MATRIX else _draw_mistakes
+    save_figure(draw(report), folder / PICTURE)
+
+
+def _draw_matrix(report: EvalReport) -> plt.Figure:
+    count = len(report.names)
+    found = np.zeros((count, count), dtype=np.int64)
+    found[report.pairs[:, 0], report.pairs[:, 1]] = report.pairs[:, 2]
+    share = 100 * found / np.maximum(found.sum(axis=1, keepdims=True), 1)
+    side = 3.0 + 0.3 * count
+    figure, axis = plt.subplots(figsize=(side + 1.5, side), layout="constrained")
+    # By the square root: of a good model the few mistakes are what matters.
+    image = axis.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 100))
+    figure.colorbar(image, label="% of the class's images", shrink=0.8)
+    names = [_short(name) for name in report.names]
+    axis.set_xticks(range(count), names, rotation=90)
+    axis.set_yticks(range(count), names)
+    axis.set_xlabel("predicted")
+    axis.set_ylabel("class")
+    axis.set_title(report.title)
+    if count <= _LARGEST_WITH_NUMBERS:
+        for label, other, times in report.pairs.tolist():
+            colour = "white" if share[label, other] > 35 else "black"
+            axis.text(other, label, times, ha="center", va="center", color=colour, fontsize=8)
+    return figure
+
+
+def _draw_mistakes(report: EvalReport) -> plt.Figure:
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(13, 7.5), layout="constrained", width_ratios=(3, 2)
+    )
+    mistakes = report.mistakes[:_MOST_MISTAKES]
+    texts = [f"{_short(report.names[a])} → {_short(report.names[b])}" for a, b, _ in mistakes]
+    shares = 100 * mistakes[:, 2] / np.maximum(report.images[mistakes[:, 0]], 1)
+    bars = left.barh(range(len(mistakes)), mistakes[:, 2])
+    left.bar_label(bars, [f" {share:.0f} %" for share in shares], fontsize=8)
+    left.set_yticks(range(len(mistakes)), texts, fontsize=8)
+    left.invert_yaxis()
+    left.margins(x=0.1)
+    left.set_xlabel("images (% of the class's)")
+    left.set_title("Most frequent mistakes: class → predicted")
+
+    there = report.images > 0
+    accuracy = 100 * report.in_top1[there] / report.images[there]
+    right.hist(accuracy, bins=np.linspace(0, 100, 21))
+    if accuracy.size:
+        right.axvline(accuracy.mean(), color="black", linestyle="--")
+        right.set_xlabel(f"top-1 of a class, % (mean {accuracy.mean():.1f})")
+    right.set_ylabel("classes")
+    right.set_title(report.title)
+    return figure
+
+
+def _short(name: str) -> str:
+    """Return a class's name as it can be drawn, "$" being mathematics to matplotlib."""
+    text = printable(name).replace("$", r"\$")
+    return text if len(text) <= _NAME_LENGTH else f"{text[: _NAME_LENGTH - 1]}…"

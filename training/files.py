@@ -1,0 +1,452 @@
+"""A run's folder, on a disk or on a URL (gs://, s3://, ...): its paths and its lock."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, Generic, Self, TypeVar, cast
+
+from data import files
+from data.files import no_link, what_others_own
+from training.errors import UsageError
+
+# -- paths -----------------------------------------------------------------------------------------
+
+_LOCAL = "file://"
+_SEPARATOR = "://"
+
+
+def folder_at(text: str) -> Path:
+    """Return the folder that a flag names: a local one, or a ``UrlPath``, which is used like one.
+
+    Raises UsageError for a kind of URL that is not known, or whose package is not installed.
+    """
+    if text.startswith(_LOCAL):
+        return Path(text.removeprefix(_LOCAL))
+    protocol, separator, rest = text.partition(_SEPARATOR)
+    if not separator:
+        return Path(text)
+    from data.files import problem_of_url  # with fsspec: a folder needs none
+
+    if problem := problem_of_url(text):
+        raise UsageError(f"{text}: {problem}")
+    if not rest.strip("/"):
+        raise UsageError(f"{text} names no folder: give one, as {protocol}://bucket/run")
+    return cast(Path, UrlPath(text.rstrip("/")))
+
+
+@dataclass(frozen=True, order=True)
+class UrlPath:
+    """A file or folder on a URL, with those methods of pathlib that runs use, by fsspec.
+
+    They raise OSError, whatever the storage raises. A bucket has no folders of its own: one exists
+    as long as it has a file. A file exists, and is complete, when it was closed.
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> UrlPath:
+        return UrlPath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> UrlPath:
+        return UrlPath(self.url.rpartition("/")[0])
+
+    @contextlib.contextmanager
+    def _storage(self) -> Iterator[tuple[Any, str]]:
+        """Yield fsspec's file system and the path in it; turn what they raise into OSError."""
+        from fsspec.core import url_to_fs
+
+        try:
+            # Cached listings would hide what other processes have written since.
+            yield url_to_fs(self.url, use_listings_cache=False)
+        except Exception as error:
+            raise _os_error(error, self.url) from error
+
+    def _kind(self) -> str | None:
+        """Return "file", "directory" or None, which fsspec also returns if a storage cannot be
+        asked."""
+        try:
+            with self._storage() as (storage, path):
+                return storage.info(path)["type"]
+        except FileNotFoundError:
+            return None
+
+    def exists(self) -> bool:
+        return self._kind() is not None
+
+    def is_dir(self) -> bool:
+        return self._kind() == "directory"
+
+    def is_file(self) -> bool:
+        return self._kind() == "file"
+
+    def iterdir(self) -> Iterator[UrlPath]:
+        with self._storage() as (storage, path):
+            names = {each.rstrip("/").rpartition("/")[2] for each in storage.ls(path, detail=False)}
+        return iter(sorted(self / name for name in names - {"", self.name}))
+
+    def stat(self) -> SimpleNamespace:
+        """Return the size alone, in bytes, as ``st_size``."""
+        with self._storage() as (storage, path):
+            return SimpleNamespace(st_size=storage.size(path))
+
+    def mkdir(self, *, parents: bool = True) -> None:
+        """Make the folder, if the storage has folders, but no bucket."""
+        from data.files import missing_bucket
+
+        with self._storage() as (storage, path):
+            if bucket := missing_bucket(storage, path):
+                raise FileNotFoundError(errno.ENOENT, f"there is no bucket {bucket}")
+            storage.makedirs(path, exist_ok=True)
+
+    @contextlib.contextmanager
+    def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
+        """Open the file inside; other errors raised there (damaged content) are unchanged."""
+        with self._storage() as (storage, path):
+            file = storage.open(path, mode)
+        try:
+            yield cast(IO[bytes], _Stream(file, self.url))
+        finally:
+            with self._storage():
+                file.close()
+
+    def read_bytes(self) -> bytes:
+        with self._storage() as (storage, path):
+            return storage.cat_file(path)
+
+    def write_bytes(self, content: bytes) -> None:
+        with self._storage() as (storage, path):
+            storage.pipe_file(path, content)
+
+    def read_text(self, errors: str = "strict") -> str:
+        return self.read_bytes().decode(errors=errors)
+
+    def write_text(self, text: str) -> None:
+        self.write_bytes(text.encode())
+
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        with self._storage() as (storage, path):
+            if not missing_ok or self.exists():
+                storage.rm_file(path)
+
+    def copy(self, target: UrlPath) -> None:
+        """Copy a file within its storage."""
+        with self._storage() as (storage, path), target._storage() as (_, to):
+            storage.cp_file(path, to)
+
+    def remove_tree(self) -> None:
+        with self._storage() as (storage, path):
+            storage.rm(path, recursive=True)
+            # s3fs 2026.9 removes what it can, and is silent about the rest.
+            if left := storage.find(path):
+                raise PermissionError(f"{len(left)} of its files could not be removed")
+
+    def check_writable(self, *, removable: bool = False) -> None:
+        """Write an empty file into the folder, and remove it. Raises OSError if writing or, with
+        ``removable``, removing is not allowed; what may not be removed stays there."""
+        probe = self / ".write_test"
+        probe.write_bytes(b"")
+        with contextlib.suppress(*([] if removable else [OSError])):
+            probe.unlink(missing_ok=True)  # another process may have done it
+
+    def resolve(self) -> UrlPath:
+        return self
+
+
+class _Stream:
+    """An open file of a storage. Its methods raise OSError, whatever the storage raises."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._file, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any) -> Any:
+            try:
+                return found(*args)
+            except Exception as error:
+                raise _os_error(error, self._url) from error
+
+        return call
+
+
+def _os_error(error: Exception, url: str) -> OSError:
+    """Return an error with number, text and file name, as pathlib's have.
+
+    It is never EIO, which is a disk's error for a damaged file.
+    """
+    kinds = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
+    number = next((code for kind, code in kinds.items() if isinstance(error, kind)), None)
+    number = getattr(error, "errno", None) or number
+    text = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [""])[0][:200]
+    if number in (None, errno.EIO):
+        number = errno.EREMOTEIO
+    return OSError(number, text or type(error).__name__, url)
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return True if an error says nothing about the file itself, which may be undamaged: a storage
+    did not answer, a right is missing. False if the file is missing or damaged."""
+    of_the_file = errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO
+    return isinstance(error, OSError) and error.errno not in of_the_file
+
+
+def as_url(path: Path) -> UrlPath | None:
+    """Return a path of ``folder_at`` with its own type if it is a URL's, else None."""
+    found: Any = path
+    return found if isinstance(found, UrlPath) else None
+
+
+def is_url(path: Path) -> bool:
+    """Return True if a path of ``folder_at`` is on a URL."""
+    return as_url(path) is not None
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all in it, on a URL or not.
+
+    Raises OSError if anything is left, after removing what can be removed.
+    """
+    if url := as_url(folder):
+        with contextlib.suppress(FileNotFoundError):
+            url.remove_tree()
+        return
+    errors: list[OSError] = []
+    shutil.rmtree(folder, onerror=lambda _, path, caught: errors.append(cast(OSError, caught[1])))
+    for error in errors:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a small file: it is complete afterwards, or as it was before. Raises OSError."""
+    as_bytes = content.encode() if isinstance(content, str) else content
+    if is_url(path):  # there a file appears when it is closed
+        path.write_bytes(as_bytes)
+        return
+    files.replace_file(path, as_bytes)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Sync the names in a folder to the disk, if the file system can do that."""
+    if is_url(path):
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:  # network file systems and buckets may not know it for folders
+        pass
+    finally:
+        os.close(descriptor)
+
+
+# -- the lock of a run's folder --------------------------------------------------------------------
+
+LOCK_FILE = ".lock"
+_HELD = {errno.EACCES, errno.EAGAIN}
+_PATIENCE_S, _RESTART_PATIENCE_S = 3.0, 120.0
+"""The seconds to wait for a job that is just ending, and in a restart: an NFS server may keep the
+lock of a node that has crashed for a lease (90 s by default)."""
+_VISIBLE_WITHIN_S = 30.0
+"""The seconds after which a network file system shows a new file on all hosts."""
+
+
+class FolderLock:
+    """Locks a folder for one job, in its first process, until that process ends, however it ends.
+
+    It is a POSIX record lock: children do not inherit it, and NFS passes it on to its server. It
+    is released when the process closes the file, however it had opened it, so nothing else in the
+    process may open it. The file itself stays; it says who had the lock last.
+    """
+
+    def __init__(self, ckpt_dir: Path, *, inside: Path | None = None, shared: bool = False) -> None:
+        """``inside``: the local folder that is locked instead of a URL, which has no locks; the
+        file is copied there. ``shared``: the folder may be another user's."""
+        self._folder, self._place, self._shared = ckpt_dir, inside or ckpt_dir, shared
+        self._file: int | None = None
+
+    def acquire(self, *, is_restart: bool) -> str:
+        """Lock the folder; return a token that is written into the file.
+
+        Raises UsageError if another job holds the lock, or if the folder is another user's.
+        """
+        path = self._place / LOCK_FILE
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+            check_own(self._place, shared=self._shared)
+            self._file = no_link(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to --ckpt_dir {self._place}: {error.strerror}"
+            ) from None
+        deadline = time.monotonic() + (_RESTART_PATIENCE_S if is_restart else _PATIENCE_S)
+        while not self._locked():
+            if time.monotonic() > deadline:
+                holder = "another job"
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    found = json.loads(os.pread(self._file, 4096, 0))
+                    holder = f"process {found['pid']} on {found['host']}, since {found['since']}"
+                self.release()
+                raise UsageError(
+                    f"--ckpt_dir {self._folder} is in use by {holder}: end that run first, or "
+                    "choose another folder"
+                )
+            time.sleep(0.2)
+        token = secrets.token_hex(8)
+        content = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "token": token,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(content).encode(), 0)
+        os.fsync(self._file)
+        if self._place != self._folder:
+            (self._folder / LOCK_FILE).write_text(json.dumps(content))
+        return token
+
+    def _locked(self) -> bool:
+        """Try to lock the file; return False if another process holds the lock."""
+        assert self._file is not None
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Any other error: a file system without locks.
+            return error.errno not in _HELD
+        return True
+
+    def release(self) -> None:
+        """Release the lock, if it is held."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def check_own(folder: Path, *, shared: bool = False) -> None:
+    """Raise UsageError if a folder, or what is in it, is another user's, and not ``shared``.
+
+    A checkpoint in it would be resumed, whoever has forged it. Raises OSError.
+    """
+    if not shared and (theirs := what_others_own(folder)):
+        raise UsageError(
+            f"--ckpt_dir {folder}: {theirs}: give a folder of your own, or use what is there as it "
+            "is with --shared_ckpt_dir"
+        )
+
+
+def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
+    """Raise UsageError if nothing can be written to what ``flag`` names; leave nothing there."""
+    if url := as_url(folder):
+        try:
+            url.mkdir()
+            url.check_writable()
+        except OSError as error:
+            raise UsageError(f"cannot write to {flag} {folder}: {error.strerror}") from None
+        return
+    if folder.is_file():
+        raise UsageError(f"{flag} {folder} is a file, not a folder")
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(0, "Not a directory", str(existing))
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+        for path in [*sorted(folder.glob("*.json*")), folder / LOCK_FILE]:
+            if os.path.lexists(path):
+                os.close(no_link(path, os.O_WRONLY))
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise UsageError(f"cannot write to {flag} {folder}: {error.strerror}{where}") from None
+
+
+def check_same_folder(ckpt_dir: Path, token: str) -> None:
+    """Raise UsageError if this process does not see the file that the first one has locked."""
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while True:
+        try:
+            if json.loads((ckpt_dir / LOCK_FILE).read_text())["token"] == token:
+                return
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"--ckpt_dir {ckpt_dir} is not the folder that the first process sees under this "
+                "name: give one that all nodes share"
+            )
+        time.sleep(0.2)
+
+
+# -- work in a thread ------------------------------------------------------------------------------
+
+Result = TypeVar("Result")
+
+
+class Background(Generic[Result]):
+    """Runs a function in a thread of its own; ``result`` returns or raises what it does.
+
+    The thread is a daemon: a process that fails, or that is to end at once, does not wait for it.
+    """
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        """Start the thread."""
+        self._results: list[Result] = []
+        self._error: BaseException | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - ``result`` raises it
+            self._error = error
+        finally:
+            del self._work  # with the memory that it holds
+
+    def done(self) -> bool:
+        """Return True if the function has ended, without waiting."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Result:
+        """Wait for the function's end; return what it returned, or raise what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._results[0]

@@ -1,0 +1,516 @@
+"""The command line: the flags of configuration fields, files of flags, rules between flags, help.
+
+``parse`` reads a command line into configurations; ``check_rules`` checks what the flags require
+and exclude. A field becomes a flag by ``config_fields.flag``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import re
+import shlex
+import stat
+import sys
+import types
+import typing
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from config_fields import Flag, flag_of, not_empty
+from training.config import PlanConfig, UseConfig
+from training.errors import UsageError
+
+if TYPE_CHECKING:
+    from training.config import RunConfig
+
+PROGRAM = "run_vit_training.py"
+_DESCRIPTION = (
+    "Train Vision Transformers too big for one chip: on TPUs (PyTorch/XLA FSDP) and on NVIDIA GPUs "
+    "(Megatron-FSDP, FSDP2)."
+)
+
+
+@dataclass(frozen=True)
+class FlagField:
+    """A configuration field that is a flag."""
+
+    field: dataclasses.Field
+    flag: Flag
+    type: Any
+    """The type of the field's value without None: ``int`` for ``int | None``."""
+    group: str
+    """The title of its group in ``--help``."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the flag; messages use the first."""
+        return self.flag.names or (f"--{self.field.name}",)
+
+    @property
+    def is_switch(self) -> bool:
+        return self.type is bool
+
+    @property
+    def has_negation(self) -> bool:
+        """Whether ``--no-x`` exists beside ``--x``: where the default is on, or decided later."""
+        turned_off = self.names[0].startswith("--no_") and self.field.default is True
+        return self.is_switch and self.field.default is not False and not turned_off
+
+    @property
+    def bare_names(self) -> dict[str, Any]:
+        """The names that take no value, each with the value that it sets."""
+        names: dict[str, Any] = {}
+        if self.is_switch:
+            names = dict.fromkeys(self.names, self.field.default is not True or self.has_negation)
+        if self.has_negation:
+            names |= {f"--no-{name.removeprefix('--')}": False for name in self.names}
+        return names | dict(self.flag.shorthands)
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return (*dict.fromkeys([*self.names, *self.bare_names]),)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words allowed; () where any word may be."""
+        is_literal = typing.get_origin(self.type) is typing.Literal
+        return self.flag.choices or (typing.get_args(self.type) if is_literal else ())
+
+    def words(self, value: Any) -> list[str]:
+        """Return the words of a command line that give the field this value."""
+        if isinstance(value, (list, tuple)):
+            words = list(map(str, value))
+            joined = ":" in (self.flag.metavar or "")
+            return [self.names[0], *([":".join(words)] if joined else words)]
+        if not self.is_switch:
+            return [self.names[0], str(value)]
+        if self.has_negation and value is False:
+            return [f"--no-{self.names[0].removeprefix('--')}"]
+        return [self.names[0]]
+
+    def typed(self, value: Any) -> str:
+        """Return how a user gives the field this value, for messages."""
+        return " ".join(self.words(value))
+
+
+def flag_fields(config: type) -> Iterator[FlagField]:
+    """Yield the flags of a configuration class and of those nested in it, in their order.
+
+    Its class attribute ``group`` is the title of their group in ``--help``.
+    """
+    hints = typing.get_type_hints(config)
+    nested = []
+    for field in dataclasses.fields(config):
+        kind, flag = hints[field.name], flag_of(field)
+        if dataclasses.is_dataclass(kind):
+            nested.append(kind)
+        elif flag:
+            is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+            parts = typing.get_args(kind) if is_union else (kind,)
+            plain = next(part for part in parts if part is not type(None))
+            yield FlagField(field, flag, plain, config.group)  # type: ignore[attr-defined]
+    for each in nested:
+        yield from flag_fields(each)  # type: ignore[arg-type]
+
+
+def by_field(*configs: type) -> dict[str, FlagField]:
+    """Return the flags of several configuration classes by their fields' names."""
+    return {option.field.name: option for config in configs for option in flag_fields(config)}
+
+
+def flat(*configs: Any) -> dict[str, Any]:
+    """Return the values of configurations, and of those nested in them, by fields' names."""
+    values: dict[str, Any] = {}
+    for config in configs:
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if dataclasses.is_dataclass(value):
+                values |= flat(value)
+            elif flag_of(field):
+                values[field.name] = value
+    return values
+
+
+def from_values(config: type, values: Mapping[str, Any]) -> Any:
+    """Make a configuration from values by field name, as ``flat`` or JSON has them.
+
+    Fields without a value get their defaults; unknown names are ignored.
+    """
+    known, hints = {o.field.name: o for o in flag_fields(config)}, typing.get_type_hints(config)
+    chosen: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(hints[field.name]):
+            chosen[field.name] = from_values(hints[field.name], values)
+        elif field.name in values:
+            value, option = values[field.name], known.get(field.name)
+            is_tuple = option and (typing.get_origin(option.type) is tuple or option.flag.several)
+            chosen[field.name] = tuple(value) if is_tuple and isinstance(value, list) else value
+    return config(**chosen)
+
+
+# ------------------------------------------------------------------------------------------------
+# Rules: what a flag requires, excludes and replaces.
+
+MODE_FLAGS = (
+    *(field.name for config in (UseConfig, PlanConfig) for field in dataclasses.fields(config)),
+    *("resume_epoch", "init_from", "self_check", "plan", "teacher"),
+    *("tpu_topology", "explain", "hlo_dir"),
+)
+"""Fields of flags that choose what the program does; their rules are checked before all others."""
+
+
+def check_rules(config: RunConfig, *own: Any, only: Collection[str] | None = None) -> None:
+    """Raise UsageError for a flag, not at its default, whose rules do not hold.
+
+    ``own``: the configurations of backends. All must be resolved, as rules are about final values,
+    but for the fields ``only``, which resolving does not change.
+    """
+    values, known = flat(config, *own), by_field(type(config), *map(type, own))
+    for name, option in known.items():
+        if values[name] == option.field.default or (only is not None and name not in only):
+            continue
+        given = option.typed(values[name])
+        for requirement in option.flag.requires:
+            alternatives = [each.partition("=")[::2] for each in requirement.split("|")]
+            if not any(_holds(*each, values, known) for each in alternatives):
+                texts = [f"{known[n].names[0]} {wanted}".rstrip() for n, wanted in alternatives]
+                field, wanted = alternatives[-1]
+                is_now = f", this is {values[field]}" if wanted and len(texts) == 1 else ""
+                required = " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
+                raise UsageError(f"{given} requires {required}{is_now}")
+        for other in option.flag.incompatible_with:
+            if other in known and values[other] != known[other].field.default:
+                excluded = known[other].typed(values[other])
+                raise UsageError(f"{given} is incompatible with {excluded}: drop one of the two")
+        for other in option.flag.replaces:
+            if other in config.given:
+                excluded = known[other].typed(values[other])
+                raise UsageError(f"{given} replaces {excluded}: drop one of the two")
+
+
+def _holds(
+    name: str, wanted: str, values: Mapping[str, Any], known: Mapping[str, FlagField]
+) -> bool:
+    if name not in known:  # of a backend that this run is not on
+        return False
+    return str(values[name]) == wanted if wanted else values[name] != known[name].field.default
+
+
+def check_foreign(others: Mapping[str, Any], backend: str, given: Collection[str]) -> None:
+    """Raise UsageError for a flag of another backend than ``backend``: it would have no effect.
+
+    ``others``: the configurations of all backends by name; ``given``: the fields whose flags are on
+    the command line. The environment may be made for several programs, and a default does no harm.
+    """
+    for owner, config in others.items():
+        if owner == backend:
+            continue
+        for option in flag_fields(type(config)):
+            name = option.field.name
+            if name in given and getattr(config, name) != option.field.default:
+                raise UsageError(f"{option.names[0]} requires --backend {owner}, this is {backend}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Files of flags: @FILE stands for the words in the file.
+
+_LARGEST_FILE = 2**20  # bytes
+
+
+class _Mistake(Exception):
+    """Raised for a command line that cannot be read; the message is one line."""
+
+
+class _Word(NamedTuple):
+    """A word of the command line; of one from a file, the file and its line."""
+
+    text: str
+    file: str = ""
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        return f"@{self.file}, line {self.line}: " if self.file else ""
+
+
+def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator[_Word]:
+    """Yield words, with each ``@FILE`` replaced by those in the file.
+
+    ``inside``: the files that include these words.
+    """
+    for word in words:
+        if not word.text.startswith("@"):
+            yield word
+            continue
+        name = word.text[1:]
+        path = Path(os.path.realpath(name))
+        if path in inside:
+            raise _Mistake(f"@{name} includes itself: remove the @ line that closes the circle")
+        yield from _expanded(_words_of_file(name), (*inside, path))
+
+
+def _words_of_file(name: str) -> Iterator[_Word]:
+    """Yield the words of a file of flags.
+
+    Words are quoted as in a shell, # starts a comment, a backslash at a line's end continues it.
+    """
+    continued = ""
+    for number, text in enumerate([*_text(name).splitlines(), ""], 1):
+        # Blanks after a backslash do not count; after a blank it only says that more words follow.
+        line = continued + re.sub(r"\s\\$", "", text.rstrip())
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            if str(error) == "No escaped character":
+                continued = line[:-1]
+                continue
+            raise _Mistake(f"@{name}, line {number}: {error}: {line}") from None
+        continued = ""
+        for word in words:
+            yield _Word(word, name, number)
+
+
+def _text(name: str) -> str:
+    """Return the text of a file of flags, which may be a pipe (of a shell's ``@<(...)``)."""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to has an end
+        with open(file, "rb") as opened:
+            os.set_blocking(file, True)
+            content = opened.read(_LARGEST_FILE + 1)
+            is_pipe = stat.S_ISFIFO(os.fstat(file).st_mode)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _Mistake(f"@{name}: {reason} (@FILE stands for the flags in FILE)") from None
+    if is_pipe and not content:
+        raise _Mistake(f"@{name} is a pipe that holds nothing: give a file of flags")
+    if len(content) > _LARGEST_FILE:
+        raise _Mistake(f"@{name} has more than {_LARGEST_FILE:,} bytes: it is not a file of flags")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _Mistake(f"@{name}, line {line}: not UTF-8 text: save the file as UTF-8") from None
+
+
+# ------------------------------------------------------------------------------------------------
+# The parser.
+
+_HELP = ("-h", "--help")
+_METAVARS: dict[Any, str] = {int: "N", float: "X"}
+
+
+class _Setting(NamedTuple):
+    """What one flag on the command line sets."""
+
+    field: str
+    name: str
+    """The one of the flag's names that was typed."""
+    value: Any
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Reads words; raises ``_Mistake`` on a wrong one."""
+
+    def __init__(self) -> None:
+        super().__init__(prog=PROGRAM, description=_DESCRIPTION, allow_abbrev=False, add_help=False)
+        self.settings: list[_Setting] = []
+        """One for each flag that was read, in their order."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _Mistake(message)
+
+
+class _Set(argparse.Action):
+    """Sets a field to the value read, or to the one that a name without a value stands for."""
+
+    def __init__(
+        self, *args: Any, stands_for: Mapping[str, Any] | None = None, several: bool = False, **how
+    ) -> None:
+        super().__init__(*args, **how)
+        self.stands_for, self.several = stands_for, several
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if self.stands_for is not None:
+            values = self.stands_for[option_string]
+        elif self.several:
+            values = values[0] if len(values) == 1 else tuple(values)
+        setattr(namespace, self.dest, values)
+        parser.settings.append(_Setting(self.dest, option_string, values))
+
+
+def build_parser(shown: Sequence[FlagField]) -> FlagParser:
+    """Return the parser of these flags; its Namespace holds only what was given."""
+    parser = FlagParser()
+    parser.add_argument_group("help").add_argument(
+        *_HELP,
+        action=_Set,
+        nargs="?",
+        const="",
+        metavar="all|GROUP|WORD",
+        default=argparse.SUPPRESS,
+        help="print the common flags; or all, a group's, or those with a word",
+    )
+    groups: dict[str, Any] = {}
+    for option in shown:
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        _add(groups[option.group], option)
+    return parser
+
+
+def _add(group: Any, option: FlagField) -> None:
+    """Add a flag, and its shorthands, to a group of the parser."""
+    flag, text = option.flag, help_text(option).replace("%", "%%")
+    how: dict[str, Any] = {"action": _Set, "dest": option.field.name, "default": argparse.SUPPRESS}
+    if option.is_switch:
+        names = option.bare_names
+        group.add_argument(*names, nargs=0, stands_for=names, help=text, **how)
+        return
+    reading: dict[str, Any] = {"type": flag.kind or not_empty}
+    if flag.metavar or option.type in _METAVARS:
+        reading["metavar"] = flag.metavar or _METAVARS[option.type]
+    if typing.get_origin(option.type) is list:
+        reading["nargs"] = "+"
+    if option.choices:
+        reading |= {"choices": option.choices, "type": flag.kind or str}  # argparse lists them
+    elif flag.several:
+        reading |= {"nargs": "+", "several": True}
+    elif isinstance(flag.metavar, tuple):
+        reading["nargs"] = len(flag.metavar)
+    elif flag.bare is not None:
+        reading |= {"nargs": "?", "const": flag.bare}
+    group.add_argument(*option.names, help=text, **reading, **how)
+    for name, value in flag.shorthands.items():
+        text = f"same as {option.typed(value)} (default: off)"
+        group.add_argument(name, nargs=0, stands_for={name: value}, help=text, **how)
+
+
+def help_text(option: FlagField) -> str:
+    """Return the help of a flag with its default."""
+    text, default = option.flag.help, option.field.default
+    if "default" in text or default is None:
+        return text
+    if isinstance(default, bool):
+        default = "on" if default and option.has_negation else "off"
+    elif isinstance(default, tuple):
+        default = " ".join(f"{part:.5g}" for part in default)
+    return f"{text} (default: {default})"
+
+
+def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, Any]:
+    """Read the command line into an instance of each configuration class, by the same names.
+
+    A field ``given`` gets the names of all fields that the command line sets. Exits with code 2 on
+    a wrong argument, and with 0 after ``--help``.
+    """
+    known = [option for config in configs.values() for option in flag_fields(config)]
+    names = {name for option in known for name in option.all_names} | {*_HELP}
+    parser = build_parser(known)
+    try:
+        words = [*_expanded(_Word(word) for word in (sys.argv[1:] if argv is None else argv))]
+        flags = [word for word in words if word.text.partition("=")[0] in names]
+        try:
+            namespace, unknown = parser.parse_known_args([word.text for word in words])
+        except _Mistake as mistake:  # of the first flag that set nothing
+            place = next((word.place for word in flags[len(parser.settings) :]), "")
+            raise _Mistake(f"{place}{mistake}") from None
+        values = vars(namespace)
+        if "help" in values:
+            _print_help(values["help"], known)
+        if unknown:
+            wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
+            place = next(word.place for word in words if word.text == wrong)
+            raise _Mistake(f"{place}{_unknown(wrong, names)}")
+        _check_contradictions(parser.settings, flags, known)
+        values["given"] = frozenset(values)
+        for option in known:
+            env = option.flag.env
+            if env and os.environ.get(env) and option.field.name not in values:
+                try:
+                    values[option.field.name] = (option.flag.kind or not_empty)(os.environ[env])
+                except argparse.ArgumentTypeError as error:
+                    raise _Mistake(f"{env} of the environment: {error}") from None
+    except _Mistake as mistake:
+        parser.exit(2, f"{PROGRAM}: error: {mistake} (see --help)\n")
+    return {name: from_values(config, values) for name, config in configs.items()}
+
+
+def _unknown(word: str, names: Collection[str]) -> str:
+    """Return the message for an unknown word, with the nearest flag if one is near."""
+    if not word.startswith("-"):
+        return f"unrecognized argument: {word}"
+    nearest = difflib.get_close_matches(word.partition("=")[0], sorted(names), n=1, cutoff=0.6)
+    return f"unknown flag {word}" + (f": did you mean {nearest[0]}?" if nearest else "")
+
+
+def _check_contradictions(
+    settings: Sequence[_Setting], flags: Sequence[_Word], known: Sequence[FlagField]
+) -> None:
+    """Raise ``_Mistake`` where two different flags set one field to different values.
+
+    The same flag given again replaces the first, and so does one after the file with the first.
+    """
+    by_name = {option.field.name: option for option in known}
+    last: dict[tuple[str, str], dict[str, tuple[_Setting, _Word]]] = {}
+    for setting, word in zip(settings, flags, strict=True):
+        last.setdefault((setting.field, word.file), {})[setting.name] = setting, word
+
+    def typed(setting: _Setting) -> str:
+        option = by_name[setting.field]
+        words = [] if setting.name in option.bare_names else option.words(setting.value)[1:]
+        return " ".join([setting.name, *words])
+
+    for given in last.values():
+        (first, _), *others = given.values()
+        for other, word in others:
+            if other.value != first.value:
+                contradiction = f"{typed(first)} contradicts {typed(other)}"
+                raise _Mistake(f"{word.place}{contradiction}: drop one of the two")
+
+
+def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
+    """Print the common flags, all, those of a group, or those with a word; exit with code 0."""
+    groups = {option.group.split()[0].rstrip(":,").lower(): option.group for option in known}
+    word = which.lower()
+    if word == "all":
+        shown = list(known)
+    elif word in groups:
+        shown = [option for option in known if option.group == groups[word]]
+    elif word:
+        shown = [option for option in known if _mentions(option, word.lstrip("-"))]
+    else:
+        shown = [option for option in known if option.flag.common]
+    if not shown:
+        raise _Mistake(
+            f"--help {which}: no flag has this word; there are the groups all, {', '.join(groups)}"
+        )
+    text = build_parser(shown).format_help()
+    rest = text.partition("\n\n")[2]  # the usage would be all flags once more
+    print(f"usage: {PROGRAM} [flags]   {PROGRAM} @FILE [flags]: FILE holds flags\n\n{rest}")
+    if not which:
+        print(f"--help all: all {len(known)} flags. --help GROUP: one of {', '.join(groups)}")
+    sys.exit(0)
+
+
+def _mentions(option: FlagField, word: str) -> bool:
+    """Return True if a word is in a flag's names, or starts a word of its help or choices."""
+    if any(word in name.lower() for name in option.all_names):
+        return True
+    text = " ".join([option.flag.help, *map(str, option.choices)]).lower()
+    return re.search(rf"(?<![a-z0-9]){re.escape(word)}", text) is not None
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """The parser of a small tool: ends on a wrong argument with one line and exit code 2."""
+
+    def __init__(self, program: str, description: str) -> None:
+        super().__init__(prog=program, description=description, allow_abbrev=False)
+        self.register("type", None, not_empty)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")

@@ -1,0 +1,432 @@
+"""The records of a run: metrics.jsonl, TensorBoard, Weights & Biases, events.jsonl, the curves.
+
+All that is written during training goes through ``Guarded``: a log that fails never ends a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import matplotlib
+import matplotlib.pyplot as plt
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
+
+from data.files import make_folder, no_link, printable, replace_file
+
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+_CLASSES_SHOWN = 5
+
+matplotlib.use("Agg")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a model was on a validation set."""
+
+    loss: float
+    """The mean cross-entropy."""
+    top1: float
+    """The percentage of images whose highest logit is their label."""
+    top5: float
+    """The percentage of images whose label is among the five highest logits."""
+    images: int
+    labels: frozenset[int] = frozenset()
+    """The labels of the images that this process has loaded."""
+    left_out: int = 0
+    """How many images could not be read."""
+    lost_classes: tuple[str, ...] = ()
+    """The classes of which no image could be read."""
+
+    def __str__(self) -> str:
+        images = f"{self.images:,}"
+        if self.left_out:
+            images += f" of {self.images + self.left_out:,}"
+        lost = printable(", ".join(self.lost_classes[:_CLASSES_SHOWN]))
+        if len(self.lost_classes) > 1:
+            more = ", ..." if len(self.lost_classes) > _CLASSES_SHOWN else ""
+            lost = f", {len(self.lost_classes):,} classes have none left ({lost}{more})"
+        elif lost:
+            lost = f", class {lost} has none left"
+        return (
+            f"val loss: {self.loss:.4f}, accuracy on val: {self.top1:.2f} % of {images} images"
+            f"{lost}, top-5: {self.top5:.2f} %"
+        )
+
+
+# -- Reading ------------------------------------------------------------------------------------
+
+
+def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl; [] if there is none."""
+    path = ckpt_dir / METRICS_FILE
+    return _read_lines(path, "step") if path.exists() else []
+
+
+def read_events(ckpt_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of events.jsonl. Raises OSError."""
+    return _read_lines(ckpt_dir / EVENTS_FILE, "event", "time")
+
+
+def _read_lines(path: Path, *names: str) -> list[dict[str, Any]]:
+    """Return the JSON objects that have these names; a line that a crash cut off is skipped."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            if isinstance(record, dict) and all(name in record for name in names):
+                found.append(record)
+    return found
+
+
+def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, dict[str, Any]]:
+    """Return the evaluations up to ``last_step``, by step, whose loss was finite."""
+    return {
+        r["step"]: r
+        for r in read_metrics(ckpt_dir)
+        if r.get("val_top1") is not None
+        and r.get("val_loss") is not None
+        and r["step"] <= last_step
+    }
+
+
+def decisive(record: dict[str, Any], name: str) -> float:
+    """Return an evaluation's "val_top1" or "val_loss": the EMA's if the run had one."""
+    of_ema = record.get(f"ema_{name}")
+    return record[name] if of_ema is None else of_ema
+
+
+# -- Writing ------------------------------------------------------------------------------------
+
+
+class Sink(Protocol):
+    """Receives the records of a run, one after the other."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Record the values of one step. May raise anything."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class Guarded:
+    """Wraps a sink so that it cannot fail: an error is logged once, and the next record tried."""
+
+    def __init__(
+        self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]
+    ) -> None:
+        self._name, self._say = name, say
+        self._sink: Sink | None = None
+        self._lost = 0
+        with self._failing("cannot be written"):
+            self._sink = open_sink()
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._sink is None:
+            return
+        with self._failing("cannot be written"):
+            self._sink.write(record)
+            if self._lost:
+                self._say(f"note: {self._name} is written again, {self._lost} record(s) are lost")
+            self._lost = 0
+
+    def close(self) -> None:
+        if self._sink is not None:
+            with self._failing("cannot be completed"):
+                self._sink.close()
+
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - no log may end a run, whatever it is made of
+            self._lost += 1
+            if self._lost == 1:
+                reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+                self._say(f"warning: {self._name} {what} ({reason}); training continues without it")
+
+
+def open_sinks(
+    ckpt_dir: Path,
+    say: Callable[[str], None],
+    *,
+    first_step: int,
+    kept_up_to: int,
+    wandb_project: str | None,
+    arguments: dict[str, Any],
+) -> list[Guarded]:
+    """Open all sinks of a run that continues after ``first_step``, in a folder that exists.
+
+    Of earlier records those up to step ``kept_up_to`` stay.
+    """
+    sinks = [
+        Guarded("metrics.jsonl", lambda: open_metrics(ckpt_dir, kept_up_to), say),
+        Guarded(
+            "TensorBoard's file",
+            lambda: TensorBoard(ckpt_dir / TENSORBOARD_DIR, first_step=first_step),
+            say,
+        ),
+    ]
+    if wandb_project:
+        project = wandb_project
+        sinks.append(
+            Guarded("Weights & Biases", lambda: WeightsAndBiases(project, ckpt_dir, arguments), say)
+        )
+    return sinks
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """Return one line of JSON; numbers that are not finite, which JSON has not, become null."""
+    clean = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    return json.dumps(clean, allow_nan=False)
+
+
+class JsonLines:
+    """Appends records to a file in whole lines, whatever happens to the disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._file = no_link(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._size = os.fstat(self._file).st_size
+        self._cut_off = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record, on a line of its own if a crash cut off the last one.
+
+        Raises OSError, and then has not left a part of it.
+        """
+        line = b"\n" * self._cut_off + as_json(record).encode() + b"\n"
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):
+                os.write(self._file, line[written:])
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(line)
+        self._cut_off = False
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def open_metrics(ckpt_dir: Path, last_step: int) -> JsonLines:
+    """Open metrics.jsonl without the records after ``last_step``, which will be written again.
+
+    Raises OSError.
+    """
+    path = ckpt_dir / METRICS_FILE
+    records = [r for r in read_metrics(ckpt_dir) if r["step"] <= last_step]
+    text = "".join(as_json(r) + "\n" for r in records)
+    if not path.exists() or path.read_text(errors="replace") != text:
+        replace_file(path, text.encode())  # a full disk leaves the old file as it is
+    return JsonLines(path)
+
+
+class TensorBoard:
+    """Writes TensorBoard's event file, synchronously in this thread.
+
+    tensorboardX's SummaryWriter has a thread for it, which dies of a full disk; whoever writes next
+    then waits for ever (tensorboardX 2.6.5, event_file_writer.py: a queue of 10).
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        make_folder(folder)
+        self._events = EventsWriter(str(folder / "events"))
+        # TensorBoard hides what an earlier start wrote of later steps.
+        self._write(Event(session_log=SessionLog(status=SessionLog.START)), first_step + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in _grouped(record).items():
+            self._write(Event(summary=scalar(name, value)), record["step"])
+        self._events.flush()
+
+    def _write(self, event: Event, step: int) -> None:
+        event.wall_time, event.step = time.time(), step
+        self._events.write_event(event)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class WeightsAndBiases:
+    """Logs to a run of Weights & Biases, the same one when the training is resumed."""
+
+    def __init__(self, project: str, ckpt_dir: Path, arguments: dict[str, Any]) -> None:
+        import wandb  # optional, and slow to import
+
+        name = ckpt_dir.resolve()
+        make_folder(ckpt_dir / "wandb")
+        self._run = wandb.init(
+            project=project,
+            name=name.name,
+            dir=str(ckpt_dir),
+            config=arguments,
+            resume="allow",
+            id=hashlib.sha256(str(name).encode()).hexdigest()[:16],
+            settings=wandb.Settings(console="off"),
+        )
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._run.log(_grouped(record) | {"epoch": record["epoch"]}, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _grouped(record: dict[str, Any]) -> dict[str, float]:
+    """Return a record's finite numbers under the names of panels: train/loss, val/loss, ..."""
+    values = {}
+    for name, value in record.items():
+        if name in ("step", "epoch") or value is None or not math.isfinite(value):
+            continue
+        group = "val" if name.startswith(("val_", "ema_val_")) else "train"
+        values[f"{group}/{name.replace('val_', '')}"] = value
+    return values
+
+
+# -- events.jsonl: where wall time goes -----------------------------------------------------------
+#
+# A line is written at log steps, evaluations, checkpoints, and where a start begins and ends. Each
+# records where the time since the line before it went; ``tools/goodput.py`` adds them up. Resuming
+# does not cut the file.
+
+
+def process_start() -> float:
+    """Return when this process started, in seconds since 1970."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
+class Events:
+    """Records the events of one start, in the first process; in others it does nothing."""
+
+    def __init__(self, ckpt_dir: Path, say: Callable[[str], None], *, active: bool) -> None:
+        self._sink = None
+        if active:
+            self._sink = Guarded(EVENTS_FILE, lambda: JsonLines(ckpt_dir / EVENTS_FILE), say)
+        self._step = self._steps = 0
+        self._waited = 0.0
+
+    def _write(self, event: str, **values: Any) -> None:
+        if self._sink:
+            self._sink.write({"event": event, "time": time.time(), "step": self._step, **values})
+
+    def start(self, process_started: float, step: int) -> None:
+        """Record a start that continues after ``step``, and when its process started."""
+        self._step = step
+        self._write("start", process_started=process_started)
+
+    def stepped(self, step: int, waited_s: float) -> None:
+        """Count a step, and the seconds that it waited for its batch; nothing is written."""
+        self._step = step
+        self._steps += 1
+        self._waited += waited_s
+
+    def first_step(self, seconds: float) -> None:
+        """Record the first step, which compiles: ``seconds`` from the request for its batch on."""
+        self._steps, self._waited = 0, 0.0
+        self._write("first_step", seconds=seconds)
+
+    def steps(self) -> None:
+        """Record the steps counted since the last such line."""
+        if self._steps:
+            self._write("steps", steps=self._steps, waited=self._waited)
+            self._steps, self._waited = 0, 0.0
+
+    @contextlib.contextmanager
+    def span(self, event: str) -> Iterator[dict[str, Any]]:
+        """Record how long the body takes, with the values put into the yielded dict."""
+        self.steps()
+        began = time.perf_counter()
+        values: dict[str, Any] = {}
+        yield values
+        self._write(event, seconds=time.perf_counter() - began, **values)
+
+    @contextlib.contextmanager
+    def training(self, last_step: int) -> Iterator[None]:
+        """Record how the training in the body ended: completed, stopped or failed."""
+        how = "failed"
+        try:
+            yield
+            how = "completed" if self._step >= last_step else "stopped"
+        finally:
+            self.steps()
+            self._write("stop", how=how)
+
+    def close(self) -> None:
+        """Record that a start has written all its files."""
+        self._write("end")
+        if self._sink:
+            self._sink.close()
+
+
+# -- The curves as one picture ---------------------------------------------------------------------
+
+_PANELS = (
+    ("Loss", (("loss", "train"), ("val_loss", "val"), ("ema_val_loss", "EMA")), "cross-entropy"),
+    ("Learning rate", (("lr", "lr"),), "lr"),
+    (
+        "Validation accuracy",
+        (("val_top1", "top-1"), ("val_top5", "top-5"), ("ema_val_top1", "EMA, top-1")),
+        "%",
+    ),
+    ("Throughput", (("images_per_s", "images/s"),), "images/s"),
+)
+
+
+def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
+    """Draw loss, learning rate, accuracy and throughput of a run's records over steps."""
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True)
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.28)
+    for axis, (title, series, unit) in zip(axes.flat, _PANELS, strict=True):
+        for key, label in series:
+            points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+            if points:
+                steps, values = zip(*points, strict=True)
+                marker = "o" if key.startswith(("val_", "ema_val_")) or len(points) < 3 else None
+                axis.plot(steps, values, label=label, marker=marker, markersize=4)
+                if key == "val_top1":
+                    axis.set_ylim(0, 102)
+                    axis.annotate(
+                        f"{values[-1]:.1f} %",
+                        (steps[-1], values[-1]),
+                        (-30, -15),
+                        textcoords="offset points",
+                    )
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.tick_params(labelbottom=True)
+        axis.set_ylabel(unit)
+        axis.grid(alpha=0.3)
+        if len(series) > 1 and axis.lines:
+            axis.legend()
+        if unit in ("cross-entropy", "images/s") and axis.lines:
+            axis.set_ylim(bottom=0)
+    save_figure(figure, path)
+    return path
+
+
+def save_figure(figure: plt.Figure, path: Path) -> None:
+    """Write a figure in the format of the path's suffix, and close it. Raises OSError."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:] or "png", dpi=110)
+    plt.close(figure)
+    replace_file(path, content.getvalue())

@@ -1,0 +1,283 @@
+"""The training objective: what a model is shown of a batch, and the loss of its answer.
+
+``Objective`` runs on the devices, as a part of the step: it normalizes images, mixes them with each
+other (mixup, cutmix), asks a teacher (distillation), and computes the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timm.data.mixup import cutmix_bbox_and_lam
+from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+
+from data.transforms import drawn_from
+from training.backend import Backend, pass_seed
+from training.begin import check_weights
+from training.config import LossConfig
+from training.files import folder_at
+from training.weights import weights_in
+
+if TYPE_CHECKING:
+    from training.resolve import Run
+
+Constant = Callable[[torch.Tensor], torch.Tensor]
+"""Puts a small tensor of the CPU whole on every device, as ``Backend.constant`` does."""
+
+
+class Targets(NamedTuple):
+    """What a model is to answer."""
+
+    labels: torch.Tensor
+    """Class indices (images,), or each class's share of each label (images, classes)."""
+    teacher_logits: torch.Tensor | None = None
+    """What the teacher answers, (images, classes); None without one."""
+
+
+class Objective:
+    """Prepares images and labels on the devices, and computes the loss to minimize."""
+
+    def __init__(
+        self, run: Run, backend: Backend, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """Put the constants and the teacher on the devices; ``say`` logs which teacher.
+
+        Must be made before the first step is recorded.
+        """
+        config = run.config.loss
+        self.normalize = normalizer(run, backend.constant)
+        self._mixing = Mixing(run, backend.constant, backend.image_rows) if config.mixes else None
+        self._soft_labels = config.mixes or config.bce_loss
+        self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
+        self._loss = _label_loss(config)
+        self._teacher = Teacher(run, backend, say) if run.teacher else None
+        self._teacher_loss, self._alpha = _teacher_loss(config), config.distillation_alpha
+
+    def example(
+        self, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+    ) -> tuple[torch.Tensor, Targets]:
+        """Return what the model is shown of a micro-batch, and what it is to answer.
+
+        ``pass_index``: the number of the pass since the start of training.
+        """
+        images = self.normalize(images)
+        if self._soft_labels:
+            labels = smoothed(labels, self._classes, self._smoothing)
+        if self._mixing is not None:
+            mix = self._mixing.draw(pass_index)
+            images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
+        return images, Targets(labels, self._teacher(images) if self._teacher else None)
+
+    def loss(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+        """Return the mean loss of (images, classes) logits, a scalar in fp32."""
+        logits = logits.float()
+        loss = self._loss(logits, targets.labels)
+        if targets.teacher_logits is None:
+            return loss
+        distilled = self._teacher_loss(logits, targets.teacher_logits)
+        return (1 - self._alpha) * loss + self._alpha * distilled
+
+
+def _label_loss(config: LossConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the loss of logits and labels, as timm's training script chooses it.
+
+    Where labels are mixed, or the loss is binary cross-entropy, they are smoothed already.
+    """
+    if config.bce_loss:
+        return BinaryCrossEntropy(
+            target_threshold=config.bce_target_thresh, sum_classes=config.bce_sum
+        )
+    if config.mixes:
+        return SoftTargetCrossEntropy()
+    if config.smoothing:
+        return LabelSmoothingCrossEntropy(config.smoothing)
+    return F.cross_entropy
+
+
+def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
+    """Return each class's share of each label, (images, classes), fp32, as timm's ``mixup_target``.
+
+    By comparing, which needs no scatter on the devices.
+    """
+    other = smoothing / classes
+    is_label = labels[:, None] == torch.arange(classes, device=labels.device)
+    return is_label * (1.0 - smoothing) + other
+
+
+# -- Normalization -------------------------------------------------------------------------------
+
+
+def normalizer(run: Run, constant: Constant) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function (x / 255 - mean) / std, by channel, of uint8 images, in fp32.
+
+    Images are loaded as bytes, a quarter of fp32's. Those in fp32 were normalized as they were
+    read, and are returned as they are.
+    """
+    channels, *spatial = run.model.sizes.input_shape
+    mean, std = map(torch.tensor, run.config.data.preprocessing.of_channels(channels))
+    by_channel = (-1, *[1] * len(spatial))
+    scale, offset = (constant(x.view(by_channel)) for x in (1 / (255 * std), -mean / std))
+
+    def normalize(images: torch.Tensor) -> torch.Tensor:
+        return images.float() * scale + offset if images.dtype == torch.uint8 else images
+
+    return normalize
+
+
+# -- Mixup and cutmix ----------------------------------------------------------------------------
+#
+# As timm's ``Mixup`` in its mode "batch". An image is mixed with another one of the same device, as
+# each process of timm's does: the first with the last, the second with the last but one. So nothing
+# moves between devices. All images of a pass are mixed in the same way; the few numbers that say
+# how come from the host. Shapes and operations are the same for mixup, cutmix and neither.
+
+_SEED_STREAM = -1  # dropout is seeded by the ranks of processes, 0 and up
+
+
+class Mix(NamedTuple):
+    """How the images of one pass are mixed."""
+
+    image_share: float
+    """The weight of an image in its mixture, outside of the box."""
+    label_share: float
+    """The weight of its label in the mixture."""
+    top: int = 0
+    bottom: int = 0
+    left: int = 0
+    right: int = 0
+    """The box that is cut from the other image: rows from ``top`` to before ``bottom``, columns
+    likewise; empty for mixup."""
+
+
+def _draw_mix(config: LossConfig, height: int, width: int) -> Mix:
+    """Return a mix drawn from NumPy's global generator, in the order in which timm draws."""
+    if np.random.rand() >= config.mixup_prob:
+        return Mix(1.0, 1.0)
+    use_cutmix = config.cuts and (
+        config.mixup == 0 or bool(np.random.rand() < config.mixup_switch_prob)
+    )
+    if not use_cutmix:
+        share = float(np.random.beta(config.mixup, config.mixup))
+        return Mix(share, share)
+    alpha = config.cutmix or 1.0  # timm's for boxes of --cutmix_minmax
+    share = float(np.random.beta(alpha, alpha))
+    if share == 1:
+        return Mix(1.0, 1.0)
+    box, label_share = cutmix_bbox_and_lam(
+        (height, width), share, ratio_minmax=config.cutmix_minmax
+    )
+    top, bottom, left, right = map(int, box)
+    return Mix(1.0, float(label_share), top, bottom, left, right)
+
+
+class Mixing:
+    """Draws how the images of each pass are mixed, and mixes them."""
+
+    def __init__(self, run: Run, constant: Constant, rows: range) -> None:
+        """``rows``: the rows of each image that are on the devices (``Backend.image_rows``)."""
+        self._config, self._seed = run.config.loss, run.config.seed
+        self._constant, self._rows = constant, rows
+        self._spatial = run.model.sizes.input_shape[1:]
+        self._images_a_device = run.config.data.pass_size // run.mesh.batch_parts
+
+    def draw(self, pass_index: int) -> torch.Tensor:
+        """Return the numbers of a ``Mix``, (6,), on the devices.
+
+        They follow from the seed and the number of the pass since the start of training.
+        """
+        with drawn_from(pass_seed(self._seed, pass_index, _SEED_STREAM) % 2**32):
+            mix = _draw_mix(self._config, *self._spatial[-2:])
+        # One tensor: one transfer, and no Python number that a graph would be compiled for.
+        return self._constant(torch.tensor(mix, dtype=torch.float32))
+
+    def images(self, images: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+        """Return mixed images, (images, channels, rows, columns), fp32.
+
+        Volumes: (images, channels, slices, rows, columns).
+        """
+        share, _, top, bottom, left, right = mix.unbind()
+        if self._config.cuts:
+            height, width = images.shape[-2:]
+            first = self._rows.start if height < self._spatial[0] else 0
+            rows = torch.arange(first, first + height, device=images.device)
+            columns = torch.arange(width, device=images.device)
+            in_rows, in_columns = (
+                (rows >= top) & (rows < bottom),
+                (columns >= left) & (columns < right),
+            )
+            share = share * ~(in_rows[:, None] & in_columns)
+        return images * share + self._partners(images) * (1 - share)
+
+    def labels(self, labels: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+        """Return mixed labels, (images, classes)."""
+        return labels * mix[1] + self._partners(labels) * (1 - mix[1])
+
+    def _partners(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what each entry is mixed with.
+
+        In SPMD's one tensor, a device's images are next to each other: seen as (devices, images of
+        each), nothing moves between devices.
+        """
+        return x.unflatten(0, (-1, self._images_a_device)).flip(1).flatten(0, 1)
+
+
+# -- Distillation: a trained, frozen teacher sees the same images (DeiT, arXiv 2012.12877) ---------
+
+
+class Teacher:
+    """A frozen model, sharded as the student, that is never trained or saved."""
+
+    def __init__(self, run: Run[Any], backend: Backend, say: Callable[[str], None]) -> None:
+        """Load the teacher of ``run`` onto the devices, and log what it is."""
+        assert run.teacher is not None
+        spec, found = run.teacher.model, run.teacher.config.checkpoints
+        weights = weights_in(folder_at(found.resume), "--teacher_weights")
+        check_weights(weights, verify=found.verify_checkpoint)
+        preprocessing = run.teacher.config.data.preprocessing
+        say(
+            f"teacher: {spec.name}, {spec.parameter_count:,} parameters, of {weights.path}, "
+            f"preprocessing: {preprocessing}"
+        )
+        model = spec.build().requires_grad_(False)
+        self._model = backend.shard_frozen(run.teacher, model, weights.fill).eval()
+        # From the student's normalization to the teacher's. The weights of mixed images add up to
+        # 1, so that it holds for them, too.
+        channels, *spatial = run.model.sizes.input_shape
+        ours = run.config.data.preprocessing.of_channels(channels)
+        theirs = preprocessing.of_channels(channels)
+        self._affine = None
+        if ours != theirs:
+            (mean, std), (new_mean, new_std) = (map(torch.tensor, each) for each in (ours, theirs))
+            self._affine = tuple(
+                backend.constant(x.view(-1, *[1] * len(spatial)))
+                for x in (std / new_std, (mean - new_mean) / new_std)
+            )
+
+    @torch.no_grad()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits (images, classes) of images normalized for the student."""
+        if self._affine is not None:
+            factor, summand = self._affine
+            images = images * factor + summand
+        return self._model(images).float()
+
+
+def _teacher_loss(config: LossConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the teacher's part of the loss, of (images, classes) logits of student and teacher.
+
+    The mean over the images of equation (2) of arXiv 2012.12877, the Kullback-Leibler divergence
+    times tau squared, or of (3), the cross-entropy with the teacher's most likely class.
+    """
+    if config.distillation_type == "hard":
+        return lambda student, teacher: F.cross_entropy(student, teacher.argmax(dim=-1))
+    tau = config.distillation_tau
+
+    def soft(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        ours, theirs = (F.log_softmax(logits / tau, dim=-1) for logits in (student, teacher))
+        return F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
+
+    return soft

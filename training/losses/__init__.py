@@ -1,1 +1,0 @@
-"""What a model is shown of a batch, and what loss its answers have."""

@@ -1,0 +1,284 @@
+"""What both backends' optimizers have in common, whatever shards the parameters.
+
+In this order: how each parameter is updated (AdamW, Lion or Muon), Muon's arithmetic, the moving
+average of the weights (EMA), stochastic rounding to bf16, and the count of skipped steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from timm.optim.muon import DEFAULT_NS_STEPS, get_lr_scale, zeropower_via_newtonschulz
+
+from models.spec import ModelSpec
+from models.timm_private import MUON_COEFFICIENTS, is_suitable_for_muon
+from training.config import OptimizerConfig
+
+# -- How each parameter is updated ----------------------------------------------------------------
+#
+# It follows from a parameter's name and shape in the plain model. Groups are timm's:
+# ``timm.optim.param_groups_layer_decay``, ``param_groups_weight_decay`` and the rule by which
+# ``timm.optim.Muon`` leaves a parameter to AdamW.
+
+Rule = Literal["adamw", "lion", "muon"]
+MOMENTS: dict[Rule, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "muon": ("momentum_buffer",),
+}
+"""The state of each rule, tensors of the parameter's shape, by their names in PyTorch's and timm's
+optimizers and in checkpoints."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """How one parameter is updated."""
+
+    rule: Rule
+    weight_decay: float
+    lr_scale: float = 1.0
+    """The factor of the learning rate."""
+    matrix: tuple[int, int] | None = None
+    """Rows and columns of the matrix as which Muon sees the parameter; None with other rules."""
+
+
+Updates = Mapping[str, Update]
+"""How each trained parameter is updated, by its name in the plain model; others are frozen."""
+
+
+def updates_of(config: OptimizerConfig, model: ModelSpec) -> Updates:
+    """Return how ``config`` updates each parameter of ``model``.
+
+    The learning rate's factor is ``layer_decay`` to the power of the number of layers between the
+    parameter's and the last one.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.meta.named_parameters()}
+    without_decay = undecayed(shapes, config.no_decay or (), model.no_weight_decay)
+    last = max(model.layers.values())
+    updates: dict[str, Update] = {}
+    for name, shape in shapes.items():
+        if config.linear_probe and name not in model.head_parameters:
+            continue
+        rule: Rule = config.optimizer
+        matrix = None
+        if rule == "muon" and is_suitable_for_muon(shape):
+            matrix = (shape[0], math.prod(shape[1:]))
+        elif rule == "muon":
+            rule = "adamw"
+        weight_decay = 0.0 if name in without_decay else config.weight_decay
+        lr_scale = config.layer_decay ** (last - model.layers[name])
+        updates[name] = Update(rule, weight_decay, lr_scale, matrix)
+    return updates
+
+
+def all_by_adamw(model: ModelSpec, weight_decay: float) -> Updates:
+    """Return AdamW with the same settings for every parameter of a model."""
+    return {name: Update("adamw", weight_decay) for name, _ in model.meta.named_parameters()}
+
+
+def undecayed(
+    shapes: Mapping[str, torch.Size], kinds: Collection[str], embeddings: Collection[str]
+) -> set[str]:
+    """Return the parameters without weight decay: those of these ``kinds``.
+
+    "biases": whose names end with it; "norms": all others of one dimension, such as the scales of
+    norms and of layers; "embeddings": whose names match one of the patterns ``embeddings``. All
+    three together are what timm does not decay.
+    """
+
+    def kind(name: str, shape: torch.Size) -> str:
+        if any(fnmatch.fnmatch(name, pattern) for pattern in embeddings):
+            return "embeddings"
+        if name.endswith("bias"):
+            return "biases"
+        return "norms" if len(shape) <= 1 else ""
+
+    return {name for name, shape in shapes.items() if kind(name, shape) in kinds}
+
+
+# -- Muon's arithmetic for unsharded matrices, by timm's functions ---------------------------------
+
+MOMENTUM = 0.95
+"""Of the moving average of gradients; timm's default."""
+
+
+def ns_dtype(precision: str) -> torch.dtype:
+    """Return the dtype that matrices are orthogonalized in: timm's bf16 where a run computes in
+    bf16, else fp32."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def orthogonalized(matrices: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return matrices, (..., rows, columns) with at most one dimension before, made nearly
+    orthogonal by as many Newton-Schulz iterations as ``timm.optim.Muon`` makes by default."""
+    return zeropower_via_newtonschulz(
+        matrices, DEFAULT_NS_STEPS, MUON_COEFFICIENTS, eps=eps, dtype=matrices.dtype
+    )
+
+
+def lr_factor(matrix: tuple[int, int]) -> float:
+    """Return what the learning rate of a matrix is multiplied by: 0.2 times the root of its longer
+    side, ``timm.optim.Muon``'s default, which makes an update as long as a typical one of AdamW."""
+    return get_lr_scale(torch.Size(matrix))
+
+
+# -- The moving average of the weights (EMA): timm's formula --------------------------------------
+
+UPDATES = "ema_updates"
+"""The name, in ``State.step``, of the number of updates of the average."""
+_WARMUP_POWER = 2 / 3  # timm's default
+
+
+def weight_of_newest(updates: torch.Tensor, decay: float, *, warmup: bool) -> torch.Tensor:
+    """Return the weight, from 0 to 1, of the newest weights in the average.
+
+    ``updates``, a scalar, is the number of the update, from 1 on; all is computed on its device.
+    This is 1 - ``ModelEmaV3.get_decay`` of timm 1.0.31: 1 in the first update, then 1 - ``decay``;
+    with ``warmup`` n^(-2/3) in update n, where that is more.
+    """
+    weight = torch.full_like(updates, 1 - decay)
+    if warmup:
+        weight = torch.maximum(weight, updates.clamp(min=1) ** -_WARMUP_POWER)
+    return torch.where(updates > 1, weight, 1.0)
+
+
+@contextlib.contextmanager
+def exchanged_inside(exchange: Callable[[], None], then: Callable[[], None]) -> Iterator[None]:
+    """Swap weights and average for the body by ``exchange``; after each swap call ``then``."""
+    exchange()
+    then()
+    try:
+        yield
+    finally:
+        exchange()
+        then()
+
+
+def note_of_resume(*, keeps: bool, has: bool) -> str | None:
+    """Return a log line for a run that resumes a checkpoint; None if nothing changes.
+
+    ``keeps``: the run keeps an average; ``has``: the checkpoint has one.
+    """
+    if keeps and not has:
+        return "note: the checkpoint has no EMA of the weights: it starts with these weights"
+    if has and not keeps:
+        return "note: the checkpoint's EMA of the weights is dropped: --model_ema is not given"
+    return None
+
+
+# -- Stochastic rounding to bf16 ------------------------------------------------------------------
+#
+# Numbers are rounded up or down at random, so that on average nothing is lost. A moving average
+# that keeps 99.9 % of itself changes by less than half of bf16's spacing: rounded to nearest it
+# would stay where it is for ever. The random bits are a hash of an entry's index and of a key: they
+# need no generator, whose state would have to be saved, and each device computes those of its own
+# entries.
+
+_DISCARDED = 0xFFFF
+"""The bits of an fp32 number that bf16 has not."""
+_LARGEST = torch.finfo(torch.bfloat16).max
+_MURMUR = (-2048144789, -1028477387)
+"""The factors of MurmurHash3's last step, by which each bit of a number changes each bit of its
+hash with about equal chance (0x85EBCA6B and 0xC2B2AE35 as int32)."""
+_KEY_STRIDE = -1640531527
+"""Between the keys of successive steps: 2**32 divided by the golden ratio, as int32."""
+_RUN = 1 << 12
+"""The longest range computed at once, along a dimension."""
+Bitcast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+"""Returns the numbers of a dtype that have the same bits."""
+
+
+def key_of(seed: int, *names: object) -> int:
+    """Return the key of a run's ``seed`` and of these names, as an int32 number."""
+    return zlib.crc32(repr((seed, names)).encode()) - 2**31
+
+
+def random_bits(
+    shape: Sequence[int], device: torch.device, key: torch.Tensor, step: torch.Tensor
+) -> torch.Tensor:
+    """Return 32 random bits for each entry of a tensor, int32, on the device.
+
+    They follow from the entry's index, from ``key`` and from the number of the ``step``: scalars on
+    the device, the first int32, the second an integer.
+    """
+    # Flat indices, modulo 2**32. Computed from the indices along each dimension: a single count
+    # would be a constant of the compiled program as large as the tensor, the same on all devices.
+    index = torch.zeros((), dtype=torch.int32, device=device)
+    for size in shape:
+        if size <= _RUN:
+            along = torch.arange(size, dtype=torch.int32, device=device)
+        else:
+            starts = torch.arange(-(-size // _RUN), dtype=torch.int32, device=device) * _RUN
+            run = torch.arange(_RUN, dtype=torch.int32, device=device)
+            along = (starts.unsqueeze(-1) + run).flatten()[:size]
+        index = index.unsqueeze(-1) * size + along
+    return _hash(index + _hash(key + step.to(torch.int32) * _KEY_STRIDE))
+
+
+def to_bf16(
+    x: torch.Tensor, bits: torch.Tensor, same_bits: Bitcast = torch.Tensor.view
+) -> torch.Tensor:
+    """Round fp32 numbers to one of their two neighbours in bf16, the nearer one more often.
+
+    ``bits`` are random, int32: the lower 16 are used. Numbers that bf16 has are unchanged, and what
+    is not finite; what is larger than bf16's largest number becomes that.
+    """
+    own = same_bits(x, torch.int32)
+    noise = torch.where(x.abs() < _LARGEST, bits & _DISCARDED, 0)
+    rounded = same_bits((own + noise) & ~_DISCARDED, torch.float32)
+    # NaN with its lower bits cut off could become infinite.
+    return torch.where(x.isnan(), x, rounded).to(torch.bfloat16)
+
+
+def upper(bits: torch.Tensor) -> torch.Tensor:
+    """Return the other half of random bits, those that ``to_bf16`` does not use."""
+    return _shifted_right(bits, 16)
+
+
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    """Return a hash of each int32 number, as int32; different numbers have different hashes."""
+    first, second = _MURMUR
+    x = (x ^ _shifted_right(x, 16)) * first
+    x = (x ^ _shifted_right(x, 13)) * second
+    return x ^ _shifted_right(x, 16)
+
+
+def _shifted_right(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Shift bits right by ``count``, with zeros from the left."""
+    # Not ``>>``, which torch_xla 2.9 turns into a division, rounded towards zero.
+    places = torch.full((), count, dtype=torch.int32, device=x.device)
+    return torch.bitwise_right_shift(x, places) & ((1 << (32 - count)) - 1)
+
+
+# -- Steps that are skipped because loss or gradient norm is not finite ---------------------------
+#
+# Counted on the device: a backend computes these beside the step, and the loop reads the counts
+# with a log step's loss.
+
+COUNTS = ("total", "in_a_row", "longest_row")
+"""The names of the elements of the counts, in their order."""
+
+
+def not_finite(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Return 1.0 if either scalar is infinite or not a number, else 0.0, as float32."""
+    both = torch.stack([loss.detach().float(), norm.detach().float()])
+    return 1.0 - torch.isfinite(both).all().float()
+
+
+def no_counts() -> torch.Tensor:
+    """Return the counts before the first step: zeros, float32 (3,), on the CPU."""
+    return torch.zeros(len(COUNTS))
+
+
+def count_skipped(counts: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+    """Return the counts after one more step, a new tensor (3,); ``skipped`` is 1.0 or 0.0."""
+    total, row, longest = counts.unbind()
+    row = (row + 1) * skipped
+    return torch.stack([total + skipped, row, torch.maximum(longest, row)])

@@ -1,1 +1,0 @@
-"""What is asked of a run, and what is decided of it before a device starts."""

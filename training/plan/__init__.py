@@ -1,1 +1,0 @@
-"""Which hardware and which flags for a training: what every backend's ``--plan`` shares."""

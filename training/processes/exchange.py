@@ -1,0 +1,232 @@
+"""How the processes of a run exchange values on the hosts, fail together, and compare themselves.
+
+Uses PyTorch's default process group, which every backend makes where there are several processes.
+What is sent is JSON, so nothing that arrives is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from data.source import DataSource
+from training.backend import Backend
+from training.errors import UsageError, installed_version
+from training.flags import by_field
+from training.resolve import Run
+
+
+def count() -> int:
+    """Return the number of processes of this run that are connected."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the rank of this process among them, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@contextlib.contextmanager
+def without_greetings() -> Iterator[None]:
+    """Silence stdout, on which gloo prints a line for every group that is made (PyTorch 2.9)."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def new_group() -> dist.ProcessGroup | None:
+    """Make a group of all processes for one more thread; None where there is one process.
+
+    All must call it. Collectives of a group meet in the order in which they are called, so two
+    threads cannot share one.
+    """
+    if count() == 1:
+        return None
+    with without_greetings():
+        return dist.new_group(backend="gloo")
+
+
+def end_group(group: dist.ProcessGroup | None) -> None:
+    """Destroy a group of ``new_group``, when nothing uses it any more."""
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the JSON values of all processes, by rank; all must call it.
+
+    ``group``: the process group; None: PyTorch's default one.
+    """
+    if count() == 1:
+        return [value]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count())]
+    dist.all_gather(sizes, torch.tensor([len(mine)]), group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    found = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(found, padded, group)
+    texts = (bytes(each[: int(size)].tolist()) for each, size in zip(found, sizes, strict=True))
+    return [json.loads(text) for text in texts]
+
+
+def name(number: int | None = None, host: str | None = None) -> str:
+    """Return how a message names a process: "process 3 on node1". Without arguments: this one."""
+    number = rank() if number is None else number
+    return f"process {number} on {host or socket.gethostname()}"
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise in all processes a UsageError that one of them raises inside, or an OSError as one.
+
+    It must not contain a collective call, which the others would wait in.
+    """
+    problem: str | None = None
+    try:
+        yield
+    except UsageError as error:
+        problem = str(error)
+    except OSError as error:  # of a disk or a storage: the others are not to wait for this process
+        problem = f"cannot use {error.filename}: {error.strerror}"
+    found = gather([problem, socket.gethostname()])
+    failed = [number for number, (text, _) in enumerate(found) if text is not None]
+    if failed:
+        text, host = found[failed[0]]
+        if len(failed) < len(found):
+            text = f"{name(failed[0], host)}: {text}"
+        raise UsageError(text, agreed=True)
+
+
+def naming_itself(body: Callable[..., None], *args: Any) -> None:
+    """Call ``body``, of one process among several; a UsageError of it alone says which one."""
+    try:
+        body(*args)
+    except UsageError as error:
+        if not error.agreed and count() > 1:
+            error.process = name()
+        raise
+
+
+# -- what all processes of a run must have in common ----------------------------------------------
+
+_PACKAGES = (
+    "torch",
+    "torch_xla",
+    "megatron-fsdp",
+    "transformer-engine",
+    "timm",
+    "torchvision",
+    "numpy",
+)
+_FREE_FLAGS = {"num_workers", "index_dir", "rebuild_index", "step_timeout_s"}
+"""The flags that may differ from host to host: they change no result."""
+_CODE = (
+    "run_vit_training.py",
+    "config_fields.py",
+    "training",
+    "models",
+    "data",
+    "xla_fsdp",
+    "torch_fsdp",
+    "gpu_fsdp",
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of the packages that compute; None for one that is not installed."""
+    return {name: installed_version(name) for name in _PACKAGES}
+
+
+def check_alike(run: Run, data: DataSource) -> None:
+    """Raise UsageError in all processes if two are about to train differently."""
+    names = by_field(type(run.config), type(run.own))
+    mine: dict[str, Any] = {
+        names[field].names[0]: value
+        for field, value in run.values.items()
+        if field not in _FREE_FLAGS
+    }
+    mine |= {f"the version of {name}": value for name, value in versions().items()}
+    mine["the version of Python"] = platform.python_version()
+    root, code = Path(__file__).resolve().parents[2], xxhash.xxh3_64()
+    for part in _CODE:
+        path = root / part
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            code.update(str(file.relative_to(root)).encode())
+            code.update(file.read_bytes())
+    mine["the program's code, by checksum"] = code.hexdigest()
+    mine |= data.fingerprint()
+    found = gather([socket.gethostname(), mine])
+    (first_host, first), *others = found
+    for number, (host, other) in enumerate(others, 1):
+        for what in [*first, *(other.keys() - first.keys())]:
+            if first.get(what) != other.get(what):
+                there, here = _short(first.get(what), other.get(what))
+                raise UsageError(
+                    f"the processes of this run differ in {what}: {there} for "
+                    f"{name(0, first_host)}, {here} for {name(number, host)}: "
+                    "start all with the same command, code, packages and data",
+                    agreed=True,
+                )
+
+
+def _short(first: Any, other: Any) -> tuple[str, str]:
+    """Return two values that differ as text; of long lists the first elements that differ."""
+    if isinstance(first, list) and isinstance(other, list) and max(len(first), len(other)) > 4:
+        length = max(len(first), len(other))
+        padded = [each + [None] * (length - len(each)) for each in (first, other)]
+        at = next(i for i in range(length) if padded[0][i] != padded[1][i])
+        return tuple(f"number {at} is {each[at]!r}" for each in padded)  # type: ignore[return-value]
+    return repr(first), repr(other)
+
+
+# -- an interval of time -------------------------------------------------------------------------
+
+
+class MinutesInterval:
+    """Measures minutes by the first process's clock, and lets no process wait for the answer.
+
+    As with a request to stop, what the first process finds after a step is read after the next
+    one, when it has long been sent.
+    """
+
+    def __init__(self, backend: Backend, minutes: float) -> None:
+        """Start the first interval; ``minutes`` 0: it is never over."""
+        self._backend, self._seconds = backend, 60 * minutes
+        self._found: Callable[[], int] = lambda: 0
+        self._since = time.monotonic()
+
+    def restart(self) -> None:
+        """Start the next interval; all processes call it after the same step."""
+        self._found()  # so that nothing is under way
+        self._found = lambda: 0
+        self._since = time.monotonic()
+
+    def over(self) -> bool:
+        """Return True if the interval is over; all processes call it after each step."""
+        if not self._seconds:
+            return False
+        here = self._backend.is_main and time.monotonic() - self._since >= self._seconds
+        if count() == 1:
+            return here
+        found, self._found = self._found(), self._backend.largest_of_all(int(here))
+        return bool(found)

@@ -1,0 +1,43 @@
+"""How a process ends with the one that started it, however that ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with(parent: int) -> None:
+    """Have the system kill this process when ``parent``, which started it, has ended.
+
+    Without it the ranks of a torchrun that was killed train on, in the folder that a restart uses.
+    SIGKILL: a process whose peers are gone may be waiting for them in compiled code.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before the system was told
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_torchrun() -> None:
+    """Have this process end with torchrun, if torchrun has started it, as its environment says.
+
+    By TORCHRUN_PID, which launch/torchrun.sh sets, it knows if torchrun has ended already.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    if (torchrun := os.environ.get("TORCHRUN_PID")) and not _is_alive(torchrun):
+        os.kill(os.getpid(), signal.SIGKILL)
+    end_with(parent)
+
+
+def _is_alive(process: str) -> bool:
+    """Return True if there is a process of this number that has not ended."""
+    try:
+        state = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

@@ -1,0 +1,360 @@
+"""From flags to a ``Run``: every choice made and every check passed before a device starts.
+
+A backend's ``resolve`` (``xla_fsdp/resolve_xla.py``, ``torch_fsdp/resolve_torch.py``) makes a
+``Run`` by these functions and its own choices. Nothing below the entrypoint asks again what "auto"
+means.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+
+from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig
+from models.config import DEFAULT_MODEL, ModelConfig, ModelError
+from models.registry import open_model
+from training.config import RunConfig
+from training.errors import UsageError, is_first_of_torchrun
+from training.files import folder_at
+from training.flags import by_field, flat
+from training.logs.log_folder import log_folder
+from training.mesh import Mesh, make_mesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from models.positions import Grid
+    from models.spec import ModelSizes, ModelSpec
+
+MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).items()}
+"""The flag of each model argument, by timm's name."""
+
+
+class BackendConfig(Protocol):
+    """What every backend's own configuration, a frozen dataclass of flags, has."""
+
+    @property
+    def keeps_fp32_weights(self) -> bool:
+        """Whether weights are stored in fp32 at any precision."""
+
+    @property
+    def product_multiple(self) -> int:
+        """Sizes of matrix products must be multiples of this."""
+
+    def shrunk(self) -> Self:
+        """Return the same for a model of a few blocks."""
+
+
+Own = TypeVar("Own", bound=BackendConfig)
+
+
+@dataclass(frozen=True)
+class Run(Generic[Own]):
+    """A run with every choice made: what everything below the entrypoint is given."""
+
+    config: RunConfig
+    own: Own
+    """The backend's configuration."""
+    model: ModelSpec
+    mesh: Mesh
+    why: Mapping[str, str] = field(default_factory=dict)
+    """By field, for the line that describes the run: the reason for what "auto" became."""
+    teacher: Self | None = None
+    """The run of ``--teacher`` on the same devices, of which the model and the preprocessing are
+    used; None without a teacher, and where nothing is trained."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All flags' final values by their fields' names, for checkpoints, records and messages."""
+        return flat(self.config, self.own)
+
+    @property
+    def ckpt_dir(self) -> Path:
+        return folder_at(self.config.checkpoints.ckpt_dir)
+
+    @property
+    def log_dir(self) -> Path:
+        """The local folder for logs: ``ckpt_dir``, if that is no URL."""
+        return log_folder(self.ckpt_dir)
+
+    @property
+    def train_flops_per_image(self) -> float:
+        """FLOPs of one image as MFU counts them; a linear probe has (almost) no backward pass."""
+        forward_and_back = self.model.train_flops_per_image
+        return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
+
+    def build_model(self, constant: Callable[[Tensor], Tensor]) -> Module:
+        """Return the model on the meta device, for images of all buckets.
+
+        ``constant`` puts a tensor on the devices, as ``Backend.constant``.
+        """
+        model = self.model.build()
+        if found := grids(self.config, self.model):
+            self.model.compute_on_grids(model, found, constant)
+        return model
+
+    def with_data(self, **changes: Any) -> Self:
+        """Return the same with other values in ``config.data``."""
+        return replace(self, config=replace(self.config, data=replace(self.config.data, **changes)))
+
+    def on(self, devices: int) -> Self:
+        """Return the same on the devices found. Raises UsageError if the flags do not fit them."""
+        if devices == self.mesh.devices:
+            return self
+        teacher = self.teacher and self.teacher.on(devices)
+        run = replace(self, mesh=make_mesh(self.config.sharding, devices), teacher=teacher)
+        check_batch(run)
+        return run
+
+
+# ------------------------------------------------------------------------------------------------
+# What needs neither a model nor devices.
+
+_BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
+"""Default betas by optimizer; Lion's and Muon's are timm's."""
+_MAX_HUE = 0.5
+
+
+def resolve_common(config: RunConfig) -> RunConfig:
+    """Return the configuration with what no backend decides. Raises UsageError."""
+    _check_data(config.data)
+    _check_schedule(config)
+    if config.log.wandb:
+        _check_wandb()
+    if config.optimizer.betas is None:
+        betas = _BETAS[config.optimizer.optimizer]
+        config = replace(config, optimizer=replace(config.optimizer, betas=betas))
+    if config.log.eval_batches is None:
+        batches = config.max_steps or 0 if config.data.data_source == "fake" else 0
+        config = replace(config, log=replace(config.log, eval_batches=batches))
+    return config
+
+
+def _check_data(data: DataConfig) -> None:
+    """Raise UsageError for crops, normalization or augmentations that contradict each other or the
+    source of the images."""
+    for name, (low, high) in (("--scale", data.scale), ("--ratio", data.ratio)):
+        if low > high:
+            raise UsageError(f"{name} {low} {high}: the first must not be above the second")
+    if data.data_source != "volumes":
+        for name, values in (("--mean", data.mean), ("--std", data.std)):
+            wrong = next((each for each in values or () if not 0 <= each <= 1), None)
+            if wrong is not None:
+                raise UsageError(f"{name}: {wrong:g} must be at least 0 and at most 1")
+    flags, source = by_field(DataConfig), data.data_source
+    unused = {"aug_repeats": ALWAYS_ALIKE} | dict.fromkeys(
+        ("vflip", "train_interpolation", "aa", "color_jitter", "reprob"), NOT_AUGMENTED
+    )
+    for name, sources in unused.items():
+        value = getattr(data, name)
+        if value != flags[name].field.default and source in sources:
+            raise UsageError(
+                f"{flags[name].typed(value)} does nothing with --data_source {source}: drop it"
+            )
+    if data.aug_repeats > data.batch_size:
+        raise UsageError(
+            f"--aug_repeats {data.aug_repeats} is more than --batch_size {data.batch_size}: an "
+            "image is that many times in one batch"
+        )
+    jitter = data.jitter_of_each
+    if len(jitter) not in (3, 4):
+        raise UsageError(
+            "--color_jitter takes one number, three (brightness, contrast, saturation) or four "
+            f"(and hue), not {len(jitter)}"
+        )
+    if any(hue > _MAX_HUE for hue in jitter[3:]):
+        raise UsageError(f"--color_jitter: the hue, {jitter[3]:g}, must be at most {_MAX_HUE}")
+    if data.aa and data.color_jitter and "3a" not in data.aa:
+        raise UsageError(
+            f"--color_jitter is incompatible with --aa {data.aa}, which has such changes itself "
+            "(timm leaves it out then): drop one of the two"
+        )
+    if data.scale[1] == 0:
+        raise UsageError("--scale 0 0 leaves no image to crop")
+
+
+def _check_schedule(config: RunConfig) -> None:
+    schedule, peak = config.schedule, config.optimizer.lr
+    for name, rate in (("--min_lr", schedule.min_lr), ("--warmup_lr", schedule.warmup_lr)):
+        if rate > peak:
+            raise UsageError(f"{name} {rate:g} is above --lr {peak:g}")
+    epochs = schedule.warmup_epochs
+    if schedule.warmup_lr and not (config.optimizer.warmup_steps if epochs is None else epochs):
+        raise UsageError("--warmup_lr requires a warmup: --warmup_steps or --warmup_epochs above 0")
+    if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
+        raise UsageError("--lr_schedule wsd requires --decay_steps")
+
+
+def _check_wandb() -> None:
+    """Raise UsageError without the package wandb or a login for it; contacts no server."""
+    if importlib.util.find_spec("wandb") is None:
+        raise UsageError("--wandb requires the package wandb: python3 -m pip install wandb")
+    if not is_first_of_torchrun():  # the others do not log
+        return
+    from wandb.sdk import wandb_setup
+
+    try:
+        from wandb.sdk.lib.wbauth import authenticate_session
+    except ImportError:  # another version: wandb itself will report it later
+        return
+    try:
+        settings = wandb_setup.singleton().settings
+        logged_in = settings.mode in ("offline", "disabled", "dryrun") or authenticate_session(
+            host=settings.base_url, source="--wandb", prompt=False, update_session=False
+        )
+    except TypeError:  # another version's function
+        return
+    except Exception as error:  # noqa: BLE001 - of an invalid key or variable
+        raise UsageError("--wandb: " + ", ".join(str(error).splitlines()[:3])) from None
+    if not logged_in:
+        raise UsageError(
+            "--wandb requires a login on this host: wandb login, or WANDB_API_KEY; "
+            "WANDB_MODE=offline goes without"
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# The model, and the images that it is trained with.
+
+_ANY_CHANNELS = ("volumes", "fake")
+"""Sources whose images can have any number of channels; others are color or gray."""
+
+
+def model_of(config: ModelConfig) -> ModelSpec:
+    """Return the model of the flags. Raises UsageError for an unknown or impossible one."""
+    try:
+        return open_model(config.model or DEFAULT_MODEL, config.overrides())
+    except ModelError as error:
+        raise UsageError(error.told(MODEL_FLAG)) from None
+
+
+def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
+    """Return the configuration with a model named, and that model. Raises UsageError."""
+    named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
+    model, source = model_of(named), config.data.data_source
+    if config.optimizer.linear_probe:  # frozen blocks compute as in evaluation
+        for name, rate in model.settings.items():
+            if name.endswith("_rate") and name != "drop_rate" and rate:
+                flag = MODEL_FLAG[name]
+                raise UsageError(
+                    f"--linear_probe is incompatible with {flag} {rate:g}: give {flag} 0"
+                )
+    channels = model.sizes.input_shape[0]
+    if source not in _ANY_CHANNELS and channels not in (1, 3):
+        raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (gray)")
+    _check_buckets(config, model)
+    return replace(config, model=named), model
+
+
+_MAX_TOKENS_APART = 0.25
+"""Largest relative difference between a bucket's tokens and the model's own. Memory is that of the
+largest bucket; figures such as MFU are those of the model's own size."""
+
+
+def _check_buckets(config: RunConfig, model: ModelSpec) -> None:
+    """Raise UsageError for ``--buckets`` that the model cannot be trained with."""
+    sizes = config.data.bucket_sizes
+    if not sizes:
+        return
+    if reason := model.why_one_grid():
+        raise UsageError(f"--buckets is incompatible with --model {model.name}: {reason}")
+    if config.sharding.grad_ckpt == "auto":
+        raise UsageError("--buckets is incompatible with --grad_ckpt auto: choose a value")
+    own, grid = model.sizes.input_shape[1:], model.sizes.grid
+    patch = [side // count for side, count in zip(own, grid, strict=True)]
+    if own not in sizes:
+        raise UsageError(f"--buckets must have the model's own size, {_shown(own)}, among them")
+    for size in sizes:
+        if sizes.count(size) > 1:
+            raise UsageError(f"--buckets has {_shown(size)} twice")
+        if any(side % each for side, each in zip(size, patch, strict=True)):
+            raise UsageError(
+                f"--buckets: {_shown(size)} is no whole number of patches of {_shown(patch)}"
+            )
+    for size, (rows, columns) in zip(sizes, grids(config, model), strict=True):
+        apart = abs(rows * columns / model.sizes.num_patches - 1)
+        if apart > _MAX_TOKENS_APART:
+            raise UsageError(
+                f"--buckets: {_shown(size)} has {rows * columns} patches, the model's own size "
+                f"{model.sizes.num_patches}: they may differ by {_MAX_TOKENS_APART:.0%}"
+            )
+
+
+def _shown(size: Any) -> str:
+    return "x".join(map(str, size))
+
+
+def grids(config: RunConfig, model: ModelSpec) -> list[Grid]:
+    """Return the grid of patches of each bucket; [] without buckets."""
+    if not config.data.bucket_sizes:  # volumes, with three sides, have none
+        return []
+    own, (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
+    return [(h * rows // own[0], w * columns // own[1]) for h, w in config.data.bucket_sizes]
+
+
+def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
+    """Return the model's sizes with as many tokens as images of the largest bucket have."""
+    sizes = model.sizes
+    if not config.data.bucket_sizes:
+        return sizes
+    most = max(rows * columns for rows, columns in grids(config, model))
+    return replace(sizes, num_tokens=sizes.num_tokens + most - sizes.num_patches)
+
+
+# ------------------------------------------------------------------------------------------------
+# What depends on the devices.
+
+
+def check_rows(mesh: Mesh, model: ModelSpec) -> None:
+    """Raise UsageError if an image has fewer rows of patches than devices that shard them."""
+    rows = model.sizes.grid[0]
+    if mesh.domain > rows:
+        raise UsageError(
+            f"--mesh_domain {mesh.domain} is more than the {rows} rows of patches of an image"
+        )
+
+
+def check_batch(run: Run) -> None:
+    """Raise UsageError if the batch cannot be divided over devices and passes, or a device's part
+    of it cannot be mixed."""
+    data, mesh = run.config.data, run.mesh
+    if data.batch_size % (mesh.batch_parts * data.grad_accum_steps):
+        together = "".join(
+            f" / --mesh_{axis} {size}"
+            for axis, size in (("domain", mesh.domain), ("tensor", mesh.tensor))
+            if size > 1
+        )
+        passes = (
+            f" x --grad_accum_steps {data.grad_accum_steps}" if data.grad_accum_steps > 1 else ""
+        )
+        raise UsageError(
+            f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
+            f"{together}{passes}"
+        )
+    loss, shape = run.config.loss, run.model.sizes.input_shape
+    if not loss.mixes:
+        return
+    images = data.pass_size // mesh.batch_parts
+    if images % 2:
+        named = "--mixup" if loss.mixup else "--cutmix" if loss.cutmix else "--cutmix_minmax"
+        raise UsageError(
+            f"{named} mixes the images of a device two by two, and there are {images} in a pass: "
+            "choose --batch_size and --grad_accum_steps so that the number is even"
+        )
+    if loss.cuts and len(shape) != 3:
+        raise UsageError("cutmix is for images: of volumes use --mixup")
+    if loss.cutmix_minmax is not None:
+        low, high = loss.cutmix_minmax
+        if any(int(side * low) >= int(side * high) for side in shape[1:]):
+            raise UsageError(
+                f"--cutmix_minmax {low:g} {high:g} leaves no side of a box to be drawn in images "
+                f"of {shape[1]} x {shape[2]}: the second must be larger"
+            )
+
+
+# ------------------------------------------------------------------------------------------------
+# The run of --teacher: on the same devices, of another model.

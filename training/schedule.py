@@ -1,0 +1,84 @@
+"""The learning rate of each step: a linear warmup, then one of several curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from training.config import RunConfig
+from training.errors import UsageError
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
+    "linear": lambda x: 1 - x,
+    "sqrt": lambda x: 1 - math.sqrt(x),
+    "constant": lambda x: 1.0,
+}
+"""The curves from 1, at x = 0, down to 0, at x = 1; "constant" stays at 1."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a pure function of the step.
+
+    Step s counts from 0: the first update runs at ``lr(0)``. With W warmup steps it is
+    warmup_lr + (peak - warmup_lr) * s / W for s < W, then min_lr + (peak - min_lr) * shape(x).
+    With T total steps x is (s - W) / (T - W). "cosine" is the schedule of PyTorch/XLA's ViT-10B
+    example.
+    """
+
+    peak: float
+    warmup_steps: int
+    total_steps: int
+    warmup_lr: float = 0.0
+    min_lr: float = 0.0
+    shape: str = "cosine"
+    decay_steps: int | None = None
+    """The D of warmup-stable-decay (WSD, https://arxiv.org/abs/2404.06395): the peak, and a decay
+    in the last D steps, where x is (s - (T - D)) / D. "sqrt" and "linear" are the shapes of
+    https://arxiv.org/abs/2405.18392."""
+
+    def lr(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.warmup_lr + (self.peak - self.warmup_lr) * step / self.warmup_steps
+        if self.decay_steps is not None:
+            steps_left = min(max(0, self.total_steps - step), self.decay_steps)
+            x = 1 - steps_left / self.decay_steps
+        elif step >= self.total_steps:
+            x = 1.0
+        else:
+            x = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return self.min_lr + (self.peak - self.min_lr) * SHAPES[self.shape](x)
+
+    def warning(self, end: int) -> str | None:
+        """Return a line for the log if a run that ends at step ``end`` never ends its warmup."""
+        if end >= self.warmup_steps or not self.peak:
+            return None
+        return (
+            f"warning: the warmup takes {self.warmup_steps:,} steps, the run ends at {end:,}: the "
+            f"learning rate stays below {self.lr(end):.2g}, --lr {self.peak:g} is not reached; "
+            "give fewer --warmup_steps (or --warmup_epochs)"
+        )
+
+
+def make_schedule(config: RunConfig, steps_per_epoch: int, end: int) -> Schedule:
+    """Return the schedule that the flags ask for.
+
+    Steps are batches of the present size since the start of training. ``end`` is the last one of
+    the run, which ``--max_steps`` may put before the last one of all epochs. Raises UsageError if
+    warmup and decay of WSD are longer than the run.
+    """
+    how, peak, warmup = config.schedule, config.optimizer.lr, config.optimizer.warmup_steps
+    if how.warmup_epochs is not None:
+        warmup = round(how.warmup_epochs * steps_per_epoch)
+    if how.lr_schedule != "wsd":
+        total = config.num_epochs * steps_per_epoch
+        return Schedule(peak, warmup, total, how.warmup_lr, how.min_lr, how.lr_schedule)
+    assert how.decay_steps is not None  # checked (training/resolve.py)
+    if warmup + how.decay_steps > end:
+        raise UsageError(
+            f"{warmup:,} steps of warmup and --decay_steps {how.decay_steps} are more than the "
+            f"{end:,} steps of the run: give fewer, or more --num_epochs"
+        )
+    return Schedule(peak, warmup, end, how.warmup_lr, how.min_lr, how.decay_shape, how.decay_steps)

@@ -1,0 +1,65 @@
+"""The sizes of a model from which the bytes and seconds of a training step are estimated."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from models.spec import ModelSpec
+from training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Sizes of a model as plain numbers: estimates need no model."""
+
+    depth: int
+    width: int
+    hidden: int
+    """Width of the MLP."""
+    heads: int
+    head_dim: int
+    tokens: int
+    """Tokens of an image, in training."""
+    block_parameters: int
+    """Parameters of one block."""
+    other_parameters: int
+    classes: int
+    pixels: int
+    """Values of one image."""
+    train_flops: float
+    """FLOPs of one image, forward and backward, as MFU counts them."""
+
+    @property
+    def parameters(self) -> int:
+        return self.depth * self.block_parameters + self.other_parameters
+
+
+def state_bytes(config: RunConfig) -> int:
+    """Return the bytes of state per parameter: fp32 weight, moments (AdamW two, Lion and Muon one;
+    the few parameters that AdamW updates under Muon are counted as Muon's) and EMA."""
+    moments = 2 if config.optimizer.optimizer == "adamw" else 1
+    each = {"fp32": 4, "bf16": 2}[config.optimizer.optimizer_dtype]
+    return 4 + moments * each + (4 if config.ema.model_ema else 0)
+
+
+@functools.cache
+def step_sizes(model: ModelSpec) -> StepSizes:
+    """Return the sizes of a model."""
+    sizes = model.sizes
+    parameters = [p for block in model.meta.blocks for p in block.parameters()]  # type: ignore[union-attr]
+    blocks = sum(parameter.numel() for parameter in parameters)
+    return StepSizes(
+        depth=sizes.depth,
+        width=sizes.embed_dim,
+        hidden=sizes.hidden,
+        heads=sizes.num_heads,
+        head_dim=sizes.head_dim,
+        tokens=sizes.train_tokens,
+        block_parameters=blocks // sizes.depth,
+        other_parameters=model.parameter_count - blocks,
+        classes=sizes.num_classes,
+        pixels=math.prod(sizes.input_shape),
+        train_flops=model.train_flops_per_image,
+    )

@@ -1,1 +1,0 @@
-"""Weights that training, or the use of a model, begins with."""

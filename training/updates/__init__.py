@@ -1,1 +1,0 @@
-"""How weights are changed by a step: rules, learning rates, averages, steps left out."""

@@ -1,0 +1,421 @@
+"""Trained weights: find them, read them, and return the preprocessing that they were trained with.
+
+They are in a checkpoint folder, or in a file of any program: of torch.save, or .safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from data.config import CROP_MODES, INTERPOLATIONS, Preprocessing
+from models.initialize import allocate, fill_buffers
+from models.spec import ModelSpec
+from training.checkpoints.choose import BEST, find_resume, first_readable, of_path
+from training.checkpoints.format import (
+    EMA,
+    METADATA,
+    WEIGHTS,
+    Position,
+    SafeReader,
+    SavedRun,
+    damage,
+    quiet_dcp,
+    read_metadata,
+    readable,
+    saved_run,
+    training_entry,
+)
+from training.errors import UsageError
+from training.files import folder_at, is_url
+from training.resolve import Run
+
+_REMEDY = "give the model flags it was trained with"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that were found: names and shapes are known, the values not yet read."""
+
+    path: Path
+    run: SavedRun | None
+    """The run that made them, as the checkpoint describes it; None for a bare state dict."""
+    tensors: Mapping[str, torch.Tensor] | None
+    """By timm's names, memory-mapped from the files; None for a checkpoint folder, read by DCP."""
+    note: str = ""
+    """One line for the user about how they are used."""
+    kind: str = WEIGHTS
+    """WEIGHTS, or EMA: the moving average that a folder has."""
+
+    def check_fits(self, model: ModelSpec) -> None:
+        """Raises UsageError naming the first tensor that is not one of the model's."""
+        found = self.shapes()
+        for name, tensor in model.meta.state_dict().items():
+            if name not in found:
+                raise UsageError(f"{self.path} has no {name}, which the model has: {_REMEDY}")
+            there, here = tuple(found.pop(name)), tuple(tensor.shape)
+            if there != here:
+                raise UsageError(
+                    f"{name} is {there} in {self.path}, {here} in the model: {_REMEDY}"
+                )
+        for name in found:
+            raise UsageError(f"{self.path} has {name}, which the model has not: {_REMEDY}")
+
+    def check_undamaged(self) -> None:
+        """Raises UsageError if a checkpoint's files are not those that were written."""
+        with readable(self.path):
+            problem = None if self.tensors is not None else damage(self.path)
+        if problem:
+            raise UsageError(
+                f"{self.path} is damaged ({problem}): name another one, or load it as it is "
+                "with --no_verify_checkpoint"
+            )
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shape of each tensor by its name. Raises UsageError for a damaged folder."""
+        if self.tensors is not None:
+            return {name: tensor.shape for name, tensor in self.tensors.items()}
+        with readable(self.path):
+            entries = SafeReader(self.path).read_metadata().state_dict_metadata
+            found = {
+                name.removeprefix(f"{self.kind}."): entry.size
+                for name, entry in entries.items()
+                if name.startswith(f"{self.kind}.") and isinstance(entry, TensorStorageMetadata)
+            }
+        if not found and self.kind == EMA:
+            raise no_ema(self.path)
+        return found
+
+    def initialize(self, module: nn.Module, name: str) -> None:
+        """Allocate on CPU what is on meta below ``module``, with the file's values.
+
+        A folder's values come later, by ``load_state``. ``name`` is the module's name in the
+        model; an ``InitializeModule``.
+        """
+        if self.tensors is not None:
+            return self.fill(module, name)
+        for _ in allocate(module, name):
+            pass
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, name: str) -> None:
+        """As ``initialize``, but with a folder's values, too: in memory are only the module's."""
+        own = {
+            key: parameter
+            for full_name, part in allocate(module, name)
+            for key, parameter in part.named_parameters(prefix=full_name, recurse=False)
+        }
+        for key, values in self.read(list(own)).items():
+            own[key].copy_(values)
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return these tensors, whole on the CPU, by name.
+
+        A file's are mapped, and must not be changed; a folder's are read, in fp32.
+        """
+        if self.tensors is not None:
+            return {name: self.tensors[name] for name in names}
+        shapes = self.shapes()
+        values = {name: torch.empty(shapes[name]) for name in names}
+        if values:
+            with readable(self.path), quiet_dcp():
+                reader = SafeReader(self.path)
+                dcp.load({self.kind: values}, storage_reader=reader, no_dist=True)
+        return values
+
+    def plain_model(self, spec: ModelSpec, device: torch.device) -> nn.Module:
+        """Return timm's model with these weights, fp32, unsharded on ``device``, in eval mode."""
+        model = spec.build().to_empty(device=device)
+        fill_buffers(model, lambda values: values.to(device))
+        if self.tensors is not None:
+            model.load_state_dict(self.tensors)
+        else:
+            state = {self.kind: model.state_dict()}
+            with readable(self.path), quiet_dcp():
+                dcp.load(state, storage_reader=SafeReader(self.path), no_dist=True)
+        return model.eval()
+
+
+# -- Finding and loading them ---------------------------------------------------------------------
+
+
+def find_weights(
+    ckpt_dir: Path, resume: str, resume_epoch: int, *, use_ema: bool = False
+) -> Weights:
+    """Return what ``--resume`` (a folder or a file) and ``--resume_epoch`` name.
+
+    With ``use_ema`` it is the moving average of the weights. Raises UsageError if there is no such
+    thing, or if it cannot be read.
+    """
+    if resume == "none":
+        raise UsageError("--resume none: a trained model is needed, give --resume PATH")
+    if resume != "auto" and resume not in BEST and not resume_epoch:
+        return weights_in(folder_at(resume), "--resume", use_ema=use_ema)
+    saved, candidates = first_readable(find_resume(ckpt_dir, resume, resume_epoch))
+    if saved is None:
+        raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
+    kind = EMA if use_ema else WEIGHTS
+    return Weights(saved.path, saved, None, "; ".join(candidates.passed_over), kind)
+
+
+def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
+    """Return the weights in a checkpoint, in the newest one of a run's folder, or in files.
+
+    ``use_ema``: their moving average. Raises UsageError, naming ``flag``, if there is no such
+    thing, or if it cannot be read.
+    """
+    with readable(path):
+        if path.is_file():
+            if is_url(path):
+                raise UsageError(f"{flag} {path}: copy that file to this machine, and name it here")
+            return load_file_of_weights(path, use_ema=use_ema)
+        if not path.is_dir():
+            raise UsageError(f"{flag} {path}: there is no such checkpoint, folder or file")
+        if files := safetensors_files(path):
+            return _load_safetensors(path, files, use_ema)
+        if (path / METADATA).is_file():
+            names = read_metadata(path).state_dict_metadata
+            if not any(name.startswith(training_entry("")) for name in names):
+                if use_ema:  # DCP wrote weights alone, without a run
+                    raise no_ema(path)
+                return Weights(path, None, None)
+        saved, candidates = first_readable(of_path(path))
+    assert saved is not None  # of_path found one
+    kind = EMA if use_ema else WEIGHTS
+    return Weights(saved.path, saved, None, "; ".join(candidates.passed_over), kind)
+
+
+def no_ema(path: Path) -> UsageError:
+    """Return the error for weights without an EMA."""
+    return UsageError(
+        f"{path} has no EMA of the weights: give one of a run with --model_ema, or drop --use_ema"
+    )
+
+
+def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
+    """Return the weights in one file, mapped from it; ``use_ema``: their moving average.
+
+    Raises UsageError if it cannot be read, or has none.
+    """
+    with readable(path):
+        if path.suffix == ".safetensors":
+            return _load_safetensors(path, [path], use_ema)
+        mappable = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
+        except pickle.UnpicklingError as error:  # whose text advises to load it unsafely
+            if foreign := re.search(r"GLOBAL (\S+)", str(error)):
+                raise ValueError(f"only tensors are loaded, it holds {foreign[1]}") from None
+            raise ValueError("it is not a file of torch.save") from None
+        if not isinstance(content, Mapping):
+            raise ValueError("it holds no state dict")
+        training, run = content.get("training"), None
+        if isinstance(training, Mapping) and "arguments" in training:
+            run = saved_run(path, training)
+        if use_ema:
+            content = ema_of(path, content)
+        return Weights(path, run, state_dict_of(content))
+
+
+def _load_safetensors(path: Path, files: list[Path], use_ema: bool) -> Weights:
+    if use_ema:
+        raise no_ema(path)
+    content = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    run = run_in_metadata(path, metadata_of(files[0]))
+    return Weights(path, run, state_dict_of(content))
+
+
+_EMA_KEYS = (EMA, "state_dict_ema", "model_ema")
+"""The EMA's name in a file that ``dcp_to_torch`` made of a checkpoint, and in timm's files."""
+
+
+def ema_of(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the EMA of the weights in a file's content. Raises UsageError if there is none."""
+    found = next((content[key] for key in _EMA_KEYS if key in content), None)
+    if not isinstance(found, Mapping):
+        raise no_ema(path)
+    return found
+
+
+def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the model's part of a file's content, under timm's names."""
+    for key in ("model", "state_dict"):
+        if isinstance(content.get(key), Mapping):
+            content = content[key]
+            break
+    tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    if not tensors or len(tensors) < len(content):
+        raise ValueError("it holds no state dict of tensors")
+    while all(name.startswith("module.") for name in tensors):  # put there by FSDP or DDP
+        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    return tensors
+
+
+# -- .safetensors files, and the run in their metadata --------------------------------------------
+#
+# A folder of them is in Hugging Face's layout: ``model.safetensors``, or shards that
+# ``model.safetensors.index.json`` lists.
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_RUN = "training"
+"""The entry of a file's metadata with what our checkpoints call ``training.*``, as JSON."""
+
+
+def safetensors_files(path: Path) -> list[Path]:
+    """Return a model's files that ``path`` names; none if it is no such file or folder.
+
+    Raises ValueError for an index that names no files of its folder.
+    """
+    if path.is_file():
+        return [path] if path.suffix == ".safetensors" else []
+    if (path / INDEX).is_file():
+        content = json.loads((path / INDEX).read_text())
+        named = content.get("weight_map") if isinstance(content, Mapping) else None
+        if not isinstance(named, Mapping) or not named:
+            raise ValueError(f"{INDEX} has no weight_map")
+        for name in named.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ValueError(f"{INDEX} names {name!r}, which is not a file of the folder")
+        return [path / name for name in sorted(set(named.values()))]
+    return [path / ONE_FILE] if (path / ONE_FILE).is_file() else []
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    """Return the strings that a file has beside its tensors. Raises anything if it is damaged."""
+    with safe_open(file, framework="pt") as opened:
+        return opened.metadata() or {}
+
+
+def run_as_metadata(run: SavedRun) -> dict[str, str]:
+    """Return a run as metadata of a .safetensors file."""
+    at = run.position
+    content: dict[str, Any] = {
+        "step": at.step,
+        "epoch": at.epoch,
+        "images_in_epoch": at.images_in_epoch,
+    }
+    content |= {"arguments": run.arguments, "classes": run.classes}
+    return {_RUN: json.dumps(content)}
+
+
+def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
+    """Return the run that ``run_as_metadata`` wrote; None if another program wrote the file.
+
+    Raises anything if it is damaged.
+    """
+    if _RUN not in metadata:
+        return None
+    try:
+        content = json.loads(metadata[_RUN])
+    except ValueError:  # another program's entry
+        return None
+    if not isinstance(content, Mapping) or "arguments" not in content:
+        return None
+    at = Position(*(int(content[name]) for name in ("step", "epoch", "images_in_epoch")))
+    return SavedRun(path, at, dict(content["arguments"]), content["classes"])
+
+
+# -- The preprocessing that weights were trained with ---------------------------------------------
+
+_NAMES = tuple(field.name for field in fields(Preprocessing))
+_LARGEST_IN_VOLUMES = 1e30
+"""Values of images are from 0 to 1, those of volumes any numbers, such as Hounsfield units."""
+CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
+
+
+def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
+    """Return the run with the preprocessing flags that were not given, as ``saved`` has them.
+
+    Without ``saved``: as for new weights. Raises UsageError if ``saved`` has invalid values.
+    """
+    if saved:
+        return _with_defaults(run, preprocessing_of(saved))
+    return _with_defaults(run, Preprocessing.of_new_weights(run.config.data.data_source))
+
+
+def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
+    """Return the run with the preprocessing of these weights, and the weights with a note about it.
+
+    Weights of another program: as their file says, else as timm has it for the model, else that of
+    new weights. Raises UsageError if they have invalid values.
+    """
+    if weights.run:
+        return weights, with_preprocessing(run, weights.run)
+    found, source = _pretrained_cfg(weights.path), f"{weights.path} and its {CONFIG_FILE}"
+    if found is None:
+        found, source = run.model.preprocessing, f"timm's {run.model.name}"
+    if found is None:
+        return replace(weights, note=""), _with_defaults(run, Preprocessing())
+    run = _with_defaults(run, _checked(found, weights.path))
+    note = f"preprocessing: {run.config.data.preprocessing} (as {source} has it)"
+    return replace(weights, note=note), run
+
+
+def preprocessing_of(saved: SavedRun) -> Preprocessing:
+    """Return the preprocessing of a run. Raises UsageError for invalid values."""
+    return _checked(saved.arguments, saved.path)
+
+
+def _with_defaults(run: Run, defaults: Preprocessing) -> Run:
+    given = run.config.data
+    missing = {n: value for n, value in asdict(defaults).items() if getattr(given, n) is None}
+    return run.with_data(**missing)
+
+
+def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
+    """Return the default preprocessing with ``values`` over it. Raises UsageError."""
+    given: dict[str, Any] = {n: values[n] for n in _NAMES if values.get(n) not in (None, "")}
+    largest = _LARGEST_IN_VOLUMES if values.get("data_source") == "volumes" else 1.0
+    for name, value in given.items():
+        if not _is_valid(name, value, largest):
+            raise UsageError(f"{path} has {name} {value!r}, which is not known here: give --{name}")
+    given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
+    return Preprocessing(**given)
+
+
+def _is_valid(name: str, value: Any, largest: float) -> bool:
+    if name in ("interpolation", "test_interpolation"):
+        return value in INTERPOLATIONS
+    if name == "crop_mode":
+        return value in CROP_MODES
+    if name == "crop_pct":
+        return isinstance(value, (int, float)) and 0 < value <= 1
+    least = 1e-6 if name == "std" else 0.0 if largest == 1 else -largest
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 3
+        and all(isinstance(colour, (int, float)) and least <= colour <= largest for colour in value)
+    )
+
+
+def _pretrained_cfg(path: Path) -> Mapping[str, Any] | None:
+    """Read timm's ``pretrained_cfg`` in the metadata of .safetensors files, or beside them."""
+    files = safetensors_files(path)
+    texts = [metadata_of(files[0]).get("pretrained_cfg", "")] if files else []
+    config = path / CONFIG_FILE if path.is_dir() else path.with_name(CONFIG_FILE)
+    if config.is_file():
+        texts.append(config.read_text(errors="replace"))
+    for text in texts:
+        try:
+            content = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(content, Mapping):
+            content = content.get("pretrained_cfg", content)
+        if isinstance(content, Mapping) and any(name in content for name in _NAMES):
+            return content
+    return None

@@ -1,0 +1,330 @@
+"""Attention where several devices share an image: its heads ("tensor") or its tokens ("domain")."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from models.blocks import combine_parts
+from xla_fsdp.attention import flash, whole
+from xla_fsdp.attention.kernels import Shards, autocast_dtype
+from xla_fsdp.attention.sizes import LANES
+from xla_fsdp.remat import SaveInput
+
+if TYPE_CHECKING:
+    from xla_fsdp.sharding import Mark
+
+# ------------------------------------------------------------------------------------------------
+# Heads over devices.
+
+
+def attention_of_heads(
+    attn: Any,
+    qkv: whole.Qkv,
+    rope: torch.Tensor | None,
+    *,
+    form: str,
+    shards: Shards,
+    save: SaveInput,
+) -> torch.Tensor:
+    """Compute the product of timm's attention ``attn`` with a part of its heads on each device.
+
+    ``qkv`` are queries, keys and values, (batch, tokens, heads x width) each or (batch, tokens, 3,
+    heads x width) in one tensor; ``rope`` is the table of a rotary embedding; ``form`` a value of
+    ``--attention``, auto resolved. Returns (batch, tokens, heads x width).
+    """
+    if form == "whole":
+        return whole.of_layers(attn, qkv, rope, shards=shards, save=save)
+    q, k, v = whole.queries_keys_values(attn, qkv, rope)
+    if form == "flash":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash.attention(q, k, v, shards).transpose(1, 2).flatten(2)
+    # As PyTorch does, with dropout. Not by F.scaled_dot_product_attention: it folds batch and heads
+    # into one dimension, which cannot be sharded along two axes; einsum is one product to XLA.
+    scores = torch.einsum("bqhd,bkhd->bhqk", q * attn.scale, k)
+    weights = attn.attn_drop(scores.softmax(dim=-1))
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention to a part of the keys.
+#
+# All tensors are (rows of a batch, heads, tokens, width); dimension 0 is sharded over devices.
+# ``valid`` is 1 for keys that are no padding, int32 (rows, keys), or None if there is no padding.
+# Statistics are log(sum(exp(scores))) of each query, fp32 (rows, heads, tokens).
+
+
+_LOWEST = -1e30
+"""The score of a key that is padding: finite, so that a row of nothing else is no NaN."""
+
+
+class PlainProducts:
+    """Plain products, with the scores of all tokens of a part for each other in memory.
+
+    By einsum, which is one product to XLA: PyTorch's folds rows and heads into one dimension, by
+    which the partitioner may lose how they are sharded.
+    """
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """Pad tokens and width with zeros to sizes that these products take."""
+        return x
+
+    def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return softmax(scale q k') v over these keys alone, and statistics."""
+        scores = self._scores(q, k, valid, scale)
+        largest = scores.amax(-1, keepdim=True)
+        weights = (scores - largest).exp()
+        sums = weights.sum(-1, keepdim=True)
+        output = torch.einsum("bhqk,bhkd->bhqd", (weights / sums).to(v.dtype), v)
+        return output, (largest + sums.log())[..., 0]
+
+    def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
+        """Return these keys' share of the gradients of q, k and v.
+
+        ``statistics`` are over all keys; ``inner``, of the same shape, is the sum over each row of
+        the whole output times its gradient ``grad``.
+        """
+        weights = (self._scores(q, k, valid, scale) - statistics[..., None]).exp()
+        of_weights = torch.einsum("bhqd,bhkd->bhqk", grad, v).float()
+        of_scores = (weights * (of_weights - inner[..., None]) * scale).to(q.dtype)
+        return (
+            torch.einsum("bhqk,bhkd->bhqd", of_scores, k),
+            torch.einsum("bhqk,bhqd->bhkd", of_scores, q),
+            torch.einsum("bhqk,bhqd->bhkd", weights.to(v.dtype), grad),
+        )
+
+    def _scores(self, q, k, valid, scale: float) -> torch.Tensor:
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, k).float() * scale
+        if valid is None:
+            return scores
+        return torch.where(valid[:, None, None, :] > 0, scores, _LOWEST)
+
+
+@dataclass(frozen=True)
+class FlashProducts:
+    """The same by Pallas kernels, which hold a few scores at a time."""
+
+    shards: Shards | None
+    """None where the program is one device's."""
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        return flash.padded(x)
+
+    def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        output, sums, largest = flash.forward(q, k, v, valid, scale, self.shards)
+        return output, largest[..., 0] + sums[..., 0].log()
+
+    def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
+        shape = (*statistics.shape, LANES)
+        largest, inner = (x[..., None].expand(shape) for x in (statistics, inner))
+        # exp(score - statistics) / 1: the kernels divide by the sum of exponentials.
+        sums = torch.ones_like(largest)
+        return flash.gradients(q, k, v, valid, sums, largest, grad, inner, scale, self.shards)
+
+
+# ------------------------------------------------------------------------------------------------
+# Tokens over devices.
+#
+# Tokens are sharded along "domain". For the partitioner, that is made one more dimension of the
+# batch: (domain x batch, heads, tokens of a device, width), "parts", so that attention to the keys
+# that are here needs no other device.
+
+
+@dataclass(frozen=True)
+class TokensOverDevices(abc.ABC):
+    """How an image's tokens are sharded, and what computes attention to the keys of one device."""
+
+    devices: int
+    """How many the tokens of an image are sharded over."""
+    products: PlainProducts | FlashProducts
+    mark_tokens: Mark
+    """Mark (batch, heads, tokens, ...), sharded along dimension 2."""
+    mark_parts: Mark
+    """Mark (domain x batch, ...), sharded along dimension 0."""
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens,
+        width)."""
+        dtype = autocast_dtype(v)
+        return _AttentionToAll.apply(*(x.to(dtype) for x in (q, k, v)), self)
+
+    @abc.abstractmethod
+    def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output of all parts, and statistics over all keys."""
+
+    @abc.abstractmethod
+    def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
+        """Return the gradients of all parts of q, k and v."""
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        """Make parts of (batch, heads, tokens, width): padded, (domain x batch, heads, part,
+        width)."""
+        tokens = x.shape[2]
+        each = -(-tokens // self.devices)
+        x = self.mark_tokens(x * 1)
+        if each * self.devices > tokens:
+            x = F.pad(x, (0, 0, 0, each * self.devices - tokens))
+        x = x.unflatten(2, (self.devices, each)).permute(2, 0, 1, 3, 4).flatten(0, 1)
+        return self.mark_parts(self.products.padded(x) * 1)
+
+    def together(self, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Do the inverse of ``apart``, for a result of this shape."""
+        batch, _, tokens, width = shape
+        each = -(-tokens // self.devices)
+        x = x[:, :, :each, :width].unflatten(0, (self.devices, batch)).permute(1, 2, 0, 3, 4)
+        return self.mark_tokens(x.flatten(2, 3)[:, :, :tokens] * 1)
+
+    def valid(self, tokens: int, x: torch.Tensor) -> torch.Tensor | None:
+        """Return which tokens of ``x``, which ``apart`` made of so many, are no padding.
+
+        Of int32, (domain x batch, part); None if there is no padding.
+        """
+        each, part = -(-tokens // self.devices), x.shape[2]
+        if each * self.devices == tokens and part == each:
+            return None
+        place = torch.arange(part, device=x.device)
+        first = torch.arange(self.devices, device=x.device)[:, None] * each
+        here = (place < each) & (first + place < tokens)
+        batch = x.shape[0] // self.devices
+        rows = here.to(torch.int32)[:, None].expand(-1, batch, -1)
+        return self.mark_parts(rows.flatten(0, 1) * 1)
+
+
+class _AttentionToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, how: TokensOverDevices):
+        ctx.shape, ctx.value_shape, ctx.how = q.shape, v.shape, how
+        ctx.scale = q.shape[-1] ** -0.5
+        q, k, v = (how.apart(x) for x in (q, k, v))
+        output, statistics = how.forward(q, k, v, how.valid(ctx.shape[2], k), ctx.scale)
+        output = output.to(v.dtype)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        return how.together(output, ctx.value_shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, output, statistics = ctx.saved_tensors
+        how = ctx.how
+        valid = how.valid(ctx.shape[2], k)
+        grad = how.apart(grad.to(v.dtype))
+        inner = (output.float() * grad.float()).sum(-1)
+        grads = how.backward(q, k, v, statistics, grad, inner, valid, ctx.scale)
+        grad_q, grad_k, grad_v = (x.to(q.dtype) for x in grads)
+        return (
+            how.together(grad_q, ctx.shape),
+            how.together(grad_k, ctx.shape),
+            how.together(grad_v, ctx.value_shape),
+            None,
+        )
+
+
+class Ring(TokensOverDevices):
+    """Ring attention inside the graph: no device ever has the keys of a whole image.
+
+    Keys and values are rotated by one place of "domain", which becomes a collective permute beside
+    the products, and the outputs are combined by their statistics (Liu, Zaharia, Abbeel, arXiv
+    2310.01889).
+    """
+
+    def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        output: torch.Tensor | None = None
+        statistics: torch.Tensor | None = None
+        for step in range(self.devices):
+            before = statistics
+            found, total = self.products.forward(q, k, v, valid, scale)
+            if output is None or statistics is None:
+                output, statistics = found.float(), total
+            else:
+                output, statistics = combine_parts(
+                    output, statistics, found.float(), total, _log_add_exp
+                )
+            if step + 1 < self.devices:
+                k, v = (self._rotated(_after(before, x)) for x in (k, v))
+                valid = None if valid is None else self._rotated(valid)
+        assert output is not None
+        assert statistics is not None
+        return output, statistics
+
+    def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
+        """Here queries are rotated, and keys stay.
+
+        One gradient is rotated with queries, with keys it would be two. And where the forward pass
+        is recomputed for this one, its rotations are no use here: the compiler would keep all of
+        them until now.
+        """
+        grad_q: torch.Tensor | None = None
+        of_keys: list[torch.Tensor] = []
+        for step in range(self.devices):
+            before = of_keys[0][..., 0] if of_keys else None
+            own_q, *own = self.products.backward(q, k, v, statistics, grad, inner, valid, scale)
+            own = [each.float() for each in own]
+            of_keys = [a + b for a, b in zip(of_keys, own, strict=True)] if of_keys else own
+            # Other devices have added theirs; after the last step it is back where it belongs.
+            grad_q = own_q.float() if grad_q is None else grad_q + own_q.float()
+            grad_q = self._rotated(grad_q)
+            if step + 1 < self.devices:
+                q, grad = (self._rotated(_after(before, x)) for x in (q, grad))
+                statistics, inner = self._rotated(statistics), self._rotated(inner)
+        return grad_q, *of_keys
+
+    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Send each device's part to the next one along "domain"."""
+        batch = x.shape[0] // self.devices
+        # In this form the partitioner knows a rotation; what torch.roll becomes it does not.
+        return self.mark_parts(torch.cat([x[-batch:], x[:-batch]]))
+
+
+def _log_add_exp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Compute torch.logaddexp, which torch_xla 2.9 does not lower."""
+    largest = torch.maximum(a, b)
+    return largest + ((a - largest).exp() + (b - largest).exp()).log()
+
+
+def _after(rows: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, which can only be known after ``rows``, one number for each row of it.
+
+    A part is sent on while it is computed with, but not before the computation with the last one
+    is done: else the compiler would let all of an image come at once, and keep it.
+    """
+    return x if rows is None else x + (rows * 0).to(x.dtype)[..., None]
+
+
+@dataclass(frozen=True)
+class Gathered(TokensOverDevices):
+    """Each device gathers the keys and values of whole images, and keeps its queries.
+
+    One gathering instead of a ring's many permutes, for the memory of all keys; gradients of
+    keys are scattered.
+    """
+
+    mark_images: Mark
+    """Mark (batch, ...), sharded along dimension 0: whole on every device of "domain"."""
+
+    def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        given = (self._whole(k), self._whole(v), self._valid_of_whole(valid), scale)
+        return self.products.forward(q, *given)
+
+    def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
+        given = (statistics, grad, inner, self._valid_of_whole(valid), scale)
+        grad_q, *of_keys = self.products.backward(q, self._whole(k), self._whole(v), *given)
+        return grad_q, *(self._scattered(x) for x in of_keys)
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Make of (domain x batch, ..., part, width) the same with all parts, on each device."""
+        x = x.unflatten(0, (self.devices, -1)).movedim(0, -3).flatten(-3, -2)
+        x = self.mark_images(x * 1)
+        return self.mark_parts(x[None].expand(self.devices, *x.shape).flatten(0, 1) * 1)
+
+    def _valid_of_whole(self, valid: torch.Tensor | None) -> torch.Tensor | None:
+        return None if valid is None else self._whole(valid[..., None])[..., 0]
+
+    def _scattered(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum what each device has found for all tokens; return (domain x batch, ..., part,
+        width), those of its own."""
+        total = self.mark_tokens(x.float().unflatten(0, (self.devices, -1)).sum(0))
+        parts = total.unflatten(2, (self.devices, -1)).permute(2, 0, 1, 3, 4)
+        return self.mark_parts(parts.flatten(0, 1) * 1)

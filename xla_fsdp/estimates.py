@@ -1,0 +1,291 @@
+"""Bytes and seconds of a training step on a TPU slice by arithmetic: nothing is compiled.
+
+``--grad_ckpt auto`` chooses by it, and ``--plan`` ranks thousands of candidates by it, so that the
+compiler is asked about a few (``tools/plan/tpu_search.py`` corrects what is left by the figures of
+the steps that were compiled). It counts what the TPU compiler makes of this program's step: blocks
+run one after the other, a matrix product reaches a share of the chip's peak and has its sizes
+padded to the matrix unit, everything else runs at the bandwidth of HBM, and collectives run beside
+it as far as there is work to hide them. The constants were fitted on the compiler's figures
+(docs/planning.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from models.spec import ModelSpec
+from training.config import RunConfig
+from training.mesh import Mesh
+from training.step_sizes import StepSizes, state_bytes, step_sizes
+from xla_fsdp.attention.sizes import LANES, SUBLANES, padded_tokens, padded_width
+from xla_fsdp.config import XlaConfig
+from xla_fsdp.tpu import Chip
+
+_FP32 = 4
+_VMEM = 128 * 2**20
+"""Bytes of a core's vector memory: of v5e and v6e, assumed for all."""
+_USABLE = 0.8
+"""Share of HBM that the arithmetic may fill: it is off by up to a quarter (tests/test_plan.py)."""
+
+# Products.
+_PRODUCTS = 0.75
+"""Share of peak FLOP/s that a product of padded sizes reaches, with PyTorch's attention."""
+_PRODUCTS_WITH_KERNELS = 0.88
+"""The same with kernels of attention, around which nothing is transposed."""
+_FLASH_SPEED = 0.6
+"""Of flash attention's kernels relative to other products: by their instructions
+(docs/tpu_speed.md)."""
+
+# Traffic between HBM and the chip. "Passes": how often values go to or from HBM in one forward
+# pass of a block.
+_WIDTH_PASSES = 50
+"""Of values of a token's width."""
+_HIDDEN_PASSES = 14
+"""Of values of the MLP's width."""
+_SCORE_PASSES = 5
+_EXPOSED = 0.45
+"""Share of the traffic's seconds that no product hides, with whole tiles of tokens."""
+_EXPOSED_IN_VMEM = 0.7
+"""The same where an image's tokens leave tiles partly empty, and layers of a block are small enough
+to stay in vector memory."""
+_EXPOSED_BEYOND = 1.2
+"""The same for larger layers."""
+_BESIDE_PRODUCTS = 0.55
+"""With kernels: share of the traffic's seconds that adds to those of products, as the sides of a
+right angle do: little where products take much longer, nearly all where they do not."""
+
+# Collectives, and saved activations.
+_WAITED_FOR = 0.25
+"""Share of the seconds of gathering weights that nothing hides, beside what is longer than all
+else."""
+_SAVED_PASSES = 20
+"""How often what is saved beside a block's input goes to or from HBM, at full bandwidth: the
+compiler copies it between layouts."""
+_SAVED_PASSES_WITH_KERNELS = 12
+_HOST_WAITED_FOR = 0.25
+"""Share of the seconds to and from the host's memory that nothing hides."""
+
+
+@dataclass(frozen=True)
+class RematCost:
+    """What one value of ``--grad_ckpt`` saves of a block for the backward pass, and recomputes."""
+
+    widths: float
+    """Values saved for each token, in multiples of the model's width, beside the block's input."""
+    hiddens: float
+    """The same in multiples of the width inside the MLP."""
+    saves_scores: bool
+    """Whether attention's scores are saved, where they are written at all."""
+    products: float
+    """Share of a block's products, forward, that run once more; but for the last one, whose result
+    is not needed."""
+    recomputed: float
+    """The same of all that goes to and from HBM."""
+    on_host: bool = False
+    """Whether the block's input is saved in the host's memory."""
+    saves_flash: bool = False
+    """Whether what flash attention computes is saved."""
+
+
+POLICIES = {
+    "full": RematCost(0, 0, False, 1, 1),
+    "selective": RematCost(4, 1, False, 0.12, 0.5),
+    "offload": RematCost(0, 0, False, 1, 1, on_host=True),
+    "none": RematCost(6, 1, True, 0, 0.5, saves_flash=True),
+}
+"""The values of ``--grad_ckpt`` among which ``--plan`` and auto choose."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a device at the step's peak, and its seconds by what it does."""
+
+    peak_bytes: float
+    products_s: float
+    traffic_s: float
+    waiting_s: float
+    """For collectives that nothing hides."""
+    dcn_s: float
+    saving_s: float
+    """To store what is saved beside the blocks' inputs, and to load it; for the host's memory."""
+
+    @property
+    def step_s(self) -> float:
+        moving = self.traffic_s + self.waiting_s + self.dcn_s + self.saving_s
+        return self.products_s + moving
+
+
+def estimate(
+    shape: StepSizes, chip: Chip, mesh: Mesh, config: RunConfig, attention: str
+) -> Estimate:
+    """Return what a step is expected to need on each device.
+
+    ``config`` gives the batch, ``--grad_accum_steps``, ``--grad_ckpt`` (one of ``POLICIES``), the
+    precision and the optimizer; ``attention`` is the value of ``--attention``.
+    """
+    policy = POLICIES[config.sharding.grad_ckpt]
+    passes, tensor = config.data.grad_accum_steps, mesh.tensor
+    value_bytes = 4 if config.sharding.precision == "fp32" else 2
+    parameter_bytes = state_bytes(config)
+    has_kernels = attention != "sdpa"  # kernels of attention write no scores
+    block_runs = passes * shape.depth
+    state = shape.parameters / (mesh.fsdp * mesh.domain * tensor)
+
+    # Sizes of one block in one pass on one device.
+    unit = 256 if chip.kind == "v6e" else 128  # the side of the matrix unit
+    images = config.data.batch_size / mesh.batch_parts / passes
+    tokens = shape.tokens / mesh.domain
+    rows = images * _up(tokens, SUBLANES)  # of products: each image's padded to whole tiles
+    heads, hidden = shape.heads / tensor, shape.hidden / tensor
+    weights = shape.block_parameters / tensor
+    input_bytes = rows * shape.width / tensor * _FP32
+
+    # Attention: the sizes of its two products, bytes of the scores, bytes of the kernels' operands.
+    queries, keys = _up(tokens, SUBLANES), _up(shape.tokens, unit)
+    speed, score_bytes, kernel_bytes = 1.0, 0.0, 0.0
+    if not has_kernels:
+        score_bytes = images * heads * queries * _up(shape.tokens, LANES) * value_bytes
+    elif attention == "flash":  # operands are in tiles, each head by itself
+        dtype = torch.bfloat16 if value_bytes == 2 else torch.float32
+        width = padded_width(shape.head_dim)
+        queries, keys = (
+            padded_tokens(math.ceil(number), width, dtype) for number in (tokens, shape.tokens)
+        )
+        speed = _FLASH_SPEED
+        operand_rows = _up(tokens, LANES) + _up(shape.tokens, LANES)
+        operand_width = _up(shape.head_dim, LANES)
+        kernel_bytes = 4 * images * heads * operand_rows * operand_width * value_bytes
+    else:
+        operand_rows = tokens + shape.tokens
+        kernel_bytes = 4 * images * heads * operand_rows * shape.head_dim * value_bytes
+
+    # FLOPs: forward once, backward twice, and what is recomputed.
+    last_flops = 2 * rows * _up(hidden, unit) * _up(shape.width, unit)  # the MLP's second product
+    score_flops = 2 * 2 * images * heads * queries * keys * _up(shape.head_dim, unit) / speed
+    all_heads = _up(shape.heads * shape.head_dim / tensor, unit)
+    projection_flops = 2 * rows * _up(shape.width, unit) * (3 + 1) * all_heads
+    forward_flops = projection_flops + score_flops + 2 * last_flops
+    recomputed_flops = policy.products * (forward_flops - last_flops)
+    if attention == "flash" and not policy.saves_flash:
+        recomputed_flops += (1 - policy.products) * score_flops
+    patch_flops = 3 * 2 * images * tokens * shape.pixels / shape.tokens * shape.width
+    flops = block_runs * (3 * forward_flops + recomputed_flops) + passes * patch_flops
+    products_share = _PRODUCTS_WITH_KERNELS if has_kernels else _PRODUCTS
+    products_s = flops / (products_share * chip.peak_flops)
+
+    # HBM traffic: activations, weights, gradients, the optimizer's state.
+    touched_width = (0.4 + 0.6 / tensor) * shape.width  # "tensor" shards some of the activations
+    values = _WIDTH_PASSES * touched_width + _HIDDEN_PASSES * hidden
+    activations = rows * values * value_bytes + _SCORE_PASSES * score_bytes
+    block_bytes = activations * (3 + policy.recomputed)
+    block_bytes += (3 + policy.recomputed) * (weights * value_bytes) + 2 * (_FP32 * weights)
+    step_bytes = block_runs * block_bytes + state * (2 * parameter_bytes + 2 * _FP32)
+    moving_s = step_bytes / chip.hbm_bandwidth
+    if has_kernels:
+        traffic_s = math.hypot(products_s, _BESIDE_PRODUCTS * moving_s) - products_s
+    elif tokens % LANES == 0:
+        traffic_s = _EXPOSED * moving_s
+    elif rows * shape.hidden / tensor * value_bytes <= _VMEM / 2:
+        traffic_s = _EXPOSED_IN_VMEM * moving_s
+    else:
+        traffic_s = _EXPOSED_BEYOND * moving_s
+
+    # Collectives. Devices along "tensor" are neighbours, with a link for each doubling of their
+    # number; weights and keys are gathered over the other devices by the links that are left.
+    gathered_over = mesh.fsdp * mesh.domain
+    received = (gathered_over - 1) / gathered_over
+    rounds = 3 + policy.recomputed
+    layer_bytes = rows * shape.width * value_bytes
+    gathered = 2 * weights * value_bytes * received  # forward, and again for the backward pass
+    reduced = weights * _FP32 * received
+    rotated_keys = rounds * 2 * layer_bytes * (mesh.domain - 1)
+    tensor_links = min(math.log2(tensor), chip.links - 1)
+    gathering_s = (
+        (gathered + reduced + rotated_keys) / (chip.links - tensor_links) / chip.link_bandwidth
+    )
+    gathering_s = block_runs * gathering_s
+    tensor_s = 0.0  # of activations over "tensor", which nothing hides
+    if tensor_links:
+        joined = rounds * 2 * layer_bytes * (tensor - 1) / tensor
+        tensor_s = block_runs * (joined / tensor_links / chip.link_bandwidth)
+    longer_s = max(0.0, gathering_s - products_s - traffic_s)
+    between_slices = 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
+
+    # Saved activations.
+    saved_values = (policy.widths * shape.width + policy.hiddens * shape.hidden) / tensor
+    saved_bytes = rows * saved_values * value_bytes + (score_bytes if policy.saves_scores else 0)
+    saved_passes = _SAVED_PASSES_WITH_KERNELS if has_kernels else _SAVED_PASSES
+    saving_s = saved_passes * saved_bytes / chip.hbm_bandwidth
+    if policy.on_host:
+        saving_s += _HOST_WAITED_FOR * (2 * input_bytes / chip.host_bandwidth)
+
+    # Memory at the peak: state and gradients, what is saved of all blocks, one block at work.
+    inputs = 2 if policy.on_host else shape.depth  # on the host: one on its way, one at work
+    saved = inputs * input_bytes + shape.depth * saved_bytes
+    at_work = rows * ((2 + 6 / tensor) * shape.width + 3 * hidden) * value_bytes
+    at_work += 3 * score_bytes
+    at_work += kernel_bytes
+    unsharded = 1.3 * shape.block_parameters / tensor * value_bytes
+    logits = 3 * images * shape.classes * _FP32
+    image_bytes = images * passes * shape.pixels / mesh.domain * _FP32
+    return Estimate(
+        peak_bytes=state * (parameter_bytes + _FP32)
+        + (saved + at_work + unsharded + logits + image_bytes),
+        products_s=products_s,
+        traffic_s=traffic_s,
+        waiting_s=_WAITED_FOR * gathering_s + longer_s + tensor_s,
+        dcn_s=max(0.0, between_slices / chip.dcn_bandwidth - products_s - traffic_s),
+        saving_s=block_runs * saving_s,
+    )
+
+
+def _up(size: float, multiple: int) -> float:
+    """Return a size rounded up to a multiple."""
+    return -(-size // multiple) * multiple
+
+
+def resolve_policy(
+    config: RunConfig,
+    own: XlaConfig,
+    model: ModelSpec,
+    mesh: Mesh,
+    device: str,
+    chip: Chip | None,
+) -> tuple[RunConfig, str]:
+    """Return the configuration with ``--grad_ckpt`` decided, and the reason that a run logs.
+
+    ``device`` is "TPU" or "CPU"; ``chip`` is None where the kind of TPU is unknown.
+    """
+
+    def with_policy(name: str) -> RunConfig:
+        sharding = replace(config.sharding, grad_ckpt=name)  # type: ignore[arg-type]
+        return replace(config, sharding=sharding)
+
+    asked = config.sharding.grad_ckpt
+    if asked == "offload" and device == "CPU":
+        return with_policy("full"), " (--grad_ckpt offload: the CPU is the host, nothing moves)"
+    if asked != "auto":
+        return config, ""
+    if not own.scan_blocks:
+        return with_policy("full"), " (--grad_ckpt auto: blocks are not scanned)"
+    if chip is None:
+        return with_policy("full"), " (--grad_ckpt auto: what fits is known for TPUs alone)"
+    found = {
+        name: estimate(step_sizes(model), chip, mesh, with_policy(name), own.attention)
+        for name in POLICIES
+    }
+    fitting = [name for name in found if found[name].peak_bytes <= _USABLE * chip.hbm_bytes]
+    if fitting:
+        chosen = min(fitting, key=lambda name: found[name].step_s)
+        why = "by arithmetic the fastest that fits"
+    else:
+        chosen = min(found, key=lambda name: found[name].peak_bytes)
+        why = "by arithmetic nothing fits, this needs least"
+    figures = ", ".join(
+        f"{name} {each.step_s * 1e3:,.0f} ms and {each.peak_bytes / 2**30:.1f} GiB"
+        for name, each in found.items()
+    )
+    return with_policy(chosen), f" (--grad_ckpt auto: {why}, {figures})"

@@ -1,0 +1,97 @@
+"""Which devices belong to a host, and which part of a batch they need. Imports no torch_xla."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from training.errors import UsageError
+from training.mesh import Mesh
+
+
+def number_of(device: str) -> int:
+    """Return a device's number: 5 for torch_xla's "TPU:5"."""
+    return int(device.rpartition(":")[2])
+
+
+def by_slice_and_host(attributes: Sequence[dict[str, Any]], local: Collection[int]) -> list[int]:
+    """Return all devices, slice by slice and host by host, so that "tensor" stays inside a host.
+
+    (torch_xla's HybridMesh follows the torus, and puts neighbours of different hosts together;
+    those would need the same images.) ``attributes`` are torch_xla's: "name" (TPU:5), "coords"
+    (x, y, z), on several slices "slice_index". All hosts have as many chips each way as this
+    one, whose devices are ``local``.
+    """
+    places = {number_of(each["name"]): each for each in attributes}
+    corners = list(zip(*(places[number]["coords"] for number in local), strict=True))
+    sides = [max(along) - min(along) + 1 for along in corners]
+
+    def key(number: int) -> tuple:
+        place = places[number]
+        host = [at // side for at, side in zip(place["coords"], sides, strict=True)]
+        return place.get("slice_index", 0), host[::-1], number
+
+    return sorted(places, key=key)
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """What a host's devices need of a global batch: some of its parts, some rows of each image."""
+
+    groups: tuple[int, ...]
+    """The numbers of these parts, in order."""
+    batch_parts: int
+    """Parts of the whole batch."""
+    rows: range
+    """The rows of each image, as XLA shards them: the last devices may have fewer."""
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this share of the images, of ``world_size`` equal ones."""
+        return self.groups[0] // len(self.groups)
+
+    @property
+    def world_size(self) -> int:
+        return self.batch_parts // len(self.groups)
+
+    def in_global_batch(self, share: torch.Tensor, height: int | None = None) -> torch.Tensor:
+        """Return a global batch with the host's images in their places, the rest uninitialized.
+
+        ``share`` has ``rows`` of images of ``height`` rows; None: it has labels, or whole images.
+        Only what the devices need is sent, and memory that is not written to is not allocated.
+        """
+        if height == len(self.rows):  # whole images, which may have any height
+            height = None
+        size, (_, *shape) = len(share) // len(self.groups), share.shape
+        if height is not None:
+            shape[1] = height
+        whole = torch.empty((size * self.batch_parts, *shape), dtype=share.dtype)
+        for part, group in zip(share.split(size), self.groups, strict=True):
+            place = whole[group * size : (group + 1) * size]
+            if height is not None:
+                place = place[:, :, self.rows.start : self.rows.stop]
+            place.copy_(part)
+        return whole
+
+
+def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], height: int) -> HostPart:
+    """Return what the devices ``local`` need of a batch of images with ``height`` rows.
+
+    ``order`` has the numbers of all devices in the mesh's order. Raises UsageError unless
+    they are all devices of these rows of these parts.
+    """
+    places = [place for place, number in enumerate(order) if number in local]
+    groups = sorted({mesh.batch_part(place) for place in places})
+    along = sorted({place // mesh.tensor % mesh.domain for place in places})
+    if len(groups) * len(along) * mesh.tensor != len(places):
+        domain = f"--mesh_domain {mesh.domain} x " if mesh.domain > 1 else ""
+        raise UsageError(
+            f"{domain}--mesh_tensor {mesh.tensor} must divide the {len(places)} devices of a host"
+            + (", or be a multiple of them" if domain else "")
+        )
+    each = -(-height // mesh.domain)
+    rows = range(min(along[0] * each, height), min((along[-1] + 1) * each, height))
+    return HostPart(tuple(groups), mesh.batch_parts, rows)

@@ -1,0 +1,320 @@
+"""How the tensors of an SPMD program are sharded over its mesh: specs, marks and transfers.
+
+The marks are set directly (``mark_sharding``) rather than through torch_xla's
+SpmdFullyShardedDataParallel: as fast to within 5 % (docs/benchmarks.md), and parameter
+names stay those of the plain model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import nn
+
+from training.checkpoints.state import Chunk, ShardedTensor
+from training.mesh import Axes, Spec
+from xla_fsdp.attention.kernels import Shards
+from xla_fsdp.hosts import by_slice_and_host, number_of
+from xla_fsdp.products import Int8Marks
+from xla_fsdp.resolve_xla import Recipe, packed_parts, tensor_dims
+from xla_fsdp.sharding import Gather, GatherInFp8, MarkBoth
+from xla_fsdp.torch_xla_private import (
+    local_device_names,
+    op_sharding_arguments,
+)
+
+
+class MeshLayout:
+    """Shards the tensors of one model: remembers the spec of each parameter that it has placed."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self._recipe, self._device = recipe, device
+        self.mesh, live = recipe.mesh, recipe.mesh.axis_sizes
+        self.device_order = self._device_order()
+        """The numbers of all devices, in the mesh's order."""
+        self.xla_mesh = xs.Mesh(self.device_order, tuple(live.values()), tuple(live))
+        self.specs: dict[torch.Tensor, Spec] = {}
+        """By parameter."""
+        self.replicated_bytes = 0
+        """Of parameters that no dimension of allows to shard."""
+        dimensions = recipe.model.logical_axes() if self.mesh.tensor > 1 else {}
+        self.tensor_dims, self.packed = tensor_dims(dimensions), packed_parts(dimensions)
+
+    def _device_order(self) -> list[int]:
+        mesh = self.mesh
+        if not mesh.counts_by_host or mesh.devices == xr.addressable_runtime_device_count():
+            return list(range(mesh.devices))
+        return by_slice_and_host(xr.global_runtime_device_attributes(), local_devices())
+
+    # -- parameters and other state -----------------------------------------------------
+
+    def place(self, module: nn.Module, tensor_dims: Mapping[str, int]) -> None:
+        """Send the parameters that are still on the host to the devices, sharded or replicated."""
+        for name, parameter in list(module.named_parameters()):
+            if parameter.device.type == "xla":
+                continue
+            owner, _, key = name.rpartition(".")
+            spec = self._parameter_spec(parameter.shape, tensor_dims.get(name))
+            if self._is_sharded_as_tokens(name, parameter):
+                spec = self.mesh.position_embedding_spec(parameter.shape)
+            values = self.send(parameter.detach(), spec)
+            placed = self._parameter(values, spec, trains=parameter.requires_grad)
+            module.get_submodule(owner)._parameters[key] = placed
+
+    def stacked_zeros(self, name: str, parameter: torch.Tensor, depth: int) -> nn.Parameter:
+        """Return a parameter with room for one of all ``depth`` blocks: (depth, *shape)."""
+        spec = ((), *self.block_spec(name, parameter.shape))
+        values = self.zeros(torch.Size((depth, *parameter.shape)), spec, torch.float32)
+        return self._parameter(values, spec, trains=parameter.requires_grad)
+
+    def _parameter(self, values: torch.Tensor, spec: Spec, *, trains: bool) -> nn.Parameter:
+        parameter = nn.Parameter(values, requires_grad=trains)
+        self.specs[parameter] = spec
+        if self.mesh.shard_count(spec) < self.mesh.min_shards:
+            self.replicated_bytes += parameter.nbytes
+        if trains and self._recipe.gradients_outlive_graph:
+            parameter.register_post_accumulate_grad_hook(self._shard_gradient)
+        return parameter
+
+    def _shard_gradient(self, parameter: torch.Tensor) -> None:
+        """Shard a gradient that outlives its graph like its parameter.
+
+        It is copied: a view would keep its base alive.
+        """
+        assert parameter.grad is not None
+        parameter.grad = self.mark(parameter.grad * 1, self.specs[parameter])
+
+    def zeros(self, shape: torch.Size, spec: Spec, dtype: torch.dtype) -> torch.Tensor:
+        return self.mark(torch.zeros(shape, dtype=dtype, device=self._device), spec)
+
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
+        """Put a small tensor whole on every device."""
+        # Marked, because results of a step are: an unmarked one would compile anew.
+        return self.mark_replicated(values.to(self._device))
+
+    def send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
+        """Send values from the host to the devices, sharded."""
+        sharding = Sharding(self.xla_mesh, partition_spec(spec), minibatch=minibatch)
+        return xm.send_cpu_data_to_device(values, self._device, sharding)[0]
+
+    def send_to_stack(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Send a block's parameter, by its name in the block, sharded as ``stacked_zeros``."""
+        return self.send(values, self.block_spec(name, values.shape))
+
+    def block_spec(self, name: str, shape: torch.Size) -> Spec:
+        """Return the spec at rest of a block's parameter, by its name in the block."""
+        return self._parameter_spec(shape, self.tensor_dims.get(name))
+
+    def gathered_spec(self, name: str, shape: torch.Size) -> Spec:
+        """Return the spec of a block's parameter while the block computes with it."""
+        return self.mesh.unsharded_spec(shape, self.tensor_dims.get(name))
+
+    def _parameter_spec(self, shape: torch.Size, tensor_dim: int | None) -> Spec:
+        if not self._recipe.fsdp:
+            return ((),) * len(shape)
+        return self.mesh.parameter_spec(shape, tensor_dim)
+
+    def gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Gather a block's parameter before use, in the dtype that its products take."""
+        is_matrix = weight.dim() > 1
+        dtype = torch.bfloat16 if self._recipe.bf16 and is_matrix else weight.dtype
+        at_rest, whole = self.block_spec(name, weight.shape), self.gathered_spec(name, weight.shape)
+        if self._recipe.gather_fp8 and is_matrix:
+            return GatherInFp8.apply(weight, dtype, at_rest, whole, self.mark)
+        mark_at_rest, mark_whole = (
+            functools.partial(self.mark, spec=spec) for spec in (at_rest, whole)
+        )
+        return Gather.apply(weight, dtype, mark_at_rest, mark_whole)
+
+    def int8_marks(self, name: str) -> Int8Marks:
+        """Return the marks of a block's weight, by its name, whose products are in int8."""
+        return Int8Marks(
+            lambda shape: self.block_spec(name, shape),
+            lambda shape: self.gathered_spec(name, shape),
+            self.mark,
+        )
+
+    def gather_small(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """Gather a small parameter before use; one with an entry for each token stays sharded as
+        the tokens are."""
+        if not self._is_sharded_as_tokens(name, parameter):
+            return MarkBoth.apply(parameter, self.mark_replicated)
+        spec = self.mesh.logical_spec("width", "tokens", "width")
+        return MarkBoth.apply(parameter, lambda x: self.mark(x, spec))
+
+    def _is_sharded_as_tokens(self, name: str, parameter: torch.Tensor) -> bool:
+        if self.mesh.domain == 1 or not self._recipe.fsdp:
+            return False
+        named = name in self._recipe.model.token_parameters
+        return named and parameter.shape[1] % self.mesh.domain == 0
+
+    # -- marks on activations -----------------------------------------------------------
+
+    def mark(self, x: torch.Tensor, spec: Spec) -> torch.Tensor:
+        """Mark for the partitioner how ``x`` is sharded; returns it."""
+        xs.mark_sharding(x, self.xla_mesh, partition_spec(spec))
+        return x
+
+    def mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mark(x, ((),) * x.dim())
+
+    def mark_images(self, x: torch.Tensor) -> torch.Tensor:
+        """Mark (images, ...) of which each device has whole images: features, logits."""
+        return self.mark(x, self._activations(x.dim()))
+
+    def mark_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Mark (images, rows, ...), the rows of pixels or tokens sharded along "domain"."""
+        return self.mark(x, self._activations(x.dim(), "tokens"))
+
+    def mark_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Mark (images, tokens, width) between blocks and between their halves."""
+        return self.mark(x, self._activations(x.dim(), "tokens between the halves of a block"))
+
+    def mark_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Mark (images, tokens, ..., features): features of heads or of an MLP's columns."""
+        spec = self._activations(x.dim(), "tokens")
+        return self.mark(x, (*spec[:-1], *self.mesh.logical_spec("heads")))
+
+    def mark_saved(self, x: torch.Tensor) -> torch.Tensor:
+        """Mark an activation that is saved for the backward pass."""
+        # Unmarked, the partitioner would exchange it between devices.
+        if self.mesh.tensor > 1:
+            return self.mark_columns(x) if self._recipe.remat == "selective" else x
+        images, tokens = self._recipe.pass_size, self._recipe.model.sizes.num_tokens
+        spec = self.mesh.saved_activation_spec(x.shape, images, tokens)
+        return x if spec is None else self.mark(x, spec)
+
+    def batch_spec(self, dimensions: int) -> Spec:
+        """Return the spec of images, whose rows are sharded as tokens are, or of labels."""
+        spec = self._activations(dimensions)
+        if dimensions == 1:
+            return spec
+        return (*spec[:2], *self.mesh.logical_spec("tokens"), *spec[3:])
+
+    def _activations(self, dimensions: int, *second: str) -> Spec:
+        """Return the spec of (images, ...), perhaps with the logical axis of dimension 1."""
+        spec = self.mesh.logical_spec("batch", *second)
+        return (*spec, *((),) * (dimensions - len(spec)))
+
+    def shards(self, images: Axes, heads: Axes = ()) -> Shards:
+        """Return the layout of a kernel's arguments: the mesh axes of images and of heads."""
+        return Shards(self.xla_mesh, *partition_spec((images, heads)))
+
+
+# ------------------------------------------------------------------------------------------------
+# The mesh in torch_xla's terms: shardings, and the numbers of devices.
+
+
+def partition_spec(spec: Spec) -> tuple:
+    """Return a spec as torch_xla writes it: an axis, a tuple of axes or None for each dimension."""
+    return tuple(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec)
+
+
+class Sharding(xs.ShardingSpec):
+    """As torch_xla's, which mistakes a tensor sharded along some axes for one along all."""
+
+    def __post_init__(self) -> None:
+        (
+            self._tile_assignment,
+            self._group_assignment,
+            self._replication_groups,
+            self._sharding_type,
+        ) = op_sharding_arguments(self.mesh, self.partition_spec)
+
+
+def local_devices() -> set[int]:
+    """Return the numbers of this host's devices."""
+    return {number_of(name) for name in local_device_names()}
+
+
+# ------------------------------------------------------------------------------------------------
+# For checkpoints: from tensors on the devices to those of the plain model, and back.
+#
+# On the devices blocks may be stacked, (depth, ...), and parameters packed, (parts, rows, ...).
+
+
+_STACKED = "blocks.block."
+
+
+def is_stacked(name: str) -> bool:
+    return name.startswith(_STACKED)
+
+
+def name_in_block(name: str) -> str | None:
+    """Return the name that a parameter has in its block; None if it is in none."""
+    blocks, _, rest = name.partition(".")
+    return rest.partition(".")[2] if blocks == "blocks" else None
+
+
+def plain_names(name: str, depth: int) -> list[str]:
+    """Return the names in the plain model: one, or of stacked blocks ``depth``."""
+    if not is_stacked(name):
+        return [name]
+    return [f"blocks.{i}.{name.removeprefix(_STACKED)}" for i in range(depth)]
+
+
+def plain_values(name: str, value: torch.Tensor, *, packed: bool) -> dict[str, torch.Tensor]:
+    """Return a tensor by its name in the plain model; of stacked blocks, each one's part.
+
+    ``value`` is plain or, if it is sharded (as all that is packed), a ShardedTensor. So are the
+    results, views of the same data.
+    """
+    if packed:
+        assert isinstance(value, ShardedTensor)
+        value = _unpacked(value, dim=int(is_stacked(name)))
+    if not is_stacked(name):
+        return {name: value}
+    names = plain_names(name, len(value))
+    if not isinstance(value, ShardedTensor):
+        return dict(zip(names, value, strict=True))
+    return {
+        plain: ShardedTensor(
+            value.shape[1:], value.dtype, [Chunk(c.offsets[1:], c.data[i]) for c in value.chunks]
+        )
+        for i, plain in enumerate(names)
+    }
+
+
+def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
+    """Return (..., parts, rows, ...) as (..., parts * rows, ...): a chunk becomes one a part."""
+    before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
+    chunks = [
+        Chunk(
+            (
+                *c.offsets[:dim],
+                (c.offsets[dim] + i) * rows + c.offsets[dim + 1],
+                *c.offsets[dim + 2 :],
+            ),
+            part,
+        )
+        for c in value.chunks
+        for i, part in enumerate(c.data.unbind(dim))
+    ]
+    return ShardedTensor((*before, count * rows, *after), value.dtype, chunks)
+
+
+def device_part(
+    saved: list[ShardedTensor], indices: tuple[slice, ...], *, stacked: bool, packed: int
+) -> torch.Tensor:
+    """Return the shard at ``indices`` on the devices, from what ``plain_values`` returned.
+
+    ``packed``: the number of parts that the parameter is packed of, 0 if it is not.
+    """
+    indices = indices[1:] if stacked else indices
+    offsets = tuple(index.start for index in indices)
+    blocks = []
+    for value in saved:
+        data = {chunk.offsets: chunk.data for chunk in value.chunks}
+        if packed:
+            rows = value.shape[0] // packed
+            here = range(indices[0].start, indices[0].stop)
+            parts = [data[i * rows + offsets[1], *offsets[2:]] for i in here]
+            blocks.append(torch.stack(parts))
+        else:
+            blocks.append(data[offsets])
+    return torch.stack(blocks) if stacked else blocks[0]

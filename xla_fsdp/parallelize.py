@@ -1,0 +1,251 @@
+"""How a plain Vision Transformer becomes a parallel one on XLA: what happens to a block on a TPU.
+
+One function for each form of FSDP, in the order in which things are applied. ``resolve_xla`` has
+made every choice: a ``Recipe`` has the mesh, the form of attention, what is rematerialized, whether
+blocks are scanned, and the dtypes.
+
+Both functions get the units of ``ModelSpec.units``: the blocks, and last the model around them.
+They fill, change and send one after the other, so that the host never holds more than one. Modules
+keep timm's names; what they compute is changed from outside, by replacing ``forward``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
+
+from models.blocks import attentions, use_product
+from models.initialize import fill_buffers
+from training.backend import InitializeModule
+from xla_fsdp.around_blocks import (
+    add_in_bf16,
+    after_forward,
+    break_graph_every,
+    compute_in_bf16,
+    convolve_by_product,
+    drop_patches_of_whole_images,
+    gather_small_parameters,
+)
+from xla_fsdp.attention.flash import use_flash
+from xla_fsdp.attention.sharded import (
+    FlashProducts,
+    Gathered,
+    PlainProducts,
+    Ring,
+    TokensOverDevices,
+    attention_of_heads,
+)
+from xla_fsdp.attention.whole import use_whole
+from xla_fsdp.layout import MeshLayout
+from xla_fsdp.products import linear_weights, multiply_unfolded
+from xla_fsdp.remat import SAVED_BY
+from xla_fsdp.resolve_xla import Recipe
+from xla_fsdp.scan import ScannedBlocks
+from xla_fsdp.sharding import MarkBoth
+from xla_fsdp.tensor_parallel import pack, shard_heads_and_columns
+from xla_fsdp.torch_xla_private import is_sharded, linear_option, scatter_gradients_as_rows
+
+Units = list[tuple[str, nn.Module]]
+
+
+def parallelize_spmd(
+    model: nn.Module,
+    units: Units,
+    initialize: InitializeModule,
+    recipe: Recipe,
+    layout: MeshLayout,
+    end_graph: Callable[..., None],
+) -> nn.Module:
+    """Make ``model`` one program for all devices, sharded by marks that the partitioner follows."""
+    mesh, logical = recipe.mesh, recipe.mesh.logical_spec
+    blocks = units[:-1]
+    batch_parts = mesh.shard_count(logical("batch"))
+    save = SAVED_BY[recipe.remat if recipe.scan else "full"]()
+    in_int8 = linear_weights(blocks[0][1]) if recipe.int8 else set[str]()
+
+    def gather(name: str, weight: torch.Tensor) -> torch.Tensor:
+        # Products in int8 gather their weights themselves, after rounding.
+        return weight if name in in_int8 else layout.gather(name, weight)
+
+    def change_block(block: nn.Module) -> None:
+        int8 = layout.int8_marks if recipe.int8 else None
+        pack(block, layout.packed)  # for "tensor"
+
+        # Domain: attention among the devices that share an image. (With "tensor", or with dropout
+        # in attention, the partitioner finds the exchange by itself.)
+        if recipe.domain_attention:
+            _use_attention_over_domain(block, recipe, layout)
+        # Tensor: each device computes some heads and some columns of the MLP.
+        elif mesh.tensor > 1:
+            shards = layout.shards(*logical("batch", "heads"))
+            attention = functools.partial(
+                attention_of_heads, form=recipe.attention, shards=shards, save=save
+            )
+            shard_heads_and_columns(block, layout, attention, save, int8, batch_parts)
+        # Attention: by kernels on each device's own images; "sdpa" leaves it to PyTorch.
+        elif recipe.attention == "flash":
+            use_flash(block, layout.shards(*logical("batch")))
+        elif recipe.attention == "whole":
+            use_whole(block, layout.shards(*logical("batch")), save)
+
+        # Linear layers keep images and tokens apart, so that each can be sharded.
+        if recipe.scan and mesh.tensor == 1:
+            multiply_unfolded(block, save=save, parts=batch_parts, int8=int8)
+        elif mesh.domain > 1 and mesh.tensor == 1:
+            multiply_unfolded(block, lambda w: layout.gather("", w), parts=batch_parts)
+
+    # Scan: the loop computes with one block that has the parameters of all of them, stacked. It
+    # rematerializes, gathers weights and marks tokens itself, in each round.
+    stack: ScannedBlocks | None = None
+    if recipe.scan:
+        stack = ScannedBlocks(
+            model.blocks,  # type: ignore[arg-type]
+            adapt=change_block,
+            stack=layout.stacked_zeros,
+            constant=layout.constant,
+            mark_tokens=layout.mark_tokens,
+            gather=gather,
+            bf16=recipe.bf16,
+            save=save,
+            mark_saved=layout.mark_saved,
+        )
+        if recipe.residual_bf16:
+            add_in_bf16(stack)
+
+    for index, (name, block) in enumerate(blocks):
+        initialize(block, name)
+        if stack:
+            # Shard and place: into the stack, whose shards are on the devices already.
+            pack(block, layout.packed)
+            stack.fill(index, block, layout.send_to_stack)
+            block.to("meta")  # the host needs no second copy
+        else:
+            fill_buffers(block, layout.constant)
+            change_block(block)
+            # Rematerialize after attention is changed, and before what wraps the whole block.
+            if recipe.remat == "full" and _trains(block):
+                checkpoint_module(block)
+            # Shard and place.
+            layout.place(block, layout.tensor_dims)
+            # Domain: tokens stay sharded between blocks, and vectors are gathered before use.
+            if mesh.domain > 1 and mesh.tensor == 1:
+                gather_small_parameters(block, layout.gather_small)
+            after_forward(block, layout.mark_tokens)
+            if recipe.residual_bf16 and index == 0:
+                add_in_bf16(block)
+        end_graph()  # the device has this unit before the host makes the next one
+
+    # Around the blocks: embedding, norm, head.
+    if stack:
+        recipe.model.put_blocks(model, stack)
+    initialize(model, units[-1][0])
+    fill_buffers(model, layout.constant)
+    layout.place(model, {})
+    convolve_by_product(model, layout.mark_rows)
+    if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
+        gather_small_parameters(model, layout.gather_small)
+        after_forward(model, lambda logits: MarkBoth.apply(logits, layout.mark_images))
+    if mesh.tensor > 1:
+        drop_patches_of_whole_images(model, layout.mark_images)
+    if recipe.bf16:
+        compute_in_bf16(model)
+    # Breaks of the graph come last: outside of all that belongs to a block.
+    if recipe.break_graph_every:
+        break_graph_every(recipe.break_graph_every, [block for _, block in blocks], end_graph)
+    end_graph(wait=True)
+    return model
+
+
+def parallelize_nested(
+    model: nn.Module,
+    units: Units,
+    initialize: InitializeModule,
+    recipe: Recipe,
+    device: torch.device,
+    constant: Callable[[torch.Tensor], torch.Tensor],
+    end_graph: Callable[..., None],
+) -> nn.Module:
+    """Wrap each block, then the model, in torch_xla's FSDP: a program a device, ``device``."""
+    blocks: list[nn.Module] = []
+    for name, block in units[:-1]:
+        initialize(block, name)
+        fill_buffers(block, constant)
+        # Attention: by kernels, or PyTorch's.
+        if recipe.attention == "flash":
+            use_flash(block, shards=None)
+        elif recipe.attention == "whole":
+            use_whole(block)
+        # Rematerialize inside of the unit, so that weights are gathered once more for it.
+        if recipe.remat == "full" and _trains(block):
+            checkpoint_module(block)
+        # Shard and place.
+        unit = _nested_unit(block, recipe, device)
+        model.set_submodule(name, unit)
+        blocks.append(unit)
+        end_graph()  # the device has this unit before the host makes the next one
+
+    # Around the blocks: embedding, norm, head.
+    initialize(model, units[-1][0])
+    fill_buffers(model, constant)
+    convolve_by_product(model, torch.Tensor.contiguous)
+    root = _nested_unit(model, recipe, device)
+    if recipe.bf16:
+        compute_in_bf16(root)
+    # Breaks of the graph are outside of the units.
+    if recipe.break_graph_every:
+        break_graph_every(recipe.break_graph_every, blocks, end_graph)
+    end_graph(wait=True)
+    return root
+
+
+def _nested_unit(module: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
+    if not recipe.fsdp:
+        return module.to(device)
+    # Shard rows of each parameter where the devices divide them. A flat shard has another layout on
+    # a TPU, so each gathered weight and gradient would be copied. (Padding a first dimension, of 1
+    # in the position embedding, could take many times the memory.)
+    devices = recipe.mesh.devices
+    left = [p for p in module.parameters() if not is_sharded(p)]
+    by_row = not recipe.flatten_parameters and all(p.shape[0] % devices == 0 for p in left)
+    unit = XlaFullyShardedDataParallel(
+        module if recipe.shard_on_cpu else module.to(device),
+        reshard_after_forward=recipe.reshard_after_forward,
+        flatten_parameters=recipe.flatten_parameters,
+        shard_param_on_dim_0=by_row,
+        execute_sharding_on_init=False,  # the graph ends after each unit anyway
+        # Pinned, a gathering is an all-reduce of padded whole weights, other on each rank.
+        pin_layout_in_collective_ops=False,
+        # FSDP's own linear layer runs its backward in fp32 under autocast.
+        **linear_option(recipe.bf16),
+    )
+    if not by_row:
+        scatter_gradients_as_rows(unit, devices)
+    return unit
+
+
+def _use_attention_over_domain(block: nn.Module, recipe: Recipe, layout: MeshLayout) -> None:
+    """Let queries stay with their tokens, while keys go round the devices or are gathered."""
+    mesh = recipe.mesh
+
+    def mark_tokens(x: torch.Tensor) -> torch.Tensor:
+        return layout.mark(x, mesh.logical_spec("batch", "width", "tokens", "width"))
+
+    def mark_parts(x: torch.Tensor) -> torch.Tensor:
+        return layout.mark(x, (mesh.domain_batch_axes, *((),) * (x.dim() - 1)))
+
+    flash = recipe.attention == "flash"
+    products = FlashProducts(layout.shards(mesh.domain_batch_axes)) if flash else PlainProducts()
+    over_domain: TokensOverDevices = Ring(mesh.domain, products, mark_tokens, mark_parts)
+    if recipe.domain_attention == "gather":
+        marks = mark_tokens, mark_parts, layout.mark_images
+        over_domain = Gathered(mesh.domain, products, *marks)
+    for attention in attentions(block):
+        use_product(attention, over_domain.attention)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

@@ -1,0 +1,231 @@
+"""What of a block is saved for the backward pass, and what is rematerialized: ``--grad_ckpt``.
+
+The backward loop over the blocks computes each block's forward pass once more, to have it recorded
+for autograd. What was saved then takes the place of what is computed, and XLA drops what only led
+there.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from timm.layers import RmsNorm
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from xla_fsdp.torch_xla_private import data_behind, moved_to, recorded_number
+
+Tensors = list[torch.Tensor]
+
+
+class SaveInput:
+    """Saves a block's input and rematerializes all else (``full``)."""
+
+    def adapt(self, block: nn.Module) -> None:
+        """Change how a block computes, if what is saved needs it."""
+
+    def result(self, function: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+        """Return the result of ``function``, which may be saved.
+
+        Its last argument is the saved result, or None if it has to compute it.
+        """
+        return function(*given, None)
+
+    def follow(self, result: torch.Tensor, x: torch.Tensor) -> None:
+        """Rematerialize ``result`` if ``x`` is: it costs next to nothing to compute from it."""
+
+    def send(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a block's input as it goes to the memory that it is saved in."""
+        return x
+
+    def fetch(self, x: torch.Tensor) -> torch.Tensor:
+        """Return it as it comes back."""
+        return x
+
+    @contextmanager
+    def save(self, x: torch.Tensor) -> Iterator[Tensors]:
+        """Let a block with the input ``x`` be computed; yields what is saved, complete at the end.
+
+        The input comes first. All that needs a gradient, ``x`` among it, requires one.
+        """
+        with torch.no_grad():
+            yield [x * 1]
+
+    @contextmanager
+    def rematerialize(self, saved: Tensors) -> Iterator[None]:
+        """Let the same block be computed again, with what was saved of it behind its input."""
+        assert not saved
+        with torch.enable_grad():
+            yield
+
+
+class SaveInputOnHost(SaveInput):
+    """Saves a block's input in the memory of the host that drives the device (``offload``)."""
+
+    def send(self, x: torch.Tensor) -> torch.Tensor:
+        return moved_to("pinned_host", x)
+
+    def fetch(self, x: torch.Tensor) -> torch.Tensor:
+        return moved_to("device", x)
+
+
+class SaveResults(SaveInput):
+    """Saves also the results that cost most to compute (``selective``).
+
+    They are known by the order in which they are computed, which is the same in both loops.
+    """
+
+    def __init__(self) -> None:
+        self._saving: Tensors | None = None
+        self._saved: Tensors = []
+
+    @contextmanager
+    def save(self, x: torch.Tensor) -> Iterator[Tensors]:
+        self._saving = [x * 1]
+        try:
+            with torch.no_grad():
+                yield self._saving
+        finally:
+            self._saving = None
+
+    @contextmanager
+    def rematerialize(self, saved: Tensors) -> Iterator[None]:
+        self._saved = list(saved)
+        with torch.enable_grad():
+            yield
+        assert not self._saved, "more was saved than is computed"
+
+    def result(self, function: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+        y = function(*given, self._saved.pop(0) if self._saved else None)
+        if self._saving is not None:
+            self._saving.append(y)
+        return y
+
+
+class SaveAll(SaveInput):
+    """Saves what autograd saves, so that no product is computed again (``none``).
+
+    Norms and activations are rematerialized from their inputs; weights are gathered again, and
+    random masks are drawn again: what does not come from the block's input is what both loops are
+    given.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[int | None] = []
+        """Of each tensor that autograd saves, or that a result is rematerialized from, in order:
+        its place in what is saved, or None if it is not."""
+        self._pack: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+        self._rematerialized: set[int] = set()
+        """The numbers of results that are rematerialized."""
+
+    def adapt(self, block: nn.Module) -> None:
+        for part in list(block.modules()):
+            act = getattr(part, "act", None)
+            if isinstance(part, nn.LayerNorm | RmsNorm):
+                part.forward = types.MethodType(self._from_input, part)  # type: ignore[method-assign]
+            elif isinstance(act, nn.Module) and not [*act.parameters()]:
+                act.forward = types.MethodType(self._from_input, act)
+
+    @contextmanager
+    def save(self, x: torch.Tensor) -> Iterator[Tensors]:
+        (of_input,) = data_behind(x)
+        saved_tensors = [x * 1]
+        places: dict[int, int] = {}  # by the tensor's number: one that is saved twice has one place
+        self._places, self._rematerialized = [], set()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            place, number = None, recorded_number(tensor)
+            if of_input in data_behind(tensor) and number not in self._rematerialized:
+                place = places.setdefault(number, len(saved_tensors) - 1)
+                if place == len(saved_tensors) - 1:
+                    shape = _unfolded(tensor.shape, x.shape)
+                    saved_tensors.append(tensor.detach().reshape(shape))
+            self._places.append(place)
+            return tensor.detach()  # an output saved with what computes it would never be freed
+
+        with torch.enable_grad(), self._packed_by(pack):
+            yield saved_tensors
+
+    @contextmanager
+    def rematerialize(self, saved: Tensors) -> Iterator[None]:
+        places = iter(self._places)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            place = next(places)
+            return tensor.detach() if place is None else saved[place].reshape(tensor.shape)
+
+        with torch.enable_grad(), self._packed_by(pack):
+            yield
+        assert not [*places], "more was saved than is computed"
+
+    def follow(self, result: torch.Tensor, x: torch.Tensor) -> None:
+        if recorded_number(x) in self._rematerialized:
+            self._rematerialized.add(recorded_number(result))
+
+    @contextmanager
+    def _packed_by(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        self._pack = pack
+        with saved_tensors_hooks(pack, _unchanged):
+            yield
+        self._pack = _unchanged
+
+    def _from_input(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Compute a module so that it can be rematerialized from its input, which is saved."""
+        y = _FromInput.apply(module, x, self._pack(x), *module.parameters())
+        self._rematerialized.add(recorded_number(y))
+        return y
+
+
+class _FromInput(torch.autograd.Function):
+    """A module's result, and its gradient by ``saved`` alone, what was saved of its input ``x``."""
+
+    @staticmethod
+    def forward(ctx, module: nn.Module, x, saved, *parameters):
+        ctx.save_for_backward(*parameters)
+        ctx.module, ctx.saved = module, saved
+        ctx.autocast = torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
+        return type(module).forward(module, saved)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *parameters = (
+            each.detach().requires_grad_() for each in (ctx.saved, *ctx.saved_tensors)
+        )
+        enabled, dtype = ctx.autocast
+        module = copy.copy(ctx.module)
+        keys = [key for key, _ in module.named_parameters()]
+        module._parameters = module._parameters | dict(zip(keys, parameters, strict=True))
+        with torch.enable_grad(), torch.autocast("xla", dtype=dtype, enabled=enabled):
+            y = type(module).forward(module, x)
+        grad_x, *grads = torch.autograd.grad(y, [x, *parameters], grad)
+        return None, grad_x, None, *grads
+
+
+def _unfolded(shape: torch.Size, of_input: torch.Size) -> torch.Size:
+    """Return the shape as (images, tokens, ...) where both are folded into one dimension.
+
+    Norms fold them. The partitioner could not shard the tokens of what is saved alone.
+    """
+    images_and_tokens = of_input[:2]
+    first = next((i for i, size in enumerate(shape) if size != 1), None)
+    if first is None or shape[first] != images_and_tokens.numel():
+        return shape
+    return torch.Size((*images_and_tokens, *shape[first + 1 :]))
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+SAVED_BY = {
+    "full": SaveInput,
+    "offload": SaveInputOnHost,
+    "selective": SaveResults,
+    "none": SaveAll,
+}
+"""The values of ``--grad_ckpt``."""

@@ -1,1 +1,0 @@
-"""How tensors lie on a mesh of devices: specs, marks, hosts, tensor parallelism."""

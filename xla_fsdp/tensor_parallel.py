@@ -1,0 +1,107 @@
+"""Tensor parallelism in a timm block, as in Megatron: heads and MLP columns over devices.
+
+The first product of attention and of the MLP is sharded by columns, the second by rows: between
+them, devices exchange nothing. Between blocks, activations are sharded along "tensor" too; each
+half of a block gathers its input and scatters the sum of its output.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from timm.layers import GluMlp, SwiGLU
+from torch import nn
+
+from xla_fsdp.attention.whole import Qkv
+from xla_fsdp.layout import MeshLayout
+from xla_fsdp.products import Int8Marks, add_bias, product
+from xla_fsdp.remat import SaveInput
+from xla_fsdp.sharding import Gather, MarkBoth, Scatter
+
+
+def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
+    """Unfold what timm packs in one layer, (parts * rows, ...), to (parts, rows, ...).
+
+    Some of the rows then hold the queries, keys and values of the same heads, or both halves of a
+    gated MLP. ``packed`` are ``MeshLayout.packed``, by name the number of parts.
+    """
+    for name, parts in packed.items():
+        layer, _, key = name.rpartition(".")
+        parameter = block.get_parameter(name)
+        values = parameter.detach().unflatten(0, (parts, -1))
+        unfolded = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        block.get_submodule(layer)._parameters[key] = unfolded
+
+
+def shard_heads_and_columns(
+    block: nn.Module,
+    layout: MeshLayout,
+    attention_product: Callable[[Any, Qkv, torch.Tensor | None], torch.Tensor],
+    save: SaveInput,
+    int8: Callable[[str], Int8Marks] | None,
+    batch_parts: int,
+) -> None:
+    """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns.
+
+    ``attention_product`` is ``attention_of_heads`` of timm's module, qkv and the table of a rotary
+    embedding. ``save`` may save the results of products by columns. ``int8`` returns the marks of a
+    weight by its name, if products are in int8. The batch is sharded into ``batch_parts``.
+    """
+
+    def multiply(equation: str, x: torch.Tensor, linear: nn.Linear, name: str, **saving):
+        marks = int8(f"{name}.weight") if int8 else None
+        return product(equation, x, linear.weight, int8=marks, **saving)
+
+    def by_columns(
+        x: torch.Tensor, linear: nn.Linear, name: str, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        equation = "bnd,ed->bne" if linear.weight.dim() == 2 else "bnd,ced->bnce"
+        widens = linear.out_features > linear.in_features
+        y = multiply(equation, x, linear, name, save=save, widens=widens)
+        y = add_bias(y, linear.bias if bias is None else bias, batch_parts)
+        return MarkBoth.apply(y, layout.mark_columns)
+
+    def by_rows(x: torch.Tensor, linear: nn.Linear, name: str) -> torch.Tensor:
+        y = multiply("bne,de->bnd", x, linear, name)
+        y = Scatter.apply(y, layout.mark_tokens, layout.mark_rows)
+        return add_bias(y, linear.bias, batch_parts)
+
+    def attention(
+        attn,
+        x: torch.Tensor,
+        rope: torch.Tensor | None = None,
+        attn_mask: None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        x = Gather.apply(x, x.dtype, layout.mark_tokens, layout.mark_rows)
+        qkv: Qkv
+        if attn.qkv is not None:
+            bias = None
+            if getattr(attn, "q_bias", None) is not None:  # Eva has the bias beside the layer
+                bias = torch.stack([attn.q_bias, attn.k_bias, attn.v_bias])
+            qkv = by_columns(x, attn.qkv, "attn.qkv", bias)
+        else:
+            names = ("q_proj", "k_proj", "v_proj")
+            qkv = [by_columns(x, getattr(attn, name), f"attn.{name}") for name in names]
+        y = attn.norm(MarkBoth.apply(attention_product(attn, qkv, rope), layout.mark_columns))
+        return attn.proj_drop(by_rows(y, attn.proj, "attn.proj"))
+
+    def mlp(mlp, x: torch.Tensor) -> torch.Tensor:
+        x = Gather.apply(x, x.dtype, layout.mark_tokens, layout.mark_rows)
+        if isinstance(mlp, SwiGLU):
+            gate = by_columns(x, mlp.fc1_g, "mlp.fc1_g")
+            x = mlp.act(gate) * by_columns(x, mlp.fc1_x, "mlp.fc1_x")
+        elif isinstance(mlp, GluMlp):
+            first, second = by_columns(x, mlp.fc1, "mlp.fc1").unbind(2)
+            x = first * mlp.act(second) if mlp.gate_last else mlp.act(first) * second
+        else:
+            x = mlp.act(by_columns(x, mlp.fc1, "mlp.fc1"))
+        return mlp.drop2(by_rows(mlp.norm(mlp.drop1(x)), mlp.fc2, "mlp.fc2"))
+
+    # Bound methods: a deep copy of the block (the scanned one) has its own.
+    for name, forward in (("attn", attention), ("mlp", mlp)):
+        part = block.get_submodule(name)
+        part.forward = types.MethodType(forward, part)

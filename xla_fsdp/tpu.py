@@ -1,0 +1,289 @@
+"""What is known of TPUs before one is there: peak FLOP/s, chips, slices, and libtpu's flags.
+
+Three subjects: the figures of each kind of chip, slices by the names that ``--tpu_topology`` takes,
+and ``LIBTPU_INIT_ARGS``, which libtpu reads when it starts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.errors import UsageError
+from xla_fsdp import torch_xla_private
+
+# -- chips ----------------------------------------------------------------------------
+#
+# Sources: Google Cloud's page of each generation (dense bf16 FLOP/s; HBM bandwidth; interconnect
+# bandwidth a chip, of which the figure here is one direction; data center network, DCN, a chip: v5p
+# 50 Gbit/s, v5e and v6e by pod, 6.4 and 25.6 Tbit/s for 256 chips; v4's page gives none, v5p's is
+# used). PCIe: 16 to 32 GB/s, by notes on "How to Scale Your Model"
+# (jax-ml.github.io/scaling-book); v6e is given the more, its page names PCIe Gen5. Matrix units: 4
+# of 128 x 128 in each core, of which v4 and v5p have two; on v6e 4 of 256 x 256. The clocks that
+# follow are 1.05 GHz for v4, 1.5 for v5e, 1.75 for v5p and v6e. ``hbm_bytes`` is what the compiler
+# itself reports as usable (libtpu 0.0.21), less than the chip has.
+
+_PEAKS = {
+    "v2": (45e12, 2),
+    "v3": (123e12, 2),
+    "v4": (275e12, 1),
+    "v5litepod": (197e12, 1),
+    "v5p": (459e12, 1),
+    "v6e": (918e12, 1),
+    "tpu7x": (2307e12, 2),
+}
+"""By the name in the slice's accelerator type ("v5p" of "v5p-128"): bf16 FLOP/s of a chip, and the
+devices a chip that torch_xla sees."""
+
+
+def peak_of(kind: str) -> float | None:
+    """Return the bf16 FLOP/s of one device of a kind of TPU; None if it is not in the table."""
+    if kind not in _PEAKS:
+        return None
+    flops, devices = _PEAKS[kind]
+    return flops / devices
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One generation of chips; bandwidths are in bytes/s."""
+
+    kind: str
+    """Its name in accelerator types."""
+    dimensions: int
+    hbm_bytes: int
+    hbm_bandwidth: float
+    ici_bandwidth: float
+    dcn_bandwidth: float
+    host_bandwidth: float
+    """Of PCIe, in one direction, to the memory of the host."""
+    products_a_cycle: int
+    """Multiply-adds that all of its matrix units start in a cycle."""
+    int8_speedup: int = 2
+    """How many multiply-adds of int8 numbers it does in the time of one of bf16 numbers."""
+
+    @property
+    def peak_flops(self) -> float:
+        peak = peak_of(self.kind)
+        assert peak is not None
+        return peak
+
+    @property
+    def links(self) -> int:
+        """Return to how many neighbours it has links: two along each side of the torus."""
+        return 2 * self.dimensions
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Return the bytes/s to one neighbour."""
+        return self.ici_bandwidth / self.links
+
+    @property
+    def clock_hz(self) -> float:
+        """Return the cycles a second at which the matrix units, all at work, reach the peak."""
+        return self.peak_flops / (2 * self.products_a_cycle)
+
+
+_GIB = 2**30
+CHIPS = {
+    "v4": Chip("v4", 3, int(31.75 * _GIB), 1228e9, 300e9, 6.25e9, 16e9, 8 * 128**2, int8_speedup=1),
+    "v5e": Chip("v5litepod", 2, int(15.75 * _GIB), 819e9, 200e9, 3.125e9, 16e9, 4 * 128**2),
+    "v5p": Chip("v5p", 3, int(95.74 * _GIB), 2765e9, 600e9, 6.25e9, 16e9, 8 * 128**2),
+    "v6e": Chip("v6e", 2, int(31.25 * _GIB), 1640e9, 400e9, 12.5e9, 32e9, 4 * 256**2),
+}
+
+
+def _kind_here() -> str | None:
+    """Return the accelerator type of this host's chips; None where nothing names it."""
+    try:
+        return torch_xla_private.tpu_type()
+    except (OSError, KeyError):  # no metadata server, or none that names the slice
+        return None
+
+
+def this_chip() -> Chip | None:
+    """Return the figures of this host's TPU chips; None where their kind is unknown."""
+    kind = _kind_here()
+    return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+
+
+def peak_flops() -> float | None:
+    """Return the FLOP/s of one device here; None on a CPU and where the kind of TPU is unknown.
+
+    fp32 products run as bf16 passes on the same unit, so MFU is counted against this figure at
+    either precision.
+    """
+    import torch_xla.runtime as xr
+
+    kind = _kind_here() if xr.device_type() == "TPU" else None
+    return peak_of(kind) if kind else None
+
+
+# -- slices ---------------------------------------------------------------------------
+
+_EXAMPLES = {
+    "v4": "2x2x1 (4 chips), 2x2x4 (16), 4x4x4 (64), 4x4x8 (128), 4x8x8 (256)",
+    "v5e": "1x1 (1 chip), 2x2 (4), 2x4 (8), 4x4 (16), 8x8 (64), 8x16 (128), 16x16 (256)",
+    "v5p": "2x2x1 (4 chips), 2x2x4 (16), 4x4x4 (64), 4x4x8 (128), 8x8x8 (512)",
+    "v6e": "1x1 (1 chip), 2x2 (4), 2x4 (8), 4x4 (16), 8x8 (64), 8x16 (128), 16x16 (256)",
+}
+KNOWN = "; ".join(f"{name}: {shapes}" for name, shapes in _EXAMPLES.items())
+
+_LARGEST = {"v4": (16, 16, 16), "v5e": (16, 16), "v5p": (16, 16, 24), "v6e": (16, 16)}
+"""The slices with the most chips that Google Cloud has; of v4 a pod."""
+_SMALL: set[tuple[int, ...]] = {(2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)}
+_SMALL |= {(1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)}
+"""Sides, in order, of all slices in a plane, and of those with less than one cube of 4 x 4 x 4
+chips; larger ones are made of whole cubes."""
+_OF_A_HOST = {"1x1", "1x2", "1x1x1", "1x2x1"}
+"""Parts of a host's 2 x 2 chips that libtpu compiles for."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    name: str
+    """The name that libtpu gives one slice."""
+    chip: Chip
+    sides: tuple[int, ...]
+    """Chips along each side of one slice."""
+    slices: int
+
+    @property
+    def slice_chips(self) -> int:
+        return math.prod(self.sides)
+
+    @property
+    def chips(self) -> int:
+        return self.slices * self.slice_chips
+
+    @property
+    def devices(self) -> int:
+        """Devices of all slices, a chip each: on v4, torch_xla has libtpu join the two cores."""
+        return self.chips
+
+    @property
+    def generation(self) -> int:
+        """The generation as torch_xla counts it: 5 for v5e and v5p."""
+        return int(self.name[1])
+
+
+def parse_topology(name: str, slices: int = 1) -> Topology:
+    """Parse a name such as "v5p:4x4x8". Raises UsageError, with the known ones, for any other."""
+    kind, _, shape = name.partition(":")
+    if kind not in CHIPS:
+        raise UsageError(f"--tpu_topology {name} is unknown. Known, for example: {KNOWN}")
+    chip, is_shape = CHIPS[kind], re.fullmatch(r"[1-9][0-9]{0,99}(x[1-9][0-9]{0,99})*", shape)
+    sides = tuple(map(int, shape.split("x"))) if is_shape else ()
+    examples = f"{kind} has, for example, {_EXAMPLES[kind]}"
+    if len(sides) != chip.dimensions:
+        axes = "AxBxC"[: 2 * chip.dimensions - 1]
+        raise UsageError(f"--tpu_topology {name} is not {kind}:{axes}, chips a side: {examples}")
+    if any(side > most for side, most in zip(sorted(sides), _LARGEST[kind], strict=True)):
+        largest = "x".join(map(str, _LARGEST[kind]))
+        raise UsageError(
+            f"--tpu_topology {name} is larger than the largest slice, {kind}:{largest}: give "
+            "that or a smaller one; --mesh_dcn N stands for several slices"
+        )
+    if sides[0] % 2 or sides[1] % 2:  # a host has 2 x 2 chips
+        exists = shape in _OF_A_HOST
+    else:  # whichever way round
+        whole_cubes = len(sides) == 3 and not any(side % 4 for side in sides)
+        exists = whole_cubes or tuple(sorted(sides)) in _SMALL
+    if not exists:
+        raise UsageError(f"--tpu_topology {name}: there is no such slice: {examples}")
+    return Topology(name, chip, sides, slices)
+
+
+# -- libtpu's flags: the user's, torch_xla's, and our own ------------------------------
+
+VARIABLE = "LIBTPU_INIT_ARGS"
+
+_OURS = {
+    # Without it v4 and v5p gather weights by all-reduces of zero-padded whole ones. (torch_xla 2.9
+    # sets it, too.)
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    # Never a product in as many pieces as devices exchange: each reads its other side from HBM
+    # again, with --mesh_tensor as much as all the rest of the step.
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+}
+_NOT_ON_V4 = {
+    # Vector memory that a fusion may use, twice libtpu's own limit: products then have larger
+    # tiles (docs/tpu_speed.md). It is half of what a v5p has, a quarter of v5e's and v6e's.
+    "xla_tpu_scoped_vmem_limit_kib": "32768",
+    # Whole gradients are reduced while the next ones are computed, not in between. For v4 the
+    # compiler takes many times as long with these (libtpu 0.0.21).
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+}
+_START = Path(__file__).with_name("libtpu_start.py")
+_START_SECONDS = 60
+
+
+def set_for_this_tpu() -> None:
+    """Add our own flags: after torch_xla was imported, which adds its own, before libtpu starts."""
+    _add_ours(torch_xla_private.tpu_generation())
+
+
+def _add_ours(generation: int) -> None:
+    """Add our own flags where neither the user nor torch_xla has set them."""
+    given = os.environ.get(VARIABLE, "").split()
+    named = {flag.lstrip("-").partition("=")[0] for flag in given}
+    ours = _OURS | ({} if generation == 4 else _NOT_ON_V4)
+    added = [f"--{name}={value}" for name, value in ours.items() if name not in named]
+    os.environ[VARIABLE] = " ".join([*given, *added])
+
+
+def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:
+    """Return the variables of the environment that a run on such a TPU sets for libtpu.
+
+    They are those of torch_xla's own function, which is made to believe that there is one, then
+    ours. ``given`` is the value that the user has set.
+    """
+    import torch_xla  # noqa: F401 - sets its own when it is imported, too
+
+    before = dict(os.environ)
+    try:
+        os.environ[VARIABLE] = given
+        torch_xla_private.set_libtpu_defaults(generation)
+        _add_ours(generation)
+        return {key: value for key, value in os.environ.items() if before.get(key) != value}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def check() -> None:
+    """Raise UsageError for flags for which libtpu would end the process that it starts in.
+
+    So it is started in another process first, which opens no chip.
+    """
+    skip = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", str(_START)],
+            env={**os.environ, **skip},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_START_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return  # the run itself will show what is wrong
+    if done.returncode:
+        raise_if_refused(done.stderr)
+
+
+def raise_if_refused(stderr: str) -> None:
+    """Raise UsageError if libtpu has ended a process because of the variable."""
+    refused = re.findall(
+        r"^ERROR: ((?:Unknown command line flag|Illegal value|Missing value).*)", stderr, re.M
+    )
+    if refused:
+        reasons = "; ".join(line.strip().rstrip(".;") for line in refused)
+        raise UsageError(f"libtpu refuses {VARIABLE} ({reasons}): correct or unset it")
