@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import getpass
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,14 +126,31 @@ def _name_user() -> None:
         os.environ["USER"] = f"user_{os.getuid()}"
 
 
+@contextlib.contextmanager
+def _whose_reader_may_leave() -> Iterator[None]:
+    """End without a traceback if who reads what is printed inside leaves early, as `head` does.
+
+    Training has other pipes, to loader processes: one of those that breaks is an error.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # At its end Python flushes what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(SIGNAL + signal.SIGPIPE)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, and do what they ask for; return the exit code."""
     end_with_torchrun()
     _name_user()
+    with _whose_reader_may_leave():
+        flags = read_flags(argv)
     try:
-        code = _run(read_flags(argv))
-        sys.stdout.flush()
-        return code
+        return _run(flags)
     except UsageError as error:
         if prints_here(error):
             where = f"{error.process}: " if error.process else ""
@@ -147,17 +165,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # Who reads the output has gone, as `head` does: nothing can be printed any more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return SIGNAL + signal.SIGPIPE
 
 
 def _run(flags: Flags) -> int:
     """Train, compile, plan, predict, evaluate or check, as the flags ask; return the exit code."""
     config, use = flags.run, flags.run.use
     if config.list_models is not None:
-        return print_models(config.list_models)
+        with _whose_reader_may_leave():
+            return print_models(config.list_models)
     check_rules(config, *flags.own.values(), only=MODE_FLAGS)
     trains = not (use.predict or use.eval_only or config.self_check)
     if config.checkpoints.init_from and (flags.xla.compile_only or config.plan or not trains):

@@ -403,9 +403,10 @@ def test_help_finds_flags_by_a_word(capsys):
 
 @pytest.mark.parametrize("flags", ["--help all", "--list_models *"])
 def test_whose_reader_ends_early_ends_without_a_word(flags):
-    """As before ``| head -1``, which leaves what is longer than a pipe holds unread."""
+    """As before ``| head -1``, which leaves what is longer than the pipe holds unread."""
     command = [sys.executable, "-u", "run_vit_training.py", *flags.split()]
-    with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as program:
+    pipe = {"stdout": -1, "stderr": -1, "pipesize": 4096}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipe) as program:
         program.stdout.readline()
         program.stdout.close()
         assert program.stderr.read() == ""

@@ -21,7 +21,7 @@ from tools.compile_only.compiler import (
 )
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import draw, explain, explained_json, explained_table
-from tools.compile_only.graphs import REPLICATED, Result, Step, local_bytes
+from tools.compile_only.graphs import Result, Step, local_bytes
 from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
 from tools.compile_only.trace import start_xla, trace_step
@@ -136,10 +136,7 @@ def _compile_graphs(step: Step, links: Links, variables: dict[str, str]) -> list
 
     def shardings(result: Result) -> str | None:
         found = compiled.get(step.graphs[result.graph].hlo)
-        if not (found and found.fits):
-            return None
-        # A program of one device, as nested FSDP's, has none: each device has its own whole.
-        return found.result_shardings[result.number] if found.result_shardings else REPLICATED
+        return found.result_shardings[result.number] if found and found.fits else None
 
     topology, distinct = links.topology, step.distinct()
     libtpu = version("libtpu")

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.compile_only.graphs import Graph, Step, local_bytes
+from tools.compile_only.graphs import REPLICATED, Graph, Step, local_bytes
 from tools.compile_only.hlo import types_of
 from training.errors import UsageError
 from training.processes.parent import end_with
@@ -212,7 +212,9 @@ def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> 
         temporary_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
         capacity_bytes=topology.chip.hbm_bytes,
-        result_shardings=jax_private.result_shardings(executable),
+        # A program of one device, as nested FSDP's, has none: each device has its own whole.
+        result_shardings=jax_private.result_shardings(executable)
+        or [REPLICATED] * len(graph.results),
         hlo=executable.hlo_modules()[0].to_string(),
         seconds=seconds,
     )
