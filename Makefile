@@ -61,7 +61,7 @@ test-long: $(INSTALLED) datasets/digits
 rehearse: $(INSTALLED) datasets/digits
 	$(BIN)/python -m pytest -m rehearse tests
 
-# TESTS="tests/test_data.py": what these execute. MARKS="not gpu and not long": in less time.
+# TESTS="tests/data/test_data.py": what these execute. MARKS="not gpu and not long": in less time.
 coverage: $(INSTALLED) datasets/digits
 	rm -rf runs/coverage
 	-$(BIN)/python -m coverage run -m pytest -n 2 --dist worksteal -q -m "$(or $(MARKS),not gpu)" \

@@ -7,9 +7,9 @@ import pytest
 
 from data.digits import write_digits
 from tests.cli import DIGITS
-from tests.pod_stand_in import StandIn
 from tests.rehearsed import Rehearsal
 from tests.short_runs import train_ten_steps
+from tests.stand_ins.pod_stand_in import StandIn
 
 # Begun in a shell's background or by nohup, pytest would hand down that these are ignored, and
 # a shell script cannot trap what it was born to ignore.

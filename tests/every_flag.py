@@ -120,10 +120,10 @@ ELSEWHERE: dict[str, str] = {
     "data_dir": "each command has one",
     "ckpt_dir": "each command has one",
     "cpu_devices": "each command has its own number",
-    "resume_epoch": "needs a checkpoint of that epoch: tests/test_resume.py",
-    "init_from": "needs trained weights: tests/test_fine_tuning.py",
-    "compile_cache_dir": "is refused: tests/test_bad_input.py",
-    "expect": "needs what --compile_only printed: tests/test_expectation.py",
+    "resume_epoch": "needs a checkpoint of that epoch: tests/training/test_resume.py",
+    "init_from": "needs trained weights: tests/training/test_fine_tuning.py",
+    "compile_cache_dir": "is refused: tests/training/test_bad_input.py",
+    "expect": "needs what --compile_only printed: tests/training/test_expectation.py",
 }
 """Flags, by field, that no sweep tries, and why."""
 
@@ -141,7 +141,7 @@ class Item:
 
 
 def files(folder: Path) -> dict[str, tuple[str, ...]]:
-    """The values of flags that name files of a folder as ``tests/test_every_flag.py`` makes it."""
+    """The values of flags that name files, of a folder as ``test_every_flag.py`` makes it."""
     return {
         "labels": (f"{folder}/volumes/labels.csv",),
         "train_shards": ("train/*.tar",),

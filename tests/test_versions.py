@@ -7,7 +7,7 @@ import pytest
 from gpu_fsdp import megatron_private
 from models import timm_private
 from tests.cli import ROOT, train_tiny
-from tests.test_launch_gpu import pins
+from tests.launch.test_launch_gpu import pins
 from training import errors
 from xla_fsdp import jax_private, torch_xla_private
 
@@ -55,6 +55,8 @@ def test_what_is_told(installed, told, capsys, monkeypatch):
 
 
 def test_a_run_tells_it_once(tmp_path):
-    result = train_tiny(tmp_path, "--max_steps", "1", devices=2, program="tests.other_versions")
+    result = train_tiny(
+        tmp_path, "--max_steps", "1", devices=2, program="tests.stand_ins.other_versions"
+    )
     (line,) = [line for line in result.stderr.splitlines() if "warning: " in line]
     assert line.startswith("run_vit_training.py: warning: torch_xla is 99.0.0, not 2.9.0, jax is ")

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from tests.cli import DIGITS
-from tests.new_machine import Machine
+from tests.stand_ins.new_machine import Machine
 
 
 def put_trained(machine: Machine, ckpt_dir: Path) -> None:

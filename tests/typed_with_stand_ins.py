@@ -22,9 +22,9 @@ from launch import meet
 from run_vit_training import read_flags
 from tests.cli import ROOT
 from tests.documented_commands import Command
-from tests.new_machine import Machine
-from tests.pod_stand_in import gcloud_accepts
-from tests.test_launch_gpu import script
+from tests.launch.test_launch_gpu import script
+from tests.stand_ins.new_machine import Machine
+from tests.stand_ins.pod_stand_in import gcloud_accepts
 from tools.plan.tpu_search import candidates
 from training.flags import check_foreign, check_rules
 from training.mesh import make_mesh
@@ -116,7 +116,7 @@ def make_knows(machine: Machine, command: Command, tmp_path: Path) -> None:
 
 
 def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
-    """Two workers of this machine behind tests/gcloud_stand_in.py; their Python notes its words."""
+    """Two workers of this machine behind gcloud_stand_in.py; their Python notes its words."""
     pod = tmp_path / "pod"
     for index in range(2):
         bin_dir = pod / f"worker_{index}" / "vit-fsdp" / ".venv" / "bin"
@@ -128,7 +128,7 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
     machine.stand_in(
         "gcloud",
         'for word; do [[ $word != "$NAME" ]] || word=pod; words+=("$word"); done',
-        f'exec {sys.executable} {ROOT}/tests/gcloud_stand_in.py "${{words[@]}}"',
+        f'exec {sys.executable} {ROOT}/tests/stand_ins/gcloud_stand_in.py "${{words[@]}}"',
     )
     machine.variables["STAND_IN"] = str(pod)
     done = machine.run(command)

@@ -28,7 +28,7 @@ _FP32 = 4
 _VMEM = 128 * 2**20
 """Bytes of a core's vector memory: of v5e and v6e, assumed for all."""
 _USABLE = 0.8
-"""Share of HBM that the arithmetic may fill: it is off by up to a quarter (tests/test_plan.py)."""
+"""Share of HBM that the arithmetic may fill: it is off by up to a quarter (test_plan.py)."""
 
 # Products.
 _PRODUCTS = 0.75

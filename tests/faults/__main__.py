@@ -60,7 +60,7 @@ FAULTS = {
 CODE = (
     "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp launch "
     "tests/faults "
-    "tests/cli.py tests/fault_at_step.py tests/megatron_on_cpu.py"
+    "tests/cli.py tests/stand_ins/fault_at_step.py tests/stand_ins/megatron_on_cpu.py"
 ).split()
 """What the results depend on."""
 Job = tuple[str, str, int]

@@ -85,14 +85,14 @@ def _python(module: str) -> list[str]:
     return [sys.executable, *(["-m", module] if module else [str(ROOT / "run_vit_training.py")])]
 
 
-FAULTY = "tests.fault_in_first_start"
+FAULTY = "tests.stand_ins.fault_in_first_start"
 SETUPS = {
     "xla": Setup("XLA, 2 devices", ("--backend", "xla", "--cpu_devices", "2")),
     "fsdp2": Setup("FSDP2, 2 processes", ("--backend", "cuda", "--fsdp", "fsdp2"), processes=2),
     "megatron": Setup(
         "Megatron-FSDP, 2 processes",
         ("--backend", "cuda", "--fsdp", "megatron"),
-        module="tests.megatron_on_cpu",
+        module="tests.stand_ins.megatron_on_cpu",
         processes=2,
     ),
     "alone": Setup("FSDP2, 1 process", ("--backend", "cuda", "--fsdp", "fsdp2")),

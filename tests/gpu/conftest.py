@@ -30,7 +30,7 @@ def shown():
 @pytest.fixture(scope="session")
 def plain():
     """Six steps of timm's model in plain PyTorch on the CPU."""
-    done = run_program("-m", "tests.plain_training", "1.0")
+    done = run_program("-m", "tests.references.plain_training", "1.0")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,0 +1,161 @@
+"""Mosaics of digits: what they are made of, counted again, and who composes which rows of them."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from data.digits import read_digits
+from data.files import DataFolderError
+from data.loader import Share
+from data.mosaics import INTENSITIES, LENGTHS
+from data.source import DatasetRequest, open_data
+from tests.cli import train_tiny_gpu
+from tests.data.test_data import arguments
+
+SIZES = [(64, 64), (64, 96), (32, 32), (16, 16), (8, 40), (16, 32, 32), (32, 16, 24)]
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+
+
+def opened(size, channels=1, seed=3, classes=10, **changes):
+    values = {"data_source": "mosaics", "mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 64}
+    return open_data(
+        DatasetRequest(arguments("", **values | changes), channels, size, classes, seed)
+    )
+
+
+def first_batches(source, share=Share(), count=2, batch_size=64):  # noqa: B008 - frozen
+    """Of training and of validation, with the last one's padding left out."""
+    loaders = source.train_loader(batch_size, share), source.val_loader(batch_size, share)
+    return [pair for each in loaders for pair in itertools.islice(each.epoch(1), count)]
+
+
+@pytest.fixture(scope="module")
+def digit_of():
+    """What scikit-learn says that an image's pixels are, and the split that it is in."""
+    told = load_digits()
+    split = {number: split for split, _, number, _ in read_digits()}
+    rounded = np.round(told.images * 255 / 16).astype(np.uint8)
+    known = zip(rounded, told.target, range(len(rounded)), strict=True)
+    return {pixels.tobytes(): (int(digit), split[i]) for pixels, digit, i in known}
+
+
+def digits_in(image, digit_of):
+    """The digits of a mosaic's cells in an array, and the splits they are of."""
+    pixels = image[0].numpy()
+    if pixels.ndim == 3:  # one slice of each cell
+        pixels = pixels[3::8].reshape(-1, pixels.shape[2]) / INTENSITIES[3]
+    cells = [
+        np.split(row, row.shape[1] // 8, axis=1)
+        for row in np.split(pixels, pixels.shape[0] // 8, axis=0)
+    ]
+    found = [
+        [digit_of[np.rint(cell * 255).astype(np.uint8).tobytes()] for cell in row] for row in cells
+    ]
+    return np.array([[digit for digit, _ in row] for row in found]), {
+        split for row in found for _, split in row
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_label_is_the_most_frequent_digit(size, digit_of):
+    source = opened(size)
+    assert (source.train_length, source.val_length) == (LENGTHS["train"], LENGTHS["val"])
+    loaders = {
+        "train": source.train_loader(64, Share()),
+        "val": source.val_loader(64, Share()),
+    }
+    for split, loader in loaders.items():
+        images, labels = next(loader.epoch(0))
+        assert images.shape == (64, 1, *size)
+        assert set(labels.tolist()) == set(range(10))
+        for image, label in zip(images, labels, strict=True):
+            digits, splits = digits_in(image, digit_of)
+            counts = np.bincount(digits.ravel(), minlength=10)
+            assert counts.argmax() == label
+            assert (counts == counts.max()).sum() == 1
+            assert splits == {split}
+
+
+def test_a_part_does_not_tell_the_label(digit_of):
+    """The share of right guesses of who counts perfectly: as the docstring has them."""
+    images, labels = next(opened((128, 128)).val_loader(512, Share()).epoch(0))
+    right = {1: [], 2: [], 3: [], 4: []}
+    for number, (image, label) in enumerate(zip(images[:200], labels, strict=False)):
+        digits, _ = digits_in(image, digit_of)
+        for parts, found in right.items():
+            first = number % (5 - parts) * 4
+            counts = np.bincount(digits[first : first + 4 * parts].ravel(), minlength=10)
+            likeliest = np.flatnonzero(counts == counts.max())
+            found.append((label in likeliest) / len(likeliest))
+    means = [np.mean(found) for found in right.values()]
+    assert means[0] < 0.17
+    assert means[1] < 0.25
+    assert means[2] < 0.42
+    assert means[3] == 1
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [(64, 24), (32, 16, 24)])
+def test_rows_are_parts_of_the_same_mosaic(size, channels):
+    """Whatever the rows and the processes, and whether workers compose them."""
+    source = opened(size, channels)
+    assert source.reads_rows
+    whole = first_batches(source)
+    cuts = [range(0, 3), range(3, 16), range(16, size[0])]
+    shares = [[Share(rank, 2, rows) for rows in cuts] for rank in range(2)]
+    found = [[first_batches(opened(size, channels), share) for share in row] for row in shares]
+    for number, (images, labels) in enumerate(whole):
+        parts = [torch.cat([each[number][0] for each in row], dim=2) for row in found]
+        assert torch.cat(parts).equal(images)
+        assert torch.cat([row[1][number][1] for row in found]).equal(labels)
+    workers = first_batches(opened(size, channels, num_workers=2), shares[1][1], count=1)
+    assert workers[0][0].equal(found[1][1][0][0])
+
+
+def test_other_seeds_splits_and_numbers_give_other_mosaics():
+    (train, _), _, (val, _), _ = first_batches(opened((32, 32)))
+    (other, _), *_ = first_batches(opened((32, 32), seed=4))
+    flat = torch.cat([train, val, other]).flatten(1)
+    assert len(flat.unique(dim=0)) == 3 * 64
+    again = opened((32, 32)).fingerprint()
+    assert again == opened((32, 32)).fingerprint() != opened((32, 32), seed=4).fingerprint()
+
+
+def test_they_are_normalised_as_other_images():
+    (plain, _), *_ = first_batches(opened((16, 16)))
+    (colours, _), *_ = first_batches(opened((16, 16), 3, mean=MEAN, std=STD))
+    for channel in range(3):
+        expected = (plain[:, 0] - MEAN[channel]) / STD[channel]
+        torch.testing.assert_close(colours[:, channel], expected)
+    (grey, _), *_ = first_batches(opened((16, 16), 1, mean=MEAN, std=STD))
+    torch.testing.assert_close(grey, (plain - 0.4) / 0.3)
+
+
+def test_the_last_batch_is_filled_with_padding():
+    *_, (images, labels) = opened((16, 16)).val_loader(100, Share(rows=range(4))).epoch(0)
+    assert images.shape == (100, 1, 4, 16)
+    assert (labels[12:] == -1).all()
+    assert not images[12:].any()
+
+
+@pytest.mark.parametrize(
+    ("size", "classes", "told"),
+    [
+        ((64, 60), 10, "the model takes 64 x 60: use an --image_size that is a multiple of 8"),
+        ((64, 64), 9, "the digits have 10 classes, more than --num_classes 9"),
+    ],
+)
+def test_refused(size, classes, told):
+    with pytest.raises(DataFolderError, match=told):
+        opened(size, classes=classes)
+
+
+def test_a_model_trains_on_mosaics(tmp_path):
+    run = train_tiny_gpu(
+        tmp_path, "--data_source", "mosaics", "--max_steps", "2", "--eval_batches", "2"
+    )
+    assert "mosaics of digits: 4,096 training, 512 validation images" in run.stdout
+    assert len(run.steps) == 2

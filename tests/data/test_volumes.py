@@ -1,0 +1,299 @@
+"""Volumes and images in files of arrays: cut, flipped and divided as NumPy does it."""
+
+import itertools
+import os
+
+import nibabel
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+from data.files import DataFolderError
+from data.loader import Share
+from data.source import DatasetRequest, open_data
+from tests.cli import train_tiny_gpu
+from tests.data.test_data import arguments
+from tests.usage_error import told_in_one_line
+
+SIZE = (8, 12, 16)
+LARGER = (11, 14, 21)
+
+
+def volume(number, shape=LARGER, dtype=np.uint16):
+    return np.random.default_rng(number).integers(0, 1000, shape).astype(dtype)
+
+
+def write(path, array):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.name.endswith(".npy"):
+        np.save(path, array)
+    elif path.name.endswith(".npz"):
+        np.savez_compressed(path, array)
+    elif path.name.endswith((".tif", ".tiff")):
+        tifffile.imwrite(path, array)
+    else:
+        nibabel.Nifti1Image(np.ascontiguousarray(array.T), np.eye(4)).to_filename(path)
+
+
+FORMATS = (".npy", ".npz", ".nii", ".nii.gz")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """Two classes of volumes in all formats, 12 for training and 5 for validation."""
+    top = tmp_path_factory.mktemp("volumes")
+    for number in range(17):
+        name = f"{'train' if number < 12 else 'val'}/{'ab'[number % 2]}/{number:02}"
+        write(top / f"{name}{FORMATS[number % 4]}", volume(number))
+    return top
+
+
+def number_of(path):
+    return int(os.path.basename(path).partition(".")[0])
+
+
+def opened(top, size=SIZE, channels=1, seed=3, **changes):
+    plain = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 4, "data_source": "volumes"}
+    return open_data(DatasetRequest(arguments(top, **plain | changes), channels, size, 10, seed))
+
+
+def all_of(loader, epoch=0):
+    images, labels = zip(*loader.epoch(epoch), strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def cuts(array, size=SIZE):
+    """Every part of this size that an array has, as (is flipped, part), from 0 to 1."""
+    array = array / np.iinfo(array.dtype).max
+    places = [range(there - here + 1) for there, here in zip(array.shape, size, strict=True)]
+    for place in itertools.product(*places):
+        part = array[tuple(slice(at, at + n) for at, n in zip(place, size, strict=True))]
+        yield False, part
+        yield True, part[..., ::-1]
+
+
+def test_validation_volumes_are_the_middles(tree):
+    source = opened(tree)
+    assert (source.train_length, source.val_length, source.classes) == (12, 5, ["a", "b"])
+    assert source.reads_rows
+    images, labels = all_of(source.val_loader(4, Share()))
+    paths = sorted((tree / "val").glob("*/*"))
+    assert labels.tolist() == ["ab".index(path.parent.name) for path in paths] + [-1] * 3
+    for image, path in zip(images, paths, strict=False):
+        middle = volume(number_of(path))[1:9, 1:13, 2:18] / 65535
+        np.testing.assert_allclose(image[0], middle, rtol=1e-6)
+    assert not images[5:].any()
+
+
+@pytest.mark.parametrize("hflip", [0.0, 0.5, 1.0])
+def test_training_volumes_are_cut_anywhere(tree, hflip):
+    source = opened(tree, hflip=hflip)
+    flips, places = [], set()
+    known = [np.stack([part for _, part in cuts(volume(n))]).astype("f") for n in range(12)]
+    for epoch in range(3):
+        images, _ = all_of(source.train_loader(4, Share()), epoch)
+        for image in images[:, 0].numpy():
+            found = [
+                (n, *np.flatnonzero(np.isclose(k, image).all((1, 2, 3))))
+                for n, k in enumerate(known)
+            ]
+            ((_, place),) = [each for each in found if len(each) == 2]
+            flips.append(place % 2)
+            places.add(place // 2)
+    assert np.mean(flips) == hflip if hflip != 0.5 else 0.2 < np.mean(flips) < 0.8
+    assert len(places) > 20
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rows_are_parts_of_the_same_volumes(tree, num_workers):
+    source = opened(tree, num_workers=num_workers)
+    rows = [range(0, 3), range(3, 4), range(4, 8)]
+    for load in (source.train_loader, source.val_loader):
+        whole, labels = all_of(load(4, Share()), 1)
+        parts = [all_of(load(4, Share(rows=each)), 1) for each in rows]
+        assert torch.cat([part for part, _ in parts], dim=2).equal(whole)
+        assert all(theirs.equal(labels) for _, theirs in parts)
+
+
+def test_only_the_slab_is_read(tree, monkeypatch):
+    """What is asked of the files is as long as the rows, and not longer."""
+    from data.volumes import ArrayFile
+
+    asked, plain = [], ArrayFile.read
+
+    def noted(self, window):
+        asked.append([each.stop - each.start for each in window])
+        return plain(self, window)
+
+    monkeypatch.setattr(ArrayFile, "read", noted)
+    all_of(opened(tree).train_loader(4, Share(rows=range(2, 4))))
+    assert asked == [[2, 12, 16]] * 12
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((2, *LARGER), 0), ((*LARGER, 2), 3), ((2, 11, 14, 2), 0)]
+)
+def test_channels_first_or_last(tmp_path, shape, axis):
+    for split in ("train", "val"):
+        write(tmp_path / split / "a" / "0.npy", volume(0, shape, np.float32))
+    size = (8, 12, 2) if shape[-1] == 2 and axis == 0 else SIZE
+    source = opened(tmp_path, size, 2, mean=(0.1, 0.2, 0.6), std=(0.2, 0.3, 1.0), batch_size=1)
+    image = next(source.val_loader(1, Share()).epoch(0))[0][0]
+    array = np.moveaxis(volume(0, shape, np.float32), axis, 0)
+    starts = [(there - here) // 2 for there, here in zip(array.shape[1:], size, strict=True)]
+    middle = array[:, *(slice(at, at + n) for at, n in zip(starts, size, strict=True))]
+    np.testing.assert_allclose(image, (middle - 0.3) / 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".tif", ".TIFF"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images(tmp_path, suffix, channels):
+    shape = (20, 30) if channels == 1 else (20, 30, 3)
+    array = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+    for split in ("train", "val"):
+        path = tmp_path / split / "a" / f"0{suffix.lower()}"
+        write(path, array)
+        path.rename(path.with_suffix(suffix))
+    colours = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+    source = opened(tmp_path, (16, 24), channels, batch_size=1, **colours)
+    (image,), _ = next(source.val_loader(1, Share(rows=range(4, 16))).epoch(0))
+    middle = array.reshape(20, 30, channels)[6:18, 3:27].transpose(2, 0, 1) / 255
+    mean, std = ([0.4], [0.3]) if channels == 1 else colours.values()
+    expected = (middle - np.reshape(mean, (-1, 1, 1))) / np.reshape(std, (-1, 1, 1))
+    np.testing.assert_allclose(image, expected, rtol=1e-5, atol=1e-6)
+
+
+# -- a table of labels ------------------------------------------------------------------
+
+
+def test_a_table_of_labels(tree, tmp_path):
+    """Its order, and its labels: numbered by their sorted names over both splits."""
+    rows = [("train/a/00.npy", "sick", "val"), ("val/b/13.npz", "dead", "train")]
+    rows += [("train/b/01.npz", "alive", "train"), (tree / "val/a/12.npy", "sick", "val")]
+    text = "id,split,label,path\n" + "".join(f"x,{s},{c},{p}\n" for p, c, s in rows)
+    (tmp_path / "labels.csv").write_text("\ufeff" + text, encoding="utf-8")
+    source = opened(tree, labels=str(tmp_path / "labels.csv"), batch_size=2)
+    assert source.classes == ["alive", "dead", "sick"]
+    assert (source.train_length, source.val_length) == (2, 2)
+    images, labels = all_of(source.val_loader(2, Share()))
+    assert labels.tolist() == [2, 2]
+    for image, number in zip(images, (0, 12), strict=True):
+        np.testing.assert_allclose(image[0], volume(number)[1:9, 1:13, 2:18] / 65535, rtol=1e-6)
+    assert sorted(all_of(source.train_loader(2, Share()))[1].tolist()) == [0, 1]
+    (tmp_path / "labels.csv").write_text(text.replace("alive", "well"))
+    other = opened(tree, labels=str(tmp_path / "labels.csv"), batch_size=2)
+    assert other.fingerprint() != source.fingerprint()
+
+
+GOOD = "path,label,split\ntrain/a/00.npy,x,train\nval/a/12.npy,x,val\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "labels.csv cannot be read: No such file or directory"),
+        ("", "has no column path: --labels requires path,label,split in its first line"),
+        ("path,split\n", "has no column label"),
+        (GOOD.replace(",x,val", ",x,test"), "line 3 of .* has the split 'test': it is train or"),
+        (GOOD.replace(",x,train", ",,train"), "line 2 of .* has no label"),
+        (GOOD.replace("train/a/00.npy", ""), "line 2 of .* has no path"),
+        (GOOD + "train/a/00.npy,y,val\n", "line 4 of .* names train/a/00.npy again"),
+        (GOOD.partition("val/")[0], "has no file whose split is val"),
+        (GOOD.replace("00.npy", "99.npy"), "names .*/train/a/99.npy, which is not there"),
+        (GOOD + "".join(f"{n},{n},train\n" for n in range(10)), "has 11 labels, --num_classes is"),
+        (b"path,label,split\n\xff\xfe", "cannot be read: 'utf-8' codec can't decode"),
+    ],
+)
+def test_an_odd_table(tree, tmp_path, content, told):
+    path = tmp_path / "labels.csv"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        path.write_text(content)
+    with pytest.raises(DataFolderError, match=told):
+        opened(tree, labels=str(path), batch_size=1)
+
+
+# -- what cannot be used ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "told"),
+    [
+        ((7, 14, 21), 1, "0.npy holds an array of 7 x 14 x 21, smaller than the 8 x 12 x 16"),
+        ((14, 21), 1, "0.npy holds an array of 14 x 21, which is no image of 8 x 12 x 16"),
+        (LARGER, 3, "which is no image of 8 x 12 x 16 with channels: 3"),
+        ((*LARGER, 4), 3, "11 x 14 x 21 x 4, which is no image of 8 x 12 x 16 with channels: 3"),
+    ],
+)
+def test_another_shape_is_refused(tmp_path, shape, channels, told):
+    for split in ("train", "val"):
+        write(tmp_path / split / "a" / "0.npy", volume(0, shape))
+    source = opened(tmp_path, channels=channels, batch_size=1)
+    for loader in (source.train_loader(1, Share()), source.val_loader(1, Share())):
+        with pytest.raises(DataFolderError, match=told):
+            all_of(loader)
+
+
+def test_unreadable_files(tree, tmp_path):
+    """In training others take their places, whoever reads which rows; in validation, padding."""
+    names = {split: sorted((tree / split).glob("*/*")) for split in ("train", "val")}
+    for split, paths in names.items():
+        for number, path in enumerate(paths):
+            here = tmp_path / split / path.parent.name / path.name
+            here.parent.mkdir(parents=True, exist_ok=True)
+            here.write_bytes(path.read_bytes() if number % 3 else b"nothing")
+    source = opened(tmp_path)
+    train, val = source.train_loader(4, Share()), source.val_loader(4, Share())
+    whole, labels = all_of(train)
+    assert len(labels) == 12
+    assert {path for path, *_ in train.bad_images()} == {
+        str(tmp_path / path.relative_to(tree)) for path in names["train"][::3]
+    }
+    half, half_labels = all_of(source.train_loader(4, Share(rows=range(4))))
+    assert half.equal(whole[:, :, :4])
+    assert half_labels.equal(labels)
+    images, labels = all_of(val)
+    assert [int(label) for label in labels] == [-1, 0, 0, -1, 1, -1, -1, -1]
+    assert not images[0].any()
+    assert len(val.bad_images()) == 2
+
+
+def test_damage_that_other_rows_do_not_show(tmp_path):
+    """Who reads the whole replaces the file; who reads a part of the rows stops."""
+    for split, number in itertools.product(("train", "val"), range(4)):
+        write(tmp_path / split / "a" / f"{number}.npz", volume(number, (64, 64, 64)))
+    broken = tmp_path / "train" / "a" / "0.npz"
+    content = bytearray(broken.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 2000] = bytes(2000)
+    broken.write_bytes(content)
+    source = opened(tmp_path, (64, 64, 64))
+    loader = source.train_loader(4, Share())
+    all_of(loader)
+    assert [path for path, *_ in loader.bad_images()] == [str(broken)]
+    all_of(source.train_loader(4, Share(rows=range(8))))
+    with pytest.raises(DataFolderError, match=r"0\.npz is damaged .*mend or remove it"):
+        all_of(source.train_loader(4, Share(rows=range(56, 64))))
+
+
+def test_a_folder_without_arrays(digits):
+    with pytest.raises(DataFolderError, match=r"has class folders without images: 0, .*\.nii\.gz"):
+        opened(digits)
+
+
+def test_typed(tmp_path, capsys):
+    """Images in .npy files, trained on by their table; a table for another source is refused."""
+    lines = ["path,label,split"]
+    for number in range(6):
+        write(tmp_path / f"{number}.npy", volume(number, (20, 20, 3), np.uint8))
+        lines.append(f"{number}.npy,{number % 2},{'train' if number < 4 else 'val'}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    typed = ["--labels", str(tmp_path / "labels.csv"), "--data_dir", str(tmp_path)]
+    assert "requires --data_source volumes, this is folder" in told_in_one_line(capsys, *typed)
+    typed += ["--data_source", "volumes", "--batch_size", "4", "--warmup_steps", "1"]
+    run = train_tiny_gpu(tmp_path / "run", *typed)
+    assert "labels.csv: 4 training, 2 validation images" in run.stdout
+    assert len(run.steps) == 2
+    assert run.evaluations[-1]["val_images"] == 2

@@ -1,0 +1,359 @@
+"""launch/ for GPUs, run for real on the CPU with gloo; the two requirements files agree."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment, run_program
+from tests.slurm.__main__ import main as run_slurm_tests
+
+TORCHRUN = ROOT / "launch" / "torchrun.sh"
+TWO_STEPS = ["--data_dir", str(DIGITS), *TINY_MODEL, *TINY_RUN, "--max_steps", "2"]
+
+
+def start(*command: object, cwd: Path = ROOT, **variables: str) -> subprocess.Popen[str]:
+    """A launch script, with nothing of this shell's torchrun or Slurm, and without a GPU."""
+    kept = {k: v for k, v in environment().items() if not k.startswith(("SLURM_", "SBATCH_"))}
+    for name in (
+        "NNODES NODE_RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT RDZV_ID JOIN_TIMEOUT MAX_RESTARTS "
+        "STEP_TIMEOUT_S RUN_JOB_ID RUN_ATTEMPT"
+    ).split():
+        kept.pop(name, None)
+    python = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [str(word) for word in command], cwd=cwd, env=kept | python | variables, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str, str]:
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, stdout, stderr
+
+
+def succeed(process: subprocess.Popen[str]) -> str:
+    code, stdout, stderr = finish(process)
+    assert code == 0, stdout + stderr
+    return stdout
+
+
+def losses(ckpt_dir: Path) -> list[float]:
+    records = [json.loads(line) for line in (ckpt_dir / "metrics.jsonl").open()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def devices(ckpt_dir: Path) -> int:
+    return json.loads((ckpt_dir / "run.json").read_text())["devices"]
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return str(listener.getsockname()[1])
+
+
+def script(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(("#!/usr/bin/env bash", *lines, "")))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory):
+    """Two processes of one node; --ckpt_dir relative to the caller's folder, with a space."""
+    folder = tmp_path_factory.mktemp("one_node")
+    run = start(
+        TORCHRUN, "--log-dir", folder / "logs", "--tee", "3", "--",
+        *TWO_STEPS, "--ckpt_dir", "my run",
+        cwd=folder, NPROC_PER_NODE="2",
+    )  # fmt: skip
+    assert "training completed: step 2" in succeed(run)
+    assert any((folder / "logs").iterdir())  # torchrun's own option reached it
+    return folder / "my run"
+
+
+def test_one_node(one_node):
+    assert devices(one_node) == 2
+    assert len(losses(one_node)) == 2
+
+
+def test_two_nodes_train_together(one_node, tmp_path):
+    port = free_port()
+    nodes = [
+        start(TORCHRUN, *TWO_STEPS, "--ckpt_dir", tmp_path, NPROC_PER_NODE="1",
+              NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    said = [succeed(node) for node in nodes]
+    assert "training completed" in said[0]
+    assert "training completed" not in said[1]
+    assert devices(tmp_path) == 2
+    assert losses(tmp_path) == pytest.approx(losses(one_node), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({}, "set NPROC_PER_NODE"),
+        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two is not a whole number of 1 to 256"),
+        ({"NPROC_PER_NODE": "9" * 20}, "is not a whole number of 1 to 256"),
+        ({"NPROC_PER_NODE": "1", "NNODES": "0"}, "NNODES=0 is not a whole number of 1 to"),
+        ({"NPROC_PER_NODE": "1", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a whole"),
+        ({"NPROC_PER_NODE": "1", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a whole number of 1"),
+        ({"NPROC_PER_NODE": "1", "MAX_RESTARTS": "x"}, "MAX_RESTARTS=x is not a whole number of 0"),
+        ({"NPROC_PER_NODE": "1", "JOIN_TIMEOUT": "1.5"}, "JOIN_TIMEOUT=1.5 is not a whole number"),
+        ({"NPROC_PER_NODE": "1", "STEP_TIMEOUT_S": "-1"}, "STEP_TIMEOUT_S=-1 is not a whole"),
+        ({"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS=0 is not a number of"),
+        ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a b"}, "MASTER_ADDR=a b is no"),
+        ({"NPROC_PER_NODE": "1", "NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
+        ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a"}, "needs NODE_RANK of 0 to 1"),
+        ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"},
+         "needs NODE_RANK of 0 to 1 (this is '2')"),
+        ({"PYTHON": "/no/python"}, "/no/python not found: set PYTHON"),
+        ({"PYTHON": "/bin/false"}, "/bin/false has no PyTorch"),
+    ],
+)  # fmt: skip
+def test_wrong_environment(variables, told):
+    code, stdout, stderr = finish(start(TORCHRUN, "--fake_data", **variables))
+    assert code == 2
+    assert stdout == ""
+    assert stderr.startswith("torchrun.sh: error: ")
+    assert told in stderr
+    assert stderr.count("\n") == 1
+
+
+@pytest.fixture
+def echo(tmp_path):
+    """In place of Python: prints each argument on a line, then the environment."""
+    return str(script(tmp_path / "echo python", """printf '<%s>\\n' "$@"; env"""))
+
+
+def test_arguments_reach_torchrun_and_the_program(echo):
+    said = succeed(
+        start(TORCHRUN, "--role", "a b", "--", "--ckpt_dir", "x  y*", "", PYTHON=echo,
+              NPROC_PER_NODE="3", NNODES="4", MASTER_ADDR="first", RDZV_ID="job 1")
+    )  # fmt: skip
+    words = [line[1:-1] for line in said.splitlines() if line.startswith("<")]
+    assert words == [
+        str(ROOT / "launch" / "meet.py"), "--nodes", "4", "--rdzv_id=job 1", "--address=first",
+        "--port", "29500", "--limit", "600", "--",
+        "--nproc-per-node", "3", "--max-restarts", "0", "--role", "a b",
+        str(ROOT / "run_vit_training.py"), "--backend", "cuda", "--ckpt_dir", "x  y*", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"OMP_NUM_THREADS": ""},
+         {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+          "NCCL_DEBUG": "WARN", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+          "STEP_TIMEOUT_S": "1800", "RUN_ATTEMPT": "0"}),
+        ({"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO", "PYTORCH_ALLOC_CONF": "backend:native"},
+         {"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO", "PYTORCH_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": None}),
+        ({"STEP_TIMEOUT_S": "0", "RUN_JOB_ID": "mine", "RUN_ATTEMPT": "3"},
+         {"STEP_TIMEOUT_S": "0", "RUN_JOB_ID": "mine", "RUN_ATTEMPT": "3"}),
+    ],
+)  # fmt: skip
+def test_environment_only_where_unset(given, expected, echo):
+    said = succeed(start(TORCHRUN, PYTHON=echo, NPROC_PER_NODE="2", **given))
+    variables = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+    assert {name: variables.get(name) for name in expected} == expected
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """What a batch script finds on a node: its own copy, SLURM_*, and srun and scontrol, which run
+    the step on this machine and note what they are asked for."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    note = f'echo "$*" >> "{tmp_path}/slurm.log"'
+    script(
+        bin_dir / "scontrol", note, 'case "$1 $2" in',
+        'show\\ hostnames) printf "localhost\\nsecond\\n" ;;',
+        'show\\ job) echo "   JobState=${STATE-RUNNING} Reason=None"',
+        '    echo "   EndTime=${END-} Deadline=N/A"; echo "   PreemptTime=${PREEMPTED-None}" ;;',
+        "esac",
+    )  # fmt: skip
+    script(bin_dir / "scancel", note)
+    script(
+        bin_dir / "srun", "steps=()", "while [[ $1 == --* ]]; do shift; done",
+        'for ((id = 0; id < SLURM_NNODES; id++)); do SLURM_NODEID=$id "$@" & steps+=($!); done',
+        "code=0", 'for step in "${steps[@]}"; do wait "$step" || code=$?; done', "exit $code",
+    )  # fmt: skip
+    copy = shutil.copy(ROOT / "launch" / "slurm.sbatch", tmp_path / "slurm_script")
+    variables = {
+        "PATH": f"{bin_dir}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "1", "NPROC_PER_NODE": "1", "MASTER_PORT": free_port(),
+    }  # fmt: skip
+
+    def batch(*flags: object, **more: str) -> subprocess.Popen[str]:
+        return start("bash", copy, *flags, cwd=tmp_path, **(variables | more))
+
+    return batch
+
+
+def test_slurm_trains_on_two_nodes(slurm, one_node, tmp_path):
+    ckpt_dir = tmp_path / "my run"
+    assert "training completed" in succeed(slurm(*TWO_STEPS, "--ckpt_dir", ckpt_dir))
+    assert devices(ckpt_dir) == 2
+    assert losses(ckpt_dir) == pytest.approx(losses(one_node), rel=1e-6)
+    assert slurm_asked(tmp_path) == ["show hostnames node[1-2]"]
+
+
+def slurm_asked(tmp_path):
+    return (tmp_path / "slurm.log").read_text().splitlines()
+
+
+def slurm_changed(tmp_path):
+    """What Slurm was asked to do, not only to tell."""
+    return [line for line in slurm_asked(tmp_path) if not line.startswith("show ")]
+
+
+def started(job, tmp_path):
+    while not (tmp_path / "started").exists():
+        assert job.poll() is None
+        time.sleep(0.05)
+    return job
+
+
+def slurm_step(tmp_path, *lines):
+    return str(script(tmp_path / "step", f'touch "{tmp_path}/started"', *lines))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "awaited"),
+    [
+        (120, "signal=TERM"),  # the step ends with a checkpoint, then the job is requeued
+        (5, "requeue"),  # no time for that
+    ],
+)
+def test_slurm_requeues_at_the_time_limit(seconds, awaited, slurm, tmp_path):
+    asked = f'grep -q {awaited} "{tmp_path}/slurm.log"'  # a busy machine may take long
+    step = slurm_step(tmp_path, f"until {asked}; do sleep 0.1; done", "exit 3")
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
+    job = started(slurm("--ckpt_dir=x", PYTHON=step, SLURM_NNODES="1", END=end), tmp_path)
+    job.send_signal(signal.SIGUSR1)
+    code, stdout, _ = finish(job)
+    assert code == 3
+    assert "the time limit is near, stopping job 1234 with a checkpoint" in stdout
+    assert "requeueing job 1234" in stdout
+    assert slurm_changed(tmp_path)[:2] == ["--signal=TERM 1234", "requeue 1234"]
+
+
+@pytest.mark.parametrize(
+    ("step_code", "variables", "requeued"),
+    [
+        (143, {"PREEMPTED": "2026-11-22T04:09:55"}, True),
+        (0, {"PREEMPTED": "2026-11-22T04:09:55"}, False),  # it was done before that
+        (143, {"PREEMPTED": "2026-11-22T04:09:55", "STATE": "PENDING"}, False),  # Slurm has done it
+        (143, {"PREEMPTED": "2026-11-22T04:09:55", "STATE": "CANCELLED"}, False),
+        (143, {}, False),  # `scancel --signal=TERM`
+        (1, {}, False),
+    ],
+)
+def test_slurm_requeues_what_was_preempted(step_code, variables, requeued, slurm, tmp_path):
+    step = slurm_step(tmp_path, f"exit {step_code}")
+    job = slurm("--ckpt_dir=x", PYTHON=step, SLURM_NNODES="1", **variables)
+    code, stdout, _ = finish(job)
+    assert code == step_code
+    assert slurm_changed(tmp_path) == ["requeue 1234"] * requeued
+    assert ("requeueing" in stdout) == requeued
+
+
+def test_slurm_script_outlives_sigterm(slurm, tmp_path):
+    """Slurm sends it to the script and to the step, which writes a checkpoint and tells so."""
+    step = slurm_step(
+        tmp_path, f'until [[ -e "{tmp_path}/go" ]]; do sleep 0.1; done', "echo saved", "exit 143"
+    )
+    job = started(slurm("--ckpt_dir=x", PYTHON=step, SLURM_NNODES="1", STATE="PENDING"), tmp_path)
+    job.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.wait(1)
+    (tmp_path / "go").touch()
+    code, stdout, _ = finish(job)
+    assert (code, stdout) == (143, "saved\n")
+    assert slurm_changed(tmp_path) == []
+
+
+def test_slurm_tells_the_program_which_start_this_is(slurm, echo):
+    job = slurm("--ckpt_dir=x", PYTHON=echo, SLURM_NNODES="1", SLURM_RESTART_COUNT="2")
+    said = succeed(job).splitlines()
+    assert {"RUN_JOB_ID=slurm-1234", "RUN_ATTEMPT=2", "STEP_TIMEOUT_S=1800"} < set(said)
+    assert said[said.index("<--max-restarts>") + 1] == "<3>"
+
+
+@pytest.mark.parametrize(
+    ("flags", "more", "told"),
+    [
+        ("--fake_data", {}, "--ckpt_dir is missing"),
+        ("--ckpt_dir=x --ckpt_dir=", {}, "--ckpt_dir is missing"),
+        ("--ckpt_dir --fake_data", {}, "--ckpt_dir is missing"),
+        ("--ckpt_dir", {}, "--ckpt_dir is missing"),
+        ("--fake_data --log_dir x--ckpt_dir=y", {}, "--ckpt_dir is missing"),
+        ("--ckpt_dir x", {"SLURM_JOB_ID": ""}, "this is for sbatch"),
+        ("--ckpt_dir x", {"SLURM_SUBMIT_DIR": "/"}, "call sbatch in the project's folder"),
+    ],
+)
+def test_slurm_refuses(flags, more, told, slurm):
+    code, _, stderr = finish(slurm(*flags.split(), **more))
+    assert code == 2
+    assert told in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_slurm_tests_say_what_to_install(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # it adds to it
+    monkeypatch.setattr("shutil.which", lambda program: None if program == "slurmctld" else "/x")
+    assert run_slurm_tests() == 2
+    told = "test-slurm: slurmctld not found: apt install slurmctld\n"
+    assert capsys.readouterr().err == told
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    return dict(line.split("==") for line in lines if line)
+
+
+def test_requirements_agree():
+    tpu, gpu = pins("requirements-tpu.txt"), pins("requirements-gpu.txt")
+    assert set(tpu) - set(gpu) == {"torch_xla", "libtpu", "jax", "jaxlib"}
+    assert {name: gpu[name] for name in set(tpu) & set(gpu)} == {
+        name: version for name, version in tpu.items() if name in gpu
+    }
+
+
+def test_one_node_without_gpu(tmp_path):
+    program = ["-m", "tests.stand_ins.one_process_with_gpu", "--backend", "cuda", "--fsdp", "fsdp2"]
+    done = run_program(
+        *program, "--fake_data", *TINY_MODEL, "--ckpt_dir", str(tmp_path), processes=2
+    )
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("run_vit_training")]
+    assert f"error: PyTorch finds no CUDA GPU on {socket.gethostname()}, but on other" in line
+    assert "Error: " not in done.stderr.replace("ChildFailedError: ", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_torchrun_leaves_nothing_in_the_temporary_folder(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    program = tmp_path / "program.py"
+    program.write_text("import os; print('reports', os.environ['TORCHELASTIC_ERROR_FILE'])")
+    meet = [sys.executable, ROOT / "launch" / "meet.py", "--nodes", "1", "--"]
+    words = "--standalone --nproc-per-node 1".split()
+    run = start(*meet, *words, program, TMPDIR=str(tmp_path / "tmp"))
+    assert f"reports {tmp_path}/tmp/torchelastic_" in succeed(run)
+    assert not list((tmp_path / "tmp").iterdir())

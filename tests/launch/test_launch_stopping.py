@@ -1,0 +1,96 @@
+"""launch/torchrun.sh stopped and killed, with its processes."""
+
+import contextlib
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN
+from tests.launch.test_launch_gpu import TORCHRUN, finish, free_port, start
+
+
+@pytest.mark.parametrize("moment", ["start", "training"])
+def test_ranks_end_with_torchrun(moment, tmp_path):
+    """Killed, it can tell them nothing; a restart would find them training in its folder."""
+    endless = "--num_epochs 9999 --max_steps 99999 --num_workers 1 --test_epoch_interval 9999"
+    source = ["--data_dir", DIGITS, "--ckpt_dir", tmp_path, *TINY_MODEL, *TINY_RUN]
+    run = start(TORCHRUN, *source, *endless.split(), NPROC_PER_NODE="2")
+    metrics = tmp_path / "metrics.jsonl"
+
+    def left() -> list[str]:
+        """Every process of the run: ranks and their loaders have its folder in their arguments, and
+        so does what torchrun has just forked."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if str(tmp_path) in path.read_text():
+                    found.append(path.parent.name)
+        return found
+
+    if moment == "training":
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            assert run.poll() is None
+            time.sleep(0.1)
+        assert len(left()) >= 5  # torchrun, two ranks, a loader of each
+    while len(left()) < 3:
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.kill()
+    finish(run)
+    deadline = time.monotonic() + 60
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_checkpoint_may_take_longer_than_torchrun_waits(nodes, tmp_path):
+    """It kills its processes 30 s after SIGTERM; a big model may need more, here 33 s."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "run_vit_training.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(33)\n"
+        "    pathlib.Path('saved' + os.environ['RANK']).touch()\n"
+        "    sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "pathlib.Path('started' + os.environ['RANK']).touch()\n"
+        "time.sleep(600)\n"
+    )
+    several = {"NNODES": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    runs = [
+        start(
+            tmp_path / "launch" / "torchrun.sh",
+            cwd=tmp_path,
+            NPROC_PER_NODE="1",
+            **(several | {"NODE_RANK": str(rank)} if nodes > 1 else {}),
+        )
+        for rank in range(nodes)
+    ]
+    while len(list(tmp_path.glob("started*"))) < nodes:
+        assert runs[0].poll() is None
+        time.sleep(0.1)
+    for run in runs:
+        run.send_signal(signal.SIGTERM)
+    for rank, run in enumerate(runs):
+        code, _, stderr = finish(run)
+        assert code == 143
+        assert stderr.endswith("torchrun.sh: ended by SIGTERM\n")
+        assert "Traceback" not in stderr
+        assert (tmp_path / f"saved{rank}").exists()
+
+
+@pytest.mark.parametrize(("code", "starts"), [(1, 2), (2, 1), (3, 1), (4, 1)])
+def test_only_what_a_restart_may_help_is_restarted(code, starts, tmp_path):
+    """A crash is; a mistake, a loss that is not finite and a full folder come again."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "run_vit_training.py").write_text(f"print('started')\nraise SystemExit({code})\n")
+    run = start(tmp_path / "launch" / "torchrun.sh", NPROC_PER_NODE="1", MAX_RESTARTS="1")
+    found, stdout, stderr = finish(run)
+    assert found == 1
+    assert stdout.count("started") == starts
+    assert f"exitcode  : {code} " in stderr

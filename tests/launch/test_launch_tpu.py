@@ -1,0 +1,383 @@
+"""launch.xla_dist over a stand-in for gcloud, whose workers are processes of this machine."""
+
+import ast
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from launch.pod import lines
+from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, WARM_PYTHON, environment, warm_python
+from tests.launch.test_launch_gpu import finish, free_port, losses
+from tests.stand_ins.pod_stand_in import REMOTE, StandIn, gcloud_accepts, read_until, wait_until
+from training.errors import BAD_IMAGES
+
+# -- what arrives ---------------------------------------------------------------------
+
+NASTY = [
+    "",
+    " ",
+    "a b",
+    "it's",
+    '"quoted"',
+    "$HOME `id` $(id)",
+    "back\\slash\\n",
+    "two\nlines",
+    "*",
+    "~",
+    "ünï ☃ 你好",
+    "--",
+    "--tpu=other",
+    "!x; exit 7 #",
+    "-c",
+    "\t",
+    "100%",
+    "a=b",
+    "\udcff",
+]
+
+
+def test_arguments_and_environment_arrive_as_given(pod):
+    """Four workers; each gets the command it was given, to the byte."""
+    values = {f"V{i}": text for i, text in enumerate(NASTY)} | {"PJRT_DEVICE": "CPU"}
+    flags = [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
+    code, _, stderr = pod.run(sys.executable, REMOTE, "save", *NASTY, flags=(*flags,))
+    assert code == 0, stderr
+    for index in range(4):
+        arrived = json.loads((pod.folder / f"worker_{index}" / "arrived").read_text())
+        assert arrived["argv"] == NASTY
+        assert {name: arrived["env"][name] for name in values} == values
+        assert arrived["cwd"] == str(pod.folder / f"worker_{index}")
+
+
+def test_defaults_of_the_environment_and_the_folder(pod):
+    flags = ("--workdir", ROOT / "tests")
+    code, stdout, _ = pod.run("sh", "-c", 'echo "$PJRT_DEVICE in $PWD"', flags=flags)
+    assert code == 0
+    assert sorted(stdout.splitlines()) == [
+        f"[worker {i}] TPU in {ROOT / 'tests'}" for i in range(4)
+    ]
+
+
+def test_output_is_prefixed_line_by_line_and_logged(pod):
+    """A bar that overwrites itself is cut down, what follows it stays whole."""
+    program = (
+        "import sys, time\n"
+        "for i in range(1000): print(f'\\r{i:4d} of 1000', end='', file=sys.stderr, flush=True)\n"
+        "print('\\nafter', file=sys.stderr)\n"
+        "print('no end', end='')"
+    )
+    code, stdout, stderr = pod.run(sys.executable, "-c", program)
+    assert code == 0
+    assert sorted(stdout.splitlines()) == [f"[worker {i}] no end" for i in range(4)]
+    for index in range(4):
+        said = [line for line in stderr.split("\n") if line.startswith(f"[worker {index}]")]
+        assert said[0] == f"[worker {index}]    0 of 1000"
+        assert said[-2:] == [f"[worker {index}]  999 of 1000", f"[worker {index}] after"]
+        assert len(said) < 100  # a second or so
+        log = (pod.logs / f"worker_{index}.log").read_text()
+        assert sorted(log.splitlines()) == sorted(
+            [line.removeprefix(f"[worker {index}] ") for line in said] + ["no end"]
+        )
+    assert "\r" not in stderr
+
+
+def test_dry_run_prints_what_would_be_run(pod):
+    """The printed line, given to a shell, does what the launcher does; nothing is run before."""
+    flags = ("--dry_run", "--zone=us-central2-b", "--project=p q", "--internal-ip")
+    code, stdout, stderr = pod.run("printf", "<%s>\n", "it's", flags=flags)
+    assert (code, stderr) == (0, "")
+    assert not (pod.folder / "calls").exists()
+    assert not pod.logs.exists()
+    describe, comment, ssh = stdout.splitlines()
+    start = "gcloud compute tpus tpu-vm {} pod "
+    shared = "--zone=us-central2-b '--project=p q'"
+    assert describe == start.format("describe") + f"--format=json --quiet {shared}"
+    assert comment.startswith("# ")
+    assert ssh.startswith(start.format("ssh") + "--worker=0 ")
+    for word in (shared, "--internal-ip", "--ssh-flag=-oServerAliveInterval=30"):
+        assert word in ssh
+    pipe = subprocess.PIPE  # stdin stays open while the command runs
+    with subprocess.Popen(["bash", "-c", ssh], env=pod.variables, stdin=pipe, stdout=pipe) as run:
+        assert run.stdout is not None
+        assert run.stdout.read() == b"<it's>\n"
+        assert run.wait() == 0
+
+
+def test_the_workers_end_needs_no_new_python():
+    """Images of TPU VMs bring 3.8 or 3.10; what runs there is this file alone."""
+    source = (ROOT / "launch" / "pod_worker.py").read_text()
+    tree = ast.parse(source, feature_version=(3, 8))
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert imported <= sys.stdlib_module_names
+    assert "from launch" not in source
+
+
+# -- failure, signals, restarts -------------------------------------------------------
+
+
+def test_failure_ends_the_others(pod):
+    """One program fails; the others are told, one of them does not listen."""
+    flags = ("--grace", "1")
+    run = pod.launch(sys.executable, REMOTE, "fail", "1", "deaf", "2", flags=flags)
+    code, _, stderr = finish(run)
+    assert code == 7
+    assert "xla_dist: worker 1 failed with exit code 7" in stderr
+    assert f"{pod.logs}/worker_1.log; ending the other 3" in stderr
+    assert pod.received() == {0: "SIGTERM\n", 2: "SIGTERM\n", 3: "SIGTERM\n"}
+    for index in range(4):
+        assert "ready" in (pod.logs / f"worker_{index}.log").read_text()
+    assert len(pod.calls()) == 4  # no restart
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "code"),
+    [("SIGINT", "SIGINT", 130), ("SIGTERM", "SIGTERM", 143), ("SIGHUP", "SIGTERM", 143)],
+)
+def test_signals_reach_the_programs(pod, sent, received, code):
+    """Each program and its child get the signal once, and end by themselves, with a last line."""
+    run = pod.launch(sys.executable, REMOTE, "wait", flags=("--max_restarts", "2"))
+    read_until(run, "ready", 4)
+    run.send_signal(signal.Signals[sent])
+    ended, stdout, stderr = finish(run)
+    assert ended == code
+    assert f"xla_dist: {sent} passed on to 4 worker(s)" in stderr
+    assert sorted(stdout.splitlines()) == [f"[worker {i}] checkpoint written" for i in range(4)]
+    assert pod.received() == dict.fromkeys(range(4), f"{received}\n")
+    assert len(pod.calls()) == 4  # stopped, not failed: no restart
+
+
+def test_ctrl_c_again_kills(pod):
+    run = pod.launch(sys.executable, REMOTE, "deaf", "0", "deaf", "1", "deaf", "2", "deaf", "3")
+    read_until(run, "ready", 4)
+    run.send_signal(signal.SIGINT)
+    wait_until(lambda: len(pod.received()) == 4)
+    assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    code, _, stderr = finish(run)
+    assert code == 137
+    assert "killing the programs on the workers" in stderr
+    assert pod.received() == dict.fromkeys(range(4), "SIGINT\n")
+
+
+def test_programs_end_with_the_launcher_and_with_a_connection(pod):
+    """Killed without a word, launcher or client: nothing is left on the workers."""
+    run = pod.launch(sys.executable, REMOTE, "wait")
+    read_until(run, "ready", 4)
+    os.kill(int((pod.folder / "worker_2" / "client").read_text()), signal.SIGKILL)
+    code, _, stderr = finish(run)
+    assert code == 137
+    assert "worker 2 failed" in stderr
+    pod.wait_until_gone()
+    assert pod.received() == dict.fromkeys(range(4), "SIGTERM\n")
+
+    shutil.rmtree(pod.folder / "worker_2")
+    run = pod.launch(sys.executable, REMOTE, "wait")
+    read_until(run, "ready", 4)
+    run.kill()
+    finish(run)
+    pod.wait_until_gone()
+    assert pod.received()[2] == "SIGTERM\n"
+
+
+def test_gcloud_connects_again_after_a_break(pod):
+    """It gives the same command once more: the program is ended, not started a second time."""
+    run = pod.launch(sys.executable, REMOTE, "wait", "deaf", "1", flags=("--grace", "1"))
+    read_until(run, "ready", 4)
+    (call,) = [call for call in pod.calls() if "--worker=1" in call]
+    again = subprocess.run(
+        [pod.folder / "bin" / "gcloud", *call],
+        env=pod.variables,
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        text=True,
+    )
+    assert again.returncode == 254
+    assert "the connection to this worker broke" in again.stderr
+    assert "ready" not in again.stdout
+    code, _, stderr = finish(run)
+    assert code == 137
+    assert "worker 1 failed" in stderr
+
+
+def test_restart_flag_ends_what_was_left(pod):
+    """A program whose wrapper was killed; an ordinary run leaves it, as two may share workers."""
+    home = pod.folder / "worker_0"
+    home.mkdir()
+    (pod.folder / "workers").write_text("1")  # else each would end the others' programs
+    orphan = subprocess.Popen(
+        [sys.executable, REMOTE, "wait"],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        cwd=home,
+        env=environment() | {"HOME": str(home), "RANK": "0", "XLA_DIST_JOB": "another"},
+    )
+    assert orphan.stdout
+    orphan.stdout.readline()
+    assert pod.run("true")[0] == 0
+    assert orphan.poll() is None
+    code, _, stderr = pod.run("true", flags=("--restart-tpuvm-pod-server",))
+    assert code == 0
+    assert "left here" in stderr
+    assert orphan.wait() == 143
+
+
+def test_restarted_training_resumes(tmp_path):
+    """Two workers train together; the second dies in step 5, the restart goes on from step 4."""
+    pod = StandIn(tmp_path, workers=2)
+    variables = {"WARM_PYTHON": warm_python(xla=False), "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
+    flags = [word for item in variables.items() for word in ("--env", "=".join(item))]
+    once = 'mkdir "$HOME/once" 2> /dev/null && kill=5 || kill=99; SIGNAL_AT="1 $kill SIGKILL" "$@"'
+    training = [
+        sys.executable,
+        WARM_PYTHON,
+        "-m",
+        "tests.stand_ins.signal_at_step",
+        "--backend",
+        "cuda",
+        "--data_dir",
+        DIGITS,
+        *TINY_MODEL,
+        *TINY_RUN,
+        "--ckpt_step_interval",
+        "2",
+        "--no_async_checkpoint",  # or the death would come while that of step 4 is written
+    ]
+    command = ["sh", "-c", once, "sh", *training, "--ckpt_dir"]
+    flags += ["--workdir", str(ROOT), "--grace", "2"]
+    run = pod.launch(*command, tmp_path / "run", flags=(*flags, "--max_restarts", "1"))
+    code, stdout, stderr = finish(run)
+    assert code == 0, stdout + stderr
+    assert "starting all workers again; 0 restart(s) left" in stderr
+    assert f"[worker 0] resuming {tmp_path}/run/step_4 at step 4" in stdout
+    assert "[worker 0] training completed: step 6" in stdout
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["devices"] == 2
+    code, _, stderr = finish(pod.launch(*command, tmp_path / "whole", flags=(*flags,)))
+    assert code == 0, stderr  # `once` is there already
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert not pod.left_running()
+
+
+def test_restarts_are_numbered_and_logs_may_vanish(pod):
+    """Each start knows its number; a log folder that was deleted is made anew."""
+    (pod.folder / "workers").write_text("1")
+    count = 'echo "$RUN_JOB_ID:$RUN_ATTEMPT:$STEP_TIMEOUT_S"; rm -r "$1"; exit $((RUN_ATTEMPT < 2))'
+    flags = ("--max_restarts", "5", "--env", "STEP_TIMEOUT_S=7")
+    code, stdout, stderr = pod.run("sh", "-c", count, "sh", pod.logs, flags=flags)
+    assert code == 0, stderr
+    jobs, attempts, timeouts = zip(*(line.split(":") for line in stdout.splitlines()), strict=True)
+    assert (attempts, timeouts) == (("0", "1", "2"), ("7",) * 3)
+    assert len(set(jobs)) == 1
+
+    replace = 'echo "$STEP_TIMEOUT_S"; rm -r "$1"; touch "$1"; exit $((RUN_ATTEMPT < 2))'
+    flags = ("--max_restarts", "2")
+    code, stdout, stderr = pod.run("sh", "-c", replace, "sh", pod.logs, flags=flags)
+    assert code == 0, stderr
+    assert stdout.splitlines() == ["[worker 0] 1800"] * 3
+    assert stderr.count("continuing without logs") == 1
+
+
+@pytest.mark.parametrize("ends_with", [2, BAD_IMAGES])
+def test_what_does_not_help_is_not_done_again(ends_with, pod):
+    """As after a wrong command line."""
+    code, _, stderr = pod.run("sh", "-c", f"exit {ends_with}", flags=("--max_restarts", "5"))
+    assert code == ends_with
+    assert "starting all workers again" not in stderr
+
+
+def test_a_line_without_an_end():
+    """20 MB took 34 s; it comes in pieces, cut between characters."""
+    text = "é☃a" * 3_333_333
+    read, write = os.pipe()
+    program = "import sys; sys.stdout.write('é☃a' * 3_333_333 + '\\r\\nx\\rab\\n')"
+    with subprocess.Popen([sys.executable, "-X", "utf8", "-c", program], stdout=write):
+        os.close(write)
+        with os.fdopen(read, "rb") as source:
+            *pieces, bar, last = [line.decode() for line in lines(source)]
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 65536
+    assert (bar, last) == ("x", "ab")
+
+
+# -- mistakes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--tpu=pod", "no command: give it after --"),
+        ("--tpu=pod --", "no command: give it after --"),
+        ("--tpu=pod python3 train.py", "no command: give it after --"),
+        ("-- true", "arguments are required: --tpu"),
+        ("--tpu=pod --env X -- true", "argument --env: 'X' is not NAME=VALUE"),
+        ("--tpu=pod --env 1X=y -- true", "argument --env: '1X=y' is not NAME=VALUE"),
+        ("--tpu=pod --max_restarts -1 -- true", "argument --max_restarts: '-1' is not a number"),
+        ("--tpu=pod --grace x -- true", "argument --grace: 'x' is not a number of 0 or more"),
+        ("--tpu=pod --grace 99999999999 -- true", "'99999999999' is not a number of 0 or more, up"),
+        (f"--tpu=pod --max_restarts {'9' * 5000} -- true", "is not a number of 0 or more, up to"),
+        ("--tpu= -- true", "argument --tpu: '' is not the name of a TPU VM"),
+        ("--tpu=../pod -- true", "argument --tpu: '../pod' is not the name of a TPU VM"),
+        ("--tpu=pod --workdir= -- true", "argument --workdir: it is empty"),
+        ("--tpu=pod --zone= -- true", "argument --zone: it is empty"),
+        ("--tpu=pod --log_dir= -- true", "argument --log_dir: it is empty"),
+        (f"--tpu=pod -- {'x' * 125_000}", "too long for a command line"),
+        ("--tpu=pod --conda-env x -- true", "unrecognized arguments: --conda-env x"),
+        ("--tpu=prod -- true", "gcloud cannot describe --tpu prod, check it and --zone: NOT_FOUND"),
+        ("--tpu=pod --log_dir /dev/null/logs -- true", "--log_dir /dev/null/logs: Not a directory"),
+    ],
+)
+def test_mistakes(pod, words, told):
+    code, stdout, stderr = finish(pod.start(*words.split()))
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("xla_dist: error: ")
+    assert told in stderr
+    assert stderr.count("\n") == 1
+    assert not list(pod.folder.glob("worker_*"))
+    assert not list(pod.cwd.iterdir())
+
+
+def test_a_pod_that_is_not_up(pod):
+    (pod.folder / "state").write_text("PREEMPTED")
+    code, _, stderr = pod.run("true")
+    assert code == 2
+    assert "--tpu pod is PREEMPTED, not READY: start or create it first" in stderr
+    (pod.folder / "state").unlink()
+    (pod.folder / "workers").write_text("0")
+    code, _, stderr = pod.run("true")
+    assert code == 2
+    assert "has no workers" in stderr
+
+
+def test_no_gcloud(pod, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, _, stderr = finish(pod.launch("true", PATH=str(empty)))
+    assert code == 2
+    assert stderr.startswith("xla_dist: error: no gcloud on PATH: install it")
+
+
+def test_a_command_that_is_not_there(pod):
+    code, _, stderr = pod.run("no-such-program")
+    assert code == 127
+    assert "xla_dist: error: cannot start no-such-program" in stderr
+
+
+# -- the real gcloud ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", [0, 2])
+def test_gcloud_accepts_what_xla_dist_passes(line, tmp_path, pod):
+    flags = "--zone us-central2-b --project p --internal-ip --dry_run".split()
+    _, stdout, _ = pod.run("printf", "a\nb", "it's", flags=(*flags,))
+    gcloud_accepts(shlex.split(stdout.splitlines()[line]), tmp_path / "config")

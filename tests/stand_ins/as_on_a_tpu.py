@@ -1,0 +1,45 @@
+"""``as_on_a_tpu.py TYPE [FLAGS]``: what happens on a TPU VM before a chip is taken.
+
+torch_xla is imported on a host that has chips of this accelerator type (v5p-8, say). Without FLAGS
+it prints as JSON what is in the environment when libtpu starts, in a run and for --compile_only;
+with FLAGS it runs run_vit_training.py.
+"""
+
+import glob
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+chip = Path(tempfile.mkdtemp()) / "chip"
+chip.mkdir()
+(chip / "vendor").write_text("0x1ae0\n")
+(chip / "device").write_text("0x0063\n")
+real_glob = glob.glob
+glob.glob = lambda pattern, *args, **kwargs: (
+    [str(chip / "vendor")] if "/pci/" in pattern else real_glob(pattern, *args, **kwargs)
+)
+kind, *flags = sys.argv[1:]
+given = os.environ.get("LIBTPU_INIT_ARGS", "")
+os.environ.update(PJRT_DEVICE="TPU", TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE=kind)
+assert "torch_xla" not in sys.modules
+
+if flags:
+    import run_vit_training
+
+    sys.exit(run_vit_training.main(flags))
+
+import torch_xla  # noqa: E402, F401 - as a run does, for what it sets
+
+from xla_fsdp import tpu  # noqa: E402
+
+tpu.set_for_this_tpu()
+run = dict(os.environ)
+compile_only = run | tpu.as_on_a_tpu(int(kind[1]), given)
+tpu.check()
+names = (tpu.VARIABLE, "TPU_MEGACORE")
+told = [{name: each.get(name) for name in names} for each in (run, compile_only)]
+print(json.dumps(told))

@@ -1,0 +1,61 @@
+"""run_vit_training.py on the GPU backend, counting what a step must not do, and what is left.
+
+On a GPU each `.item()`, and each branch on a tensor, stops the host until the device is
+done. Threads of gloo that live on when Python ends can abort the process. Writes the
+reads of all steps, and the threads left, as JSON to --ckpt_dir/counts_<rank>.json.
+"""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.stand_ins.megatron_on_cpu import without_cuda
+
+
+class CountReads(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def main(argv: list[str]) -> int:
+    if "megatron" in argv:
+        without_cuda()
+    import run_vit_training
+    from gpu_fsdp import resolve_gpu
+    from torch_fsdp.torch_backend import TorchBackend
+    from training import step
+
+    resolve_gpu.check_megatron_runs_here = lambda: None
+    counts = []
+
+    def counted(function):
+        def call(*args, **kwargs):
+            with CountReads() as mode:
+                result = function(*args, **kwargs)
+            counts.append(mode.reads)
+            return result
+
+        return call
+
+    step.forward_backward = counted(step.forward_backward)
+    TorchBackend.optimizer_step = counted(TorchBackend.optimizer_step)
+    code = run_vit_training.main(argv)
+    folder = Path(argv[argv.index("--ckpt_dir") + 1])
+    left = len(os.listdir("/proc/self/task")) - threading.active_count()
+    found = {"reads": counts, "threads": left}
+    (folder / f"counts_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,38 @@
+"""``named_graphs.py DEVICES FLAGS``: trace a step, with names if --explain is among the flags.
+
+Prints JSON: ``texts`` of the graphs without names, the names of their ``products``, and how many
+graphs are ``distinct``.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from run_vit_training import read_flags
+from tools.compile_only.compiler import merge_same_graphs
+from tools.compile_only.trace import start_xla, trace_step
+from xla_fsdp import jax_private
+from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
+
+asked, devices = read_flags(sys.argv[2:]), int(sys.argv[1])
+run = resolve_for_slice(asked.run, asked.xla, parse_topology("v5e:1x1", devices))
+start_xla(devices, run.own.xla_fsdp)
+step = trace_step(run, named=asked.xla.explain)
+alike = merge_same_graphs(step)
+
+from jax._src.lib import xla_client  # noqa: E402 - after torch_xla's start
+
+modules = [xla_client.XlaComputation(graph.hlo).get_hlo_module() for graph in step.graphs]
+products = [
+    line for module in modules for line in module.to_string().splitlines() if " dot(" in line
+]
+found = {
+    "texts": [jax_private.text_without_names(graph.hlo) for graph in step.graphs],
+    "products": [re.findall(r'op_name="([^"]*)"', line) for line in products],
+    "distinct": len(alike.distinct()),
+}
+print(json.dumps(found))

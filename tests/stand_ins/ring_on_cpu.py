@@ -1,0 +1,48 @@
+"""Prints, as JSON, how far a ring of Pallas kernels is from PyTorch's attention.
+
+As in flash_on_cpu.py, JAX's interpreter runs the kernels, on CPU tensors. All devices of the ring
+are rows of one batch here, marks do nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import torch
+import torch.nn.functional as F
+from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+from tests.stand_ins.flash_on_cpu import gradients, interpreted
+from xla_fsdp.attention import flash
+from xla_fsdp.attention.sharded import FlashProducts, Ring
+
+# (devices, tokens, width of a head): parts that the kernels take as they are, and padded ones.
+CASES = [(2, 256, 64), (3, 200, 64), (2, 300, 136)]
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def main() -> None:
+    pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
+    for name in ("forward", "query_gradient", "key_gradients"):
+        function = getattr(flash, f"{name}_function")
+        setattr(flash, f"{name}_kernel", functools.partial(interpreted, function))
+    errors = []
+    for devices, tokens, width in CASES:
+        torch.manual_seed(tokens)
+        inputs = [torch.randn(1, 2, tokens, width) for _ in range(3)]
+        weights = torch.randn(1, 2, tokens, width)
+        ring = Ring(devices, FlashProducts(None), same, same)
+        found = gradients(ring.attention, inputs, weights)
+        expected = gradients(F.scaled_dot_product_attention, inputs, weights)
+        errors.append(
+            [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+        )
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What make tpu-calibrate makes of kept modules, against figures worked out by hand."""
+
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import tpu_calibrate
+from benchmarks.tpu_calibrate import Outcome, Row, measure, rank_correlation, table
+from tests.tools.test_expected_step import fusion, module
+
+SIZES = {"width": 1024, "depth": 2, "hidden": 4096, "batch": 1}
+ROW = Row("v5e-4", "v5e:2x2", "tiny", 50.0, recomputed="attention", **SIZES)
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A step of 3 ms, which at peak would take 1.2: 40 %."""
+    (tmp_path / "graph_1.hlo").write_text(module(fusion("a", 3)))
+    report = {"fits": True, "model_flops": 1.2e-3 * 197e12 * 4, "versions": {"libtpu": "1"}}
+    report["mesh"] = {"dcn": 1, "fsdp": 4, "domain": 1, "tensor": 1}
+    (tmp_path / "report.json").write_text(json.dumps({"commit": "abc", "report": report}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("theirs", "again", "policy", "here"),
+    [
+        # In width squared: 4 + 4 + 4 of weights, 2 x 2048 / 1024 of attention.
+        ("attention", 4, "selective", 1),  # of attention's two products the second
+        ("attention, MLP", 4 + 4, "full", 4 + 4 + 4),
+        ("all but qkv", 1 + 4 + 4, "full", 4 + 4 + 4),
+        ("all", 4 + 4 + 4, "full", 4 + 4 + 4),
+    ],
+)
+def test_what_is_recomputed_otherwise_is_counted_as_theirs(theirs, again, policy, here, kept):
+    row = dataclasses.replace(ROW, recomputed=theirs)
+    assert ["--grad_ckpt", policy] == row.flags[(at := row.flags.index("--grad_ckpt")) : at + 2]
+    outcome = measure(row, kept, again=False)
+    assert outcome.mfu == pytest.approx(40, rel=1e-3)
+    assert outcome.comparable == pytest.approx(40 * (3 * 16 + here) / (3 * 16 + again), rel=1e-3)
+    assert outcome.error == pytest.approx(outcome.comparable - 50)
+    assert outcome.waiting == 0
+
+
+def test_causal_attention_that_was_counted_in_full_is_counted_as_computed():
+    """Llama-3.1 8B at 8,192 tokens: 45.0 GFLOPs a token of weights, 12.9 of attention."""
+    row = next(row for row in tpu_calibrate.ROWS if row.model == "Llama-3.1-8B")
+    assert row.comparable == pytest.approx(45.46 * (45.0 + 12.9 / 2) / (45.0 + 12.9), rel=1e-3)
+    assert ROW.comparable == ROW.mfu
+
+
+@pytest.mark.parametrize(
+    ("report", "why"),
+    [
+        (None, "libtpu crashes"),
+        (
+            {"fits": False, "peak_hbm_bytes": 20 * 2**30, "hbm_capacity_bytes": 16 * 2**30},
+            "does not fit by 4.0 GiB or more",
+        ),
+    ],
+)
+def test_a_row_that_is_not_known_says_why(tmp_path, report, why):
+    (tmp_path / "report.json").write_text(json.dumps({"commit": "abc", "report": report}))
+    assert measure(ROW, tmp_path, again=False) == why
+    assert f"| {why} |" in "\n".join(table([(ROW, why)]))
+
+
+def test_rank_correlation():
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)
+
+
+def test_table_and_picture(kept, tmp_path):
+    outcome = measure(ROW, kept, again=False)
+    outcomes = [
+        Outcome(ROW, "abc", outcome.report, 1.0, mfu, mfu, 2.0)
+        for mfu in (40.0, 45.0, 50.0, 52.0, 50.0, 46.0)
+    ]
+    lines = "\n".join(table([(ROW, each) for each in outcomes]))
+    assert (
+        "| v5e-4 | tiny | 1 | 1 | attention | selective | 50.0 | 45.0 | 45.0 | -5.0 | 2.0 |"
+        in lines
+    )
+    assert "Over 6 rows: median error 3.0 points, largest 10.0" in lines
+    # Rows 1, 3 and 5 give the factor, the middle one of 50/40, 50/50, 50/50; the others judge it.
+    assert (
+        "is 1.000; on the other rows the median error is then 4.0 points, without it 4.0" in lines
+    )
+    few = "\n".join(table([(ROW, each) for each in outcomes[:4]]))
+    assert "Over 4 rows: median error 3.5" in few
+    assert "factor" not in few
+    tpu_calibrate.plot(outcomes, tmp_path / "calibrate.png")
+    assert (tmp_path / "calibrate.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_flags_are_the_programs(tmp_path):
+    from run_vit_training import read_flags
+
+    for row in tpu_calibrate.ROWS:
+        flags = read_flags(row.flags)
+        assert flags.xla.tpu_topology == row.topology
+        tokens = (flags.run.model.img_size[0] // 14) * (flags.run.model.img_size[1] // 14)
+        assert tokens == row.tokens
+        assert flags.run.model.embed_dim * flags.run.model.mlp_ratio == row.hidden

@@ -1,0 +1,186 @@
+"""``python -m tools.goodput``: against made-up events whose truth is known, and a stopwatch."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from PIL import Image
+
+from tests.cli import ROOT, environment, tiny
+from tools.goodput import main
+from training.logs.records import EVENTS_FILE, Events, read_events
+
+BATCH_S, SAVE_S = 0.05, 0.4
+DOWN_S = 1.5
+
+
+def goodput(capsys, *words):
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def write_events(folder, *events):
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps(dict(zip(("event", "time", "step"), e, strict=False)) | e[3]) for e in events]  # fmt: skip  # noqa: E501
+    (folder / EVENTS_FILE).write_text("\n".join(lines) + "\n" + '{"event": "sa')
+
+
+def two_starts():
+    """A start killed 30 s after step 300, whose last checkpoint is of step 200; and a second."""
+    return [
+        ("start", 1012.0, 0, {"process_started": 1000.0}),
+        ("first_step", 1100.0, 1, {"seconds": 60.0}),  # 40 s of starting
+        ("steps", 1298.0, 100, {"steps": 99, "waited": 18.0}),
+        ("steps", 1498.0, 200, {"steps": 100, "waited": 20.0}),
+        ("save", 1528.0, 200, {"seconds": 30.0, "written": True}),
+        ("eval", 1578.0, 200, {"seconds": 50.0}),
+        ("steps", 1678.0, 250, {"steps": 50, "waited": 10.0}),  # lost
+        ("steps", 1778.0, 300, {"steps": 50, "waited": 10.0}),  # lost
+        ("start", 1912.0, 200, {"process_started": 1900.0}),  # 122 s after the last sign of life
+        ("first_step", 1950.0, 201, {"seconds": 10.0}),
+        ("steps", 2148.0, 300, {"steps": 99, "waited": 0.0}),
+        ("save", 2178.0, 300, {"seconds": 30.0, "written": True}),
+        ("save", 2178.0, 300, {"seconds": 0.0, "written": False}),
+        ("stop", 2178.0, 300, {"how": "completed"}),
+        ("end", 2180.0, 300, {}),
+    ]
+
+
+def test_made_up_events(tmp_path, capsys):
+    write_events(tmp_path / "run", *two_starts())
+    (found,) = goodput(capsys, tmp_path / "run")
+    assert found["seconds"] == pytest.approx(
+        {
+            "useful steps": 180 + 180 + 198,
+            "waiting for data": 18 + 20,
+            "first step, compiling": 60 + 10,
+            "starting and ending": 40 + 40 + 2,
+            "evaluation": 50,
+            "checkpoints": 60,
+            "lost work": 200,
+            "down": 122,
+        }
+    )
+    assert found["wall_s"] == pytest.approx(2180 - 1000)
+    assert found["goodput"] == pytest.approx(558 / 1180)
+    assert (found["starts"], found["failures"], found["checkpoints"]) == (2, 1, 2)
+    assert (found["steps"], found["lost_steps"]) == (99 + 100 + 99, 100)
+    running = 1180 - 122
+    interval = math.sqrt(2 * 30 * running)
+    assert found["suggestion"]["interval_s"] == pytest.approx(interval)
+    pace = (558 + 38) / 298
+    assert found["suggestion"]["ckpt_step_interval"] == round(interval / pace)
+
+
+def test_only_what_was_not_done_again_is_kept(tmp_path, capsys):
+    """A start that goes back into the middle of noted steps, and one after the end."""
+    first = two_starts()
+    goes_back = [
+        ("start", 3000.0, 250, {"process_started": 2990.0}),  # nobody's time before: completed
+        ("first_step", 3010.0, 251, {"seconds": 10.0}),
+        ("stop", 3010.0, 251, {"how": "stopped"}),
+        ("start", 3020.0, 251, {"process_started": 3015.0}),
+        ("stop", 3030.0, 251, {"how": "failed"}),
+    ]
+    write_events(tmp_path / "run", *first, *goes_back)
+    (found,) = goodput(capsys, tmp_path / "run")
+    assert found["lost_steps"] == 100 + 50
+    assert found["seconds"]["lost work"] == pytest.approx(200 + 198 * 50 / 99)
+    assert found["seconds"]["down"] == pytest.approx(122 + 5)
+    assert found["wall_s"] == pytest.approx(1180 + (3030 - 2990))
+    assert found["failures"] == 2  # a stop by a signal is none
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory):
+    """The folder of a run of 14 steps, killed after the 10th, and what a stopwatch says."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = "--ckpt_step_interval 4 --log_step_interval 3 --max_steps 14 --backend cuda".split()
+    flags.append("--no_async_checkpoint")  # so that training stands for each of them
+    command = [sys.executable, "-m", "tests.stand_ins.slow_on_purpose", *tiny(folder), *flags]
+    began = time.time()
+    killed = subprocess.run(
+        command, cwd=ROOT, env=environment() | {"KILLED_AT": "11"}, capture_output=True
+    )
+    assert killed.returncode == -9, killed.stderr
+    time.sleep(DOWN_S)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("training completed"):
+            ended = time.time()
+    assert process.wait() == 0
+    return folder, ended - began
+
+
+def test_a_stopwatch_says_the_same(killed_and_resumed, capsys):
+    folder, wall = killed_and_resumed
+    (found,) = goodput(capsys, folder)
+    seconds = found["seconds"]
+    assert found["wall_s"] == pytest.approx(wall, rel=0.01, abs=1)
+    assert sum(seconds.values()) == pytest.approx(found["wall_s"])
+    assert (found["starts"], found["failures"]) == (2, 1)
+    # Steps 2 to 8 and, resumed after 8, 10 to 14; of those after 8 the 9th was noted.
+    assert (found["steps"], found["lost_steps"]) == (7 + 5, 1)
+    assert found["checkpoints"] == 2 + 2
+    assert seconds["checkpoints"] >= 4 * SAVE_S
+    assert found["suggestion"]["save_s"] >= SAVE_S
+    assert seconds["waiting for data"] >= 12 * BATCH_S
+    assert seconds["lost work"] >= BATCH_S
+    assert seconds["down"] >= DOWN_S + BATCH_S
+    assert seconds["evaluation"] > 0
+    assert min(seconds["useful steps"], seconds["first step, compiling"]) > 0
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) < 10  # that one is cut
+
+
+def test_table_and_picture(killed_and_resumed, tmp_path, capsys):
+    folder, _ = killed_and_resumed
+    write_events(tmp_path / "other", *two_starts())
+    assert main([str(tmp_path / "other"), str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'other'}: 19 min 40 s, 2 starts, 1 ended by a failure" in out
+    assert re.search(r"^  useful steps +9 min 18 s +47\.29%$", out, re.MULTILINE)
+    assert "298 steps, 2 s each; 100 lost and repeated" in out
+    assert "save every 4 min 11 s, --ckpt_step_interval 126" in out
+    with Image.open(tmp_path / "other" / "goodput.png") as picture:
+        assert picture.width > 800
+
+
+def test_a_broken_line_breaks_no_other(tmp_path):
+    write_events(tmp_path, *two_starts())
+    for _ in range(2):
+        events = Events(tmp_path, print, active=True)
+        events.start(5.0, 300)
+        events.close()
+    kinds = [event["event"] for event in read_events(tmp_path)]
+    assert kinds == [event[0] for event in two_starts()] + ["start", "end"] * 2
+    assert (tmp_path / EVENTS_FILE).read_text().count("\n") == len(kinds) + 1
+    idle = Events(tmp_path / "none", print, active=False)
+    idle.start(5.0, 300)
+    idle.close()
+
+
+def test_mistakes(tmp_path, capsys):
+    def said(*words):
+        assert main(list(map(str, words))) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "is not a folder" in said(tmp_path / "none")
+    with pytest.raises(SystemExit, match="2"):
+        main(["gs://bucket/run"])
+    assert "gs://bucket/run is a URL: give a place on this" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert f"{tmp_path} has no events.jsonl, which runs of earlier versions" in said(tmp_path)
+    (tmp_path / EVENTS_FILE).write_text('{"event": "start", "time": 3}\n')
+    assert "events.jsonl cannot be read" in said(tmp_path)
+    write_events(tmp_path / "run", *two_starts()[:1])
+    assert "cannot write" in said(tmp_path / "run", "--picture", tmp_path / "none" / "x.png")

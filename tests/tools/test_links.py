@@ -1,0 +1,76 @@
+"""Which links a collective uses, and which devices it is among, worked out by hand."""
+
+import json
+
+import pytest
+
+from tests.cli import run_program
+from tools.compile_only.expected import Links
+from tools.compile_only.hlo import Instruction, group_of
+from xla_fsdp.tpu import parse_topology
+
+
+@pytest.mark.parametrize(
+    ("topology", "group", "used"),
+    [
+        ("v5e:16x16", range(256), 4),  # closed along both sides
+        ("v5e:8x16", range(128), 2 * 7 / 8 + 2),  # and along one
+        ("v5e:8x8", range(64), 2 * 2 * 7 / 8),
+        ("v5e:2x2", range(4), 2),
+        ("v5e:1x1", range(1), 0),
+        ("v5p:4x4x8", range(128), 6),
+        ("v5p:2x2x4", range(16), 1 + 1 + 2 * 3 / 4),
+        ("v6e:16x16", range(16), 2),  # a row
+        ("v6e:16x16", range(0, 256, 16), 2),  # a column
+        ("v6e:16x16", range(4), 2 * 3 / 4),  # a part of a row, which is open
+        ("v6e:16x16", range(0, 16, 4), 2 / 4),  # beside three more on the same links
+    ],
+)
+def test_links_by_number(topology, group, used):
+    links = Links(parse_topology(topology))
+    assert links.used([*group]) == pytest.approx(used)
+    assert links.bandwidth([*group]) == pytest.approx(used * links.topology.chip.link_bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("topology", "group", "used"),
+    [
+        ("v5p:4x4x8", range(4), 2),  # the 2 x 2 chips of a host
+        ("v5p:4x4x8", range(8), 2 + 1),  # two hosts: one side as a whole
+        ("v5p:4x4x8", range(0, 128, 4), 2 / 2 + 2 / 2 + 2),  # one chip of each host
+        ("v6e:16x16", range(4), 2),
+    ],
+)
+def test_links_by_host(topology, group, used):
+    assert Links(parse_topology(topology), by_host=True).used([*group]) == pytest.approx(used)
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5e:1x1", "v6e:8x8", "v5p:2x2x4", "v5p:4x4x4"])
+def test_devices_are_where_libtpu_has_them(topology):
+    done = run_program("-m", "tests.stand_ins.devices_of_libtpu", topology)
+    assert done.returncode == 0, done.stderr
+    slice_ = parse_topology(topology)
+    for by_host, places in json.loads(done.stdout.splitlines()[-1]).items():
+        found = Links(slice_, by_host == "True").places
+        assert [(*place, 0)[:3] for place in found] == [tuple(place) for place in places]
+
+
+def test_all_slices_are_alike():
+    links = Links(parse_topology("v5e:4x4", 2))
+    assert links.used([16, 17]) == links.used([0, 1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "first"),
+    [
+        ("{{0,8,16},{1,9,17}}", [0, 8, 16]),
+        ("[16,8]<=[128]", [*range(8)]),
+        ("[8,16]<=[16,8]T(1,0)", [*range(0, 128, 8)]),
+        ("[4,2]<=[2,2,2]T(1,0,2)", [0, 1]),
+        ("[2,4]<=[2,2,2]T(2,0,1)", [0, 2, 4, 6]),
+        ("{}", [0, 1, 2, 3]),
+    ],
+)
+def test_groups(groups, first):
+    text = f"%g = f32[8] all-gather(%p), channel_id=1, replica_groups={groups}, dimensions={{0}}"
+    assert group_of(Instruction("g", "f32[8]", "all-gather", text), 4) == first

@@ -1,0 +1,253 @@
+"""``--self_check``: sound programs pass, and seeded faults fail on the line that is theirs."""
+
+import os
+import re
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import run_vit_training
+from data.source import open_data
+from tests.cli import DIGITS, TINY_MODEL, run_program
+from tests.resolved import on_xla
+from tools.self_check.check import CheckTable, check_decoding, check_disk, check_memory
+from training.backend import dataset_request
+from training.files import FolderLock
+from training.weights import with_preprocessing
+
+RUN = ["--self_check", "--data_dir", str(DIGITS), *TINY_MODEL, "--batch_size", "16"]
+RUN += ["--num_workers", "0"]
+BACKENDS = {
+    "spmd": (1, ["--cpu_devices", "2"]),
+    "nested": (1, ["--xla_fsdp", "nested"]),
+    "fsdp2": (2, ["--backend", "cuda"]),
+    "megatron": (2, ["--backend", "cuda", "--fsdp", "megatron"]),
+    "spmd, bf16": (1, ["--cpu_devices", "2", "--precision", "bf16"]),
+    "fsdp2, bf16": (2, ["--backend", "cuda", "--precision", "bf16"]),
+}
+FAULTS = {
+    "scaled gradient": "gradient norm",
+    "dropped all-reduce": "gradients",
+    "other data": "rows, sum",
+    "stale weight": "moments",
+    "clipping per shard": "gradients",
+    "wrong row": "rows, sum",
+    "lost optimizer shard": "checkpoint read",
+}
+HYBRID = "--model hybrid_vit --data_source mosaics --num_heads 4"
+VOLUME = "--dimension 3 --image_size 48 16 24 --patch_size 8"
+# Flags that go together, for 1 or more processes of a program.
+SOUND = {
+    "run_vit_training.py": [
+        (1, "--cpu_devices 2"),
+        (1, "--cpu_devices 4 --precision bf16"),
+        (1, "--cpu_devices 1 --batch_size 1"),
+        (1, "--cpu_devices 2 --no-scan_blocks --grad_ckpt none"),
+        (1, "--cpu_devices 4 --mesh_tensor 2 --precision bf16"),
+        (1, "--cpu_devices 4 --mesh_dcn 2 --grad_accum_steps 2"),
+        (1, "--cpu_devices 8 --mesh_dcn 2 --mesh_tensor 2 --num_heads 4 --no-scan_blocks"),
+        (1, "--cpu_devices 2 --run_without_fsdp --precision bf16"),
+        (1, "--cpu_devices 2 --mark_step_every_n_blocks 2 --num_blocks 6 --grad_accum_steps 4"),
+        (1, "--cpu_devices 3 --batch_size 24 --mark_step_after_forward --in_chans 1"),
+        (1, "--cpu_devices 2 --class_token --global_pool token --reg_tokens 3 --weight_init jax"),
+        (1, "--cpu_devices 2 --global_pool map --qk_norm --precision bf16 --drop_path_rate 0.2"),
+        (1, "--cpu_devices 2 --clip_grad_norm 0 --weight_decay 0 --seed 7 --mlp_ratio 2.7"),
+        (1, "--xla_fsdp nested --precision bf16 --grad_accum_steps 4"),
+        (1, "--flatten_parameters --no_reshard_after_forward --pos_embed none"),
+        (1, "--shard_on_cpu --qk_norm --init_values 1e-5 --no-qkv_bias"),
+        (1, "--xla_fsdp nested --run_without_fsdp --keep_checkpoints 3"),
+        (2, "--backend cuda"),
+        (2, "--backend cuda --precision bf16 --reduce_dtype bf16 --scale_mlp_norm"),
+        (4, "--backend cuda --dp_outer 2 --grad_accum_steps 2 --precision bf16"),
+        (2, "--backend cuda --zero_dp_strategy 2 --grad_ckpt selective --batch_size 2"),
+        (2, "--backend cuda --run_without_fsdp --precision bf16 --clip_grad_norm 0"),
+        (3, "--backend cuda --batch_size 24 --channels_last --image_size 28 --patch_size 7"),
+        (2, "--backend cuda --compile --precision bf16"),
+        (1, "--backend cuda --precision bf16 --betas 0.5 0.9 --pre_norm --fc_norm"),
+        (2, "--backend cuda --model vit_giant_patch14_224 --fake_data --batch_size 64"),
+        *(
+            (processes, f"{HYBRID} {flags}")
+            for processes, flags in (
+                (2, "--backend cuda --mesh_domain 2 --image_size 32"),
+                (4, "--backend cuda --mesh_domain 2 --image_size 32 --precision bf16"),
+                (4, f"--backend cuda --mesh_domain 4 {VOLUME}"),
+                (1, "--cpu_devices 2 --mesh_domain 2 --image_size 32"),
+                (1, f"--cpu_devices 6 --mesh_domain 6 {VOLUME}"),
+            )
+        ),
+        (3, "--backend cuda --mesh_domain 3 --class_token --global_pool map --reg_tokens 2"),
+        (1, "--cpu_devices 4 --mesh_domain 2 --class_token --global_pool token"),
+    ],
+    "tests.stand_ins.fp16_on_cpu": [
+        (2, "--backend cuda --precision fp16"),
+        (2, "--backend cuda --precision fp16 --reduce_dtype fp16 --grad_accum_steps 2"),
+    ],
+    "tests.stand_ins.megatron_on_cpu": [
+        (2, "--backend cuda"),
+        (2, "--backend cuda --precision bf16 --zero_dp_strategy 1 --grad_accum_steps 2"),
+        (2, "--backend cuda --precision bf16 --reduce_dtype bf16 --no_preserve_fp32_weights"),
+        (4, "--backend cuda --dp_outer 2 --outer_dp_sharding_strategy 1 --class_token"),
+        (2, "--backend cuda --zero_dp_strategy 0"),
+        (2, "--backend cuda --zero_dp_strategy 2 --precision bf16 --qk_norm --global_pool max"),
+    ],
+}
+QUICK = {("spmd", "stale weight"), ("fsdp2", "dropped all-reduce")}
+
+
+def check(ckpt_dir, *flags, processes=1, program="run_vit_training.py"):
+    """Lines of the table as (verdict, name, text), and the exit code; see that it is a table."""
+    start = [program] if program.endswith(".py") else ["-m", program]
+    done = run_program(*start, *RUN, "--ckpt_dir", str(ckpt_dir), *flags, processes=processes)
+    lines = done.stdout.splitlines()
+    assert lines, done.stderr
+    rows = [re.fullmatch(r"(pass|FAIL|skip)  (.{20}) (.+)", line) for line in lines[3:-1]]
+    assert all(rows), done.stdout + done.stderr
+    failed = [row[2].strip() for row in rows if row[1] == "FAIL"]
+    end = rf"self check FAILED: {len(failed)} of" if failed else "self check passed:"
+    assert re.match(rf"{end} \d+ checks", lines[-1])
+    assert done.returncode == bool(failed), done.stderr
+    return failed, [row.groups() for row in rows], done
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault"),
+    [
+        pytest.param(backend, fault, marks=[] if (backend, fault) in QUICK else pytest.mark.long)
+        for backend in BACKENDS
+        for fault in FAULTS
+    ],
+)
+def test_fault_is_found(backend, fault, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", fault)
+    processes, flags = BACKENDS[backend]
+    program = "tests.stand_ins.self_check_fault"
+    failed, _, done = check(tmp_path, *flags, processes=processes, program=program)
+    print(done.stdout)
+    assert FAULTS[fault] in failed
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("program", "processes", "flags"),
+    [(program, *entry) for program, entries in SOUND.items() for entry in entries],
+)
+def test_sound_flags_pass(program, processes, flags, tmp_path):
+    failed, rows, done = check(tmp_path, *flags.split(), processes=processes, program=program)
+    print(done.stdout)
+    assert not failed
+    assert {verdict for verdict, name, _ in rows} == {"pass", "skip"}
+    assert "Traceback" not in done.stderr
+
+
+def test_folder_that_cannot_be_written_and_no_images_to_read():
+    failed, rows, done = check("/sys/vit", "--backend", "cuda", "--fake_data")
+    assert failed == ["checkpoint folder", "disk"]
+    told = {name.strip(): text for _, name, text in rows}
+    assert "cannot write to --ckpt_dir /sys/vit" in told["checkpoint folder"]
+    assert told["data"] == "not read: --fake_data"
+    assert float(told["loss"].split()[0]) < 1e-5
+    assert done.stderr == ""
+
+
+def test_folder_of_a_run_stays_as_it_is_and_another_job_is_noticed(tmp_path):
+    (tmp_path / "step_5").mkdir()
+    (tmp_path / "step_5" / "manifest.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    failed, rows, _ = check(tmp_path, "--backend", "cuda", "--precision", "bf16")
+    assert not failed
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / ".lock"])
+    lock = FolderLock(tmp_path)
+    lock.acquire(is_restart=False)
+    failed, rows, _ = check(tmp_path, "--backend", "cuda")
+    lock.release()
+    assert failed == ["checkpoint folder"]
+    assert any(f"is in use by process {os.getpid()}" in text for _, _, text in rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--predict x.png", "--self_check is incompatible with --predict x.png: drop"),
+        ("--eval_only", "--self_check is incompatible with --eval_only: drop"),
+        ("--compile_only", "--self_check is incompatible with --compile_only: drop"),
+        ("--data_dir /nowhere", "/nowhere"),
+        (
+            "--model timm/vit_base_patch16_sapiens2 --image_size 64 --patch_size 16 "
+            "--embed_dim 768 --num_heads 12 --num_blocks 12",
+            "--self_check cannot make --model timm/vit_base_patch16_sapiens2 small: --num_blocks 3",
+        ),
+        ("--batch_size 15 --cpu_devices 2", "no multiple of the 2 devices"),
+    ],
+)
+def test_mistakes(flags, words, tmp_path, capsys):
+    assert run_vit_training.main([*RUN, "--ckpt_dir", str(tmp_path), *flags.split()]) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+
+
+# -- lines that a CPU cannot fail -----------------------------------------------------
+
+
+def arguments(ckpt_dir, *flags):
+    return with_preprocessing(on_xla([*RUN, "--ckpt_dir", str(ckpt_dir), *flags]), None)
+
+
+def line(capsys):
+    (told,) = capsys.readouterr().out.splitlines()
+    return told
+
+
+def test_room_on_the_disk(tmp_path, monkeypatch, capsys):
+    run = arguments(tmp_path, "--keep_checkpoints", "2")
+    size = 12 * run.model.parameter_count
+    for complete, free, verdict in [
+        (0, 3, "pass"),
+        (0, 2.9, "FAIL"),
+        (2, 1, "pass"),
+        (3, 0.9, "FAIL"),
+    ]:
+        for number in range(complete):
+            (tmp_path / f"step_{number}").mkdir(exist_ok=True)
+            (tmp_path / f"step_{number}" / "manifest.json").write_text("{}")
+        usage = SimpleNamespace(free=int(free * size))
+        monkeypatch.setattr("shutil.disk_usage", lambda _, usage=usage: usage)
+        check_disk(run, CheckTable(silent=False))
+        assert line(capsys).startswith(f"{verdict}  disk "), (complete, free)
+        for path in tmp_path.glob("step_*"):
+            shutil.rmtree(path)
+
+
+def test_memory_and_speed_of_known_devices(tmp_path, monkeypatch, capsys):
+    asked, small = arguments(tmp_path), arguments(tmp_path, "--num_blocks", "1")
+    ratio = asked.model.parameter_count / small.model.parameter_count
+    backend: Any = SimpleNamespace(
+        rank=0,
+        world_size=1,
+        device_count=2,
+        state_bytes=lambda: {"all": 1000},
+    )
+    for limit, verdict in ((int(1000 * ratio) + 1, "pass"), (int(1000 * ratio) - 1, "FAIL")):
+        backend.memory = lambda limit=limit: {"used": 1, "limit": limit}
+        check_memory(asked, small, backend, CheckTable(silent=False))
+        assert line(capsys).startswith(f"{verdict}  memory")
+    monkeypatch.setattr("tools.self_check.check._SECONDS", 0.3)
+    data = open_data(dataset_request(asked))
+    flops = asked.model.train_flops_per_image
+    for images_a_second, verdict in ((1, "pass"), (1e7, "FAIL")):
+        backend.peak_flops = lambda speed=images_a_second: speed * flops
+        check_decoding(asked, data, backend, CheckTable(silent=False))
+        told = line(capsys)
+        assert told.startswith(f"{verdict}  data")
+        assert told.endswith(f"the devices take {images_a_second:,.0f} at 50% of their peak")
+    shutil.copytree(DIGITS / "val", tmp_path / "broken" / "train")
+    for path in (tmp_path / "broken" / "train").rglob("*.png"):
+        path.write_bytes(b"no image")
+    shutil.copytree(DIGITS / "val", tmp_path / "broken" / "val")
+    asked = asked.with_data(data_dir=str(tmp_path / "broken"))
+    data = open_data(dataset_request(asked))
+    check_decoding(asked, data, backend, CheckTable(silent=False))
+    assert re.match(r"FAIL  data .*is not a readable image", line(capsys))

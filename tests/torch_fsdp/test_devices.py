@@ -1,0 +1,112 @@
+"""The GPU backend knows its device by one small class: another one needs nothing else."""
+
+import json
+
+import pytest
+import torch
+
+from tests.cli import ROOT, run_program, tiny, train_tiny_gpu
+from tests.xla_fsdp.test_sharding import assert_same_training
+from torch_fsdp import devices
+from torch_fsdp.devices import Cpu, Cuda
+from torch_fsdp.optimizers import step_unless
+
+PROGRAM = "tests.stand_ins.made_up_device"
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory):
+    return train_tiny_gpu(tmp_path_factory.mktemp("cpu"), processes=2)
+
+
+def test_a_run_on_another_device(on_the_cpu, tmp_path):
+    """FSDP2 over two processes on a device that only this test knows."""
+    result = train_tiny_gpu(tmp_path, processes=2, program=PROGRAM)
+    assert_same_training(result, on_the_cpu)
+    assert "GPU: 2 Abacus 13 device(s), beads, FSDP2 ZeRO-3" in result.run_file["backend"]
+    for record in result.steps.values():
+        found = [record[f"memory_{name}"] for name in ("used", "peak", "limit")]
+        assert found == [13, 26, 39]
+    assert all(record["mfu"] > 0 for step, record in result.steps.items() if step > 1)
+    for rank in (0, 1):
+        calls = json.loads((tmp_path / f"calls_{rank}.json").read_text())
+        assert calls.pop("put") >= 6 + 359 // 16
+        assert calls.pop("read") >= 6 + 1
+        assert calls == {f"start {rank}": 1, "TF32 False": 1, "seed": 6}
+
+
+def test_its_checkpoint_is_resumed_on_the_cpu(on_the_cpu, tmp_path):
+    """AdamW's state without the fused kernel is the same, by name and by number."""
+    stop = ("--max_steps", "3")
+    train_tiny_gpu(tmp_path, *stop, processes=2, program=PROGRAM)
+    resumed = train_tiny_gpu(tmp_path, "--ckpt_dir", str(tmp_path))
+    assert resumed.column("loss") == pytest.approx(on_the_cpu.column("loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "words"),
+    [
+        ("--precision fp16", 2, "an abacus has no fp16"),
+        ("--reduce_dtype bf16 --tf32", 2, "--tf32 requires CUDA"),
+        ("--fsdp megatron", 2, "--fsdp megatron requires CUDA"),
+        ("", 3, "processes on this node, which has 2 x abacus: "),
+    ],
+)
+def test_what_it_refuses(flags, processes, words, tmp_path):
+    start = ["-m", PROGRAM, "--backend", "cuda", *tiny(tmp_path), *flags.split()]
+    done = run_program(*start, processes=processes)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("run_vit_training")]
+    assert words in line
+
+
+def test_the_first_one_that_a_host_has(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert isinstance(devices.choose(), Cuda)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert isinstance(devices.choose(), Cpu)
+
+
+def test_cuda_stands_in_one_file():
+    """But for Megatron-FSDP and TransformerEngine, which are CUDA's own."""
+    found = {
+        f"{folder}/{path.name}"
+        for folder in ("torch_fsdp", "gpu_fsdp")
+        for path in (ROOT / folder).rglob("*.py")
+        if "torch.cuda." in path.read_text()
+    }
+    assert found == {"torch_fsdp/devices.py", "gpu_fsdp/te_block.py"}
+
+
+@pytest.mark.parametrize("first_is_skipped", [False, True])
+def test_adamw_is_the_fused_one(first_is_skipped):
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(7, 5, generator=generator)
+    plain, fused = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    optimizers = []
+    for parameter in (plain, fused):
+        optimizer = torch.optim.AdamW([parameter], weight_decay=0.1, fused=parameter is fused)
+        optimizer.state[parameter] = {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(start),
+            "exp_avg_sq": torch.zeros_like(start),
+        }
+        optimizers.append(optimizer)
+    ours, theirs = optimizers
+    for number in range(6):
+        skipped = torch.tensor(float(number == 3 or (number == 0 and first_is_skipped)))
+        grad = torch.randn(7, 5, generator=generator)
+        if skipped:
+            grad[2, 3], grad[1] = torch.nan, torch.inf
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.01 * number
+        plain.grad, fused.grad = grad.clone(), grad.clone()
+        before = [plain.detach().clone(), *(t.clone() for t in ours.state[plain].values())]
+        step_unless(ours, skipped)
+        theirs.found_inf = skipped
+        theirs.step()
+        after = [plain.detach(), *ours.state[plain].values()]
+        if skipped:
+            assert all(map(torch.equal, before, after))
+        torch.testing.assert_close(plain, fused, rtol=1e-5, atol=1e-6)
+        for name, value in ours.state[plain].items():
+            torch.testing.assert_close(value, theirs.state[fused][name], rtol=1e-5, atol=1e-8)

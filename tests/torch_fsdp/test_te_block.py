@@ -1,0 +1,123 @@
+"""--block te with a stand-in for TransformerEngine's layer: mapping, checkpoints, refusals."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from gpu_fsdp import te_block
+from gpu_fsdp.te_block import TeBlocks
+from models.registry import open_model
+from tests.cli import TINY_MODEL, train_tiny_gpu
+from tests.resolved import on_gpus
+from tests.stand_ins.filled import filled
+from tests.stand_ins.te_stand_in import STAND_IN
+from tests.xla_fsdp.test_sharding import assert_same_curves
+from training.errors import UsageError
+
+SMALL = {
+    "img_size": 16,
+    "patch_size": 4,
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 10,
+}
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(te_block, "import_te", lambda: STAND_IN)
+
+
+def shaken(**options):
+    """The small model with values that make every parameter matter."""
+    model = filled(open_model("vit_10b", SMALL | options))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # norms and biases must count, and q, k, v differ
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"qk_norm": True}, {"qkv_bias": False, "proj_bias": False}]
+)
+def test_same_logits(options, stand_in):
+    timm = shaken(**options)
+    replaced = copy.deepcopy(timm)
+    for index, block in enumerate(timm.blocks):
+        replaced.blocks[index] = TeBlocks("none").replace(block, "cpu")
+    names = {TeBlocks("none").timm_name(name) for name, _ in replaced.named_parameters()}
+    assert names == {name for name, _ in timm.named_parameters()}
+    images = torch.randn(4, 3, 16, 16)
+    assert torch.allclose(replaced(images), timm(images), atol=2e-2)
+    for block in timm.blocks:  # the same GELU on both sides: only rounding is left
+        block.mlp.act = nn.GELU(approximate="tanh")
+    assert torch.allclose(replaced(images), timm(images), atol=1e-5)
+
+
+def test_meta_block_gives_meta_layer(stand_in):
+    layer = TeBlocks("none").replace(open_model("vit_10b", SMALL).build().blocks[0], "cpu")
+    assert all(parameter.is_meta for parameter in layer.parameters())
+
+
+def test_names_outside_of_blocks_stay():
+    timm_name = TeBlocks("none").timm_name
+    assert timm_name("norm.weight") == "norm.weight"
+    assert timm_name("blocks.11.layernorm_mlp.fc1_bias") == "blocks.11.mlp.fc1.bias"
+    assert timm_name("blocks.0.mlp.fc1.bias") == "blocks.0.mlp.fc1.bias"
+
+
+def test_checkpoint_moves_between_blocks(tmp_path):
+    reference = train_tiny_gpu(tmp_path / "reference")
+    run = tmp_path / "run"
+    te = {"processes": 2, "program": "tests.stand_ins.te_stand_in"}
+    train_tiny_gpu(run, "--max_steps", "2")
+    middle = train_tiny_gpu(run, "--max_steps", "4", "--block", "te", **te)
+    assert "te blocks" in middle.run_file["backend"]
+    moved = train_tiny_gpu(run, "--no_grad_ckpt")
+    assert_same_curves(moved, reference, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--meta_init", pytest.param("--zero_dp_strategy 1", marks=pytest.mark.long)]
+)
+def test_with_megatron(flags, tmp_path):
+    te = {"processes": 2, "program": "tests.stand_ins.te_stand_in"}
+    fsdp2 = train_tiny_gpu(tmp_path / "fsdp2", "--block", "te", **te)
+    flags = f"--block te --fsdp megatron {flags}".split()
+    megatron = train_tiny_gpu(tmp_path / "megatron", *flags, **te)
+    assert_same_curves(megatron, fsdp2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--block te --compile", "has no --compile"),
+        ("--block te --grad_ckpt selective", "has no --grad_ckpt selective"),
+        ("--block te --init_values 1e-5", "it has layer scale (--init_values): use --block"),
+        ("--block te --no-qkv_bias", "its --qkv_bias is not as its --proj_bias"),
+        ("--block te --mlp_dropout 0.1", "it has --mlp_dropout"),
+        ("--block te --fp8 delayed", "--fp8 delayed requires --precision bf16"),
+        ("--block te --fp8 delayed --precision bf16", "8.9 or higher required: use --fp8 none"),
+        ("--block te --fp8 mxfp8 --precision bf16", "10.0 or higher: use --fp8 delayed"),
+    ],
+)
+def test_refused(flags, words, stand_in):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        on_gpus([*TINY_MODEL, "--batch_size", "16", *flags.split()])
+
+
+def test_fp8_batch(stand_in, monkeypatch):
+    """197 tokens: only the number of images can make their product a multiple of 16."""
+    monkeypatch.setattr(STAND_IN, "is_fp8_available", lambda return_reason: (True, ""))
+    flags = "--model vit_tiny_patch16_224 --block te --precision bf16 --fp8 delayed "
+    flags += "--batch_size 96 --grad_accum_steps 2"
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    on_gpus(flags)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="24 images a pass and GPU x 197 tokens"):
+        on_gpus(flags)

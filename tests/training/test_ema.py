@@ -1,0 +1,298 @@
+"""The moving average of the weights against timm's own, fed with the weights of each step."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from timm.utils import ModelEmaV3
+
+from data.loader import Share
+from data.source import open_data
+from run_vit_training import read_flags
+from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, tiny, train_tiny, train_tiny_gpu
+from tests.references.normalized import normalized
+from tests.references.plain_checkpoint import convert, tiny_timm_model
+from tests.resolved import on_xla
+from tests.short_runs import mistake
+from tests.usage_error import told_in_one_line
+from tools.convert import main as to_other_form
+from tools.plan import gpu as gpu_model
+from tools.plan.tpu import compile_words
+from tools.plan.tpu_search import TpuCandidate
+from torch_fsdp.devices import Cpu
+from training.backend import dataset_request
+from training.checkpoints.choose import find_resume
+from training.mesh import Mesh
+from training.step_sizes import step_sizes
+from training.weights import load_file_of_weights
+from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
+
+EACH_STEP = (
+    "--model_ema --ckpt_step_interval 1 --test_step_interval 3 --batch_size 64 --lr 0.1".split()
+)
+ROUNDED = {"rtol": 1e-6, "atol": 2e-8}
+BAD = {2, 4, 5}
+"""The steps that are not finite where ``tests.stand_ins.bad_step`` is told so."""
+
+
+def read(folder, part):
+    """The weights, or their average, of a checkpoint, as timm's model, by PyTorch's own reader."""
+    model = tiny_timm_model()
+    dcp.load({part: model.state_dict()}, checkpoint_id=folder)
+    return model.eval()
+
+
+def average_by_timm(ckpt_dir, skipped=(), last=6, **how):
+    """What ModelEmaV3 makes of the weights of all steps, as timm's train.py updates it."""
+    average, updates = ModelEmaV3(read(ckpt_dir / "step_1", "model"), **how), 0
+    for step in range(1, last + 1):
+        if step not in skipped:
+            updates += 1
+            average.update(read(ckpt_dir / f"step_{step}", "model"), step=updates)
+    return average.module
+
+
+def assert_same(found, expected, *, rtol=0.0, atol=0.0):
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=rtol, atol=atol)
+
+
+def plain_run():
+    source = ["--data_dir", str(DIGITS), "--hflip", "0"]
+    return on_xla([*source, *TINY_MODEL, *TINY_RUN])
+
+
+@torch.no_grad()
+def plain_val_loss(model):
+    """The mean loss on val/ in plain PyTorch."""
+    run = plain_run()
+    data = open_data(dataset_request(run))
+    total = count = 0.0
+    for images, labels in data.val_loader(64, Share()).epoch(0):
+        images, labels = images[labels >= 0], labels[labels >= 0]
+        logits = model(normalized(images, run))
+        total += F.cross_entropy(logits, labels, reduction="sum").item()
+        count += len(labels)
+    return total / count
+
+
+XLA = [
+    (
+        "--grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16",
+        2,
+        {"decay": 0.9},
+        BAD,
+    ),
+    ("--flatten_parameters --model_ema_warmup", 1, {"decay": 0.5, "use_warmup": True}, ()),
+]
+XLA_LONG = [("--no-scan_blocks --mesh_tensor 2", 4, {"decay": 0.99999}, ())]
+GPU = [("--precision bf16", 1, {"decay": 0.0}, ()), ("--fsdp megatron", 2, {"decay": 0.9}, BAD)]
+GPU_LONG = [
+    (
+        "--dp_outer 2 --grad_accum_steps 2 --optimizer_dtype bf16 --model_ema_warmup",
+        4,
+        {"decay": 0.99999, "use_warmup": True},
+        BAD,
+    ),
+    ("--zero_dp_strategy 2", 2, {"decay": 0.9}, ()),
+    ("--fsdp megatron --zero_dp_strategy 2 --precision bf16", 2, {"decay": 0.9}, ()),
+]
+
+
+@pytest.mark.parametrize(
+    ("train", "flags", "devices", "how", "bad"),
+    [
+        *((train_tiny, *case) for case in XLA),
+        *((train_tiny_gpu, *case) for case in GPU),
+        *(pytest.param(train_tiny, *case, marks=pytest.mark.long) for case in XLA_LONG),
+        *(pytest.param(train_tiny_gpu, *case, marks=pytest.mark.long) for case in GPU_LONG),
+    ],
+)
+def test_as_timm(train, flags, devices, how, bad, tmp_path, monkeypatch):
+    on_gpu, spoils = train is train_tiny_gpu, bad or "megatron" in flags
+    monkeypatch.setenv("BAD_STEPS", "2:loss 4:norm 5:loss" if bad else "")
+    module = (
+        {True: "tests.stand_ins.bad_step_gpu", False: "tests.stand_ins.bad_step"}[on_gpu]
+        if spoils
+        else ""
+    )
+    count = {"processes": devices} if on_gpu else {"devices": devices}
+    flags = [*EACH_STEP, "--model_ema_decay", str(how["decay"]), *flags.split()]
+    run = train(tmp_path, *flags, program=module, **count)
+
+    expected = average_by_timm(tmp_path, skipped=bad, **how)
+    found = read(tmp_path / "step_6", "ema")
+    assert_same(found, expected, **ROUNDED)
+    off = 1e-3 if "--precision bf16" in " ".join(flags) else 1e-5
+    for evaluation in run.evaluations:
+        folder = tmp_path / f"step_{evaluation['step']}"
+        losses = [plain_val_loss(read(folder, part)) for part in ("model", "ema")]
+        found = [evaluation["val_loss"], evaluation["ema_val_loss"]]
+        assert found == pytest.approx(losses, rel=off)
+        assert found[0] - found[1] == pytest.approx(losses[0] - losses[1], rel=0.2), losses
+    assert len(run.evaluations) == 2
+    sizes = run.run_file["state_bytes_per_device"]
+    assert sizes["ema"] == sizes["parameters"]
+    if not on_gpu:
+        steps = run.steps
+        graphs = 2 if "--grad_accum_steps" in flags else 1
+        assert steps[3]["executions"] - steps[2]["executions"] == graphs
+        if devices > 1:  # nested FSDP's steps may compile anew after an evaluation, with or without
+            assert steps[6]["compilations"] == steps[4]["compilations"]
+
+
+@pytest.mark.long
+def test_goes_on_and_moves(tmp_path):
+    """On in mid-epoch, as if never stopped; from XLA to FSDP2, from 2 devices to 4, as timm's."""
+    flags = [*EACH_STEP, "--model_ema_decay", "0.8", "--model_ema_warmup"]
+    whole = train_tiny(tmp_path / "whole", *flags, devices=2)
+    shutil.copytree(tmp_path / "whole" / "step_3", tmp_path / "again" / "step_3")
+    train_tiny(tmp_path / "again", *flags, devices=2)
+    for part in ("model", "ema"):
+        found = read(tmp_path / "again" / "step_6", part)
+        assert_same(found, read(whole.ckpt_dir / "step_6", part))
+
+    how = ["--resume", str(whole.ckpt_dir / "step_3")]
+    moved = train_tiny_gpu(tmp_path / "on_gpu", *flags, *how, processes=4)
+    for step in (1, 2, 3):
+        shutil.copytree(whole.ckpt_dir / f"step_{step}", moved.ckpt_dir / f"step_{step}")
+    expected = average_by_timm(moved.ckpt_dir, decay=0.8, use_warmup=True)
+    assert_same(read(moved.ckpt_dir / "step_6", "ema"), expected, **ROUNDED)
+
+
+def test_begins_and_ends(tmp_path):
+    """With an older checkpoint the average begins with its weights; without the flag it is left."""
+    train_tiny_gpu(tmp_path / "old", "--max_steps", "3")
+    flags = [*EACH_STEP, "--model_ema_decay", "0.9", "--resume", str(tmp_path / "old")]
+    begun = train_tiny_gpu(tmp_path / "begun", *flags)
+    notes = [line for line in begun.stdout.splitlines() if "EMA" in line and "note:" in line]
+    assert notes == ["note: the checkpoint has no EMA of the weights: it starts with these weights"]
+    average, weights = ModelEmaV3(read(tmp_path / "old" / "step_3", "model"), decay=0.9), {}
+    for step in (4, 5, 6):
+        weights[step] = read(tmp_path / "begun" / f"step_{step}", "model")
+        average.update(weights[step], step=step - 3)
+    assert_same(read(tmp_path / "begun" / "step_6", "ema"), average.module, **ROUNDED)
+
+    left = ["--max_steps", "7", "--resume", str(tmp_path / "begun")]
+    ended = train_tiny_gpu(tmp_path / "ended", *left)
+    (note,) = [line for line in ended.stdout.splitlines() if "EMA" in line]
+    assert note == (
+        "note: the checkpoint's EMA of the weights is dropped: --model_ema is not given"
+    )
+    assert "ema" not in convert(tmp_path / "ended" / "step_7", tmp_path / "ended.pt")
+    refused = run_program("run_vit_training.py", *tiny(tmp_path / "ended"), *USE)
+    assert mistake(refused).endswith("give one of a run with --model_ema, or drop --use_ema")
+    check_use(begun, tmp_path)
+
+
+USE = ("--eval_only", "--use_ema", "--backend", "cuda", "--json")
+
+
+@torch.no_grad()
+def probabilities(weights):
+    """The five highest of the first seven in val/, in plain PyTorch."""
+    model = tiny_timm_model().eval()
+    model.load_state_dict(weights)
+    run = plain_run()
+    batches = open_data(dataset_request(run)).val_loader(359, Share()).epoch(0)
+    images, labels = next(iter(batches))
+    image = images[labels == 7][:1]
+    return model(normalized(image, run)).softmax(-1)[0].topk(5).values.tolist()
+
+
+def check_use(run, tmp_path):
+    """Its average alone, from the folder and from a plain file, is what was evaluated beside the
+    weights; of the evaluated checkpoints the best is the one whose average is."""
+    plain = tmp_path / "plain.pt"
+    content = convert(run.ckpt_dir / "step_6", plain)
+    as_timm_saves = {"state_dict": content["model"], "state_dict_ema": content["ema"]}
+    torch.save(as_timm_saves, tmp_path / "timm.pt")
+    for weights in (run.ckpt_dir, tmp_path / "timm.pt"):
+        done = run_program("run_vit_training.py", *tiny(tmp_path), *USE, "--resume", str(weights))
+        assert done.returncode == 0, done.stderr
+        loss = json.loads(done.stdout)["val_loss"]
+        assert loss == pytest.approx(run.evaluations[-1]["ema_val_loss"], rel=1e-6)
+
+    for source, name in ((run.ckpt_dir, "a.safetensors"), (tmp_path / "timm.pt", "b.pt")):
+        assert to_other_form([str(source), str(tmp_path / name), "--use_ema"]) == 0
+        found = load_file_of_weights(tmp_path / name)
+        torch.testing.assert_close(found.tensors, content["ema"], rtol=0, atol=0)
+    none = [str(tmp_path / "a.safetensors"), str(tmp_path / "c.pt"), "--use_ema"]
+    assert to_other_form(none) == 2
+
+    image = min((DIGITS / "val" / "7").glob("*.png"))
+    predict = ["--predict", str(image), "--use_ema", "--json", "--resume", str(plain)]
+    done = run_program("run_vit_training.py", *tiny(tmp_path)[4:], *predict)
+    (found,) = json.loads(done.stdout)
+    expected = probabilities(content["ema"])
+    assert [each["probability"] for each in found["top5"]] == pytest.approx(expected, rel=1e-4)
+
+    of_weights, of_ema = ("val_loss", "val_top1"), ("ema_val_loss", "ema_val_top1")
+    records = [
+        {"step": step} | dict(zip(of_weights + of_ema, values, strict=True))
+        for step, values in ((5, (2.0, 10.0, 1.0, 40.0)), (6, (1.5, 20.0, 1.2, 30.0)))
+    ]
+    (run.ckpt_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    for which in ("best", "lowest_loss"):
+        assert find_resume(run.ckpt_dir, which, 0).paths == [run.ckpt_dir / "step_5"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model_ema --model_ema_decay 1", "1 must be at least 0 and below 1"),
+        ("--model_ema_decay 0.9", "--model_ema_decay 0.9 requires --model_ema"),
+        ("--model_ema_warmup", "--model_ema_warmup requires --model_ema"),
+        ("--use_ema", "--use_ema requires --predict or --eval_only"),
+        (
+            "--model_ema --backend cuda --fsdp megatron --no_preserve_fp32_weights",
+            "--model_ema is incompatible with --no_preserve_fp32_weights: drop one of the two",
+        ),
+    ],
+)
+def test_refused(flags, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setattr("torch_fsdp.devices.choose", Cpu)
+    monkeypatch.setattr("gpu_fsdp.resolve_gpu.check_megatron_runs_here", lambda: None)
+    line = told_in_one_line(capsys, *tiny(tmp_path / "none"), *flags.split())
+    assert words in line
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_is_planned():
+    """4 bytes a parameter more: in the traced step's state on a slice, and in all arithmetic."""
+    model, over = "--model vit_tiny_patch16_224 --batch_size 64", 8
+    sizes = {}
+    for ema in ("", "--model_ema"):
+        flags = f"{model} {ema} --compile_only --tpu_topology v5e:2x4".split()
+        asked = read_flags(flags)
+        topology = parse_topology("v5e:2x4")
+        run = resolve_for_slice(asked.run, asked.xla, topology)
+        shape = step_sizes(run.model)
+        candidate = TpuCandidate(run.mesh, "full", 1, "sdpa", topology)
+        on_tpu = candidate.estimate(shape, run.config)
+        on_gpus = gpu_model.estimate(shape, gpu_model.GPUS[0], Mesh(fsdp=over), run.config)
+        sizes[ema] = on_tpu.peak_bytes, on_gpus.peak_bytes
+        assert ("--model_ema" in compile_words(run.config, run.own, candidate)) == bool(ema)
+    for with_ema, without in zip(sizes["--model_ema"], sizes[""], strict=True):
+        assert with_ema - without == pytest.approx(4 * shape.parameters / over)
+    traced = run_program("-c", TRACE, *flags, warm=False)
+    assert traced.returncode == 0, traced.stderr
+    assert int(traced.stdout) == pytest.approx(16 * shape.parameters / over, rel=0.02)
+
+
+TRACE = """
+import sys
+from run_vit_training import read_flags
+from xla_fsdp.tpu import parse_topology
+from tools.compile_only.trace import start_xla, trace_step
+from xla_fsdp.resolve_xla import resolve_for_slice
+asked = read_flags(sys.argv[1:])
+topology = parse_topology(asked.xla.tpu_topology)
+run = resolve_for_slice(asked.run, asked.xla, topology)
+start_xla(topology.devices, run.own.xla_fsdp)
+print(trace_step(run).state_bytes)
+"""

@@ -1,0 +1,500 @@
+"""What must not spoil a run, by the real command line: damage, a full disk, two jobs, NaN, hangs.
+
+In one process of the GPU backend where it does not matter which: it starts at once.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from config_fields import count_or_percent
+from data.config import DataConfig
+from data.index import index_split
+from data.loader import GlobalBatchSampler
+from tests.cli import DIGITS, ROOT, Result, train_tiny, train_tiny_gpu
+from tests.short_runs import ENDLESS, QUICK, mistake, program, start
+from tests.training.test_checkpoints import flip, left, truncate
+from tests.training.test_folder_lock import HOLD
+from tests.usage_error import told_in_one_line
+from training.logs.bad_images import TRAIN, BadImages
+
+# -- checkpoints ----------------------------------------------------------------------
+
+
+def test_keep_three(tmp_path):
+    done = train_tiny_gpu(
+        tmp_path, *QUICK, *"--max_steps 6 --ckpt_step_interval 1 --keep_checkpoints 3".split()
+    )
+    assert left(done.ckpt_dir) == [4, 5, 6]
+
+
+def test_too_many_go_where_nothing_is_left_to_train(run):
+    """A run that was killed between writing its last checkpoint and removing an old one."""
+    train_tiny_gpu(run, *QUICK, "--max_steps", "10", "--keep_checkpoints", "1")
+    assert left(run) == [10]
+
+
+def test_going_back_with_another_batch_size_loses_nothing(tmp_path):
+    """The newest is what was written last, also where its step is a smaller number."""
+    flags = "--patch_size 8 --batch_size 287 --num_epochs 3 --ckpt_epoch_interval 1".split()
+    train_tiny_gpu(tmp_path, *flags, "--max_steps", "10")
+    assert left(tmp_path) == [5, 10]
+    back = [*flags, *"--resume_epoch 1 --max_steps 6 --keep_checkpoints 1".split()]
+    done = train_tiny_gpu(tmp_path, *back)
+    assert f"checkpoint {tmp_path}/step_6, " in done.stdout
+    assert left(tmp_path) == [6]
+    assert left(tmp_path / "set_aside_1") == [10]
+    assert list(done.steps) == [1, 2, 3, 4, 5, 6]
+    again = train_tiny_gpu(tmp_path, *flags, "--max_steps", "7")
+    assert "step_6 at step 6, epoch 2" in again.stdout
+
+
+def test_stop_of_a_run_that_went_back_tells_how_to_go_on(run, monkeypatch):
+    monkeypatch.setenv("SIGNAL_AT", "0 7 SIGTERM")
+    flags = ["--resume", run / "step_5", "--max_steps", "9"]
+    stopped = program(run, *flags, module="tests.stand_ins.signal_at_step")
+    assert stopped.returncode == 143
+    told = f"step 7, checkpoint {run}/step_7; the same command with --resume auto resumes there"
+    assert told in stopped.stdout
+    resumed = program(run, "--max_steps", "9", "--resume", "auto")
+    assert f"resuming {run}/step_7 at step 7" in resumed.stdout
+
+
+@pytest.mark.parametrize("harm", [flip, truncate])
+def test_damaged_newest_checkpoint_is_named_and_passed_over(harm, run, trained):
+    harm(run / "step_10")
+    resumed = train_tiny_gpu(run, *QUICK, "--max_steps", "10")
+    assert f"warning: {run}/step_10 is damaged (" in resumed.stdout
+    assert ", so step_5 is resumed" in resumed.stdout
+    assert resumed.column("loss") == trained.column("loss")
+    assert left(run) == [5, 10]
+    assert left(run / "set_aside_1") == [10]
+
+
+def test_damaged_checkpoint_that_was_asked_for(run):
+    flip(run / "step_10")
+    before = sorted(path for path in run.rglob("*"))
+    said = mistake(program(run, "--resume", run / "step_10"))
+    assert "step_10 is damaged (__0_0.distcp has changed since it was written" in said
+    assert sorted(path for path in run.rglob("*") if path.name != ".lock") == [
+        path for path in before if path.name != ".lock"
+    ]
+    taken = program(run, "--resume", run / "step_10", "--no_verify_checkpoint", "--max_steps", "11")
+    assert taken.returncode == 0, taken.stderr
+
+
+def test_second_job_in_a_folder(run):
+    first = start(run, *ENDLESS)
+    try:
+        while "epoch 2 step" not in first.stdout.readline():
+            assert first.poll() is None
+        said = mistake(program(run, "--max_steps", "30"))
+        assert f"--ckpt_dir {run} is in use by process " in said
+        assert first.poll() is None
+    finally:
+        first.terminate()
+        first.communicate(timeout=60)
+
+
+def has_open(pid, path):
+    """Whether a process has a file open; a file closed while we look is not."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if link.readlink() == path.resolve():
+                return True
+    return False
+
+
+def test_restart_resumes_what_the_first_start_still_writes(run, trained, monkeypatch):
+    """The new start looks for a checkpoint, then waits for the lock of the one that is ending."""
+    (run / "step_10").rename(run / "aside")
+    described = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(described | {"job": "vit"}))
+    monkeypatch.setenv("RUN_JOB_ID", "vit")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, run], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        second = start(run, "--max_steps", "11")
+        while not has_open(second.pid, run / ".lock"):
+            assert second.poll() is None
+            time.sleep(0.05)
+        (run / "aside").rename(run / "step_10")
+    finally:
+        holder.kill()
+        holder.wait()
+    stdout, _ = second.communicate(timeout=120)
+    assert f"resuming {run}/step_10 at step 10" in stdout
+    assert not list(run.glob("set_aside_*"))
+    assert Result(run).column("loss")[:10] == trained.column("loss")
+
+
+# -- images ---------------------------------------------------------------------------
+
+
+def test_images_that_cannot_be_read(tmp_path):
+    """They are listed and left out; beyond the limit the run ends."""
+    data = shutil.copytree(DIGITS, tmp_path / "data")
+    broken = sorted(data.glob("train/*/*"))[:2] + sorted(data.glob("val/*/*"))[:1]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:60])
+    flags = ["--data_dir", data, "--max_steps", "11"]
+    done = program(tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stderr
+    listed = (tmp_path / "run" / "bad_images.txt").read_text().splitlines()
+    assert {line.partition("\t")[0] for line in listed} == set(map(str, broken))
+    assert done.stdout.count(" cannot be read (") == 3
+    (evaluation,) = Result(tmp_path / "run").evaluations
+    assert evaluation["val_images"] == 358
+    assert f"{broken[0]}\timage file is truncated\ttrain" in listed
+
+
+FORMS = {
+    "SPMD": ("--backend xla --xla_fsdp spmd --cpu_devices 2", 1, train_tiny),
+    "nested": ("--backend xla --xla_fsdp nested", 1, train_tiny),
+    "FSDP2": ("--backend cuda", 1, train_tiny_gpu),
+    "FSDP2 in two processes": ("--backend cuda", 2, train_tiny_gpu),
+}
+
+
+@pytest.fixture
+def spoiled(tmp_path):
+    """Digits, two images of which, that the second of two processes reads in step 5, are broken."""
+    data = shutil.copytree(DIGITS, tmp_path / "data")
+    sampler = GlobalBatchSampler(1438, 128, shuffle=True, rank=1, world_size=2)
+    images = index_split(str(data), "train").paths
+    for _, index in list(sampler)[4][7:9]:
+        Path(images[index]).write_text("hello")
+    return data
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(each, marks=pytest.mark.long if "xla" in FORMS[each][0] else ())
+        for each in FORMS
+    ],
+)
+def test_too_many_unreadable_images(form, spoiled, tmp_path):
+    """A checkpoint is written before the run ends; with another limit it goes on as if it had not
+    ended. With the same one it is refused at once: a restart would not help."""
+    flags, processes, train = FORMS[form]
+    flags = [*flags.split(), "--data_dir", str(spoiled), "--max_steps", "9"]
+    how = {"processes": processes} if processes > 1 else {}
+    ended = program(tmp_path / "run", *flags, "--max_bad_images", "1", **how)
+    (line,) = [each for each in ended.stderr.splitlines() if each.startswith("run_vit_training.py")]
+    assert "error: 2 images cannot be read, more than --max_bad_images 1: mend or remove" in line
+    assert "or allow more with --max_bad_images 2" in line
+    (step,) = left(tmp_path / "run")
+    assert line.endswith(f"the same command then resumes {tmp_path}/run/step_{step}")
+    if processes == 1:
+        assert (ended.returncode, step) == (5, 5)
+    else:  # the other one learns of it a step later
+        assert re.search(r"exitcode *: 5 ", ended.stderr)
+        assert step in (5, 6, 7)
+
+    if form == "FSDP2":
+        said = mistake(program(tmp_path / "run", *flags, "--max_bad_images", "1"))
+        assert f"{tmp_path}/run/bad_images.txt lists them" in said
+        assert left(tmp_path / "run") == [step]
+    more = [*QUICK, *flags, "--max_bad_images"]
+    resumed = train(tmp_path / "run", *more, "2", **how)
+    whole = train(tmp_path / "whole", *more, "1%", **how)
+    assert resumed.column("loss") == whole.column("loss")
+    assert resumed.evaluations == whole.evaluations
+
+
+def test_too_many_unreadable_images_in_the_last_step(spoiled, tmp_path):
+    flags = ["--data_dir", spoiled, "--max_bad_images", "0.01%", "--max_steps", "5"]
+    ended = program(tmp_path / "run", *flags)
+    assert ended.returncode == 5
+    assert "2 training images cannot be read, more than --max_bad_images 0.01% (1 of 1,438)" in (
+        ended.stderr
+    )
+    assert left(tmp_path / "run") == [5]
+    assert Result(tmp_path / "run").evaluations == []
+    done = program(tmp_path / "run", *flags[:2], "--max_steps", "5", "--max_bad_images", "2")
+    assert done.returncode == 0, done.stderr
+    assert [each["step"] for each in Result(tmp_path / "run").evaluations] == [5]
+
+
+def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
+    """It does not count; when more are allowed, it is made, and says what was left out."""
+    data = shutil.copytree(DIGITS, tmp_path / "data")
+    for path in sorted(data.glob("val/3/*")):
+        path.write_text("hello")
+    count = len(list(data.glob("val/3/*")))
+    flags = ["--data_dir", data, "--test_step_interval", "3", "--max_steps", "4"]
+    ended = program(tmp_path / "run", *flags)
+    assert ended.returncode == 5
+    told = f"{count} validation images cannot be read, more than --max_bad_images 1% (4 of 359)"
+    assert told in ended.stderr
+    assert left(tmp_path / "run") == [3]
+    assert Result(tmp_path / "run").evaluations == []
+    assert ended.stdout.count(" cannot be read (") == 20
+    assert f"nor can {count - 20} others be read: bad_images.txt lists them" in ended.stdout
+    assert len((tmp_path / "run" / "bad_images.txt").read_text().splitlines()) == count
+    done = program(tmp_path / "run", *flags, "--max_bad_images", count)
+    assert done.returncode == 0, done.stderr
+    assert [each["step"] for each in Result(tmp_path / "run").evaluations] == [3, 4]
+    assert done.stdout.count(f" % of {359 - count} of 359 images, class 3 has none left, top") == 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_images_that_have_gone(processes, tmp_path):
+    """A disk goes while batches are ready: a checkpoint, and an end after which to start again."""
+    data, run = shutil.copytree(DIGITS, tmp_path / "data"), tmp_path / "run"
+    flags = ["--data_dir", data, "--batch_size", "16", "--num_workers", "1"]
+    gone = threading.Thread(target=take_away, args=(data / "train", run / "metrics.jsonl"))
+    gone.start()
+    how = {"module": "tests.stand_ins.slow_on_purpose", "processes": processes}
+    ended = program(run, *flags, "--max_steps", "80", **how)
+    gone.join()
+    assert (
+        "nor are 10 others that were tried in its place: training stops with a che" in ended.stderr
+    )
+    (step,) = left(run)
+    assert f"(the warning says why): the same command resumes {run}/step_{step}" in ended.stderr
+    if processes == 1:
+        assert ended.returncode == 1
+    else:
+        assert re.search(r"exitcode *: 1 ", ended.stderr)
+    (tmp_path / "away").rename(data / "train")
+    more = [*QUICK, *map(str, flags), "--max_steps", str(step + 2)]
+    resumed = train_tiny_gpu(run, *more, processes=processes)
+    whole = train_tiny_gpu(tmp_path / "whole", *more, processes=processes)
+    assert resumed.column("loss") == whole.column("loss")
+
+
+def take_away(folder, metrics):
+    """Rename a folder once a run has logged some steps."""
+    while not metrics.exists() or metrics.read_text().count("\n") < 5:
+        time.sleep(0.01)
+    folder.rename(folder.parent.parent / "away")
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "allowed"),
+    [
+        ("0", 300, 0),
+        ("0%", 300, 0),
+        ("7", 3, 7),
+        ("1%", 1, 1),
+        ("1%", 20, 1),
+        ("1%", 100, 1),
+        ("1%", 101, 2),
+        ("1%", 300, 3),
+        ("1%", 1_281_167, 12_812),
+        ("0.07%", 10_000, 7),  # in floating point it is more
+        ("99.9%", 10, 10),
+        ("100%", 359, 359),
+    ],
+)
+def test_limit_of_unreadable_images(limit, size, allowed):
+    limit = count_or_percent(limit)
+    assert DataConfig(max_bad_images=limit).max_bad_images == limit
+    data = SimpleNamespace(train_length=size, val_length=0, classes=None)
+    for count in {allowed, allowed + 1}:
+        bad_images = BadImages(limit, data, is_main=True)
+        found = [(f"{number}.jpg", "it is text", 0) for number in range(count)]
+        bad_images.collect(TRAIN, SimpleNamespace(bad_images=lambda found=found: found), print)
+        assert bool(bad_images.excess) == (count > allowed)
+
+
+@pytest.mark.parametrize(
+    "value", "-1 100.5% -1% nan nan% inf% % 1%% 1.5 many 1%2 2000000000".split()
+)
+def test_limits_that_cannot_be(value, capsys):
+    assert "argument --max_bad_images: " in told_in_one_line(capsys, f"--max_bad_images={value}")
+
+
+# -- disks ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB; a checkpoint takes 0.6."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder, free):
+    """Leave about ``free`` bytes."""
+    stat = os.statvfs(folder)
+    with (folder / "filler").open("wb") as file:
+        file.write(bytes(max(0, stat.f_bavail * stat.f_frsize - free)))
+
+
+def test_disk_full(small_disk):
+    """It fills up at step 4: two saves in a row fail; what is there already stays whole."""
+    run = small_disk / "run"
+    flags = "--ckpt_step_interval 2 --max_steps".split()
+    first = program(run, *flags, 4)
+    assert first.returncode == 0, first.stderr
+    fill(small_disk, 30_000)
+    full = program(run, *flags, 20, "--max_failed_saves", 3)
+    assert full.returncode == 4, full.stdout + full.stderr
+    assert "Traceback" not in full.stderr
+    assert full.stdout.count("training continues, ") == 2
+    assert "step_6 could not be written" in full.stdout
+    assert "; 0.0 MB are free there)" in full.stdout
+    (line,) = [each for each in full.stderr.splitlines() if each.startswith("run_vit_training.py")]
+    assert f"3 have failed in a row: the newest checkpoint is {run}/step_4" in line
+    assert left(run) == [2, 4]
+    records = Result(run).records  # whole lines
+    assert [r["step"] for r in records if "loss" in r][:4] == [1, 2, 3, 4]
+    (small_disk / "filler").unlink()
+    again = program(run, *flags, 8)
+    assert again.returncode == 0, again.stderr
+    assert f"resuming {run}/step_4" in again.stdout
+    assert left(run) == [2, 4, 6, 8]
+
+
+def test_logs_on_a_full_disk_end_nothing(run, small_disk):
+    subprocess.run(["mount", "--bind", small_disk, run / "tensorboard"], check=True)
+    (run / "curves.png").unlink()
+    (run / "curves.png").mkdir()
+    fill(small_disk, 0)
+    try:
+        done = program(run, "--max_steps", "12")
+    finally:
+        subprocess.run(["umount", "-l", run / "tensorboard"], check=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "training completed: step 12" in done.stdout
+    assert "warning: TensorBoard's file cannot be written" in done.stdout
+    assert "warning: curves.png cannot be written" in done.stdout
+    assert left(run) == [5, 10, 11, 12]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed(run):
+    """A line each time, and training continues; the others are removed."""
+    (run / "step_1").touch()  # no folder: nothing can be removed from it
+    flags = ["--keep_checkpoints", "1", "--ckpt_step_interval", "2", "--max_steps"]
+    for steps, kept in (("14", 14), ("14", 14), ("15", 15)):
+        done = program(run, *flags, steps)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        warned = [line for line in done.stdout.splitlines() if line.startswith("warning: an old")]
+        assert warned
+        assert f"cannot be removed (Not a directory: {run}/step_1/manifest.json)" in warned[0]
+        assert left(run) == [1, kept]
+
+
+@pytest.mark.parametrize("folder", ["/proc/vit", "/sys/vit/run", "/dev/null/run"])
+def test_folder_that_cannot_be_written(folder):
+    said = mistake(program(folder))
+    assert f"cannot write to --ckpt_dir {folder}" in said or "is a file" in said
+
+
+# -- steps ----------------------------------------------------------------------------
+
+
+def test_not_finite_steps_are_skipped_counted_and_end_the_run(run, monkeypatch):
+    monkeypatch.setenv("FAULT_AT", "loss 12 12")
+    flags = ["--max_bad_steps", "3", "--max_steps"]
+    once = program(run, *flags, "13", module="tests.stand_ins.fault_at_step")
+    assert once.returncode == 0, once.stderr
+    assert "warning: 1 step(s) since the last log were skipped" in once.stdout
+    text = (run / "metrics.jsonl").read_text()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    steps = {r["step"]: r for r in records if "loss" in r}
+    assert steps[12]["loss"] is None
+    assert steps[12]["skipped_steps"] == steps[13]["skipped_steps"] == 1
+    assert steps[13]["loss"] is not None
+    monkeypatch.setenv("FAULT_AT", "loss 15 99")
+    ended = program(run, *flags, "30", module="tests.stand_ins.fault_at_step")
+    assert ended.returncode == 3, ended.stderr
+    (line,) = [each for each in ended.stderr.splitlines() if each.startswith("run_vit_training.py")]
+    # Told by what has arrived: a busy host is a step or two ahead of it.
+    assert re.search("[3-5] steps in a row had a loss or gradient norm that is not finite", line)
+    assert f"the last good checkpoint is {run}/step_13" in line
+    assert left(run) == [5, 10, 11, 13]
+    for steps_allowed in ("0", "99"):
+        never = ["--max_bad_steps", steps_allowed, "--max_steps", "19"]
+        assert program(run, *never, module="tests.stand_ins.fault_at_step").returncode == 0
+
+
+def test_a_step_that_hangs(run, monkeypatch):
+    monkeypatch.setenv("FAULT_AT", "hang 12 12")
+    hung = program(
+        run, "--step_timeout_s", "2", "--max_steps", "20", module="tests.stand_ins.fault_at_step"
+    )
+    assert hung.returncode == 1
+    assert "Timeout (0:00:02)!" in hung.stderr
+    assert "tests/stand_ins/fault_at_step.py" in hung.stderr
+    assert left(run) == [5, 10, 11]
+
+
+def test_a_first_batch_that_is_never_read(run, monkeypatch):
+    """The wait for it is counted, however short the time is that a step may take."""
+    monkeypatch.setenv("FAULT_AT", "read 3 3")
+    flags = "--step_timeout_s 0.1 --max_steps 20".split()
+    hung = program(run, *flags, module="tests.stand_ins.fault_at_step")
+    assert hung.returncode == 1
+    assert "Timeout (0:00:03)!" in hung.stderr
+    assert "tests/stand_ins/fault_at_step.py" in hung.stderr
+
+
+# -- evaluations ----------------------------------------------------------------------
+
+EVALUATED = "--test_epoch_interval 1 --max_steps".split()
+
+
+def test_signal_in_an_evaluation_and_the_evaluation_that_is_owed(trained, tmp_path, monkeypatch):
+    """Of 3 batches; at the end of epoch 1, and of the run."""
+    whole = train_tiny_gpu(tmp_path / "whole", *QUICK, *EVALUATED, "13")
+    assert [e["step"] for e in whole.evaluations] == [11, 13]
+    for last, step in (("13", 11), ("11", 11)):
+        run = tmp_path / last
+        monkeypatch.setenv("FAULT_AT", "evaluation 2 2")
+        stopped = program(run, *EVALUATED, last, module="tests.stand_ins.fault_at_step")
+        assert stopped.returncode == 143, stopped.stderr
+        assert f"training stopped by SIGTERM: step {step}, checkpoint {run}/step_" in stopped.stdout
+        assert Result(run).evaluations == []
+        resumed = train_tiny_gpu(run, *QUICK, *EVALUATED, last)
+        assert resumed.evaluations == whole.evaluations[: len(resumed.evaluations)]
+        assert [e["step"] for e in resumed.evaluations] == [11, 13][: 1 + (last == "13")]
+        expected = whole.column("loss")[: int(last)]
+        assert resumed.column("loss") == expected
+
+
+def test_crash_between_saving_and_evaluating(trained, run):
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text("".join(text.splitlines(keepends=True)[:-1]))
+    again = train_tiny_gpu(run, *QUICK, "--max_steps", "10")
+    assert again.records == trained.records
+
+
+@pytest.mark.parametrize(
+    ("flags", "images"),
+    [
+        ("", 359),
+        ("--eval_batches 0", 359),
+        ("--eval_batches 1", 128),
+        ("--eval_batches 2", 256),
+        ("--eval_batches 3", 359),
+        ("--eval_batches 999", 359),
+        ("--fake_data", 128),
+        ("--fake_data --eval_batches 2", 256),
+    ],
+)
+def test_eval_batches(flags, images, tmp_path):
+    done = train_tiny_gpu(tmp_path, *QUICK, *flags.split(), "--max_steps", "1")
+    assert [e["val_images"] for e in done.evaluations] == [images]

@@ -1,0 +1,285 @@
+"""Stopping and resuming, by the real command line: the same run as without the stop."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from data.pack import pack
+from data.source import open_data
+from tests.cli import (
+    DIGITS,
+    TINY_MODEL,
+    TINY_RUN,
+    Result,
+    run_program,
+    tiny,
+    train_tiny,
+    train_tiny_gpu,
+)
+from tests.references.plain_checkpoint import convert, tiny_timm_model
+from tests.resolved import on_gpus
+from tests.short_runs import QUICK
+from tests.usage_error import told_in_one_line
+from tests.xla_fsdp.test_sharding import assert_same_curves
+from training.backend import dataset_request
+from training.begin import other_order
+from training.checkpoints.format import Position, read_saved_run
+from training.schedule import Schedule
+
+# Five steps an epoch on digits, of 4 tokens an image to be quick; dropout everywhere, so that
+# random state counts.
+EPOCHS_OF_5 = (
+    "--patch_size 8 --batch_size 256 --num_epochs 4 --num_workers 1 --ckpt_epoch_interval 1"
+).split()
+DROPOUT = "--mlp_dropout 0.1 --att_dropout 0.1 --pos_dropout 0.1 --drop_path_rate 0.2".split()
+RUN_5 = [*EPOCHS_OF_5, *DROPOUT]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return train_tiny(folder, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "12", devices=2)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Stopped in the middle of the second epoch."""
+    folder = tmp_path_factory.mktemp("stopped")
+    return train_tiny(folder, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "7", devices=2)
+
+
+@pytest.fixture
+def copy_of_stopped(stopped, tmp_path):
+    return shutil.copytree(stopped.ckpt_dir, tmp_path / "run")
+
+
+def test_mid_epoch_resume_is_exact(uninterrupted, copy_of_stopped):
+    resumed = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "12", devices=2)
+    assert "at step 7, epoch 2" in resumed.stdout
+    assert list(resumed.steps) == list(range(1, 13))
+    for name in ("loss", "grad_norm", "lr"):
+        assert resumed.column(name) == uninterrupted.column(name)
+    assert resumed.evaluations[-1] == uninterrupted.evaluations[-1]
+    assert sorted(p.name for p in copy_of_stopped.glob("step_*")) == [
+        "step_10",
+        "step_12",
+        "step_5",
+        "step_7",
+    ]
+
+
+def test_the_model_is_the_checkpoints(uninterrupted, copy_of_stopped, tmp_path):
+    """Without flags of the model, dropout among them; in the run's own folder and in another."""
+    flags = [*EPOCHS_OF_5[2:], "--max_steps", "8"]
+    own = train_without_model(copy_of_stopped, *flags)
+    other = train_without_model(tmp_path / "other", *flags, "--resume", copy_of_stopped / "step_7")
+    assert own.steps[8]["loss"] == other.steps[8]["loss"] == uninterrupted.steps[8]["loss"]
+    model = ("patch_size", "embed_dim", "drop_path_rate", "num_classes")
+    arguments = {name: own.run_file["arguments"][name] for name in model}
+    assert arguments == {name: uninterrupted.run_file["arguments"][name] for name in model}
+    again = train_without_model(copy_of_stopped, *flags, "--drop_path_rate", "0")
+    assert again.run_file["arguments"]["drop_path_rate"] == 0  # what may change, does
+
+
+def train_without_model(ckpt_dir, *flags):
+    words = ["--data_dir", DIGITS, "--hflip", "0", *TINY_RUN, "--ckpt_dir", ckpt_dir, *flags]
+    done = run_program("run_vit_training.py", *map(str, words), "--cpu_devices", "2")
+    assert done.returncode == 0, done.stderr
+    return Result(ckpt_dir, done.stdout, done.stderr)
+
+
+@pytest.mark.long
+def test_gradient_checkpointing_repeats_the_dropout(tmp_path):
+    flags = [*DROPOUT, "--batch_size", "64", "--max_steps", "3"]
+    again = train_tiny(tmp_path / "again", *flags, "--no-scan_blocks", devices=2)
+    kept = train_tiny(tmp_path / "kept", *flags, "--no_grad_ckpt", "--no-scan_blocks", devices=2)
+    assert_same_curves(kept, again, rel=1e-5)
+
+
+def test_dropout_differs_from_step_to_step_and_seed_to_seed(tmp_path):
+    """With a learning rate of 0 and one and the same batch, only the masks change the loss."""
+    flags = "--fake_data --batch_size 500 --lr 0 --max_steps 4 --pos_dropout 0.5".split()
+    flags += ["--image_size", "8"]  # the 50,000 images of the evaluation are most of the time
+    runs = [train_tiny(tmp_path / seed, *flags, "--seed", seed).column("loss") for seed in "01"]
+    assert len(set(runs[0] + runs[1])) == 8
+
+
+def test_resume_epoch_and_keep_checkpoints(uninterrupted, copy_of_stopped):
+    flags = ["--resume_epoch", "1", "--keep_checkpoints", "2", "--max_steps", "12"]
+    resumed = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, *flags, devices=2)
+    aside = copy_of_stopped / "set_aside_1"
+    assert f"note: this run goes back: step_7 set aside in {aside}" in resumed.stdout
+    assert "step_5 at step 5, epoch 2" in resumed.stdout
+    assert resumed.column("loss") == uninterrupted.column("loss")
+    assert sorted(p.name for p in copy_of_stopped.glob("step_*")) == ["step_10", "step_12"]
+    assert sorted(p.name for p in aside.iterdir()) == ["metrics.jsonl", "step_7"]
+
+
+def test_rerun_of_a_finished_run_changes_nothing(copy_of_stopped, stopped):
+    """Nor with a --max_steps below what is reached."""
+    for max_steps in ("7", "5"):
+        again = train_tiny(copy_of_stopped, *RUN_5, "--max_steps", max_steps, devices=2)
+        assert "nothing is left to train: step 7 is reached" in again.stdout
+        assert again.records == stopped.records
+        told = f"val top-1 {stopped.evaluations[-1]['val_top1']:.2f} %, checkpoint {again.ckpt_dir}"
+        assert f"training completed: step 7, {told}/step_7" in again.stdout
+        assert len(list(copy_of_stopped.glob("step_*"))) == 2
+
+
+@pytest.mark.long
+def test_checkpoint_moves_between_forms_and_device_counts(tmp_path):
+    """Flat nested shards, 4 SPMD devices, blocks as one stack on 2, plain nested shards."""
+    flags = [*EPOCHS_OF_5, "--max_steps"]
+    reference = train_tiny(tmp_path / "reference", *flags, "6").column("loss")
+    run = tmp_path / "run"
+    train_tiny(run, *flags, "2", "--flatten_parameters")
+    train_tiny(run, *flags, "3", "--no-scan_blocks", devices=4)
+    moved = train_tiny(run, *flags, "5", devices=2).column("loss")
+    assert (run / "step_3").is_dir()
+    elsewhere = tmp_path / "elsewhere"
+    last = train_tiny(elsewhere, *flags, "6", "--xla_fsdp", "nested", "--resume", str(run))
+    assert moved + last.column("loss") == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.long
+def test_changed_batch_size_keeps_place_in_data_and_schedule(copy_of_stopped):
+    """Step 7 at 5 steps an epoch is 512 images into epoch 2, where a run of 11 an epoch is after
+    15. Steps are counted on; then the larger batch again, and each time the newest is resumed."""
+    flags = [*EPOCHS_OF_5, *DROPOUT, "--num_workers", "0"]
+    smaller = train_tiny(copy_of_stopped, *flags, "--batch_size", "128", "--max_steps", "8")
+    assert "step_7 at step 7, epoch 2" in smaller.stdout
+    assert "--batch_size was 256 before" in smaller.stdout
+    assert list(smaller.steps) == list(range(1, 9))
+    schedule = Schedule(1e-2, 4, 4 * 11)
+    assert smaller.steps[8]["lr"] == pytest.approx(schedule.lr(15))
+    assert smaller.steps[8]["epoch"] == 2
+    larger = train_tiny(copy_of_stopped, *flags, "--batch_size", "300", "--max_steps", "9")
+    assert "step_8 at step 8, epoch 2" in larger.stdout
+    assert larger.steps[9]["lr"] == pytest.approx(Schedule(1e-2, 4, 4 * 4).lr(4 + 640 // 300))
+    again = train_tiny(copy_of_stopped, *flags, "--batch_size", "300", "--max_steps", "999")
+    assert "step_9 at step 9, epoch 2" in again.stdout
+    steps = 9 + (4 * 4 - (4 + 3))  # what is left of 4 epochs of 4 steps
+    assert list(again.steps) == list(range(1, steps + 1))
+    assert again.steps[steps]["epoch"] == 4
+    assert [e["step"] for e in again.evaluations] == [7, 8, 9, steps]
+
+
+def test_unfinished_checkpoint_is_not_resumed(copy_of_stopped, stopped):
+    """A crash while writing leaves one without a manifest; the older, complete one counts."""
+    for step, lacks in ((8, ".metadata"), (9, "manifest.json")):
+        broken = copy_of_stopped / f"step_{step}"
+        shutil.copytree(copy_of_stopped / "step_7", broken)
+        (broken / lacks).unlink()
+    (copy_of_stopped / "step_8" / "manifest.json").unlink()
+    again = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "7", devices=2)
+    assert "step_7 at step 7" in again.stdout
+
+
+def test_pytorch_converts_the_checkpoint(stopped, tmp_path):
+    """PyTorch's own tool makes one plain file of it, with timm's names and all arguments."""
+    state = convert(stopped.ckpt_dir / "step_7", tmp_path / "plain.pt")
+    model = tiny_timm_model(patch_size=8)
+    model.load_state_dict(state["model"])
+    assert set(state["optimizer"]["state"]) == set(dict(model.named_parameters()))
+    for entry in state["optimizer"]["state"].values():
+        assert set(entry) == {"step", "exp_avg", "exp_avg_sq"}
+        assert entry["step"] == 7
+    training = state["training"]
+    assert (int(training["step"]), int(training["epoch"])) == (7, 1)
+    assert int(training["images_in_epoch"]) == 2 * 256
+    arguments = json.loads(bytes(training["arguments"].tolist()))
+    assert arguments["embed_dim"] == int(TINY_MODEL[TINY_MODEL.index("--embed_dim") + 1])
+    torch.Generator().set_state(training["rng"])  # a valid state
+
+
+# -- the order of images --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--seed 1", "--seed was 0, is 1"),
+        ("--aug_repeats 2", "--aug_repeats was 1, is 2"),
+        ("--buckets 16x16", "--buckets was none, is 16x16"),
+        ("--data_source digits", "--data_source was folder, is digits"),
+    ],
+)
+def test_another_order_in_mid_epoch_is_refused(flags, told, run, capsys):
+    """Ten batches of eleven were trained on: another order would repeat most images."""
+    words = [*tiny(run), *QUICK, "--backend", "cuda", *flags.split()]
+    said = told_in_one_line(capsys, *words)
+    assert f"{run}/step_10 was written in the middle of epoch 1" in said
+    assert f"({told})" in said
+    assert "--restart_epoch to restart that epoch" in said
+
+
+@pytest.fixture
+def own_digits(tmp_path):
+    return shutil.copytree(DIGITS, tmp_path / "digits")
+
+
+def test_other_images_in_mid_epoch_are_refused(run, own_digits, capsys):
+    """One is renamed; one is gone; in a checkpoint of an older version nothing tells that."""
+    words = [*tiny(run), *QUICK, "--backend", "cuda", "--data_dir", str(own_digits)]
+    image = sorted((own_digits / "train" / "3").iterdir())[0]
+    renamed = image.rename(image.with_stem("0"))
+    said = told_in_one_line(capsys, *words)
+    assert re.search(r"files in train/ was [0-9a-f]{16}, is [0-9a-f]{16}\)", said)
+    renamed.unlink()
+    said = told_in_one_line(capsys, *words)
+    assert "(the number of training images was 1438, is 1437)" in said
+
+    made = on_gpus(words)
+    source = open_data(dataset_request(made))
+    saved = read_saved_run(run / "step_10")
+    assert other_order(saved, made, source)
+    older = replace(saved, order=None)
+    assert other_order(older, made, source) is None
+    read = replace(older, arguments=saved.arguments | {"images_per_read": 64})
+    assert other_order(read, made, source) == "--images_per_read was 64, is none"
+    assert other_order(replace(saved, position=Position(11, 1, 0)), made, source) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--data_source webdataset", None),
+        ("--data_source webdataset --seed 3", "--seed was 0, is 3"),
+        ("--batch_size 64", None),
+        ("--buckets 16x16 --batch_size 64", "--buckets was none, is 16x16"),
+    ],
+)
+def test_what_leaves_the_order_as_it_is(flags, told, run, tmp_path):
+    """The same images from tar files; another batch size, but for buckets."""
+    if "webdataset" in flags:
+        pack(str(DIGITS), tmp_path / "tars", 400_000, 1)
+        flags += f" --data_dir {tmp_path / 'tars'}"
+    made = on_gpus([*tiny(run), *QUICK, "--backend", "cuda", *flags.split()])
+    saved = read_saved_run(run / "step_10")
+    source = open_data(dataset_request(made))
+    assert other_order(saved, made, source) == told
+    if flags.startswith("--data_source webdataset --data_dir"):  # of the same samples, shuffled
+        labels = source._train.labels
+        source._train.labels = np.roll(labels, 1)
+        assert "training images' labels was" in other_order(saved, made, source)
+    if "--buckets" in flags:  # each batch is of one bucket: its size decides which images it has
+        saved.arguments["buckets"] = ["16x16"]
+        found = other_order(saved, made, open_data(dataset_request(made)))
+        assert found == "--batch_size was 128, is 64"
+
+
+def test_an_epoch_begun_anew(run):
+    """Steps are counted on; from its own checkpoints in mid-epoch such a run goes on as ever."""
+    flags = [*QUICK, "--num_epochs", "1", "--seed", "1", "--restart_epoch", "--max_steps"]
+    first = train_tiny_gpu(run, *flags, "15")
+    assert "note: --seed was 0, is 1: epoch 1 starts again" in first.stdout
+    assert read_saved_run(run / "step_15").position == Position(15, 0, 5 * 128)
+    whole = train_tiny_gpu(run, *flags, "99")
+    assert "starts again" not in whole.stdout
+    assert list(whole.steps) == list(range(1, 10 + 11 + 1))
+    assert read_saved_run(run / "step_21").position == Position(21, 1, 0)

@@ -1,0 +1,284 @@
+"""Runs whose --ckpt_dir is a URL: the same checkpoints, logs and resumed losses as in a folder."""
+
+import json
+import os
+import pickle
+import shutil
+
+import fsspec
+import pytest
+
+from tests import bucket
+from tests.cli import Result, train_tiny
+from tests.short_runs import mistake, program
+from tests.training.test_async_checkpoints import assert_same_bits
+from tests.training.test_checkpoints import OneWeight, save_state
+from training.checkpoints.choose import (
+    clear,
+    complete_checkpoints,
+    find_resume,
+    first_readable,
+    prune,
+    set_aside,
+    step_folders,
+)
+from training.checkpoints.format import (
+    Position,
+    SafeReader,
+    Unreachable,
+    damage,
+    entries,
+    quick_problem,
+    read_metadata,
+    read_saved_run,
+    training_tensors,
+    write_manifest,
+)
+from training.checkpoints.state import load_state
+from training.errors import UsageError
+from training.files import folder_at
+from training.logs.log_folder import LogUploads, fetch_logs, log_folder
+
+ON_A_BUCKET = "tests.bucket"
+
+
+@pytest.fixture
+def storage(tmp_path, monkeypatch):
+    """An empty bucket, and this machine's cache."""
+    folder = tmp_path / "storage"
+    folder.mkdir()
+    monkeypatch.setenv("BUCKET_ROOT", str(folder))
+    monkeypatch.setenv("BUCKET_DOWN", str(tmp_path / "down"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first_machine"))
+    return folder
+
+
+@pytest.fixture(params=["memory", "bucket"])
+def url(request, storage):
+    """A run's folder on a URL; both kinds are known to this process."""
+    assert bucket.Bucket.protocol == "bucket"
+    fsspec.filesystem("memory").store.clear()
+    return folder_at(f"{request.param}://shelf/a run/")
+
+
+def names(url):
+    return [path.name for path in url.iterdir()]
+
+
+def write_whole(folder, value):
+    clear(folder)
+    save_state(OneWeight(value, ["scale"]), folder, training_tensors(Position(), {}, None))
+    write_manifest(folder, entries(folder, [p.name for p in folder.iterdir()]))
+    return folder
+
+
+# -- the folder -----------------------------------------------------------------------
+
+
+def test_checkpoints_on_a_url(url):
+    assert str(url).endswith("://shelf/a run")
+    assert complete_checkpoints(url) == []
+    for step in (2, 4, 10):
+        write_whole(url / f"step_{step}", float(step))
+    write_whole(url / "step_11", 1.0)
+    (url / "step_11" / "manifest.json").unlink()
+    assert [path.name for path in step_folders(url)] == ["step_2", "step_4", "step_10", "step_11"]
+    newest = find_resume(url, "auto", 0).paths[0]
+    assert newest == url / "step_10"
+    assert newest.parent == url
+    backend = OneWeight(0.0, ["scale"])
+    load_state(backend, newest)
+    assert (backend.taken.model["a.w"] == 10).all()
+    assert quick_problem(newest) is damage(newest) is None
+    prune(url, 1, [url / "step_2"])
+    assert names(url) == ["step_10", "step_11", "step_2"]
+    (url / "metrics.jsonl").write_text('{"step": 12}\n')
+    aside = set_aside(url, [newest])
+    assert names(url) == ["metrics.jsonl", "set_aside_1", "step_11", "step_2"]
+    assert (aside / "metrics.jsonl").read_text() == '{"step": 12}\n'
+    assert damage(aside / "step_10") is None
+    file = aside / "step_10" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "bytes, not" in quick_problem(aside / "step_10")
+
+
+def test_metadata_on_a_url_cannot_run_code(url, tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'attacked'}",)
+
+    folder = write_whole(url / "step_1", 1.0)
+    (folder / ".metadata").write_bytes(pickle.dumps(Attack()))
+    for read in (read_metadata, lambda at: SafeReader(at).read_metadata()):
+        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
+            read(folder)
+    with pytest.raises(UsageError, match="does not belong"):
+        read_saved_run(folder)
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_what_a_storage_raises_is_an_oserror(storage):
+    (storage.parent / "down").touch()
+    for action in ("exists", "is_dir", "iterdir", "read_bytes", "mkdir"):
+        with pytest.raises(OSError, match="503 try again later"):
+            getattr(folder_at("bucket://shelf/run"), action)()
+    with pytest.raises(UsageError, match="cannot read --ckpt_dir bucket://shelf/run: 503"):
+        find_resume(folder_at("bucket://shelf/run"), "auto", 0)
+
+
+def test_what_is_damaged_is_passed_over_what_cannot_be_reached_is_not(storage):
+    """An older checkpoint would be resumed, and the newest set aside, for nothing."""
+    url = folder_at("bucket://shelf/run")
+    for step in (2, 4):
+        write_whole(url / f"step_{step}", float(step))
+    file = url / "step_4" / "__0_0.distcp"
+    file.write_bytes(bytes(len(file.read_bytes())))  # of the same size
+    saved, left = first_readable(find_resume(url, "auto", 0))
+    assert saved.path == url / "step_2"
+    assert "cannot read the checkpoint bucket://shelf/run/step_4" in left.passed_over[0]
+    found = find_resume(url, "auto", 0)
+    (storage.parent / "down").touch()
+    with pytest.raises(Unreachable, match=r"/step_4: 503 try again"):
+        first_readable(found)
+    for look in (damage, quick_problem):
+        with pytest.raises(OSError, match="503 try again later"):
+            look(url / "step_4")
+
+
+def test_logs_are_copied_as_they_grow_and_no_failure_ends_a_run(storage, tmp_path):
+    url, said = folder_at("bucket://shelf/run"), []
+    folder = log_folder(url)
+    assert folder.parent.parent == tmp_path / "first_machine" / "vit_fsdp"
+    assert log_folder(tmp_path) == tmp_path
+    (folder / "tensorboard").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("1\n")
+    (folder / "tensorboard" / "events").write_bytes(b"\x00\xff")
+    (folder / ".lock").write_text("")
+    uploads = LogUploads(folder, url, said.append)
+    uploads.record_written()
+    uploads.close()
+    assert names(url) == ["metrics.jsonl", "tensorboard"]
+    assert (url / "tensorboard" / "events").read_bytes() == b"\x00\xff"
+    (storage.parent / "down").touch()
+    (folder / "metrics.jsonl").write_text("1\n2\n")
+    uploads.close()
+    uploads.close()
+    assert len(said) == 1
+    assert "cannot be copied to bucket://shelf/run (503 try again later)" in said[0]
+    (storage.parent / "down").unlink()
+    uploads.close()
+    assert "again" in said[1]
+    assert (url / "metrics.jsonl").read_text() == "1\n2\n"
+    fetch_logs(folder, url, ("metrics.jsonl", "bad_images.txt"))
+    assert sorted(p.name for p in folder.rglob("*")) == [".lock", "metrics.jsonl", "tensorboard"]
+
+
+# -- real runs ------------------------------------------------------------------------
+
+
+def test_a_run_moves_to_another_machine(storage, tmp_path, monkeypatch, trained):
+    """Two processes, then one that has nothing but the URL; damage; going back; no process left."""
+    url = "bucket://shelf/team/run"
+    flags = "--ckpt_step_interval 5 --keep_checkpoints 2 --max_steps".split()
+    two = ["--log_step_interval", "2"]
+    first = program(url, *flags, 11, *two, module=ON_A_BUCKET, processes=2)
+    assert first.returncode == 0, first.stderr
+    assert f"note: {url} has no locks" in first.stdout
+    assert (
+        f"checkpoint {url}/step_11, log {url}/metrics.jsonl, plot {url}/curves.png" in first.stdout
+    )
+    run = folder_at(url)
+    assert names(run) == [
+        ".lock",
+        "curves.png",
+        "events.jsonl",
+        "metrics.jsonl",
+        "run.json",
+        "step_10",
+        "step_11",
+        "tensorboard",
+    ]
+    assert json.loads((run / "run.json").read_text())["devices"] == 2
+    local = program(tmp_path / "local", *flags, 11, *two, processes=2)
+    assert local.returncode == 0, local.stderr
+    assert_same_bits(run / "step_10", tmp_path / "local" / "step_10")
+
+    shutil.rmtree(tmp_path / "first_machine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second_machine"))
+    file = run / "step_11" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[2000] ^= 1
+    file.write_bytes(bytes(content))
+    second = program(url, *flags, 13, *two, module=ON_A_BUCKET)
+    assert second.returncode == 0, second.stderr
+    assert f"{url}/step_11 is damaged (__1_0.distcp has changed" in second.stdout
+    assert f"resuming {url}/step_10 at step 10" in second.stdout
+    assert names(run / "set_aside_1") == ["metrics.jsonl", "step_11"]
+    whole = program(tmp_path / "local2", *flags, 13, *two)
+    assert whole.returncode == 0, whole.stderr
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    resumed, expected = Result(tmp_path / "copy"), Result(tmp_path / "local2")
+    losses = [resumed.steps[step]["loss"] for step in sorted(expected.steps)]
+    assert losses == pytest.approx(expected.column("loss"), rel=2e-5)
+    assert [each["step"] for each in resumed.evaluations] == [13]
+
+
+@pytest.mark.long
+def test_a_url_on_xla_and_used_without_training(storage, tmp_path):
+    """--resume of a URL into a folder, --eval_only and --predict."""
+    url = "bucket://shelf/run"
+    flags = "--max_steps 4 --ckpt_step_interval 2".split()
+    done = train_tiny(folder_at(url), *flags, devices=2, program=ON_A_BUCKET)
+    assert f"checkpoint: {url}/step_2" in done.stdout
+    here = train_tiny(tmp_path / "here", *flags, devices=2)
+    assert_same_bits(folder_at(url) / "step_2", here.ckpt_dir / "step_2")
+    used = program(
+        tmp_path / "other",
+        "--eval_only",
+        "--resume",
+        url,
+        "--patch_size",
+        4,
+        "--json",
+        module=ON_A_BUCKET,
+    )
+    assert used.returncode == 0, used.stderr
+    assert json.loads(used.stdout)["val_loss"] == pytest.approx(
+        here.evaluations[0]["val_loss"], 1e-5
+    )
+
+
+def test_a_storage_that_fails_in_the_middle(storage, tmp_path, monkeypatch):
+    """Counted as a full disk is; the logs stay on this machine."""
+    url = "bucket://shelf/run"
+    monkeypatch.setenv("PROGRAM", ON_A_BUCKET)
+    monkeypatch.setenv("SAVES", "full 4 -1 0")
+    flags = "--ckpt_step_interval 2 --max_steps 20 --max_failed_saves 2".split()
+    failed = program(url, *flags, module="tests.stand_ins.disturbed_saves")
+    assert failed.returncode == 4, failed.stderr
+    assert f"the newest checkpoint is {url}/step_2" in failed.stderr
+    assert [path.name for path in complete_checkpoints(folder_at(url))] == ["step_2"]
+    assert not (folder_at(url) / "step_4").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        (
+            "gs://bucket/run",
+            "gs://bucket/run: requires the package gcsfs: python3 -m pip install gcsfs",
+        ),
+        ("abfs://bucket/run", "requires the package adlfs: python3 -m pip install adlfs"),
+        ("nosuch://bucket/run", "nosuch:// is not a kind of URL that fsspec knows"),
+        ("bucket://", "names no folder: give one, as bucket://bucket/run"),
+        ("bucket://missing/run", "cannot write to --ckpt_dir bucket://missing/run: there is no "),
+    ],
+)
+def test_urls_that_cannot_be(url, told, storage):
+    assert told in mistake(program(url, module=ON_A_BUCKET))
+    assert list(storage.iterdir()) == []
+
+
+def test_a_file_url_is_a_folder(tmp_path):
+    assert folder_at(f"file://{tmp_path}/run") == tmp_path / "run"

@@ -1,0 +1,65 @@
+"""A step that is not finite changes nothing, on XLA: weights, moments, counter, graphs."""
+
+import pytest
+import torch
+
+from tests.cli import train_tiny
+from tests.references.plain_checkpoint import convert
+
+BAD = "2:loss 4:norm 5:loss"
+COUNTS = ["0 0 0", "1 1 1", "1 0 1", "2 1 1", "3 2 2", "3 0 2"]  # total, in a row, longest row
+
+
+def train(folder, monkeypatch, flags, devices, **variables):
+    for name, value in {"BAD_STEPS": BAD, **variables}.items():
+        monkeypatch.setenv(name, value)
+    result = train_tiny(folder, *flags.split(), devices=devices, program="tests.stand_ins.bad_step")
+    return result, convert(folder / "step_6", folder / "plain.pt")
+
+
+@pytest.mark.parametrize(
+    ("flags", "devices"),
+    [
+        ("", 2),
+        ("--xla_fsdp nested --precision bf16 --optimizer_dtype bf16", 1),
+        ("--optimizer muon --layer_decay 0.5 --no_decay norms biases", 2),
+        *(
+            pytest.param(flags, devices, marks=pytest.mark.long)
+            for flags, devices in [
+                ("--precision bf16", 1),
+                ("--mesh_tensor 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
+                ("--xla_fsdp nested --precision bf16 --optimizer muon", 1),
+                ("--mesh_tensor 2 --grad_accum_steps 2 --optimizer lion --layer_decay 0.5", 4),
+                ("--linear_probe --no-scan_blocks", 2),
+                ("--no-scan_blocks --drop_path_rate 0.2", 2),
+                ("--mesh_dcn 2 --clip_grad_norm 0", 4),
+                ("--mark_step_after_forward --run_without_fsdp", 2),
+                ("--mark_step_every_n_blocks 1 --num_blocks 3 --grad_accum_steps 2", 2),
+                ("--flatten_parameters --clip_grad_norm 0 --optimizer_dtype bf16", 1),
+                ("--xla_fsdp nested --run_without_fsdp --grad_accum_steps 2", 1),
+            ]
+        ),
+    ],
+)
+def test_bad_steps_change_nothing(flags, devices, tmp_path, monkeypatch):
+    """Against a run whose optimizer was never called in these steps."""
+    found, state = train(tmp_path / "spoiled", monkeypatch, flags, devices)
+    _, expected = train(
+        tmp_path / "left_out", monkeypatch, flags, devices, BAD_STEPS_ARE="left_out"
+    )
+    lines = [line for line in found.stdout.splitlines() if line.startswith("step ")]
+    assert lines == [f"step {n} skipped {counts}" for n, counts in enumerate(COUNTS, 1)]
+    assert found.column("skipped_steps") == [0, 1, 1, 2, 3, 3]
+    assert len(set(found.column("compilations"))) == 1
+    assert_equal(state["model"], expected["model"])
+    assert state["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    for name, entries in state["optimizer"]["state"].items():
+        assert entries.get("step", 3) == 3  # Lion has no counter, nor has Muon
+        assert_equal(entries, expected["optimizer"]["state"][name])
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert value.isfinite().all(), name
+        assert torch.equal(value, expected[name]), name

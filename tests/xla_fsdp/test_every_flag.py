@@ -1,0 +1,215 @@
+"""Two steps with every value of every flag: on a rehearsed TPU, FSDP2, Megatron; compiled, too.
+
+The values come from the flags' fields (``tests/every_flag.py``), so a new flag is in here by
+itself. What is refused must be named here, with the reason.
+"""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+
+from data.pack import pack
+from gpu_fsdp import resolve_gpu
+from run_vit_training import OWN, read_flags
+from tests.cli import DIGITS, Result, run_program, train_tiny
+from tests.data.test_tables import write_tables
+from tests.every_flag import command_lines, complaint_of, items
+from tests.rehearsal.slice_ import Slice
+from tests.rehearsed import all_ended
+from training.config import RunConfig
+from training.flags import MODE_FLAGS, by_field, check_rules
+from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
+
+pytestmark = pytest.mark.rehearse
+
+HOST = Slice("v5p-8", (2, 2, 1))
+ONE_CHIP = Slice("v6e-1", (1, 1, 1), (1, 1, 1))
+TOPOLOGY = "v5e:2x2"
+
+BASE = {
+    "data_dir": f"--data_dir {DIGITS}",
+    "img_size": "--image_size 16",
+    "patch_size": "--patch_size 4",
+    "embed_dim": "--embed_dim 32",
+    "num_heads": "--num_heads 2",
+    "depth": "--num_blocks 2",
+    "num_classes": "--num_classes 10",
+    "batch_size": "--batch_size 16",
+    "max_steps": "--max_steps 2",
+    "num_workers": "--num_workers 0",
+    "eval_batches": "--eval_batches 1",
+    "log_step_interval": "--log_step_interval 1",
+}
+
+NO_KERNELS = "a Pallas kernel runs on a TPU alone; compiled below"
+NOT_ON_THE_HOST = {
+    "--attention flash": NO_KERNELS,
+    "--attention whole": NO_KERNELS,
+    "--grad_ckpt offload": "XLA's partitioner for the CPU knows no memory of a host; see below",
+    "--backend cuda": "another backend",
+    "--precision fp16": "GPUs only",
+    "--profile 1:2": "GPUs only",
+    "--domain_attention ulysses": "GPUs only",
+    "--mesh_fsdp 2": "four devices: tests/training/test_mesh.py has it with other axes",
+}
+
+
+@pytest.fixture(scope="module")
+def data(digits, tmp_path_factory):
+    """A folder with the data and weights that ``tests/every_flag.py`` names."""
+    folder = tmp_path_factory.mktemp("sweep")
+    pack(str(DIGITS), folder / "shards", 100_000, 1)
+    write_tables(digits, folder / "tables")
+    write_volumes(folder / "volumes")
+    train_tiny(folder / "teacher")
+    return folder
+
+
+def write_volumes(root):
+    rows = []
+    for number in range(60):
+        path = f"{'train' if number < 40 else 'val'}/{number % 10}/{number}.npy"
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(number).integers(0, 255, (8, 16, 16))
+        np.save(root / path, noise.astype(np.uint8))
+        rows.append({"path": path, "label": number % 10, "split": path.partition("/")[0]})
+    with (root / "labels.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, fieldnames=rows[0])
+        table.writeheader()
+        table.writerows(rows)
+
+
+@pytest.fixture(autouse=True)
+def without_a_login(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")  # here, where flags are resolved, and below
+
+
+def lines_of(own, data, resolve, refused, fields=None, base=BASE, form=()):
+    """The command lines that hold every value but those that are refused.
+
+    ``form``: fields that no command line sets otherwise than ``base``.
+    """
+    values = [
+        each
+        for each in items(OWN[own], data, fields)
+        if each.name not in refused
+        and all(each.words.get(field, base[field]) == base[field] for field in form)
+    ]
+    lines, complaints = command_lines(values, complaint_of(resolve), base)
+    assert not complaints
+    return [" ".join(line).split() for line in lines]
+
+
+def on_slice(words):
+    flags = read_flags(words)
+    check_rules(flags.run, *flags.own.values(), only=MODE_FLAGS)
+    asked, slices = flags.xla.tpu_topology, flags.run.sharding.mesh_dcn
+    topology = parse_topology(asked, slices) if asked else parse_topology("v5p:2x2x1")
+    return resolve_for_slice(flags.run, flags.xla, topology)
+
+
+def assert_trained(result, line):
+    losses = result.column("loss")
+    assert losses, line
+    assert all(math.isfinite(loss) for loss in losses), line
+
+
+def test_on_a_rehearsed_tpu(data, slice_of, tmp_path):
+    said = []
+    for number, line in enumerate(lines_of("xla", data, on_slice, NOT_ON_THE_HOST)):
+        host = slice_of(ONE_CHIP if "nested" in line else HOST)
+        run = tmp_path / f"run_{number}"
+        started = host.start(*line, "--ckpt_dir", run)
+        try:
+            all_ended(started)
+            assert_trained(Result(run), line)
+        except AssertionError as error:
+            said.append(f"{' '.join(line)}\n{error}")
+    assert not said, "\n\n".join(said)
+
+
+OF_TEACHERS = {
+    *("teacher", "teacher_weights", "distillation_type", "distillation_alpha", "distillation_tau")
+}
+"""Fields of flags that Megatron-FSDP and --compile_only refuse."""
+XLA_ONLY, CUDA_ONLY, FSDP2_ONLY = "XLA only", "CUDA only", "FSDP2 only"
+NOT_ON_GPUS = {
+    "--grad_ckpt offload": XLA_ONLY,
+    "--domain_attention gather": XLA_ONLY,
+    "--mesh_tensor 2": XLA_ONLY,
+    "--mesh_fsdp 4": "there are two processes",
+    "--precision fp16": CUDA_ONLY,
+    "--reduce_dtype fp16": CUDA_ONLY,
+    "--cpu_offload": CUDA_ONLY,
+    "--tf32": CUDA_ONLY,
+    "--block te": CUDA_ONLY,
+    **{f"--fp8 {recipe}": CUDA_ONLY for recipe in ("none", "delayed", "current", "mxfp8")},
+}
+NOT_IN_FORM = {
+    "fsdp2": dict.fromkeys(("--zero_dp_strategy 1", "--no-meta_init"), "Megatron-FSDP only"),
+    "megatron": {
+        "--linear_probe": FSDP2_ONLY,
+        "--mesh_domain 2": FSDP2_ONLY,
+        **{f"--domain_attention {how}": FSDP2_ONLY for how in ("auto", "ring", "ulysses")},
+    },
+}
+
+
+@pytest.mark.parametrize("form", ["fsdp2", "megatron"])
+def test_on_gpus(form, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(resolve_gpu, "check_megatron_runs_here", lambda: None)
+
+    def resolve(words):
+        with monkeypatch.context() as patched:
+            patched.setenv("WORLD_SIZE", "2")
+            flags = read_flags(words)
+            check_rules(flags.run, *flags.own.values(), only=MODE_FLAGS)
+            return resolve_gpu.resolve(flags.run, flags.cuda)
+
+    base = BASE | {"backend": "--backend cuda", "fsdp": f"--fsdp {form}"}
+    program = (
+        ["-m", "tests.stand_ins.megatron_on_cpu"] if form == "megatron" else ["run_vit_training.py"]
+    )
+    known = by_field(RunConfig, OWN["cuda"])
+    fields = known.keys() - (OF_TEACHERS if form == "megatron" else set())
+    refused = NOT_ON_GPUS | NOT_IN_FORM[form]
+    lines = lines_of("cuda", data, resolve, refused, fields, base, form=("backend", "fsdp"))
+    said = []
+    for number, line in enumerate(lines):
+        run = tmp_path / f"run_{number}"
+        done = run_program(*program, *line, "--ckpt_dir", str(run), processes=2)
+        if done.returncode:
+            said.append(f"{' '.join(line)}\n{done.stderr}")
+        else:
+            assert_trained(Result(run), line)
+    assert not said, "\n\n".join(said)
+
+
+IN_THE_STEP = ("model (", "optimization", "sharding", "XLA")
+"""Groups of flags that change the step."""
+NOT_COMPILED = {
+    "--mesh_fsdp 2": "four devices: tests/training/test_mesh.py has it with other axes",
+    "--precision fp16": "GPUs only",
+    "--domain_attention ulysses": "GPUs only",
+}
+
+
+def test_compiled_for_a_tpu(data):
+    known = by_field(RunConfig, OWN["xla"])
+    fields = {"grad_accum_steps"} | {
+        name for name, each in known.items() if each.group.startswith(IN_THE_STEP)
+    }
+    base = BASE | {"compile_only": f"--compile_only --tpu_topology {TOPOLOGY}"}
+    lines = lines_of("xla", data, on_slice, NOT_COMPILED, fields - OF_TEACHERS, base)
+    said = []
+    for line in lines:
+        done = run_program("run_vit_training.py", "--json", *line)
+        if done.returncode:
+            said.append(f"{' '.join(line)}\n{done.stderr}")
+        else:
+            assert json.loads(done.stdout)["fits"], line
+    assert not said, "\n\n".join(said)

@@ -1,0 +1,65 @@
+"""Kernels of attention whose heads, and images, are sharded over devices: --mesh_tensor."""
+
+import pytest
+
+from tests.cli import train_tiny
+from tests.xla_fsdp.test_sharding import assert_same_curves
+
+# A small eps would let AdamW make steps of rounding where a gradient is nothing else.
+WIDE = "--embed_dim 256 --num_heads 2 --class_token --eps 1e-4".split()
+KERNELS = "tests.stand_ins.kernels_on_cpu"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return train_tiny(tmp_path_factory.mktemp("plain"), *WIDE)
+
+
+@pytest.mark.parametrize(
+    ("form", "flags"),
+    [
+        ("whole", "--grad_ckpt selective"),
+        ("flash", ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("whole", "--mesh_dcn 2 --mesh_fsdp 1"),
+                ("whole", ""),
+                ("whole", "--no-scan_blocks"),
+                ("flash", "--grad_ckpt selective"),
+                ("whole", "--grad_ckpt none --grad_accum_steps 2"),
+            )
+        ),
+    ],
+)
+def test_same_training(form, flags, plain, tmp_path):
+    """Heads that fill registers, packed queries, keys and values; padded tokens."""
+    mesh = ["--mesh_tensor", "2", "--attention", form]
+    result = train_tiny(tmp_path, *WIDE, *mesh, *flags.split(), devices=4, program=KERNELS)
+    assert {"whole": "whole sequences' attention", "flash": "flash attention"}[form] in (
+        result.run_file["backend"]
+    )
+    assert_same_curves(result, plain, rel=1e-5)
+    # XLA's warning where it replicates a tensor to shard it otherwise.
+    assert "Involuntary full rematerialization" not in result.stderr
+
+
+@pytest.mark.parametrize("form", [pytest.param("whole", marks=pytest.mark.long), "flash"])
+def test_narrow_heads_with_norms(form, tmp_path):
+    """Queries and keys that are normalised come one by one; heads of 16 share a register."""
+    flags = "--qk_norm --scale_attn_norm --num_heads 4 --embed_dim 64".split()
+    plain = train_tiny(tmp_path / "plain", *flags)
+    mesh = ["--mesh_tensor", "2", "--attention", form]
+    result = train_tiny(tmp_path / form, *flags, *mesh, devices=2, program=KERNELS)
+    assert_same_curves(result, plain, rel=1e-5)
+
+
+@pytest.mark.long
+def test_bf16(tmp_path):
+    flags = [*WIDE, "--precision", "bf16", "--mesh_tensor", "2"]
+    of_products = train_tiny(tmp_path / "sdpa", *flags, devices=2)
+    for form in ("whole", "flash"):
+        result = train_tiny(
+            tmp_path / form, *flags, "--attention", form, devices=2, program=KERNELS
+        )
+        assert result.column("loss") == pytest.approx(of_products.column("loss"), rel=0.02)
