@@ -48,7 +48,6 @@ from training.checkpoints.format import (
     read_saved_run,
     readable,
     reason_of,
-    training_entry,
     training_tensors,
     write_manifest,
 )
@@ -311,7 +310,7 @@ def _open_dcp(path: Path, verify: bool, use_ema: bool) -> Source:
         )
     metadata = read_metadata(path)
     described = metadata.state_dict_metadata
-    run = read_saved_run(path) if training_entry("arguments") in described else None
+    run = read_saved_run(path) if "training.arguments" in described else None
     prefix = f"{EMA if use_ema else WEIGHTS}."
     inside = [name for name in described if name.startswith(prefix)]
     if use_ema and not inside:

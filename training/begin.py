@@ -33,7 +33,7 @@ from training.checkpoints.format import (
     SavedRun,
     checksum,
     damage,
-    read_metadata,
+    entries_of,
     read_saved_run,
     readable,
 )
@@ -76,7 +76,19 @@ def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
     Raises UsageError for a folder that cannot be a run's, for a checkpoint or weights that cannot
     be read, and for flags that contradict their model.
     """
-    check_run_folder(config.checkpoints)
+    folder = folder_at(config.checkpoints.ckpt_dir)
+    try:
+        if outer := checkpoint_around(folder):
+            raise UsageError(
+                f"--ckpt_dir {folder} is inside of the checkpoint {outer.name}: give the run's "
+                f"folder, {outer.parent}, or another one"
+            )
+        check_folder_writable(folder)
+        if not is_url(folder) and folder.exists():
+            check_own(folder, shared=config.checkpoints.shared_ckpt_dir)
+    except OSError as error:
+        raise UsageError(f"cannot read --ckpt_dir {folder}: {error.strerror}") from None
+
     # The order matters:
     # 1. Resume here, from --ckpt_dir. After a restart of this job always its newest checkpoint,
     #    whatever --resume names. Else as --resume (auto, best, lowest_loss) or --resume_epoch says.
@@ -120,22 +132,6 @@ def with_saved_model(saved: SavedRun, asked: ModelConfig) -> ModelConfig:
     if asked.model not in (None, before.model):
         return asked
     return replace(before, **asked.overrides())  # type: ignore[arg-type]
-
-
-def check_run_folder(config: CheckpointConfig) -> None:
-    """Raise UsageError if ``--ckpt_dir`` cannot be a run's folder; leave nothing there."""
-    folder = folder_at(config.ckpt_dir)
-    try:
-        if outer := checkpoint_around(folder):
-            raise UsageError(
-                f"--ckpt_dir {folder} is inside of the checkpoint {outer.name}: give the run's "
-                f"folder, {outer.parent}, or another one"
-            )
-        check_folder_writable(folder)
-        if not is_url(folder) and folder.exists():
-            check_own(folder, shared=config.shared_ckpt_dir)
-    except OSError as error:
-        raise UsageError(f"cannot read --ckpt_dir {folder}: {error.strerror}") from None
 
 
 # -- on the devices' hosts: all processes agree ----------------------------------------------------
@@ -231,8 +227,30 @@ def choose_checkpoint(
     named, passed_over, explicit = exchange.gather(mine)[0]
     paths, damaged = [folder_at(path) for path in named], list(passed_over)
     for path in paths:
-        _check_same_checkpoint(path)
-        problem = _damage_of(path) if verify else None
+        # All must see the same checkpoint there.
+        seen = None
+        with exchange.failing_together():
+            file = path / (MANIFEST if (path / MANIFEST).exists() else METADATA)
+            if file.exists():
+                seen = checksum(file)
+        found = exchange.gather([seen, socket.gethostname()])
+        for number, (other, host) in enumerate(found):
+            if other != found[0][0]:
+                raise UsageError(
+                    f"{exchange.name(number, host)} does not see the checkpoint {path} that the "
+                    "first process is about to resume: give a folder that all nodes share",
+                    agreed=True,
+                )
+
+        # Each process checks its share of the files.
+        problem = None
+        with exchange.failing_together():
+            try:
+                if verify:
+                    problem = damage(path, exchange.rank(), exchange.count())
+            except ValueError as error:
+                problem = str(error)
+        problem = next((each for each in exchange.gather(problem) if each is not None), None)
         if problem is None:
             saved: list[SavedRun] = []
             with exchange.failing_together():
@@ -258,37 +276,6 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
         choose_checkpoint(Candidates([weights.path]), lambda saved: None, verify=verify)
     elif verify:
         weights.check_undamaged()
-
-
-def _check_same_checkpoint(path: Path) -> None:
-    """Raise UsageError in all processes if one sees another checkpoint there than the first."""
-    seen = None
-    with exchange.failing_together():
-        file = path / (MANIFEST if (path / MANIFEST).exists() else METADATA)
-        if file.exists():
-            seen = checksum(file)
-    found = exchange.gather([seen, socket.gethostname()])
-    for number, (other, host) in enumerate(found):
-        if other != found[0][0]:
-            raise UsageError(
-                f"{exchange.name(number, host)} does not see the checkpoint {path} that the "
-                "first process is about to resume: give a folder that all nodes share",
-                agreed=True,
-            )
-
-
-def _damage_of(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint; each process checks its share of the files.
-
-    Raises UsageError in all of them if one cannot reach it.
-    """
-    problem = None
-    with exchange.failing_together():
-        try:
-            problem = damage(path, exchange.rank(), exchange.count())
-        except ValueError as error:
-            problem = str(error)
-    return next((p for p in exchange.gather(problem) if p is not None), None)
 
 
 # -- where training continues ----------------------------------------------------------------------
@@ -368,7 +355,7 @@ def check_resume(saved: SavedRun, run: Run, data: DataSource) -> None:
     """Raise UsageError if training cannot continue from a checkpoint: if it has no optimizer's
     state, is of another model, optimizer or other classes, or if its epoch cannot be continued."""
     with readable(saved.path):
-        names = read_metadata(saved.path).state_dict_metadata
+        names = entries_of(saved.path)
     if not any(name.startswith("optimizer.") for name in names):
         raise UsageError(
             f"{saved.path} holds weights alone, which are for --predict and --eval_only: training "
@@ -422,60 +409,45 @@ def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
         del values[flags["data_source"].names[0]]
         values.pop(FILES, None)
 
-    def shown(value: Any) -> str:
-        return (
-            " ".join(value) if isinstance(value, list) else "none" if value is None else str(value)
-        )
-
     for what, (before, now) in values.items():
         if before != now:
-            return f"{what} was {shown(before)}, is {shown(now)}"
+            was, is_now = (
+                " ".join(each) if isinstance(each, list) else "none" if each is None else each
+                for each in (before, now)
+            )
+            return f"{what} was {was}, is {is_now}"
     return None
 
 
-def check_same_model(saved: SavedRun, model: ModelSpec) -> None:
+def check_same_training(
+    saved: SavedRun, model: ModelSpec, optimizer: OptimizerConfig | None
+) -> None:
     """Raise UsageError naming all model arguments that differ from the checkpoint's.
 
-    Dropout rates and the scheme of initialisation may change: weights fit all the same.
+    Dropout rates and the scheme of initialisation may change: weights fit all the same. Likewise
+    for flags by which the optimizer has another state; ``optimizer`` None: weights alone are used.
     """
-    _refuse(saved, _model_differences(saved, model))
-
-
-def check_same_training(saved: SavedRun, model: ModelSpec, optimizer: OptimizerConfig) -> None:
-    """Do as ``check_same_model``, and for flags by which the optimizer has another state."""
-    differences, known = _model_differences(saved, model), by_field(OptimizerConfig)
-    for name in _STATE_FLAGS:
+    before, known = model_of(from_values(ModelConfig, saved.arguments)), by_field(ModelConfig)
+    names = model.differences(before.settings)
+    other_model = bool(names) and before.name != model.name
+    differences = [f"with --model {before.name}, not {model.name}"] if other_model else []
+    for name in sorted(names, key=lambda name: name not in known):
+        there, here = before.settings[name], model.settings[name]
+        if name in known:
+            differences.append(_difference(known[name], there, here))
+        elif not other_model:
+            differences.append(f"with --model {before.name}, whose {name} is {there}, not {here}")
+    flags = by_field(OptimizerConfig)
+    for name in _STATE_FLAGS if optimizer else ():
         # Older checkpoints have no such argument.
-        there = saved.arguments.get(name, known[name].field.default)
-        if there != getattr(optimizer, name):
-            differences.append(_difference(known[name], there, getattr(optimizer, name)))
-    _refuse(saved, differences)
-
-
-def _refuse(saved: SavedRun, differences: Sequence[str]) -> None:
+        there, here = saved.arguments.get(name, flags[name].field.default), getattr(optimizer, name)
+        if there != here:
+            differences.append(_difference(flags[name], there, here))
     if differences:
         raise UsageError(
             f"{saved.path} was trained {'; '.join(differences)}: give the same (flags of the model "
             "may be left out, they are the checkpoint's), or train in another --ckpt_dir"
         )
-
-
-def _model_differences(saved: SavedRun, model: ModelSpec) -> list[str]:
-    before, known = model_of(from_values(ModelConfig, saved.arguments)), by_field(ModelConfig)
-    names = model.differences(before.settings)
-    flags = [
-        _difference(known[name], before.settings[name], model.settings[name])
-        for name in names
-        if name in known
-    ]
-    if names and before.name != model.name:
-        return [f"with --model {before.name}, not {model.name}", *flags]
-    return flags + [
-        f"with --model {before.name}, whose {name} is {before.settings[name]}, not "
-        f"{model.settings[name]}"
-        for name in names
-        if name not in known
-    ]
 
 
 def _difference(option: FlagField, there: Any, here: Any) -> str:

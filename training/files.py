@@ -14,10 +14,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, Generic, Self, TypeVar, cast
+from typing import IO, Any, Self, TypeVar, cast
+
+from fsspec.core import url_to_fs
 
 from data import files
 from data.files import no_link, what_others_own
@@ -25,23 +28,17 @@ from training.errors import UsageError
 
 # -- paths -----------------------------------------------------------------------------------------
 
-_LOCAL = "file://"
-_SEPARATOR = "://"
-
 
 def folder_at(text: str) -> Path:
     """Return the folder that a flag names: a local one, or a ``UrlPath``, which is used like one.
 
     Raises UsageError for a kind of URL that is not known, or whose package is not installed.
     """
-    if text.startswith(_LOCAL):
-        return Path(text.removeprefix(_LOCAL))
-    protocol, separator, rest = text.partition(_SEPARATOR)
+    text = text.removeprefix("file://")
+    protocol, separator, rest = text.partition("://")
     if not separator:
         return Path(text)
-    from data.files import problem_of_url  # with fsspec: a folder needs none
-
-    if problem := problem_of_url(text):
+    if problem := files.problem_of_url(text):
         raise UsageError(f"{text}: {problem}")
     if not rest.strip("/"):
         raise UsageError(f"{text} names no folder: give one, as {protocol}://bucket/run")
@@ -75,8 +72,6 @@ class UrlPath:
     @contextlib.contextmanager
     def _storage(self) -> Iterator[tuple[Any, str]]:
         """Yield fsspec's file system and the path in it; turn what they raise into OSError."""
-        from fsspec.core import url_to_fs
-
         try:
             # Cached listings would hide what other processes have written since.
             yield url_to_fs(self.url, use_listings_cache=False)
@@ -111,12 +106,10 @@ class UrlPath:
         with self._storage() as (storage, path):
             return SimpleNamespace(st_size=storage.size(path))
 
-    def mkdir(self, *, parents: bool = True) -> None:
+    def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
         """Make the folder, if the storage has folders, but no bucket."""
-        from data.files import missing_bucket
-
         with self._storage() as (storage, path):
-            if bucket := missing_bucket(storage, path):
+            if bucket := files.missing_bucket(storage, path):
                 raise FileNotFoundError(errno.ENOENT, f"there is no bucket {bucket}")
             storage.makedirs(path, exist_ok=True)
 
@@ -199,9 +192,9 @@ def _os_error(error: Exception, url: str) -> OSError:
 
     It is never EIO, which is a disk's error for a damaged file.
     """
-    kinds = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
-    number = next((code for kind, code in kinds.items() if isinstance(error, kind)), None)
-    number = getattr(error, "errno", None) or number
+    number = getattr(error, "errno", None)
+    if not number and isinstance(error, (FileNotFoundError, PermissionError)):
+        number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EACCES
     text = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [""])[0][:200]
     if number in (None, errno.EIO):
         number = errno.EREMOTEIO
@@ -418,35 +411,18 @@ def check_same_folder(ckpt_dir: Path, token: str) -> None:
 Result = TypeVar("Result")
 
 
-class Background(Generic[Result]):
-    """Runs a function in a thread of its own; ``result`` returns or raises what it does.
+def in_background(work: Callable[[], Result]) -> Future[Result]:
+    """Run a function in a thread of its own.
 
     The thread is a daemon: a process that fails, or that is to end at once, does not wait for it.
     """
+    future: Future[Result] = Future()
 
-    def __init__(self, work: Callable[[], Result]) -> None:
-        """Start the thread."""
-        self._results: list[Result] = []
-        self._error: BaseException | None = None
-        self._work = work
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._results.append(self._work())
+            future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - ``result`` raises it
-            self._error = error
-        finally:
-            del self._work  # with the memory that it holds
+            future.set_exception(error)
 
-    def done(self) -> bool:
-        """Return True if the function has ended, without waiting."""
-        return not self._thread.is_alive()
-
-    def result(self) -> Result:
-        """Wait for the function's end; return what it returned, or raise what it raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future

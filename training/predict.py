@@ -25,7 +25,7 @@ from models.config import ModelConfig
 from training.backend import Backend, bad_data_is_the_users, dataset_request, val_loader
 from training.begin import (
     check_same_classes,
-    check_same_model,
+    check_same_training,
     check_weights,
     with_saved_model,
 )
@@ -58,7 +58,8 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
     ema = config.use.use_ema
     weights = find_weights(folder_at(of.ckpt_dir), of.resume, of.resume_epoch, use_ema=ema)
     if weights.run:
-        check_same_model(weights.run, model_of(with_saved_model(weights.run, config.model)))
+        model = model_of(with_saved_model(weights.run, config.model))
+        check_same_training(weights.run, model, None)
         config = replace(config, model=from_values(ModelConfig, weights.run.arguments))
     config, model = resolve_model(config)
     weights.check_fits(model)

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from data.config import CROP_MODES, INTERPOLATIONS, Preprocessing
 from models.initialize import allocate, fill_buffers
@@ -28,16 +26,15 @@ from training.checkpoints.choose import BEST, find_resume, first_readable, of_pa
 from training.checkpoints.format import (
     EMA,
     METADATA,
+    TRAINING,
     WEIGHTS,
     Position,
-    SafeReader,
     SavedRun,
     damage,
-    quiet_dcp,
-    read_metadata,
+    entries_of,
+    load_into,
     readable,
     saved_run,
-    training_entry,
 )
 from training.errors import UsageError
 from training.files import folder_at, is_url
@@ -89,11 +86,11 @@ class Weights:
         if self.tensors is not None:
             return {name: tensor.shape for name, tensor in self.tensors.items()}
         with readable(self.path):
-            entries = SafeReader(self.path).read_metadata().state_dict_metadata
+            prefix = f"{self.kind}."
             found = {
-                name.removeprefix(f"{self.kind}."): entry.size
-                for name, entry in entries.items()
-                if name.startswith(f"{self.kind}.") and isinstance(entry, TensorStorageMetadata)
+                name.removeprefix(prefix): entry.size
+                for name, entry in entries_of(self.path).items()
+                if name.startswith(prefix)
             }
         if not found and self.kind == EMA:
             raise no_ema(self.path)
@@ -131,9 +128,8 @@ class Weights:
         shapes = self.shapes()
         values = {name: torch.empty(shapes[name]) for name in names}
         if values:
-            with readable(self.path), quiet_dcp():
-                reader = SafeReader(self.path)
-                dcp.load({self.kind: values}, storage_reader=reader, no_dist=True)
+            with readable(self.path):
+                load_into({self.kind: values}, self.path)
         return values
 
     def plain_model(self, spec: ModelSpec, device: torch.device) -> nn.Module:
@@ -143,9 +139,8 @@ class Weights:
         if self.tensors is not None:
             model.load_state_dict(self.tensors)
         else:
-            state = {self.kind: model.state_dict()}
-            with readable(self.path), quiet_dcp():
-                dcp.load(state, storage_reader=SafeReader(self.path), no_dist=True)
+            with readable(self.path):
+                load_into({self.kind: model.state_dict()}, self.path)
         return model.eval()
 
 
@@ -186,12 +181,11 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
             raise UsageError(f"{flag} {path}: there is no such checkpoint, folder or file")
         if files := safetensors_files(path):
             return _load_safetensors(path, files, use_ema)
-        if (path / METADATA).is_file():
-            names = read_metadata(path).state_dict_metadata
-            if not any(name.startswith(training_entry("")) for name in names):
-                if use_ema:  # DCP wrote weights alone, without a run
-                    raise no_ema(path)
-                return Weights(path, None, None)
+        has_metadata = (path / METADATA).is_file()
+        if has_metadata and not any(n.startswith(f"{TRAINING}.") for n in entries_of(path)):
+            if use_ema:  # DCP wrote weights alone, without a run
+                raise no_ema(path)
+            return Weights(path, None, None)
         saved, candidates = first_readable(of_path(path))
     assert saved is not None  # of_path found one
     kind = EMA if use_ema else WEIGHTS

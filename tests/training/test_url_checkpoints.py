@@ -155,7 +155,7 @@ def test_logs_are_copied_as_they_grow_and_no_failure_ends_a_run(storage, tmp_pat
     (folder / "tensorboard" / "events").write_bytes(b"\x00\xff")
     (folder / ".lock").write_text("")
     uploads = LogUploads(folder, url, said.append)
-    uploads.record_written()
+    uploads.begin()
     uploads.close()
     assert names(url) == ["metrics.jsonl", "tensorboard"]
     assert (url / "tensorboard" / "events").read_bytes() == b"\x00\xff"

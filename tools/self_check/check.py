@@ -40,7 +40,7 @@ from tools.self_check.small_run import UPDATES, FirstWeights, batches, shrink
 from training.backend import Backend, State, bad_data_is_the_users, dataset_request
 from training.begin import enter_folder
 from training.checkpoints.choose import complete_checkpoints, folder_of
-from training.checkpoints.format import Position, SafeReader, damage, quiet_dcp, reason_of, tree
+from training.checkpoints.format import Position, damage, load_into, reason_of, tree
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
 from training.errors import RunFailed, SelfCheckFailed, UsageError
@@ -552,9 +552,7 @@ class Checkpoints:
         try:
             if problem := damage(path):
                 raise UsageError(f"the checkpoint that was written is damaged: {problem}")
-            with quiet_dcp():
-                target = tree(State(model, state, {}), {})
-                dcp.load(target, storage_reader=SafeReader(path), no_dist=True)
+            load_into(tree(State(model, state, {}), {}), path)
         except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
             raise UsageError(f"{path} cannot be read: {reason_of(error)}") from None
         return {"weights": model} | {

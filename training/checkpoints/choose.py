@@ -245,18 +245,6 @@ def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
         raise errors[0]
 
 
-def _move(path: Path, target: Path) -> None:
-    """Move a checkpoint; a bucket cannot rename, so there it is copied, its manifest last."""
-    from_url, to_url = as_url(path), as_url(target)
-    if not from_url or not to_url:
-        path.rename(target)
-        return
-    to_url.mkdir()
-    for file in sorted(from_url.iterdir(), key=lambda each: each.name == MANIFEST):
-        file.copy(to_url / file.name)
-    remove(path)
-
-
 def later_ones(ckpt_dir: Path, start: Path | None) -> list[Path]:
     """Return a folder's complete checkpoints that a run that starts at ``start`` does not continue.
 
@@ -284,7 +272,15 @@ def set_aside(ckpt_dir: Path, paths: Collection[Path]) -> Path:
         if (ckpt_dir / METRICS_FILE).exists():
             (folder / METRICS_FILE).write_bytes((ckpt_dir / METRICS_FILE).read_bytes())
         for path in paths:
-            _move(path, folder / path.name)
+            from_url, to_url = as_url(path), as_url(folder / path.name)
+            if not from_url or not to_url:
+                path.rename(folder / path.name)
+                continue
+            # A bucket cannot rename: the checkpoint is copied, its manifest last.
+            to_url.mkdir()
+            for file in sorted(from_url.iterdir(), key=lambda each: each.name == MANIFEST):
+                file.copy(to_url / file.name)
+            remove(path)
     except OSError as error:
         raise UsageError(
             f"cannot set the later checkpoints of {ckpt_dir} aside ({error.strerror}): move them "

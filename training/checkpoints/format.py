@@ -45,15 +45,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from training.backend import State
 from training.errors import UsageError
-from training.files import UrlPath, is_unreachable, is_url, replace_file, sync_folder
+from training.files import folder_at, is_unreachable, is_url, replace_file, sync_folder
 
 # -- entries ---------------------------------------------------------------------------------------
 
 FORMAT = 2
 WEIGHTS, EMA = "model", "ema"
 """Prefixes of the names of weights, and of their moving average."""
-POSITION = ("step", "epoch", "images_in_epoch")
-OPTIONAL = ("classes", "order")
+TRAINING = "training"
+"""The prefix of all that describes the run."""
+_OPTIONAL = ("classes", "order")
 RNG = "rng"
 
 
@@ -67,12 +68,7 @@ def tree(state: State, training: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         content[EMA] = state.ema
     if state.optimizer is not None:
         content["optimizer"] = {"state": state.optimizer}
-    return content | ({"training": dict(training)} if training else {})
-
-
-def training_entry(name: str) -> str:
-    """Return the full name of a ``training.*`` entry."""
-    return f"training.{name}"
+    return content | ({TRAINING: dict(training)} if training else {})
 
 
 @dataclass(frozen=True)
@@ -105,32 +101,24 @@ def training_tensors(
     order: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the ``training.*`` entries of a checkpoint, except the random state."""
-    tensors = {
-        "step": torch.tensor(position.step),
-        "epoch": torch.tensor(position.epoch),
-        "images_in_epoch": torch.tensor(position.images_in_epoch),
-        "arguments": _json_tensor(arguments),
-        "format": torch.tensor(FORMAT),
-    }
-    for name, value in zip(OPTIONAL, (classes, order), strict=True):
+    numbers = {**dataclasses.asdict(position), "format": FORMAT}
+    tensors = {name: torch.tensor(number) for name, number in numbers.items()}
+    for name, value in (("arguments", arguments), ("classes", classes), ("order", order)):
         if value is not None:
-            tensors[name] = _json_tensor(value)
+            text = bytearray(json.dumps(value).encode())
+            tensors[name] = torch.frombuffer(text, dtype=torch.uint8)
     return tensors
 
 
 def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
     """Return what ``training_tensors`` were made of; raises anything if they are none."""
-    position = Position(*(int(training[name]) for name in POSITION))
-    optional = {name: _from_json(training[name]) for name in OPTIONAL if name in training}
-    return SavedRun(path, position, _from_json(training["arguments"]), **optional)
-
-
-def _json_tensor(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _from_json(tensor: torch.Tensor) -> Any:
-    return json.loads(bytes(tensor.tolist()))
+    position = Position(*(int(training[field.name]) for field in dataclasses.fields(Position)))
+    found = {
+        name: json.loads(bytes(training[name].tolist()))
+        for name in ("arguments", *_OPTIONAL)
+        if name in training
+    }
+    return SavedRun(path, position, **found)
 
 
 # -- files, in local folders and on URLs alike ----------------------------------------------------
@@ -143,45 +131,29 @@ Entry = tuple[int, str]
 """A file's size in bytes and its checksum, XXH3 of 128 bits in hexadecimal digits."""
 
 
-class UrlFiles:
-    """The files of a URL for DCP: what ``FolderWriter`` and ``FolderReader`` use of its
-    ``FileSystemBase``. Nothing is renamed or removed."""
+class _Files(FileSystem):
+    """The files of a folder or URL for DCP, with checksums of what is written to them."""
 
-    @contextlib.contextmanager
-    def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
-        with UrlPath(str(path)).open(mode) as stream:
-            yield cast(io.IOBase, stream)
-
-    def concat_path(self, path: Name, suffix: str) -> Name:
-        return str(UrlPath(str(path)) / suffix)
-
-    def init_path(self, path: Name) -> Name:
-        return path
-
-    def mkdir(self, path: Name) -> None:
-        UrlPath(str(path)).mkdir()
-
-    def exists(self, path: Name) -> bool:
-        return UrlPath(str(path)).exists()
-
-
-class SummedFiles:
-    """The files of another file system for DCP, with checksums of what is written to them."""
-
-    def __init__(self, files: FileSystem | UrlFiles) -> None:
-        self._files = files
+    def __init__(self) -> None:
         self.sums: dict[str, Entry] = {}
         """Of each file written so far, by name."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._files, name)
-
     @contextlib.contextmanager
     def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
-        with self._files.create_stream(path, mode) as stream:
-            summed = _Summed(stream)
-            yield cast(io.IOBase, summed)
-        self.sums[os.path.basename(path)] = (summed.size, summed.digest.hexdigest())
+        with folder_at(str(path)).open(mode) as stream:
+            summed = _Summed(cast(io.IOBase, stream))
+            yield cast(io.IOBase, summed if "w" in mode else stream)
+        if "w" in mode:
+            self.sums[os.path.basename(path)] = (summed.size, summed.digest.hexdigest())
+
+    def concat_path(self, path: Name, suffix: str) -> Name:
+        return str(folder_at(str(path)) / suffix)
+
+    def mkdir(self, path: Name) -> None:
+        folder_at(str(path)).mkdir(parents=True, exist_ok=True)
+
+    def exists(self, path: Name) -> bool:
+        return folder_at(str(path)).exists()
 
 
 class _Summed:
@@ -207,14 +179,10 @@ class FolderWriter(dcp.FileSystemWriter):
         super().__init__(str(folder), sync_files=not is_url(folder))
         if from_host:  # what copies ahead would ask CUDA for device 0, in a thread of any process
             self.per_thread_copy_ahead = 0
-        self.folder, files = folder, _use_urls(self, folder)
-        self._summed = SummedFiles(files)
-        self.fs = cast(FileSystem, self._summed)
-
-    @property
-    def sums(self) -> dict[str, Entry]:
+        files = _Files()
+        self.fs, self.path, self.folder = files, str(folder), folder
+        self.sums = files.sums
         """The sizes and checksums of the files that this process has written, by name."""
-        return self._summed.sums
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata under its own name; DCP would write another file and rename it, for
@@ -229,25 +197,6 @@ class FolderWriter(dcp.FileSystemWriter):
         )
         replace_file(self.folder / METADATA, content)
         self.sums[METADATA] = len(content), xxhash.xxh3_128(content).hexdigest()
-
-
-class FolderReader(dcp.FileSystemReader):
-    """Reads what ``FolderWriter`` has written; unsafe by itself, see ``SafeReader``."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self.folder = folder
-        _use_urls(self, folder)
-
-
-def _use_urls(
-    files: dcp.FileSystemReader | dcp.FileSystemWriter, folder: Path
-) -> FileSystem | UrlFiles:
-    """Let DCP read and write a folder on a URL, if it is one; return its file system."""
-    if is_url(folder):
-        files.fs = UrlFiles()  # type: ignore[assignment]
-        files.path = str(folder)
-    return files.fs
 
 
 # -- reading without running anything that is in a checkpoint --------------------------------------
@@ -299,13 +248,22 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
+def entries_of(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Return shape, dtype and parts of each entry by its name. Raises as ``read_metadata``."""
+    return cast(dict[str, TensorStorageMetadata], read_metadata(path).state_dict_metadata)
+
+
 def named_files(path: Path) -> set[str]:
     """Return the files that a checkpoint's metadata names. Raises as ``read_metadata``."""
     return {info.relative_path for info in read_metadata(path).storage_data.values()}
 
 
-class SafeReader(FolderReader):
+class SafeReader(dcp.FileSystemReader):
     """Reads as DCP's file reader, but no metadata that runs code; PyTorch 2.9 unpickles any."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.fs, self.path, self.folder = _Files(), str(folder), folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(self.folder)
@@ -313,6 +271,15 @@ class SafeReader(FolderReader):
         storage.load_id = self.load_id
         metadata.storage_meta = storage
         return metadata
+
+
+def load_into(content: dict[str, Any], path: Path, *, no_dist: bool = True) -> None:
+    """Read entries of a checkpoint into the tensors of ``content``. Raises anything.
+
+    ``no_dist``: this process reads alone; else all call it.
+    """
+    with quiet_dcp():
+        dcp.load(content, storage_reader=SafeReader(path), no_dist=no_dist)
 
 
 def silence_dcp() -> None:
@@ -334,19 +301,14 @@ def read_saved_run(path: Path) -> SavedRun:
     with readable(path):
         if not (path / METADATA).is_file():
             raise UsageError(f"checkpoint {path} is incomplete: it has no {METADATA} file")
-        reader = SafeReader(path)
-        entries = reader.read_metadata().state_dict_metadata
-        wanted: dict[str, Any] = {}
-        for name in (*POSITION, "arguments", *OPTIONAL):
-            if name in OPTIONAL and training_entry(name) not in entries:
-                continue
-            entry = entries[training_entry(name)]
-            assert isinstance(entry, TensorStorageMetadata)
-            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        state = {"training": wanted}
-        with quiet_dcp():
-            dcp.load(state, storage_reader=reader, no_dist=True)
-        return saved_run(path, state["training"])
+        entries, wanted = entries_of(path), {}
+        position = (field.name for field in dataclasses.fields(Position))
+        for name in (*position, "arguments", *_OPTIONAL):
+            if name not in _OPTIONAL or f"{TRAINING}.{name}" in entries:
+                entry = entries[f"{TRAINING}.{name}"]
+                wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        load_into({TRAINING: wanted}, path)
+        return saved_run(path, wanted)
 
 
 class Unreachable(UsageError):
@@ -452,7 +414,7 @@ def is_complete(folder: Path) -> bool:
     if not (folder / METADATA).is_file():
         return False
     try:
-        return training_entry("format") not in read_metadata(folder).state_dict_metadata
+        return f"{TRAINING}.format" not in entries_of(folder)
     except Exception as error:  # a damaged file can fail in any way
         if is_unreachable(error):
             raise

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from training.backend import Backend
 from training.checkpoints.choose import clear, folder_of, prune, remove
 from training.checkpoints.format import (
+    Entry,
     Position,
     reason_of,
     silence_dcp,
@@ -24,7 +26,7 @@ from training.checkpoints.format import (
 )
 from training.checkpoints.state import bytes_of, state_content, write_state
 from training.errors import NOT_SAVED, RunFailed, UsageError
-from training.files import Background
+from training.files import in_background
 from training.processes import exchange
 
 
@@ -42,27 +44,14 @@ def write_checkpoint(
     after which all know of all. The first one calls ``written`` when the checkpoint is complete; if
     it cannot be, it removes what there is of it, as far as it can.
     """
-    parts: dict = {}
-
-    def make_room() -> None:
-        if is_main:
-            clear(folder)
-
-    def write() -> None:
-        parts.update(write_state(content, folder, group))
-
-    def complete() -> None:
-        if is_main:
-            files = {n: (size, sum_) for part in shared for n, (size, sum_) in part.items()}
-            write_manifest(folder, files)
-
-    for stage in (make_room, write):
-        problems = attempt(stage, group)
-        if any(problems):
-            break
-    else:
-        shared = exchange.gather(parts, group)
-        problems = attempt(complete, group)
+    files: dict[str, Entry] = {}
+    _, problems = _attempt(lambda: clear(folder) if is_main else None, group)
+    if not any(problems):
+        parts, problems = _attempt(lambda: write_state(content, folder, group), group)
+    if not any(problems):
+        for part in parts:
+            files |= {name: (size, sum_) for name, (size, sum_) in part.items()}
+        _, problems = _attempt(lambda: write_manifest(folder, files) if is_main else None, group)
     if is_main:
         if any(problems):
             with contextlib.suppress(OSError):  # as from what could not be written to either
@@ -72,16 +61,20 @@ def write_checkpoint(
     return problems
 
 
-def attempt(stage: Callable[[], None], group: dist.ProcessGroup | None = None) -> list[str | None]:
-    """Run one stage in this process; return each process's problem, None if it has none."""
-    problem = None
+def _attempt(
+    stage: Callable[[], Any], group: dist.ProcessGroup | None = None
+) -> tuple[list[Any], list[str | None]]:
+    """Run one stage in this process; return what each process's returned (JSON), and its problem,
+    None if it has none."""
+    done, problem = None, None
     try:
-        stage()
+        done = stage()
     # A full disk shows as OSError, as an error of the zip writer, or wrapped by DCP, whose own
     # error is no Exception.
     except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
         problem = reason_of(error)
-    return exchange.gather(problem, group)
+    found = exchange.gather([done, problem], group)
+    return [each for each, _ in found], [problem for _, problem in found]
 
 
 @dataclass
@@ -109,9 +102,7 @@ class CheckpointSaver:
     _failed: int = field(default=0, init=False)
     _ends_with: RunFailed | None = field(default=None, init=False)
     """Why the run cannot continue."""
-    _being_written: tuple[Path, Background[list[str | None]]] | None = field(
-        default=None, init=False
-    )
+    _being_written: tuple[Path, Future[list[str | None]]] | None = field(default=None, init=False)
     _group: dist.ProcessGroup | None = field(default=None, init=False)
     """The thread's own: two threads in one group would get each other's values."""
     _told_memory: bool = field(default=False, init=False)
@@ -131,8 +122,9 @@ class CheckpointSaver:
         if self._being_written and not together:
             return  # the others may never answer; the thread ends with the process
         self._settle()
-        exchange.end_group(self._group)
-        self._group = None
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def save(self, position: Position, *, must: bool = False) -> bool:
         """Write a checkpoint, unless there is a complete one of this step.
@@ -145,13 +137,12 @@ class CheckpointSaver:
         folder = folder_of(self.ckpt_dir, position.step)
         if folder == self.newest:
             return False
-        tensors, content = training_tensors(position, self.arguments, self.classes, self.order), {}
+        tensors = training_tensors(position, self.arguments, self.classes, self.order)
+        content: dict[str, Any] = {}
         in_thread = self.asynchronous and not must
-
-        def copy_state() -> None:
-            content.update(state_content(self.backend, tensors, copy=in_thread))
-
-        problems = attempt(copy_state)
+        _, problems = _attempt(
+            lambda: content.update(state_content(self.backend, tensors, copy=in_thread))
+        )
         if any(problems):
             self._count(folder, problems, must=must)
         else:
@@ -170,7 +161,7 @@ class CheckpointSaver:
                         "checkpoints are written asynchronously, each from a copy that takes "
                         f"{bytes_of(content) / 2**30:,.2f} GiB of host memory (this process)"
                     )
-                self._being_written = folder, Background(write)
+                self._being_written = folder, in_background(write)
             else:
                 self._count(folder, write(), must=must)
         if self._ends_with:

@@ -22,12 +22,12 @@ from training.backend import Backend
 from training.checkpoints.format import (
     EMA,
     RNG,
+    TRAINING,
     WEIGHTS,
     Entry,
     FolderWriter,
-    SafeReader,
-    quiet_dcp,
-    training_entry,
+    entries_of,
+    load_into,
     tree,
 )
 
@@ -193,20 +193,18 @@ def load_state(
     the weights become the checkpoint's EMA. Returns True if the checkpoint has an EMA. Raises
     anything if it is damaged.
     """
-    reader = SafeReader(folder)
-    saved = reader.read_metadata().state_dict_metadata
+    saved = entries_of(folder)
     has_ema = any(name.startswith(f"{EMA}.") for name in saved)
     state = backend.state(with_optimizer=with_optimizer)
     training: dict[str, torch.Tensor] = {}
     if with_optimizer:
-        there = {name: each for name, each in state.step.items() if training_entry(name) in saved}
+        there = {name: each for name, each in state.step.items() if f"{TRAINING}.{name}" in saved}
         state = replace(state, step=there, ema=state.ema if has_ema else None)
         training = {**there, RNG: torch.get_rng_state()}
     wanted = tree(state, training)
     if use_ema:
         wanted[EMA] = wanted.pop(WEIGHTS)
-    with quiet_dcp():
-        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    load_into(wanted, folder, no_dist=not dist.is_initialized())
     if with_optimizer:
         torch.set_rng_state(training[RNG])
     backend.load_state(state)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
-from data.files import DataFolderError, cache_folder, replace_file
+from data.files import DataFolderError, cache_folder
 from training.errors import UsageError
-from training.files import Background, is_url
+from training.files import in_background, is_url, replace_file
 
-_EVERY_S = 30.0
+EVERY_S = 30.0
 """The seconds between copies: a bucket has no files that grow, so each copy is a whole file."""
 _NOT_COPIED = {".lock", "profile"}
 
@@ -59,26 +60,23 @@ class LogUploads:
         self._folder, self._url, self._say = folder, url, say
         self._copied: dict[Path, tuple[int, int]] = {}
         self._started = float("-inf")
-        self._running: Background[str | None] | None = None
+        self._running: Future[str | None] | None = None
         self._failing = False
 
-    def record_written(self) -> None:
-        """Start to copy, unless the last copy started a short time ago; returns at once."""
-        if time.monotonic() - self._started >= _EVERY_S:
-            self.begin()
-
-    def begin(self) -> None:
-        """Start to copy, unless a copy is running; returns at once."""
-        if self._running and not self._running.done():
+    def begin(self, *, after_s: float = 0.0) -> None:
+        """Start to copy, unless a copy is running, or the last one started less than ``after_s``
+        seconds ago; returns at once."""
+        is_running = self._running is not None and not self._running.done()
+        if is_running or time.monotonic() - self._started < after_s:
             return
         self._finish()
         self._started = time.monotonic()
-        self._running = Background(self._copy)
+        self._running = in_background(self._copy)
 
     def close(self) -> None:
         """Copy what is left, and wait for that."""
         self._finish()
-        self._running = Background(self._copy)
+        self._running = in_background(self._copy)
         self._finish()
 
     def _copy(self) -> str | None:

@@ -20,7 +20,7 @@ from training.backend import Backend
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.files import replace_file
-from training.logs.log_folder import LogUploads
+from training.logs.log_folder import EVERY_S, LogUploads
 from training.logs.records import Evaluation, Events, Guarded, open_sinks, plot_curves, read_metrics
 from training.optimizers import COUNTS
 from training.resolve import Run
@@ -322,7 +322,7 @@ class Reports:
         for sink in self._sinks:
             sink.write(record)
         if self._uploads:
-            self._uploads.record_written()
+            self._uploads.begin(after_s=EVERY_S)
 
     def upload(self) -> None:
         """Start to copy all that was written to ``--ckpt_dir``, if that is a URL."""

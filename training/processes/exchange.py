@@ -64,12 +64,6 @@ def new_group() -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo")
 
 
-def end_group(group: dist.ProcessGroup | None) -> None:
-    """Destroy a group of ``new_group``, when nothing uses it any more."""
-    if group is not None:
-        dist.destroy_process_group(group)
-
-
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the JSON values of all processes, by rank; all must call it.
 
