@@ -198,26 +198,19 @@ class InitialWeights:
 
     def _fitted(self, name: str, found: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return a tensor of the weights in the shape that it has in the model."""
-        if name in self.layouts:
-            wanted = _Layout(self.spec.token_parameters[name], self.spec.sizes.grid)
-            return _resampled(found.float(), self.layouts[name], wanted)
+        if name in self.layouts:  # a position embedding, (1, tokens, width)
+            there = self.layouts[name]
+            prefix, grid = self.spec.token_parameters[name], self.spec.sizes.grid
+            first, patches = found.float().tensor_split([there.prefix], dim=1)
+            if there.grid != grid:
+                patches = resample_abs_pos_embed(
+                    patches, list(grid), list(there.grid), num_prefix_tokens=0
+                )
+            if there.prefix != prefix:  # zeros are the same as to have none
+                first = first.new_zeros(1, prefix, first.shape[-1])
+            return torch.cat([first, patches], dim=1)
         if found.shape[2:] != shape[2:]:
             found = resample_patch_embed(found.float(), list(shape[2:]))
         if name == _PATCHES and found.shape[1] != shape[1]:
             found = adapt_input_conv(shape[1], found.float(), base_chans=found.shape[1])
         return found
-
-
-def _resampled(found: torch.Tensor, there: _Layout, wanted: _Layout) -> torch.Tensor:
-    """Return a position embedding, (1, tokens, width), for another grid or other first tokens.
-
-    Tokens that had none before start with zeros, which is the same as to have none.
-    """
-    first, patches = found[:, : there.prefix], found[:, there.prefix :]
-    if there.grid != wanted.grid:
-        patches = resample_abs_pos_embed(
-            patches, list(wanted.grid), list(there.grid), num_prefix_tokens=0
-        )
-    if there.prefix != wanted.prefix:
-        first = found.new_zeros(1, wanted.prefix, found.shape[-1])
-    return torch.cat([first, patches], dim=1)

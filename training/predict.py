@@ -110,7 +110,11 @@ def predict(config: RunConfig, weights: Weights) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.checkpoints.verify_checkpoint:
         weights.check_undamaged()
-    model = weights.plain_model(spec, device)
+    model = spec.build()
+    for name, unit in spec.units(model):
+        weights.fill(unit, name)
+        unit.to(device)
+    model.eval()
     normalize = normalizer(run, lambda values: values.to(device))
 
     results: list[dict] = []
@@ -231,12 +235,5 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
             ) from None
         say(f"report on {len(names):,} classes: {use.eval_report}")
     if use.json:
-        values = {
-            "val_loss": result.loss,
-            "val_top1": result.top1,
-            "val_top5": result.top5,
-            "val_images": result.images,
-            "bad_images": result.left_out,
-            "lost_classes": result.lost_classes,
-        }
-        print(json.dumps(values))
+        left_out = {"bad_images": result.left_out, "lost_classes": result.lost_classes}
+        print(json.dumps(result.values | left_out))

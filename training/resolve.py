@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from models.positions import Grid
     from models.spec import ModelSizes, ModelSpec
 
 MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).items()}
@@ -288,7 +287,7 @@ def _shown(size: Any) -> str:
     return "x".join(map(str, size))
 
 
-def grids(config: RunConfig, model: ModelSpec) -> list[Grid]:
+def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
     """Return the grid of patches of each bucket; [] without buckets."""
     if not config.data.bucket_sizes:  # volumes, with three sides, have none
         return []

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from data.config import CROP_MODES, INTERPOLATIONS, Preprocessing
-from models.initialize import allocate, fill_buffers
+from models.initialize import allocate
 from models.spec import ModelSpec
-from training.checkpoints.choose import BEST, find_resume, first_readable, of_path
+from training.checkpoints.choose import BEST, Candidates, find_resume, first_readable, of_path
 from training.checkpoints.format import (
     EMA,
     METADATA,
@@ -132,17 +132,6 @@ class Weights:
                 load_into({self.kind: values}, self.path)
         return values
 
-    def plain_model(self, spec: ModelSpec, device: torch.device) -> nn.Module:
-        """Return timm's model with these weights, fp32, unsharded on ``device``, in eval mode."""
-        model = spec.build().to_empty(device=device)
-        fill_buffers(model, lambda values: values.to(device))
-        if self.tensors is not None:
-            model.load_state_dict(self.tensors)
-        else:
-            with readable(self.path):
-                load_into({self.kind: model.state_dict()}, self.path)
-        return model.eval()
-
 
 # -- Finding and loading them ---------------------------------------------------------------------
 
@@ -159,11 +148,18 @@ def find_weights(
         raise UsageError("--resume none: a trained model is needed, give --resume PATH")
     if resume != "auto" and resume not in BEST and not resume_epoch:
         return weights_in(folder_at(resume), "--resume", use_ema=use_ema)
-    saved, candidates = first_readable(find_resume(ckpt_dir, resume, resume_epoch))
-    if saved is None:
+    found = find_resume(ckpt_dir, resume, resume_epoch)
+    if not found.paths:
         raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
-    kind = EMA if use_ema else WEIGHTS
-    return Weights(saved.path, saved, None, "; ".join(candidates.passed_over), kind)
+    return _first_of(found, use_ema)
+
+
+def _first_of(candidates: Candidates, use_ema: bool) -> Weights:
+    saved, left = first_readable(candidates)
+    assert saved is not None  # there are candidates
+    return Weights(
+        saved.path, saved, None, "; ".join(left.passed_over), EMA if use_ema else WEIGHTS
+    )
 
 
 def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
@@ -186,10 +182,7 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
             if use_ema:  # DCP wrote weights alone, without a run
                 raise no_ema(path)
             return Weights(path, None, None)
-        saved, candidates = first_readable(of_path(path))
-    assert saved is not None  # of_path found one
-    kind = EMA if use_ema else WEIGHTS
-    return Weights(saved.path, saved, None, "; ".join(candidates.passed_over), kind)
+        return _first_of(of_path(path), use_ema)
 
 
 def no_ema(path: Path) -> UsageError:
@@ -296,13 +289,7 @@ def metadata_of(file: Path) -> dict[str, str]:
 
 def run_as_metadata(run: SavedRun) -> dict[str, str]:
     """Return a run as metadata of a .safetensors file."""
-    at = run.position
-    content: dict[str, Any] = {
-        "step": at.step,
-        "epoch": at.epoch,
-        "images_in_epoch": at.images_in_epoch,
-    }
-    content |= {"arguments": run.arguments, "classes": run.classes}
+    content = {**asdict(run.position), "arguments": run.arguments, "classes": run.classes}
     return {_RUN: json.dumps(content)}
 
 
@@ -319,7 +306,7 @@ def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
         return None
     if not isinstance(content, Mapping) or "arguments" not in content:
         return None
-    at = Position(*(int(content[name]) for name in ("step", "epoch", "images_in_epoch")))
+    at = Position(*(int(content[field.name]) for field in fields(Position)))
     return SavedRun(path, at, dict(content["arguments"]), content["classes"])
 
 
@@ -336,9 +323,8 @@ def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
 
     Without ``saved``: as for new weights. Raises UsageError if ``saved`` has invalid values.
     """
-    if saved:
-        return _with_defaults(run, preprocessing_of(saved))
-    return _with_defaults(run, Preprocessing.of_new_weights(run.config.data.data_source))
+    new = Preprocessing.of_new_weights(run.config.data.data_source)
+    return _with_defaults(run, preprocessing_of(saved) if saved else new)
 
 
 def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
@@ -375,25 +361,25 @@ def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
     given: dict[str, Any] = {n: values[n] for n in _NAMES if values.get(n) not in (None, "")}
     largest = _LARGEST_IN_VOLUMES if values.get("data_source") == "volumes" else 1.0
     for name, value in given.items():
-        if not _is_valid(name, value, largest):
+        if name in ("interpolation", "test_interpolation"):
+            is_valid = value in INTERPOLATIONS
+        elif name == "crop_mode":
+            is_valid = value in CROP_MODES
+        elif name == "crop_pct":
+            is_valid = isinstance(value, (int, float)) and 0 < value <= 1
+        else:  # mean, std
+            least = 1e-6 if name == "std" else 0.0 if largest == 1 else -largest
+            is_valid = (
+                isinstance(value, (list, tuple))
+                and len(value) == 3
+                and all(
+                    isinstance(each, (int, float)) and least <= each <= largest for each in value
+                )
+            )
+        if not is_valid:
             raise UsageError(f"{path} has {name} {value!r}, which is not known here: give --{name}")
     given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
     return Preprocessing(**given)
-
-
-def _is_valid(name: str, value: Any, largest: float) -> bool:
-    if name in ("interpolation", "test_interpolation"):
-        return value in INTERPOLATIONS
-    if name == "crop_mode":
-        return value in CROP_MODES
-    if name == "crop_pct":
-        return isinstance(value, (int, float)) and 0 < value <= 1
-    least = 1e-6 if name == "std" else 0.0 if largest == 1 else -largest
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) == 3
-        and all(isinstance(colour, (int, float)) and least <= colour <= largest for colour in value)
-    )
 
 
 def _pretrained_cfg(path: Path) -> Mapping[str, Any] | None:

@@ -51,6 +51,16 @@ class Evaluation:
     lost_classes: tuple[str, ...] = ()
     """The classes of which no image could be read."""
 
+    @property
+    def values(self) -> dict[str, float]:
+        """The figures by their names in records."""
+        return {
+            "val_loss": self.loss,
+            "val_top1": self.top1,
+            "val_top5": self.top5,
+            "val_images": self.images,
+        }
+
     def __str__(self) -> str:
         images = f"{self.images:,}"
         if self.left_out:
@@ -94,13 +104,8 @@ def _read_lines(path: Path, *names: str) -> list[dict[str, Any]]:
 
 def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, dict[str, Any]]:
     """Return the evaluations up to ``last_step``, by step, whose loss was finite."""
-    return {
-        r["step"]: r
-        for r in read_metrics(ckpt_dir)
-        if r.get("val_top1") is not None
-        and r.get("val_loss") is not None
-        and r["step"] <= last_step
-    }
+    records = (r for r in read_metrics(ckpt_dir) if r["step"] <= last_step)
+    return {r["step"]: r for r in records if None not in (r.get("val_top1"), r.get("val_loss"))}
 
 
 def decisive(record: dict[str, Any], name: str) -> float:
@@ -157,35 +162,6 @@ class Guarded:
             if self._lost == 1:
                 reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
                 self._say(f"warning: {self._name} {what} ({reason}); training continues without it")
-
-
-def open_sinks(
-    ckpt_dir: Path,
-    say: Callable[[str], None],
-    *,
-    first_step: int,
-    kept_up_to: int,
-    wandb_project: str | None,
-    arguments: dict[str, Any],
-) -> list[Guarded]:
-    """Open all sinks of a run that continues after ``first_step``, in a folder that exists.
-
-    Of earlier records those up to step ``kept_up_to`` stay.
-    """
-    sinks = [
-        Guarded("metrics.jsonl", lambda: open_metrics(ckpt_dir, kept_up_to), say),
-        Guarded(
-            "TensorBoard's file",
-            lambda: TensorBoard(ckpt_dir / TENSORBOARD_DIR, first_step=first_step),
-            say,
-        ),
-    ]
-    if wandb_project:
-        project = wandb_project
-        sinks.append(
-            Guarded("Weights & Biases", lambda: WeightsAndBiases(project, ckpt_dir, arguments), say)
-        )
-    return sinks
 
 
 def as_json(record: dict[str, Any]) -> str:

@@ -21,7 +21,19 @@ from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.files import replace_file
 from training.logs.log_folder import EVERY_S, LogUploads
-from training.logs.records import Evaluation, Events, Guarded, open_sinks, plot_curves, read_metrics
+from training.logs.records import (
+    METRICS_FILE,
+    TENSORBOARD_DIR,
+    Evaluation,
+    Events,
+    Guarded,
+    Sink,
+    TensorBoard,
+    WeightsAndBiases,
+    open_metrics,
+    plot_curves,
+    read_metrics,
+)
 from training.optimizers import COUNTS
 from training.resolve import Run
 
@@ -135,14 +147,16 @@ class Reports:
         self._uploads = LogUploads(ckpt_dir, url, self.say) if url and active else None
         if not active:
             return
-        self._sinks = open_sinks(
-            ckpt_dir,
-            self.say,
-            first_step=first_step,
-            kept_up_to=first_step if keep_records and first_step else -1,
-            wandb_project=wandb_project,
-            arguments=arguments or {},
-        )
+        kept_up_to = first_step if keep_records and first_step else -1
+        sinks: dict[str, Callable[[], Sink]] = {
+            METRICS_FILE: lambda: open_metrics(ckpt_dir, kept_up_to),
+            "TensorBoard's file": lambda: TensorBoard(
+                ckpt_dir / TENSORBOARD_DIR, first_step=first_step
+            ),
+        }
+        if (project := wandb_project) is not None:
+            sinks["Weights & Biases"] = lambda: WeightsAndBiases(project, ckpt_dir, arguments or {})
+        self._sinks = [Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()]
         self._bar = tqdm(
             total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None
         )
@@ -161,12 +175,12 @@ class Reports:
         self.say(f"compiling the {what} for {devices} device(s); the first one takes a while ...")
         start, done = time.perf_counter(), threading.Event()
 
-        def tick() -> None:
+        def show_seconds() -> None:
             while not done.wait(1.0):
                 self._bar.set_description(f"compiling, {time.perf_counter() - start:.0f} s")
 
         if self._active:
-            threading.Thread(target=tick, daemon=True).start()
+            threading.Thread(target=show_seconds, daemon=True).start()
         try:
             yield
         finally:
@@ -243,9 +257,34 @@ class Reports:
         if not self._active:
             return
         self._write(record)
-        self.say(self._log_line(record))
-        if "expected_sec_per_iter" in record:
-            self._add_to_run_file(record["expected_sec_per_iter"], record["sec_per_iter"])
+        parts = [
+            f"epoch {record['epoch']} step {record['step']}",
+            f"lr: {record['lr']:.6g}",
+            f"loss: {record['loss']:.4f}{_mean_of(self._losses)}",
+            f"grad norm: {record['grad_norm']:.4f}",
+        ]
+        expected = record.get("expected_sec_per_iter")
+        if "images_per_s" in record:
+            parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{_mean_of(self._times)}")
+            if expected is not None:
+                parts.append(f"expected: {expected:.4f} ({record['sec_per_iter'] / expected:.2f}x)")
+            parts.append(f"images/s: {record['images_per_s']:.1f}")
+            parts.append(f"data wait: {record['data_wait']:.1%}")
+        if "mfu" in record:
+            parts.append(f"MFU: {record['mfu']:.1%}")
+        if "memory_used" in record:
+            parts.append(f"device memory: {record['memory_used'] / 2**30:.2f} GiB")
+        if record["skipped_steps"]:
+            parts.append(f"steps skipped: {record['skipped_steps']}")
+        self.say(", ".join(parts))
+
+        if expected is not None:  # both step times belong in run.json, which is there already
+            try:
+                content = json.loads((self._dir / RUN_FILE).read_text())
+                content["step_s"] = {"expected": expected, "measured": record["sec_per_iter"]}
+                replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
+            except (OSError, ValueError) as error:
+                self.say(f"warning: {RUN_FILE} cannot be written ({error})")
         if skipped["total"] > self._skipped:
             self.say(
                 f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log were "
@@ -261,37 +300,6 @@ class Reports:
             self.say(f"note: {compilations - self._compilations} new compilation(s) since last log")
         self._compilations = compilations
 
-    def _add_to_run_file(self, expected: float, measured: float) -> None:
-        """Add both step times to run.json, which is there already."""
-        try:
-            content = json.loads((self._dir / RUN_FILE).read_text())
-            content["step_s"] = {"expected": expected, "measured": measured}
-            replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
-        except (OSError, ValueError) as error:
-            self.say(f"warning: {RUN_FILE} cannot be written ({error})")
-
-    def _log_line(self, record: dict[str, Any]) -> str:
-        parts = [
-            f"epoch {record['epoch']} step {record['step']}",
-            f"lr: {record['lr']:.6g}",
-            f"loss: {record['loss']:.4f}{_mean_of(self._losses)}",
-            f"grad norm: {record['grad_norm']:.4f}",
-        ]
-        if "images_per_s" in record:
-            parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{_mean_of(self._times)}")
-            if "expected_sec_per_iter" in record:
-                expected = record["expected_sec_per_iter"]
-                parts.append(f"expected: {expected:.4f} ({record['sec_per_iter'] / expected:.2f}x)")
-            parts.append(f"images/s: {record['images_per_s']:.1f}")
-            parts.append(f"data wait: {record['data_wait']:.1%}")
-        if "mfu" in record:
-            parts.append(f"MFU: {record['mfu']:.1%}")
-        if "memory_used" in record:
-            parts.append(f"device memory: {record['memory_used'] / 2**30:.2f} GiB")
-        if record["skipped_steps"]:
-            parts.append(f"steps skipped: {record['skipped_steps']}")
-        return ", ".join(parts)
-
     def evaluation(
         self, step: int, epoch: int, result: Evaluation, of_ema: Evaluation | None = None
     ) -> None:
@@ -299,14 +307,7 @@ class Reports:
         self.flush()
         self.last_top1 = result.top1
         self._compilations = -1  # the evaluation compiled its own step
-        record = {
-            "step": step,
-            "epoch": epoch,
-            "val_loss": result.loss,
-            "val_top1": result.top1,
-            "val_top5": result.top5,
-            "val_images": result.images,
-        }
+        record = {"step": step, "epoch": epoch, **result.values}
         line = f"epoch {epoch} step {step}, {result}"
         if of_ema:
             record["ema_val_loss"], record["ema_val_top1"] = of_ema.loss, of_ema.top1
