@@ -84,7 +84,6 @@ class LossConfig:
         "threshold of binary targets: smoothed and mixed labels above it become 1, others 0 "
         "(default: none, labels stay as they are)",
         kind=bounded(float, 0, 1, open_high=True),
-        metavar="X",
         requires=("bce_loss",),
     )
     teacher: str | None = flag(
@@ -232,7 +231,6 @@ class ScheduleConfig:
         None,
         "number of steps of wsd's decay, the last of --num_epochs or --max_steps (default: none)",
         kind=positive,
-        metavar="N",
         requires=("lr_schedule=wsd",),
     )
     decay_shape: Literal["sqrt", "linear", "cosine"] = flag(
@@ -373,7 +371,6 @@ class LogConfig:
         "number of batches of an evaluation; 0: all of val/ (default: 0; with --fake_data as many "
         "as --max_steps)",
         kind=count,
-        metavar="N",
     )
     max_bad_steps: int = flag(
         10,
@@ -491,7 +488,6 @@ class ShardingConfig:
         "HSDP's groups",
         kind=positive,
         names=("--mesh_dcn", "--dp_outer"),
-        metavar="N",
         common=True,
         incompatible_with=("run_without_fsdp",),
     )
@@ -501,7 +497,6 @@ class ShardingConfig:
         "--mesh_*)",
         kind=positive,
         names=("--mesh_fsdp", "--dp_shard"),
-        metavar="N",
         common=True,
         incompatible_with=("run_without_fsdp",),
     )
@@ -509,7 +504,6 @@ class ShardingConfig:
         1,
         "number of devices that shard the rows of each image (domain parallel)",
         kind=positive,
-        metavar="N",
         common=True,
     )
     domain_attention: Literal["auto", "ring", "ulysses", "gather"] = flag(
@@ -526,7 +520,6 @@ class ShardingConfig:
         "number of devices that shard the heads and MLP columns of each block (tensor parallel); "
         "XLA with SPMD; must divide both; not for all models (--list_models)",
         kind=positive,
-        metavar="N",
         common=True,
         incompatible_with=("run_without_fsdp",),
     )
@@ -542,7 +535,6 @@ class PlanConfig:
         256,
         "largest number of chips, or GPUs, of a plan",
         kind=positive,
-        metavar="N",
         requires=("plan",),
     )
     hours: float | None = flag(
@@ -564,7 +556,6 @@ class PlanConfig:
         "number of training images of an epoch (default: those of --data_dir if it exists, else "
         "ImageNet's, 1281167)",
         kind=positive,
-        metavar="N",
         requires=("plan",),
     )
     plan_compilations: int = flag(
@@ -572,7 +563,6 @@ class PlanConfig:
         "largest number of steps that the TPU compiler compiles for a plan, a minute or two each; "
         "those in --plan_dir do not count; 0: none",
         kind=count,
-        metavar="N",
         requires=("plan",),
     )
     plan_dir: str = flag(

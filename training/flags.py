@@ -177,7 +177,12 @@ def check_rules(config: RunConfig, *own: Any, only: Collection[str] | None = Non
         given = option.typed(values[name])
         for requirement in option.flag.requires:
             alternatives = [each.partition("=")[::2] for each in requirement.split("|")]
-            if not any(_holds(*each, values, known) for each in alternatives):
+            # A field that is not known is of a backend that this run is not on.
+            if not any(
+                (str(values[n]) == wanted if wanted else values[n] != known[n].field.default)
+                for n, wanted in alternatives
+                if n in known
+            ):
                 texts = [f"{known[n].names[0]} {wanted}".rstrip() for n, wanted in alternatives]
                 field, wanted = alternatives[-1]
                 is_now = f", this is {values[field]}" if wanted and len(texts) == 1 else ""
@@ -191,14 +196,6 @@ def check_rules(config: RunConfig, *own: Any, only: Collection[str] | None = Non
             if other in config.given:
                 excluded = known[other].typed(values[other])
                 raise UsageError(f"{given} replaces {excluded}: drop one of the two")
-
-
-def _holds(
-    name: str, wanted: str, values: Mapping[str, Any], known: Mapping[str, FlagField]
-) -> bool:
-    if name not in known:  # of a backend that this run is not on
-        return False
-    return str(values[name]) == wanted if wanted else values[name] != known[name].field.default
 
 
 def check_foreign(others: Mapping[str, Any], backend: str, given: Collection[str]) -> None:
@@ -251,28 +248,20 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
         path = Path(os.path.realpath(name))
         if path in inside:
             raise _Mistake(f"@{name} includes itself: remove the @ line that closes the circle")
-        yield from _expanded(_words_of_file(name), (*inside, path))
-
-
-def _words_of_file(name: str) -> Iterator[_Word]:
-    """Yield the words of a file of flags.
-
-    Words are quoted as in a shell, # starts a comment, a backslash at a line's end continues it.
-    """
-    continued = ""
-    for number, text in enumerate([*_text(name).splitlines(), ""], 1):
-        # Blanks after a backslash do not count; after a blank it only says that more words follow.
-        line = continued + re.sub(r"\s\\$", "", text.rstrip())
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            if str(error) == "No escaped character":
-                continued = line[:-1]
-                continue
-            raise _Mistake(f"@{name}, line {number}: {error}: {line}") from None
+        # Words are quoted as in a shell, # starts a comment, a backslash at a line's end continues.
         continued = ""
-        for word in words:
-            yield _Word(word, name, number)
+        for number, text in enumerate([*_text(name).splitlines(), ""], 1):
+            # Blanks after a backslash do not count; after a blank it only says: more words follow.
+            line = continued + re.sub(r"\s\\$", "", text.rstrip())
+            try:
+                found = [_Word(each, name, number) for each in shlex.split(line, comments=True)]
+            except ValueError as error:
+                if str(error) == "No escaped character":
+                    continued = line[:-1]
+                    continue
+                raise _Mistake(f"@{name}, line {number}: {error}: {line}") from None
+            continued = ""
+            yield from _expanded(found, (*inside, path))
 
 
 def _text(name: str) -> str:
@@ -359,35 +348,31 @@ def build_parser(shown: Sequence[FlagField]) -> FlagParser:
     for option in shown:
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        _add(groups[option.group], option)
+        group, flag = groups[option.group], option.flag
+        text = help_text(option).replace("%", "%%")
+        how = {"action": _Set, "dest": option.field.name, "default": argparse.SUPPRESS}
+        if option.is_switch:
+            names = option.bare_names
+            group.add_argument(*names, nargs=0, stands_for=names, help=text, **how)
+            continue
+        reading: dict[str, Any] = {"type": flag.kind or not_empty}
+        if flag.metavar or option.type in _METAVARS:
+            reading["metavar"] = flag.metavar or _METAVARS[option.type]
+        if typing.get_origin(option.type) is list:
+            reading["nargs"] = "+"
+        if option.choices:
+            reading |= {"choices": option.choices, "type": flag.kind or str}  # argparse lists them
+        elif flag.several:
+            reading |= {"nargs": "+", "several": True}
+        elif isinstance(flag.metavar, tuple):
+            reading["nargs"] = len(flag.metavar)
+        elif flag.bare is not None:
+            reading |= {"nargs": "?", "const": flag.bare}
+        group.add_argument(*option.names, help=text, **reading, **how)
+        for name, value in flag.shorthands.items():
+            text = f"same as {option.typed(value)} (default: off)"
+            group.add_argument(name, nargs=0, stands_for={name: value}, help=text, **how)
     return parser
-
-
-def _add(group: Any, option: FlagField) -> None:
-    """Add a flag, and its shorthands, to a group of the parser."""
-    flag, text = option.flag, help_text(option).replace("%", "%%")
-    how: dict[str, Any] = {"action": _Set, "dest": option.field.name, "default": argparse.SUPPRESS}
-    if option.is_switch:
-        names = option.bare_names
-        group.add_argument(*names, nargs=0, stands_for=names, help=text, **how)
-        return
-    reading: dict[str, Any] = {"type": flag.kind or not_empty}
-    if flag.metavar or option.type in _METAVARS:
-        reading["metavar"] = flag.metavar or _METAVARS[option.type]
-    if typing.get_origin(option.type) is list:
-        reading["nargs"] = "+"
-    if option.choices:
-        reading |= {"choices": option.choices, "type": flag.kind or str}  # argparse lists them
-    elif flag.several:
-        reading |= {"nargs": "+", "several": True}
-    elif isinstance(flag.metavar, tuple):
-        reading["nargs"] = len(flag.metavar)
-    elif flag.bare is not None:
-        reading |= {"nargs": "?", "const": flag.bare}
-    group.add_argument(*option.names, help=text, **reading, **how)
-    for name, value in flag.shorthands.items():
-        text = f"same as {option.typed(value)} (default: off)"
-        group.add_argument(name, nargs=0, stands_for={name: value}, help=text, **how)
 
 
 def help_text(option: FlagField) -> str:
@@ -476,13 +461,18 @@ def _check_contradictions(
 def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
     """Print the common flags, all, those of a group, or those with a word; exit with code 0."""
     groups = {option.group.split()[0].rstrip(":,").lower(): option.group for option in known}
-    word = which.lower()
+    word, shown = which.lower(), []
     if word == "all":
         shown = list(known)
     elif word in groups:
         shown = [option for option in known if option.group == groups[word]]
-    elif word:
-        shown = [option for option in known if _mentions(option, word.lstrip("-"))]
+    elif word:  # in a flag's names, or at the start of a word of its help or choices
+        word = word.lstrip("-")
+        start = re.compile(rf"(?<![a-z0-9]){re.escape(word)}")
+        for option in known:
+            text = " ".join([option.flag.help, *map(str, option.choices)]).lower()
+            if start.search(text) or any(word in name.lower() for name in option.all_names):
+                shown.append(option)
     else:
         shown = [option for option in known if option.flag.common]
     if not shown:
@@ -495,14 +485,6 @@ def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
     if not which:
         print(f"--help all: all {len(known)} flags. --help GROUP: one of {', '.join(groups)}")
     sys.exit(0)
-
-
-def _mentions(option: FlagField, word: str) -> bool:
-    """Return True if a word is in a flag's names, or starts a word of its help or choices."""
-    if any(word in name.lower() for name in option.all_names):
-        return True
-    text = " ".join([option.flag.help, *map(str, option.choices)]).lower()
-    return re.search(rf"(?<![a-z0-9]){re.escape(word)}", text) is not None
 
 
 class OneLineParser(argparse.ArgumentParser):
