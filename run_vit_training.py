@@ -91,41 +91,6 @@ def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> No
         launch_on_gpus(functools.partial(naming_itself, body), run)
 
 
-def print_models(pattern: str) -> int:
-    """Print the models whose names match, a line each. Returns the exit code: 1 for none."""
-    from models.registry import list_models
-
-    found = list_models(pattern)
-    for model in found:
-        told = f"{model.parameters:>18,} parameters" if model.parameters else model.refused or ""
-        if model.no_tensor_parallel:
-            told += f", no --mesh_tensor: {model.no_tensor_parallel}"
-        print(f"{model.name:<60} {told}".rstrip())
-    return 0 if found else 1
-
-
-def _plan(flags: Flags) -> int:
-    """Plan a training: on GPUs where they are asked for, else on TPUs; return the exit code."""
-    backend = "cuda" if flags.run.backend == "cuda" else "xla"
-    check_foreign(flags.own, backend, flags.run.given)
-    if backend == "cuda":
-        from tools.plan.gpu import plan_gpus
-
-        return plan_gpus(flags.run, flags.cuda)
-    from tools.plan.tpu import plan_slices
-
-    return plan_slices(flags.run, flags.xla)
-
-
-def _name_user() -> None:
-    """Give a user without a name, as a container's may be, one: PyTorch 2.9 ends with a traceback
-    as it looks for a folder of that name (torch/_inductor/runtime/cache_dir_utils.py)."""
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):
-        os.environ["USER"] = f"user_{os.getuid()}"
-
-
 @contextlib.contextmanager
 def _whose_reader_may_leave() -> Iterator[None]:
     """End without a traceback if who reads what is printed inside leaves early, as `head` does.
@@ -146,7 +111,12 @@ def _whose_reader_may_leave() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, and do what they ask for; return the exit code."""
     end_with_torchrun()
-    _name_user()
+    # A user without a name, as a container's may be, gets one: PyTorch 2.9 ends with a traceback as
+    # it looks for a folder of that name (torch/_inductor/runtime/cache_dir_utils.py).
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = f"user_{os.getuid()}"
     with _whose_reader_may_leave():
         flags = read_flags(argv)
     try:
@@ -171,8 +141,17 @@ def _run(flags: Flags) -> int:
     """Train, compile, plan, predict, evaluate or check, as the flags ask; return the exit code."""
     config, use = flags.run, flags.run.use
     if config.list_models is not None:
+        from models.registry import list_models
+
+        found = list_models(config.list_models)
         with _whose_reader_may_leave():
-            return print_models(config.list_models)
+            for model in found:
+                told = f"{model.parameters:>18,} parameters" if model.parameters else ""
+                told = told or model.refused or ""
+                if model.no_tensor_parallel:
+                    told += f", no --mesh_tensor: {model.no_tensor_parallel}"
+                print(f"{model.name:<60} {told}".rstrip())
+        return 0 if found else 1
     check_rules(config, *flags.own.values(), only=MODE_FLAGS)
     trains = not (use.predict or use.eval_only or config.self_check)
     if config.checkpoints.init_from and (flags.xla.compile_only or config.plan or not trains):
@@ -186,7 +165,14 @@ def _run(flags: Flags) -> int:
         check_foreign(flags.own, "xla", config.given)
         return compile_only(config, flags.xla)
     if config.plan:
-        return _plan(flags)
+        check_foreign(flags.own, "cuda" if config.backend == "cuda" else "xla", config.given)
+        if config.backend == "cuda":
+            from tools.plan.gpu import plan_gpus
+
+            return plan_gpus(config, flags.cuda)
+        from tools.plan.tpu import plan_slices
+
+        return plan_slices(config, flags.xla)
 
     prepare: Prepare
     if use.predict or use.eval_only:

@@ -117,7 +117,7 @@ def train_loop(
         hook.before_training(at)
         if stop.exit_code:
             return at
-    session.watchdog.before_first_step()
+    session.watchdog.alive(before_first_step=True)
     while at.step < session.last_step and at.epoch < run.config.num_epochs:
         session.timer.restart()
         with contextlib.closing(batches.rest_of_epoch(at)) as epoch:
@@ -306,11 +306,6 @@ class Saves(Hook):
             event["written"] = self._saver.save(at, must=must)
         self._minutes.restart()
         session.timer.restart()
-
-    def save_stopped(self, at: Position) -> None:
-        """Write the checkpoint of a run that stops early, unless its weights are no good."""
-        if self._session.stop.exit_code != NOT_FINITE:
-            self.save(at, must=True)
 
     def save_best(self, at: Position) -> None:
         """Write a checkpoint of the best evaluation so far, with ``--ckpt_best``."""

@@ -121,7 +121,15 @@ _MAX_HUE = 0.5
 def resolve_common(config: RunConfig) -> RunConfig:
     """Return the configuration with what no backend decides. Raises UsageError."""
     _check_data(config.data)
-    _check_schedule(config)
+    schedule, peak = config.schedule, config.optimizer.lr
+    for name, rate in (("--min_lr", schedule.min_lr), ("--warmup_lr", schedule.warmup_lr)):
+        if rate > peak:
+            raise UsageError(f"{name} {rate:g} is above --lr {peak:g}")
+    epochs = schedule.warmup_epochs
+    if schedule.warmup_lr and not (config.optimizer.warmup_steps if epochs is None else epochs):
+        raise UsageError("--warmup_lr requires a warmup: --warmup_steps or --warmup_epochs above 0")
+    if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
+        raise UsageError("--lr_schedule wsd requires --decay_steps")
     if config.log.wandb:
         _check_wandb()
     if config.optimizer.betas is None:
@@ -174,18 +182,6 @@ def _check_data(data: DataConfig) -> None:
         )
     if data.scale[1] == 0:
         raise UsageError("--scale 0 0 leaves no image to crop")
-
-
-def _check_schedule(config: RunConfig) -> None:
-    schedule, peak = config.schedule, config.optimizer.lr
-    for name, rate in (("--min_lr", schedule.min_lr), ("--warmup_lr", schedule.warmup_lr)):
-        if rate > peak:
-            raise UsageError(f"{name} {rate:g} is above --lr {peak:g}")
-    epochs = schedule.warmup_epochs
-    if schedule.warmup_lr and not (config.optimizer.warmup_steps if epochs is None else epochs):
-        raise UsageError("--warmup_lr requires a warmup: --warmup_steps or --warmup_epochs above 0")
-    if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
-        raise UsageError("--lr_schedule wsd requires --decay_steps")
 
 
 def _check_wandb() -> None:

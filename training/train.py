@@ -192,8 +192,10 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     at = train_loop(
                         run, session, model, objective, batches, progress.schedule, hooks, at
                     )
-                    if stop.exit_code:
-                        saves.save_stopped(at)
+                    if stop.exit_code == NOT_FINITE:
+                        pass  # its weights are no good
+                    elif stop.exit_code:
+                        saves.save(at, must=True)
                     elif bad_images.excess:  # found with the last step
                         stop.exit_code = BAD_IMAGES
                 profiler.finish(reports.say)

@@ -29,15 +29,11 @@ def end_with_torchrun() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
-    if (torchrun := os.environ.get("TORCHRUN_PID")) and not _is_alive(torchrun):
-        os.kill(os.getpid(), signal.SIGKILL)
+    if torchrun := os.environ.get("TORCHRUN_PID"):
+        try:
+            state = Path("/proc", torchrun, "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            state = "X"
+        if state in "ZX":  # it has ended
+            os.kill(os.getpid(), signal.SIGKILL)
     end_with(parent)
-
-
-def _is_alive(process: str) -> bool:
-    """Return True if there is a process of this number that has not ended."""
-    try:
-        state = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"

@@ -54,9 +54,6 @@ class ProcessSignals:
         """Note a signal from now on, and write ``notice`` to stderr when one comes."""
         self._listening, self._notice = True, notice.encode()
 
-    def ignore_from_now_on(self) -> None:
-        self._listening, self._notice, self.noted = True, b"", self.noted or signal.SIGTERM
-
     def restore(self) -> None:
         self._listening, self.noted = False, 0
         if threading.current_thread() is threading.main_thread():
@@ -126,7 +123,8 @@ class StopRequest:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # All processes end now; torchrun sends SIGTERM to those that end after the first one.
         if self.exit_code or isinstance(error, RunFailed):
-            process_signals.ignore_from_now_on()
+            process_signals.listen("")
+            process_signals.noted = process_signals.noted or signal.SIGTERM  # later ones: ignored
         else:
             process_signals.restore()
 
@@ -169,16 +167,14 @@ class Watchdog:
         """Allow so many seconds of silence; 0: do nothing."""
         self._seconds = seconds
 
-    def alive(self) -> None:
-        """Restart the countdown, since something was done."""
-        if self._seconds:
-            faulthandler.dump_traceback_later(self._seconds, exit=True, file=2)
+    def alive(self, *, before_first_step: bool = False) -> None:
+        """Restart the countdown, since something was done.
 
-    def before_first_step(self) -> None:
-        """Restart the countdown with time for the first batch, for which loader processes and file
-        systems wake up."""
+        ``before_first_step``: with time for the first batch, for which loader processes and file
+        systems wake up.
+        """
         if self._seconds:
-            limit = max(self._seconds, _BEFORE_FIRST_STEP_S)
+            limit = max(self._seconds, _BEFORE_FIRST_STEP_S if before_first_step else 0)
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
     def pause(self) -> None:
