@@ -22,6 +22,7 @@ from training.checkpoints.choose import (
     checkpoint_around,
     find_resume,
     first_readable,
+    folder_of,
     is_restart,
     later_ones,
     set_aside,
@@ -324,7 +325,8 @@ class History:
     """The folder's records are of this run."""
     top1: dict[int, float | None]
     """By step, those of the evaluations; None of one that was not finite."""
-    best_step: int = 0
+    best: Path | None = None
+    """The checkpoint of the evaluation with the highest top-1, if there is one."""
     best_top1: float = -1.0
     """In percent; the EMA's, if there is one."""
 
@@ -339,7 +341,7 @@ def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
     best = max(((decisive(r, "val_top1"), at) for at, r in finite.items()), default=(-1.0, 0))
     evaluated = [r["step"] for r in records if "val_images" in r]
     top1 = {at: finite[at]["val_top1"] if at in finite else None for at in evaluated}
-    return History(True, top1, best[1], best[0])
+    return History(True, top1, folder_of(ckpt_dir, best[1]) if best[1] else None, best[0])
 
 
 # -- whether a checkpoint fits a run ---------------------------------------------------------------

@@ -18,7 +18,7 @@ from training.backend import Backend
 from training.checkpoints.choose import folder_of
 from training.checkpoints.format import Position
 from training.checkpoints.saver import CheckpointSaver
-from training.config import CheckpointConfig, LogConfig
+from training.config import RunConfig
 from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
 from training.evaluate import evaluate
 from training.logs.bad_images import TRAIN, VAL, BadImages
@@ -27,7 +27,6 @@ from training.logs.reports import Reports, StepTimer
 from training.losses import Objective
 from training.processes.exchange import MinutesInterval
 from training.processes.stopping import StopRequest, Watchdog
-from training.resolve import Run
 from training.schedule import Schedule
 from training.step import StepResult, TrainBatches, train_step
 
@@ -36,6 +35,7 @@ from training.step import StepResult, TrainBatches, train_step
 class Session:
     """What one start of a run has from its first step to its last, shared by loop and hooks."""
 
+    config: RunConfig
     backend: Backend
     reports: Reports
     stop: StopRequest
@@ -98,7 +98,6 @@ class Hook:
 
 
 def train_loop(
-    run: Run,
     session: Session,
     model: nn.Module,
     objective: Objective,
@@ -111,14 +110,14 @@ def train_loop(
 
     Hooks are called one after the other; when one of them stops training, no other one is.
     """
-    backend, stop = session.backend, session.stop
+    backend, stop, config = session.backend, session.stop, session.config
     model.train()
     for hook in hooks:
         hook.before_training(at)
         if stop.exit_code:
             return at
     session.watchdog.alive(before_first_step=True)
-    while at.step < session.last_step and at.epoch < run.config.num_epochs:
+    while at.step < session.last_step and at.epoch < config.num_epochs:
         session.timer.restart()
         with contextlib.closing(batches.rest_of_epoch(at)) as epoch:
             for micro_batches in epoch:
@@ -134,7 +133,7 @@ def train_loop(
                         at.step,
                         micro_batches,
                         lr=lr,
-                        max_norm=run.config.optimizer.clip_grad_norm,
+                        max_norm=config.optimizer.clip_grad_norm,
                     )
                 session.watchdog.alive()
                 if is_first:
@@ -209,8 +208,8 @@ class StepProfiler(Hook):
 class StepLog(Hook):
     """Reports every ``--log_step_interval``-th step, without waiting for the device."""
 
-    def __init__(self, config: LogConfig, session: Session, batches: TrainBatches) -> None:
-        self._config, self._session, self._batches = config, session, batches
+    def __init__(self, session: Session, batches: TrainBatches) -> None:
+        self._session, self._batches = session, batches
 
     def before_step(self, step: int, *, is_first: bool) -> None:
         if is_first:  # its time is the compiler's: it is measured apart, with its batch
@@ -224,7 +223,8 @@ class StepLog(Hook):
         timer.steps += 1
         timer.waited += waited
         reports.events.stepped(step, waited)
-        if done.is_first or done.is_last or step % self._config.log_step_interval == 0:
+        interval = session.config.log.log_step_interval
+        if done.is_first or done.is_last or step % interval == 0:
             values = session.backend.read(done.result._asdict())
             measured = None if done.is_first else timer
             reports.log(step, done.epoch + 1, done.lr, measured, values)
@@ -240,51 +240,40 @@ class StepLog(Hook):
 class StopCheck(Hook):
     """Stops training on a signal, or where it cannot continue: the checkpoint is ``Saves``'s."""
 
-    def __init__(
-        self, config: LogConfig, session: Session, batches: TrainBatches, saver: CheckpointSaver
-    ) -> None:
-        self._config, self._session = config, session
-        self._batches, self._saver = batches, saver
+    def __init__(self, session: Session, batches: TrainBatches, saver: CheckpointSaver) -> None:
+        self._session, self._batches, self._saver = session, batches, saver
 
     def after_step(self, done: StepDone) -> None:
         session, stop = self._session, self._session.stop
-        if done.is_last:  # too late to stop, but weights that are not finite are not to be saved
+        if done.is_last:
             session.reports.flush()
-            if self._diverges():
+        limit = session.config.log.max_bad_steps
+        diverges = bool(limit) and session.reports.longest_row_skipped >= limit
+        if done.is_last:  # too late to stop, but weights that are not finite are not to be saved
+            if diverges:
                 stop.exit_code = NOT_FINITE
             return
         if self._batches.failed:
             stop.ask(NO_BATCH)
         if session.bad_images.excess:
             stop.ask(BAD_IMAGES)
-        if self._diverges():
+        if diverges:
             stop.ask(NOT_FINITE)
         if self._saver.failed_too_often():
             stop.ask(NOT_SAVED)
         stop.due()
 
-    def _diverges(self) -> bool:
-        """Return True if too many steps in a row were not finite, as far as their values have been
-        read."""
-        limit = self._config.max_bad_steps
-        return bool(limit) and self._session.reports.longest_row_skipped >= limit
-
 
 class Saves(Hook):
     """Saves checkpoints after the steps, minutes and epochs that the flags name, and at the end."""
 
-    def __init__(
-        self, config: CheckpointConfig, session: Session, saver: CheckpointSaver, best_step: int
-    ) -> None:
-        """``best_step``: the step of the evaluation with the highest top-1 so far; 0: none."""
-        self._config, self._session, self._saver = config, session, saver
-        self._minutes = MinutesInterval(session.backend, config.ckpt_minutes_interval)
-        self._best_step = best_step
+    def __init__(self, session: Session, saver: CheckpointSaver) -> None:
+        self._config, self._session, self._saver = session.config.checkpoints, session, saver
+        self._minutes = MinutesInterval(session.backend, self._config.ckpt_minutes_interval)
 
     def before_training(self, at: Position) -> None:
         """Remove what is left of a start that was killed after its last checkpoint."""
         if at.step >= self._session.last_step:
-            self._spare_best()
             self._saver.tidy()
 
     def after_step(self, done: StepDone) -> None:
@@ -301,28 +290,22 @@ class Saves(Hook):
         session.reports.flush()
         session.reports.upload()
         session.watchdog.alive()
-        self._spare_best()
         with session.reports.events.span("save") as event:
             event["written"] = self._saver.save(at, must=must)
         self._minutes.restart()
         session.timer.restart()
 
-    def save_best(self, at: Position) -> None:
-        """Write a checkpoint of the best evaluation so far, with ``--ckpt_best``."""
-        self._best_step = at.step
+    def best_is(self, at: Position) -> None:
+        """Write a checkpoint of the best evaluation so far, with ``--ckpt_best``, and spare it."""
         if self._config.ckpt_best:
+            self._saver.spared = folder_of(self._saver.ckpt_dir, at.step)
             self.save(at)
-
-    def _spare_best(self) -> None:
-        if self._config.ckpt_best and self._best_step:
-            self._saver.spared = folder_of(self._saver.ckpt_dir, self._best_step)
 
 
 @dataclass
 class Evaluations(Hook):
     """Evaluates the model after the steps and epochs that the flags name, and at the end."""
 
-    config: LogConfig
     session: Session
     model: nn.Module
     objective: Objective
@@ -330,43 +313,36 @@ class Evaluations(Hook):
     saves: Saves
     done: set[int]
     """The steps after which the run's folder has an evaluation."""
-    best: float = -1.0
+    best: float
     """The highest top-1 so far, in percent; the EMA's, if there is one."""
-    with_ema: bool = False
-    """Whether the EMA of the weights is evaluated, too."""
     _count: int = field(default=0, init=False)
 
     def before_training(self, at: Position) -> None:
         """Evaluate what an earlier start saved, but did not evaluate any more."""
-        if self._is_due(at):
-            self._evaluate(at)
+        self._evaluate_if_due(at)
 
     def after_step(self, done: StepDone) -> None:
-        if self._is_due(done.at):
-            self._evaluate(done.at)
+        self._evaluate_if_due(done.at)
 
-    def _is_due(self, at: Position) -> bool:
-        if at.step in self.done:
-            return False
-        if at.step >= self.session.last_step:
-            return True
-        if at.step and at.images_in_epoch == 0 and at.epoch % self.config.test_epoch_interval == 0:
-            return True
-        interval = self.config.test_step_interval
-        return bool(at.step and interval) and at.step % interval == 0
-
-    def _evaluate(self, at: Position) -> None:
+    def _evaluate_if_due(self, at: Position) -> None:
         """Evaluate the model, and its EMA if there is one, and report it.
 
         A checkpoint of the best one is saved; the EMA counts, if there is one. Training stops where
         a signal stops the evaluation, or if too many images cannot be read.
         """
-        session = self.session
-        result, ema = self._measure(), None
-        if result and self.with_ema:
+        session, config = self.session, self.session.config.log
+        interval = config.test_step_interval
+        is_due = bool(at.step and interval) and at.step % interval == 0
+        if at.step and at.images_in_epoch == 0:
+            is_due |= at.epoch % config.test_epoch_interval == 0
+        if at.step in self.done or not (is_due or at.step >= session.last_step):
+            return
+
+        result, ema, with_ema = self._measure(), None, session.config.ema.model_ema
+        if result and with_ema:
             with session.backend.ema_weights():
                 ema = self._measure()
-        if result is None or (self.with_ema and ema is None):
+        if result is None or (with_ema and ema is None):
             return
         session.bad_images.collect(VAL, self.loader, session.reports.say)
         result = session.bad_images.left_out_of(result)
@@ -379,13 +355,13 @@ class Evaluations(Hook):
         top1 = (ema or result).top1
         if top1 > self.best:
             self.best = top1
-            self.saves.save_best(at)
+            self.saves.best_is(at)
         session.timer.restart()
 
     def _measure(self) -> Evaluation | None:
         """Evaluate the model with its present weights; return None if a signal has stopped it."""
         session, is_first, count = self.session, self._count == 0, len(self.loader)
-        batches = min(self.config.eval_batches or count, count)
+        batches = min(session.config.log.eval_batches or count, count)
         with (
             session.first_run("evaluation", is_first),
             session.reports.evaluating(batches) as advance_bar,

@@ -138,7 +138,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
         )
         reports.events.start(prepared.process_started, at.step)
         stop, watchdog = StopRequest(backend), Watchdog(config.log.step_timeout_s)
-        session = Session(backend, reports, stop, watchdog, bad_images, last_step)
+        session = Session(config, backend, reports, stop, watchdog, bad_images, last_step)
         saver = CheckpointSaver(
             ckpt_dir,
             backend,
@@ -149,6 +149,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
             config.checkpoints.max_failed_saves,
             newest=saved.path if saved else None,
             asynchronous=config.checkpoints.async_checkpoint,
+            spared=history.best if config.checkpoints.ckpt_best else None,
             order=data.order(),
         )
         try:
@@ -170,27 +171,19 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                 profiler = StepProfiler(
                     config.log.profile, run.log_dir / PROFILE_DIR, exchange.rank()
                 )
-                saves = Saves(config.checkpoints, session, saver, history.best_step)
+                saves, evaluated = Saves(session, saver), set(history.top1)
                 hooks = [
                     profiler,
-                    StepLog(config.log, session, batches),
-                    StopCheck(config.log, session, batches, saver),
+                    StepLog(session, batches),
+                    StopCheck(session, batches, saver),
                     saves,
                     Evaluations(
-                        config.log,
-                        session,
-                        model,
-                        objective,
-                        images,
-                        saves,
-                        set(history.top1),
-                        history.best_top1,
-                        config.ema.model_ema,
+                        session, model, objective, images, saves, evaluated, history.best_top1
                     ),
                 ]
                 with stop, reports.events.training(last_step):
                     at = train_loop(
-                        run, session, model, objective, batches, progress.schedule, hooks, at
+                        session, model, objective, batches, progress.schedule, hooks, at
                     )
                     if stop.exit_code == NOT_FINITE:
                         pass  # its weights are no good
