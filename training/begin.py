@@ -17,16 +17,8 @@ from data.files import printable
 from data.source import FILES, DataSource
 from models.config import ModelConfig
 from models.spec import ModelSpec
-from training.checkpoints.choose import (
-    Candidates,
-    checkpoint_around,
-    find_resume,
-    first_readable,
-    folder_of,
-    is_restart,
-    later_ones,
-    set_aside,
-)
+from training import files
+from training.checkpoints import choose
 from training.checkpoints.format import (
     MANIFEST,
     METADATA,
@@ -40,18 +32,9 @@ from training.checkpoints.format import (
 )
 from training.config import CheckpointConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.files import (
-    FolderLock,
-    check_folder_writable,
-    check_own,
-    check_same_folder,
-    folder_at,
-    is_url,
-)
 from training.flags import FlagField, by_field, from_values
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
-from training.logs.log_folder import fetch_logs
 from training.logs.records import EVENTS_FILE, METRICS_FILE, decisive, read_metrics
 from training.processes import exchange
 from training.resolve import Run, model_of
@@ -77,16 +60,16 @@ def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
     Raises UsageError for a folder that cannot be a run's, for a checkpoint or weights that cannot
     be read, and for flags that contradict their model.
     """
-    folder = folder_at(config.checkpoints.ckpt_dir)
+    folder = files.folder_at(config.checkpoints.ckpt_dir)
     try:
-        if outer := checkpoint_around(folder):
+        if outer := choose.checkpoint_around(folder):
             raise UsageError(
                 f"--ckpt_dir {folder} is inside of the checkpoint {outer.name}: give the run's "
                 f"folder, {outer.parent}, or another one"
             )
-        check_folder_writable(folder)
-        if not is_url(folder) and folder.exists():
-            check_own(folder, shared=config.checkpoints.shared_ckpt_dir)
+        files.check_folder_writable(folder)
+        if not files.is_url(folder) and folder.exists():
+            files.check_own(folder, shared=config.checkpoints.shared_ckpt_dir)
     except OSError as error:
         raise UsageError(f"cannot read --ckpt_dir {folder}: {error.strerror}") from None
 
@@ -107,10 +90,10 @@ def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
     return config, Start()  # 4
 
 
-def find_resumable(config: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
+def find_resumable(config: CheckpointConfig) -> tuple[SavedRun | None, choose.Candidates]:
     """Return the checkpoint that the flags name (1 and 2 above), and all that may replace it."""
-    found = find_resume(folder_at(config.ckpt_dir), config.resume, config.resume_epoch)
-    return first_readable(found)
+    found = choose.find_resume(files.folder_at(config.ckpt_dir), config.resume, config.resume_epoch)
+    return choose.first_readable(found)
 
 
 def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Start]:
@@ -120,7 +103,7 @@ def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Start]:
     UsageError if there are no such weights.
     """
     assert config.checkpoints.init_from is not None
-    weights = weights_in(folder_at(config.checkpoints.init_from), "--init_from")
+    weights = weights_in(files.folder_at(config.checkpoints.init_from), "--init_from")
     if weights.run:
         config = replace(config, model=with_saved_model(weights.run, config.model))
     return config, Start(weights=weights)
@@ -139,7 +122,7 @@ def with_saved_model(saved: SavedRun, asked: ModelConfig) -> ModelConfig:
 
 
 def agree(
-    start: Start, run: Run, data: DataSource, lock: FolderLock, *, is_main: bool
+    start: Start, run: Run, data: DataSource, lock: files.FolderLock, *, is_main: bool
 ) -> tuple[SavedRun | None, BadImages, list[str]]:
     """Make all processes start alike, or end all: until here each was for itself.
 
@@ -151,7 +134,7 @@ def agree(
     enter_folder(ckpt_dir, lock, is_main=is_main)
 
     # The checkpoint. Who had the lock until now may have written and removed some.
-    candidates = Candidates([])
+    candidates = choose.Candidates([])
     with exchange.failing_together():
         if is_main:
             _, candidates = find_resumable(config)
@@ -167,11 +150,13 @@ def agree(
         notes.append(f"note: {difference}: epoch {saved.position.epoch + 1} starts again")
 
     # The logs so far, which list the images that could not be read.
-    if is_url(ckpt_dir):
+    if files.is_url(ckpt_dir):
         with exchange.failing_together():
             if is_main:
                 try:
-                    fetch_logs(run.log_dir, ckpt_dir, (METRICS_FILE, EVENTS_FILE, BAD_IMAGES_FILE))
+                    files.fetch_logs(
+                        run.log_dir, ckpt_dir, (METRICS_FILE, EVENTS_FILE, BAD_IMAGES_FILE)
+                    )
                 except OSError as error:
                     raise UsageError(
                         f"cannot read the logs of {ckpt_dir}: {error.strerror}"
@@ -192,8 +177,8 @@ def agree(
     # Last, as it changes the folder: checkpoints that this run does not continue.
     aside = ""
     with exchange.failing_together():
-        if is_main and (later := later_ones(ckpt_dir, saved.path if saved else None)):
-            folder = set_aside(ckpt_dir, later)
+        if is_main and (later := choose.later_ones(ckpt_dir, saved.path if saved else None)):
+            folder = choose.set_aside(ckpt_dir, later)
             names = ", ".join(path.name for path in later)
             aside = (
                 f"note: this run goes back: {names} set aside in {folder}, where --resume {folder} "
@@ -204,20 +189,20 @@ def agree(
     return saved, bad_images, notes
 
 
-def enter_folder(ckpt_dir: Path, lock: FolderLock, *, is_main: bool) -> None:
+def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> None:
     """Lock the folder for this job. Raises UsageError in all processes if that is not possible."""
     token = ""
     with exchange.failing_together():
         if is_main:
-            token = lock.acquire(is_restart=is_restart(ckpt_dir))
+            token = lock.acquire(is_restart=choose.is_restart(ckpt_dir))
     token = exchange.gather(token)[0]
     with exchange.failing_together():
         if not is_main:  # closing the file in the first process would release its lock
-            check_same_folder(ckpt_dir, token)
+            files.check_same_folder(ckpt_dir, token)
 
 
 def choose_checkpoint(
-    candidates: Candidates, check: Callable[[SavedRun], None], *, verify: bool
+    candidates: choose.Candidates, check: Callable[[SavedRun], None], *, verify: bool
 ) -> tuple[SavedRun | None, list[str]]:
     """Choose, for all processes, the first of the first process's candidates that is undamaged.
 
@@ -226,7 +211,7 @@ def choose_checkpoint(
     """
     mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
     named, passed_over, explicit = exchange.gather(mine)[0]
-    paths, damaged = [folder_at(path) for path in named], list(passed_over)
+    paths, damaged = [files.folder_at(path) for path in named], list(passed_over)
     for path in paths:
         # All must see the same checkpoint there.
         seen = None
@@ -274,7 +259,7 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
     Without ``verify`` only check that all processes see the same. Raises UsageError in all of them.
     """
     if weights.tensors is None and weights.run:
-        choose_checkpoint(Candidates([weights.path]), lambda saved: None, verify=verify)
+        choose_checkpoint(choose.Candidates([weights.path]), lambda saved: None, verify=verify)
     elif verify:
         weights.check_undamaged()
 
@@ -341,7 +326,7 @@ def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
     best = max(((decisive(r, "val_top1"), at) for at, r in finite.items()), default=(-1.0, 0))
     evaluated = [r["step"] for r in records if "val_images" in r]
     top1 = {at: finite[at]["val_top1"] if at in finite else None for at in evaluated}
-    return History(True, top1, folder_of(ckpt_dir, best[1]) if best[1] else None, best[0])
+    return History(True, top1, choose.folder_of(ckpt_dir, best[1]) if best[1] else None, best[0])
 
 
 # -- whether a checkpoint fits a run ---------------------------------------------------------------

@@ -18,9 +18,8 @@ from models.config import DEFAULT_MODEL, ModelConfig, ModelError
 from models.registry import open_model
 from training.config import RunConfig
 from training.errors import UsageError, is_first_of_torchrun
-from training.files import folder_at
+from training.files import folder_at, log_folder
 from training.flags import by_field, flat
-from training.logs.log_folder import log_folder
 from training.mesh import Mesh, make_mesh
 
 if TYPE_CHECKING:

@@ -15,21 +15,13 @@ from torch import nn
 
 from data.loader import Share
 from data.source import DataSource, open_data
+from training import begin, loop
 from training.backend import (
     Backend,
     bad_data_is_the_users,
     dataset_request,
     train_loader,
     val_loader,
-)
-from training.begin import (
-    Progress,
-    Start,
-    agree,
-    check_resume,
-    check_weights,
-    history_of,
-    progress_of,
 )
 from training.checkpoints.choose import RUN_FILE
 from training.checkpoints.format import SavedRun
@@ -48,16 +40,6 @@ from training.initial_weights import InitialWeights, fit
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, process_start
 from training.logs.reports import Reports, read_expectation
-from training.loop import (
-    PROFILE_DIR,
-    Evaluations,
-    Saves,
-    Session,
-    StepLog,
-    StepProfiler,
-    StopCheck,
-    train_loop,
-)
 from training.losses import Objective
 from training.optimizers import note_of_resume
 from training.processes import exchange
@@ -71,9 +53,9 @@ from training.weights import with_preprocessing, with_preprocessing_of
 class Prepared:
     """What was found before any device starts; it is sent to every process."""
 
-    start: Start
+    start: begin.Start
     data: DataSource
-    progress: Progress
+    progress: begin.Progress
     initial: InitialWeights | None
     """Trained weights that a new training starts from."""
     expected_s: float | None
@@ -82,7 +64,7 @@ class Prepared:
     """In seconds since 1970."""
 
 
-def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Check everything that can be checked without a device.
 
     Returns the run with its preprocessing, and the body of every process. Raises UsageError.
@@ -95,9 +77,9 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
     with bad_data_is_the_users():
         data = open_data(dataset_request(run))
     if start.saved:
-        check_resume(start.saved, run, data)
+        begin.check_resume(start.saved, run, data)
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
-    progress = progress_of(start.saved, run, data, epoch_steps)
+    progress = begin.progress_of(start.saved, run, data, epoch_steps)
     initial = fit(weights, run, data) if weights else None
     start = replace(start, weights=None)  # each process maps the files itself
     prepared = Prepared(start, data, progress, initial, expected_s, process_start())
@@ -114,14 +96,16 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
     shared = config.checkpoints.shared_ckpt_dir
     with FolderLock(ckpt_dir, inside=run.log_dir, shared=shared) as lock:  # released at the end
         # Begin: agree on what is resumed, and where in the data that is.
-        saved, bad_images, notes = agree(prepared.start, run, data, lock, is_main=backend.is_main)
+        saved, bad_images, notes = begin.agree(
+            prepared.start, run, data, lock, is_main=backend.is_main
+        )
         loader = train_loader(data, backend, config.data.batch_size)
         progress = prepared.progress
         if saved != prepared.start.saved:  # that one is damaged, or there is a newer one by now
-            progress = progress_of(saved, run, data, len(loader))
+            progress = begin.progress_of(saved, run, data, len(loader))
         at, last_step = progress.at, progress.last_step
         with exchange.failing_together():
-            history = history_of(saved, ckpt_dir, at.step)
+            history = begin.history_of(saved, ckpt_dir, at.step)
         reports = Reports(
             run.log_dir,
             backend,
@@ -138,7 +122,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
         )
         reports.events.start(prepared.process_started, at.step)
         stop, watchdog = StopRequest(backend), Watchdog(config.log.step_timeout_s)
-        session = Session(config, backend, reports, stop, watchdog, bad_images, last_step)
+        session = loop.Session(config, backend, reports, stop, watchdog, bad_images, last_step)
         saver = CheckpointSaver(
             ckpt_dir,
             backend,
@@ -168,21 +152,21 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     loader, backend, config.data.batch_size, config.data.grad_accum_steps
                 )
                 images = val_loader(data, backend, config.data.pass_size)
-                profiler = StepProfiler(
-                    config.log.profile, run.log_dir / PROFILE_DIR, exchange.rank()
+                profiler = loop.StepProfiler(
+                    config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
                 )
-                saves, evaluated = Saves(session, saver), set(history.top1)
+                saves, evaluated = loop.Saves(session, saver), set(history.top1)
                 hooks = [
                     profiler,
-                    StepLog(session, batches),
-                    StopCheck(session, batches, saver),
+                    loop.StepLog(session, batches),
+                    loop.StopCheck(session, batches, saver),
                     saves,
-                    Evaluations(
+                    loop.Evaluations(
                         session, model, objective, images, saves, evaluated, history.best_top1
                     ),
                 ]
                 with stop, reports.events.training(last_step):
-                    at = train_loop(
+                    at = loop.train_loop(
                         session, model, objective, batches, progress.schedule, hooks, at
                     )
                     if stop.exit_code == NOT_FINITE:
@@ -201,14 +185,14 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
 
 
 def _place(
-    prepared: Prepared, run: Run, session: Session, saved: SavedRun | None
+    prepared: Prepared, run: Run, session: loop.Session, saved: SavedRun | None
 ) -> tuple[nn.Module, Objective]:
     """Put the model on the devices, with the values of what is resumed or loaded, and its loss."""
     backend, say = session.backend, session.reports.say
     say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
     initialize, initial = None, prepared.initial
     if initial and not saved:
-        check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
+        begin.check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
         say(initial.note)
         initialize = initial.initialize
     model = shard_and_optimize(run, backend, initialize)
@@ -222,7 +206,9 @@ def _place(
 _STATE = {"optimizer": "optimizer state", "ema": "EMA"}
 
 
-def _describe(run: Run, session: Session, saved: SavedRun | None, progress: Progress) -> None:
+def _describe(
+    run: Run, session: loop.Session, saved: SavedRun | None, progress: begin.Progress
+) -> None:
     """Say what runs on which devices, and from where to where; write that to run.json."""
     backend, say, batch_size = session.backend, session.reports.say, run.config.data.batch_size
     start, last_step = progress.at, progress.last_step
@@ -261,7 +247,7 @@ def _describe(run: Run, session: Session, saved: SavedRun | None, progress: Prog
         session.reports.upload()
 
 
-def _end(run: Run, session: Session, newest: Path | None, curves: Path | None) -> None:
+def _end(run: Run, session: loop.Session, newest: Path | None, curves: Path | None) -> None:
     """Say how training ended; ``newest``: its newest checkpoint.
 
     Raises StoppedBySignal or RunFailed if it was not at the last step.

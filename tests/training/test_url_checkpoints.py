@@ -36,8 +36,7 @@ from training.checkpoints.format import (
 )
 from training.checkpoints.state import load_state
 from training.errors import UsageError
-from training.files import folder_at
-from training.logs.log_folder import LogUploads, fetch_logs, log_folder
+from training.files import LogUploads, fetch_logs, folder_at, log_folder
 
 ON_A_BUCKET = "tests.bucket"
 

@@ -19,21 +19,8 @@ from tqdm import tqdm
 from training.backend import Backend
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
-from training.files import replace_file
-from training.logs.log_folder import EVERY_S, LogUploads
-from training.logs.records import (
-    METRICS_FILE,
-    TENSORBOARD_DIR,
-    Evaluation,
-    Events,
-    Guarded,
-    Sink,
-    TensorBoard,
-    WeightsAndBiases,
-    open_metrics,
-    plot_curves,
-    read_metrics,
-)
+from training.files import LogUploads, replace_file
+from training.logs import records
 from training.optimizers import COUNTS
 from training.resolve import Run
 
@@ -142,21 +129,25 @@ class Reports:
         self.longest_row_skipped = 0
         """How many steps in a row were not finite, as far as log steps have been read."""
         self.last_top1 = last_top1
-        self.events = Events(ckpt_dir, self.say, active=active)
-        self._sinks: list[Guarded] = []
+        self.events = records.Events(ckpt_dir, self.say, active=active)
+        self._sinks: list[records.Guarded] = []
         self._uploads = LogUploads(ckpt_dir, url, self.say) if url and active else None
         if not active:
             return
         kept_up_to = first_step if keep_records and first_step else -1
-        sinks: dict[str, Callable[[], Sink]] = {
-            METRICS_FILE: lambda: open_metrics(ckpt_dir, kept_up_to),
-            "TensorBoard's file": lambda: TensorBoard(
-                ckpt_dir / TENSORBOARD_DIR, first_step=first_step
+        sinks: dict[str, Callable[[], records.Sink]] = {
+            records.METRICS_FILE: lambda: records.open_metrics(ckpt_dir, kept_up_to),
+            "TensorBoard's file": lambda: records.TensorBoard(
+                ckpt_dir / records.TENSORBOARD_DIR, first_step=first_step
             ),
         }
         if (project := wandb_project) is not None:
-            sinks["Weights & Biases"] = lambda: WeightsAndBiases(project, ckpt_dir, arguments or {})
-        self._sinks = [Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()]
+            sinks["Weights & Biases"] = lambda: records.WeightsAndBiases(
+                project, ckpt_dir, arguments or {}
+            )
+        self._sinks = [
+            records.Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()
+        ]
         self._bar = tqdm(
             total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None
         )
@@ -301,7 +292,11 @@ class Reports:
         self._compilations = compilations
 
     def evaluation(
-        self, step: int, epoch: int, result: Evaluation, of_ema: Evaluation | None = None
+        self,
+        step: int,
+        epoch: int,
+        result: records.Evaluation,
+        of_ema: records.Evaluation | None = None,
     ) -> None:
         """Record an evaluation of the weights and, if there is one, of their EMA."""
         self.flush()
@@ -323,7 +318,7 @@ class Reports:
         for sink in self._sinks:
             sink.write(record)
         if self._uploads:
-            self._uploads.begin(after_s=EVERY_S)
+            self._uploads.begin(soon=False)
 
     def upload(self) -> None:
         """Start to copy all that was written to ``--ckpt_dir``, if that is a URL."""
@@ -346,8 +341,8 @@ class Reports:
             sink.close()
         curves = None
         try:
-            if records := read_metrics(self._dir):
-                curves = plot_curves(records, self._dir / CURVES_FILE)
+            if found := records.read_metrics(self._dir):
+                curves = records.plot_curves(found, self._dir / CURVES_FILE)
         except Exception as error:  # noqa: BLE001 - a picture may not end a run
             self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()
