@@ -258,10 +258,17 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
 
     Without ``verify`` only check that all processes see the same. Raises UsageError in all of them.
     """
+    path = weights.path
     if weights.tensors is None and weights.run:
-        choose_checkpoint(choose.Candidates([weights.path]), lambda saved: None, verify=verify)
-    elif verify:
-        weights.check_undamaged()
+        choose_checkpoint(choose.Candidates([path]), lambda saved: None, verify=verify)
+    elif weights.tensors is None and verify:  # weights alone, which DCP wrote
+        with readable(path):
+            problem = damage(path)
+        if problem:
+            raise UsageError(
+                f"{path} is damaged ({problem}): name another one, or use it as it is with "
+                "--no_verify_checkpoint"
+            )
 
 
 # -- where training continues ----------------------------------------------------------------------

@@ -108,8 +108,7 @@ def predict(config: RunConfig, weights: Weights) -> None:
     channels, *size = spec.sizes.input_shape
     transform = val_transform(config.data.preprocessing, tuple(size), channels)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.checkpoints.verify_checkpoint:
-        weights.check_undamaged()
+    check_weights(weights, verify=config.checkpoints.verify_checkpoint)
     model = spec.build()
     for name, unit in spec.units(model):
         weights.fill(unit, name)

@@ -35,7 +35,7 @@ from training.errors import (
     RunFailed,
     StoppedBySignal,
 )
-from training.files import FolderLock, is_url, replace_file
+from training.files import FolderLock, replace_file
 from training.initial_weights import InitialWeights, fit
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, process_start
@@ -107,16 +107,11 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
         with exchange.failing_together():
             history = begin.history_of(saved, ckpt_dir, at.step)
         reports = Reports(
-            run.log_dir,
+            run,
             backend,
             first_step=at.step,
-            total_steps=last_step,
-            batch_size=config.data.batch_size,
-            flops_per_image=run.train_flops_per_image,
+            last_step=last_step,
             keep_records=history.continues,
-            wandb_project=config.log.wandb,
-            arguments=run.values,
-            url=ckpt_dir if is_url(ckpt_dir) else None,
             expected_s=prepared.expected_s,
             last_top1=history.top1.get(last_step),
         )

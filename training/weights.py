@@ -30,7 +30,6 @@ from training.checkpoints.format import (
     WEIGHTS,
     Position,
     SavedRun,
-    damage,
     entries_of,
     load_into,
     readable,
@@ -70,16 +69,6 @@ class Weights:
                 )
         for name in found:
             raise UsageError(f"{self.path} has {name}, which the model has not: {_REMEDY}")
-
-    def check_undamaged(self) -> None:
-        """Raises UsageError if a checkpoint's files are not those that were written."""
-        with readable(self.path):
-            problem = None if self.tensors is not None else damage(self.path)
-        if problem:
-            raise UsageError(
-                f"{self.path} is damaged ({problem}): name another one, or load it as it is "
-                "with --no_verify_checkpoint"
-            )
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each tensor by its name. Raises UsageError for a damaged folder."""

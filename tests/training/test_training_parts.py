@@ -7,11 +7,13 @@ import threading
 from concurrent.futures import Future
 from dataclasses import asdict
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from data.config import DataConfig
 from data.loader import prefetch
 from models.config import VitConfig
 from models.registry import open_model
@@ -19,6 +21,7 @@ from run_vit_training import read_flags
 from tests.resolved import on_xla
 from training.checkpoints.format import SafeReader, quiet_dcp
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
+from training.config import RunConfig
 from training.flags import flat
 from training.logs.records import Evaluation, plot_curves, read_metrics
 from training.logs.reports import Reports, StepTimer
@@ -143,16 +146,17 @@ def value(skipped=0.0, **numbers):
     return future
 
 
+def run_in(folder, *, batch_size, flops_per_image):
+    """What the reports ask of a run."""
+    config = RunConfig(data=DataConfig(batch_size=batch_size))
+    folders = {"log_dir": folder, "ckpt_dir": folder}
+    return SimpleNamespace(config=config, train_flops_per_image=flops_per_image, **folders)
+
+
 def test_reports_write_every_form(tmp_path, capsys):
     def reports(first_step):
-        return Reports(
-            tmp_path,
-            SilentBackend(),
-            first_step=first_step,
-            total_steps=40,
-            batch_size=1000,
-            flops_per_image=1e9,
-        )
+        run = run_in(tmp_path, batch_size=1000, flops_per_image=1e9)
+        return Reports(run, SilentBackend(), first_step=first_step, last_step=40)
 
     run = reports(0)
     waiting: Future = Future()
@@ -194,9 +198,8 @@ def test_reports_write_every_form(tmp_path, capsys):
 
 
 def test_tensorboard_scalars(tmp_path):
-    run = Reports(
-        tmp_path, SilentBackend(), first_step=0, total_steps=1, batch_size=8, flops_per_image=1.0
-    )
+    run = run_in(tmp_path, batch_size=8, flops_per_image=1.0)
+    run = Reports(run, SilentBackend(), first_step=0, last_step=1)
     run.log(1, 1, 0.5, None, value(loss=2.0, grad_norm=1.0))
     run.evaluation(1, 1, Evaluation(0.25, 75.0, 90.0, 50))
     run.close()

@@ -94,29 +94,25 @@ class Reports:
 
     def __init__(
         self,
-        ckpt_dir: Path,
+        run: Run,
         backend: Backend,
         *,
         first_step: int,
-        total_steps: int,
-        batch_size: int,
-        flops_per_image: float,
+        last_step: int,
         keep_records: bool = True,
-        wandb_project: str | None = None,
-        arguments: dict[str, Any] | None = None,
-        url: Path | None = None,
         expected_s: float | None = None,
         last_top1: float | None = None,
     ) -> None:
-        """Open the reports in ``ckpt_dir``.
+        """Open the reports of a run.
 
-        ``keep_records``: those of the folder up to ``first_step`` are of the same run. ``url``:
-        where all in the folder is copied to. ``expected_s``: the expected seconds of a step, shown
-        in the first log lines. ``last_top1``: that of an earlier evaluation of the last step.
+        ``keep_records``: those of its folder up to ``first_step`` are of the same run.
+        ``expected_s``: the expected seconds of a step, shown in the first log lines. ``last_top1``:
+        that of an earlier evaluation of the last step.
         """
-        active = backend.is_main
-        self._dir, self._backend, self._active = ckpt_dir, backend, active
-        self._batch_size, self._flops_per_image = batch_size, flops_per_image
+        active, folder = backend.is_main, run.log_dir
+        self._dir, self._backend, self._active = folder, backend, active
+        self._batch_size = run.config.data.batch_size
+        self._flops_per_image = run.train_flops_per_image
         device_peak = backend.peak_flops()
         self._peak_flops = device_peak * backend.device_count if device_peak else None
         self._pending: deque[tuple[dict[str, Any], Future[dict[str, list[float]]]]] = deque()
@@ -129,27 +125,28 @@ class Reports:
         self.longest_row_skipped = 0
         """How many steps in a row were not finite, as far as log steps have been read."""
         self.last_top1 = last_top1
-        self.events = records.Events(ckpt_dir, self.say, active=active)
+        self.events = records.Events(folder, self.say, active=active)
         self._sinks: list[records.Guarded] = []
-        self._uploads = LogUploads(ckpt_dir, url, self.say) if url and active else None
+        has_copies = active and folder != run.ckpt_dir
+        self._uploads = LogUploads(folder, run.ckpt_dir, self.say) if has_copies else None
         if not active:
             return
         kept_up_to = first_step if keep_records and first_step else -1
         sinks: dict[str, Callable[[], records.Sink]] = {
-            records.METRICS_FILE: lambda: records.open_metrics(ckpt_dir, kept_up_to),
+            records.METRICS_FILE: lambda: records.open_metrics(folder, kept_up_to),
             "TensorBoard's file": lambda: records.TensorBoard(
-                ckpt_dir / records.TENSORBOARD_DIR, first_step=first_step
+                folder / records.TENSORBOARD_DIR, first_step=first_step
             ),
         }
-        if (project := wandb_project) is not None:
+        if (project := run.config.log.wandb) is not None:
             sinks["Weights & Biases"] = lambda: records.WeightsAndBiases(
-                project, ckpt_dir, arguments or {}
+                project, folder, run.values
             )
         self._sinks = [
             records.Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()
         ]
         self._bar = tqdm(
-            total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None
+            total=last_step, initial=first_step, unit="step", dynamic_ncols=True, disable=None
         )
 
     def say(self, text: str) -> None:
