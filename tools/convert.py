@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from tqdm import tqdm
 
 from config_fields import local_path
-from models.config import ModelConfig, VitConfig
+from models.config import VitConfig
 from models.timm_models import EVA_NAMES, TimmSpec
 from training.checkpoints.choose import find_resume
 from training.checkpoints.format import (
@@ -52,7 +52,7 @@ from training.checkpoints.format import (
     write_manifest,
 )
 from training.errors import UsageError
-from training.flags import OneLineParser, from_values
+from training.flags import OneLineParser
 from training.resolve import model_of
 from training.weights import (
     CONFIG_FILE,
@@ -510,7 +510,7 @@ def timm_config(run: SavedRun) -> dict[str, Any] | None:
 
     As timm writes it for Hugging Face; None for a model that is not timm's. Raises UsageError.
     """
-    spec = model_of(from_values(ModelConfig, run.arguments))
+    spec = model_of(run.model)
     if not isinstance(spec, TimmSpec):
         return None
     if spec.name.startswith("timm/"):

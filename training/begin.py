@@ -32,7 +32,7 @@ from training.checkpoints.format import (
 )
 from training.config import CheckpointConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.flags import FlagField, by_field, from_values
+from training.flags import FlagField, by_field
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
 from training.logs.records import EVENTS_FILE, METRICS_FILE, decisive, read_metrics
@@ -112,10 +112,9 @@ def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Start]:
 def with_saved_model(saved: SavedRun, asked: ModelConfig) -> ModelConfig:
     """Return the checkpoint's model with the flags that were given over it; as asked if they name
     another model."""
-    before: ModelConfig = from_values(ModelConfig, saved.arguments)
-    if asked.model not in (None, before.model):
+    if asked.model not in (None, saved.model.model):
         return asked
-    return replace(before, **asked.overrides())  # type: ignore[arg-type]
+    return replace(saved.model, **asked.overrides())  # type: ignore[arg-type]
 
 
 # -- on the devices' hosts: all processes agree ----------------------------------------------------
@@ -421,7 +420,7 @@ def check_same_training(
     Dropout rates and the scheme of initialisation may change: weights fit all the same. Likewise
     for flags by which the optimizer has another state; ``optimizer`` None: weights alone are used.
     """
-    before, known = model_of(from_values(ModelConfig, saved.arguments)), by_field(ModelConfig)
+    before, known = model_of(saved.model), by_field(ModelConfig)
     names = model.differences(before.settings)
     other_model = bool(names) and before.name != model.name
     differences = [f"with --model {before.name}, not {model.name}"] if other_model else []

@@ -14,11 +14,9 @@ from timm.models import adapt_input_conv
 from torch import nn
 
 from data.source import DataSource
-from models.config import ModelConfig
 from models.initialize import allocate_own, on_meta
 from models.spec import ModelSpec
 from training.errors import UsageError
-from training.flags import from_values
 from training.resolve import Run, model_of
 from training.weights import Weights, weights_in
 
@@ -132,7 +130,7 @@ def _layout(
     Raises UsageError if none is found.
     """
     if weights.run:
-        before = model_of(from_values(ModelConfig, weights.run.arguments))
+        before = model_of(weights.run.model)
         return _Layout(before.token_parameters[name], before.sizes.grid)
     here, tokens = _Layout(spec.token_parameters[name], spec.sizes.grid), there[name][1]
     if tokens == here.prefix + math.prod(here.grid):

@@ -21,7 +21,6 @@ from data.files import printable
 from data.index import class_folders
 from data.source import DataSource, open_data
 from data.transforms import val_transform
-from models.config import ModelConfig
 from training.backend import Backend, bad_data_is_the_users, dataset_request, val_loader
 from training.begin import (
     check_same_classes,
@@ -34,7 +33,6 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.evaluate import TOP, EvalReport, Predictions, evaluate, write_report
 from training.files import check_folder_writable, folder_at, is_url
-from training.flags import from_values
 from training.logs.bad_images import VAL, BadImages
 from training.losses import Objective, normalizer
 from training.mesh import Mesh
@@ -60,7 +58,7 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
     if weights.run:
         model = model_of(with_saved_model(weights.run, config.model))
         check_same_training(weights.run, model, None)
-        config = replace(config, model=from_values(ModelConfig, weights.run.arguments))
+        config = replace(config, model=weights.run.model)
     config, model = resolve_model(config)
     weights.check_fits(model)
     return config, weights

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
@@ -32,22 +32,7 @@ MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).it
 """The flag of each model argument, by timm's name."""
 
 
-class BackendConfig(Protocol):
-    """What every backend's own configuration, a frozen dataclass of flags, has."""
-
-    @property
-    def keeps_fp32_weights(self) -> bool:
-        """Whether weights are stored in fp32 at any precision."""
-
-    @property
-    def product_multiple(self) -> int:
-        """Sizes of matrix products must be multiples of this."""
-
-    def shrunk(self) -> Self:
-        """Return the same for a model of a few blocks."""
-
-
-Own = TypeVar("Own", bound=BackendConfig)
+Own = TypeVar("Own")
 
 
 @dataclass(frozen=True)
@@ -56,7 +41,11 @@ class Run(Generic[Own]):
 
     config: RunConfig
     own: Own
-    """The backend's configuration."""
+    """The backend's own configuration, a frozen dataclass of flags.
+
+    Each one has ``keeps_fp32_weights``, True if weights are stored in fp32 at any precision,
+    ``product_multiple``, of which sizes of matrix products must be multiples, and ``shrunk()``, the
+    same for a model of a few blocks."""
     model: ModelSpec
     mesh: Mesh
     why: Mapping[str, str] = field(default_factory=dict)

@@ -10,7 +10,6 @@ from models.config import ModelConfig
 from training.config import EmaConfig, LossConfig, RunConfig
 from training.errors import UsageError
 from training.files import folder_at
-from training.flags import from_values
 from training.resolve import Run
 from training.weights import weights_in, with_preprocessing_of
 
@@ -33,7 +32,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
     weights = weights_in(folder_at(config.loss.teacher_weights), "--teacher_weights")
     try:
         if weights.run is not None:  # a checkpoint knows its model
-            model: ModelConfig = from_values(ModelConfig, weights.run.arguments)
+            model = weights.run.model
             if model.model != name:
                 raise UsageError(f"{weights.path} is of --model {model.model}")
         else:  # made for the student's images and classes

@@ -43,9 +43,11 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSys
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from models.config import ModelConfig
 from training.backend import State
 from training.errors import UsageError
 from training.files import folder_at, is_unreachable, is_url, replace_file, sync_folder
+from training.flags import from_values
 
 # -- entries ---------------------------------------------------------------------------------------
 
@@ -92,6 +94,11 @@ class SavedRun:
     order: dict[str, Any] | None = None
     """What decides, beside ``arguments``, the order of its training images (``DataSource.order``);
     None if an earlier version wrote the checkpoint."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The flags of its model."""
+        return from_values(ModelConfig, self.arguments)
 
 
 def training_tensors(

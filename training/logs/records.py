@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -117,24 +117,16 @@ def decisive(record: dict[str, Any], name: str) -> float:
 # -- Writing ------------------------------------------------------------------------------------
 
 
-class Sink(Protocol):
-    """Receives the records of a run, one after the other."""
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Record the values of one step. May raise anything."""
-
-    def close(self) -> None:
-        """Write what is left."""
-
-
 class Guarded:
-    """Wraps a sink so that it cannot fail: an error is logged once, and the next record tried."""
+    """Wraps a sink so that it cannot fail: an error is logged once, and the next record tried.
 
-    def __init__(
-        self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]
-    ) -> None:
+    A sink receives the records of a run, one after the other, by ``write``; ``close`` writes what
+    is left. Both may raise anything.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Any], say: Callable[[str], None]) -> None:
         self._name, self._say = name, say
-        self._sink: Sink | None = None
+        self._sink: Any = None
         self._lost = 0
         with self._failing("cannot be written"):
             self._sink = open_sink()

@@ -132,7 +132,7 @@ class Reports:
         if not active:
             return
         kept_up_to = first_step if keep_records and first_step else -1
-        sinks: dict[str, Callable[[], records.Sink]] = {
+        sinks: dict[str, Callable[[], Any]] = {
             records.METRICS_FILE: lambda: records.open_metrics(folder, kept_up_to),
             "TensorBoard's file": lambda: records.TensorBoard(
                 folder / records.TENSORBOARD_DIR, first_step=first_step
