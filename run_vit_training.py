@@ -14,16 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_fsdp.config import TorchConfig
+from training import errors
 from training.config import RunConfig
-from training.errors import (
-    SIGNAL,
-    RunFailed,
-    SelfCheckFailed,
-    StoppedBySignal,
-    UsageError,
-    is_first_of_torchrun,
-    prints_here,
-)
 from training.flags import MODE_FLAGS, PROGRAM, check_foreign, check_rules, parse
 from training.processes.parent import end_with_torchrun
 from xla_fsdp.config import XlaConfig
@@ -105,7 +97,7 @@ def _whose_reader_may_leave() -> Iterator[None]:
     except BrokenPipeError:
         # At its end Python flushes what is left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(SIGNAL + signal.SIGPIPE)
+        sys.exit(errors.SIGNAL + signal.SIGPIPE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,16 +113,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = read_flags(argv)
     try:
         return _run(flags)
-    except UsageError as error:
-        if prints_here(error):
+    except errors.UsageError as error:
+        if errors.prints_here(error):
             where = f"{error.process}: " if error.process else ""
             print(f"{PROGRAM}: error: {where}{error}", file=sys.stderr)
         return 2
-    except RunFailed as failure:
-        if is_first_of_torchrun():
+    except errors.RunFailed as failure:
+        if errors.is_first_of_torchrun():
             print(f"{PROGRAM}: error: {failure}", file=sys.stderr)
         return failure.exit_code
-    except (SelfCheckFailed, StoppedBySignal) as end:
+    except (errors.SelfCheckFailed, errors.StoppedBySignal) as end:
         return end.exit_code
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)

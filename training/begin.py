@@ -19,17 +19,8 @@ from models.config import ModelConfig
 from models.spec import ModelSpec
 from training import files
 from training.checkpoints import choose
-from training.checkpoints.format import (
-    MANIFEST,
-    METADATA,
-    Position,
-    SavedRun,
-    checksum,
-    damage,
-    entries_of,
-    read_saved_run,
-    readable,
-)
+from training.checkpoints import format as checkpoint
+from training.checkpoints.format import Position, SavedRun
 from training.config import CheckpointConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
 from training.flags import FlagField, by_field
@@ -215,9 +206,13 @@ def choose_checkpoint(
         # All must see the same checkpoint there.
         seen = None
         with exchange.failing_together():
-            file = path / (MANIFEST if (path / MANIFEST).exists() else METADATA)
+            file = path / (
+                checkpoint.MANIFEST
+                if (path / checkpoint.MANIFEST).exists()
+                else checkpoint.METADATA
+            )
             if file.exists():
-                seen = checksum(file)
+                seen = checkpoint.checksum(file)
         found = exchange.gather([seen, socket.gethostname()])
         for number, (other, host) in enumerate(found):
             if other != found[0][0]:
@@ -232,14 +227,14 @@ def choose_checkpoint(
         with exchange.failing_together():
             try:
                 if verify:
-                    problem = damage(path, exchange.rank(), exchange.count())
+                    problem = checkpoint.damage(path, exchange.rank(), exchange.count())
             except ValueError as error:
                 problem = str(error)
         problem = next((each for each in exchange.gather(problem) if each is not None), None)
         if problem is None:
             saved: list[SavedRun] = []
             with exchange.failing_together():
-                saved.append(read_saved_run(path))
+                saved.append(checkpoint.read_saved_run(path))
                 check(saved[0])
             return saved[0], [f"warning: {each}, so {path.name} is resumed" for each in damaged]
         if explicit or path == paths[-1]:
@@ -261,8 +256,8 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
     if weights.tensors is None and weights.run:
         choose_checkpoint(choose.Candidates([path]), lambda saved: None, verify=verify)
     elif weights.tensors is None and verify:  # weights alone, which DCP wrote
-        with readable(path):
-            problem = damage(path)
+        with checkpoint.readable(path):
+            problem = checkpoint.damage(path)
         if problem:
             raise UsageError(
                 f"{path} is damaged ({problem}): name another one, or use it as it is with "
@@ -347,8 +342,8 @@ _STATE_FLAGS = ("optimizer", "linear_probe")
 def check_resume(saved: SavedRun, run: Run, data: DataSource) -> None:
     """Raise UsageError if training cannot continue from a checkpoint: if it has no optimizer's
     state, is of another model, optimizer or other classes, or if its epoch cannot be continued."""
-    with readable(saved.path):
-        names = entries_of(saved.path)
+    with checkpoint.readable(saved.path):
+        names = checkpoint.entries_of(saved.path)
     if not any(name.startswith("optimizer.") for name in names):
         raise UsageError(
             f"{saved.path} holds weights alone, which are for --predict and --eval_only: training "

@@ -22,19 +22,9 @@ from torch import nn
 from data.config import CROP_MODES, INTERPOLATIONS, Preprocessing
 from models.initialize import allocate
 from models.spec import ModelSpec
+from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import BEST, Candidates, find_resume, first_readable, of_path
-from training.checkpoints.format import (
-    EMA,
-    METADATA,
-    TRAINING,
-    WEIGHTS,
-    Position,
-    SavedRun,
-    entries_of,
-    load_into,
-    readable,
-    saved_run,
-)
+from training.checkpoints.format import Position, SavedRun
 from training.errors import UsageError
 from training.files import folder_at, is_url
 from training.resolve import Run
@@ -53,7 +43,7 @@ class Weights:
     """By timm's names, memory-mapped from the files; None for a checkpoint folder, read by DCP."""
     note: str = ""
     """One line for the user about how they are used."""
-    kind: str = WEIGHTS
+    kind: str = checkpoint.WEIGHTS
     """WEIGHTS, or EMA: the moving average that a folder has."""
 
     def check_fits(self, model: ModelSpec) -> None:
@@ -74,14 +64,14 @@ class Weights:
         """Return the shape of each tensor by its name. Raises UsageError for a damaged folder."""
         if self.tensors is not None:
             return {name: tensor.shape for name, tensor in self.tensors.items()}
-        with readable(self.path):
+        with checkpoint.readable(self.path):
             prefix = f"{self.kind}."
             found = {
                 name.removeprefix(prefix): entry.size
-                for name, entry in entries_of(self.path).items()
+                for name, entry in checkpoint.entries_of(self.path).items()
                 if name.startswith(prefix)
             }
-        if not found and self.kind == EMA:
+        if not found and self.kind == checkpoint.EMA:
             raise no_ema(self.path)
         return found
 
@@ -117,8 +107,8 @@ class Weights:
         shapes = self.shapes()
         values = {name: torch.empty(shapes[name]) for name in names}
         if values:
-            with readable(self.path):
-                load_into({self.kind: values}, self.path)
+            with checkpoint.readable(self.path):
+                checkpoint.load_into({self.kind: values}, self.path)
         return values
 
 
@@ -147,7 +137,11 @@ def _first_of(candidates: Candidates, use_ema: bool) -> Weights:
     saved, left = first_readable(candidates)
     assert saved is not None  # there are candidates
     return Weights(
-        saved.path, saved, None, "; ".join(left.passed_over), EMA if use_ema else WEIGHTS
+        saved.path,
+        saved,
+        None,
+        "; ".join(left.passed_over),
+        checkpoint.EMA if use_ema else checkpoint.WEIGHTS,
     )
 
 
@@ -157,7 +151,7 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
     ``use_ema``: their moving average. Raises UsageError, naming ``flag``, if there is no such
     thing, or if it cannot be read.
     """
-    with readable(path):
+    with checkpoint.readable(path):
         if path.is_file():
             if is_url(path):
                 raise UsageError(f"{flag} {path}: copy that file to this machine, and name it here")
@@ -166,8 +160,10 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
             raise UsageError(f"{flag} {path}: there is no such checkpoint, folder or file")
         if files := safetensors_files(path):
             return _load_safetensors(path, files, use_ema)
-        has_metadata = (path / METADATA).is_file()
-        if has_metadata and not any(n.startswith(f"{TRAINING}.") for n in entries_of(path)):
+        has_metadata = (path / checkpoint.METADATA).is_file()
+        if has_metadata and not any(
+            n.startswith(f"{checkpoint.TRAINING}.") for n in checkpoint.entries_of(path)
+        ):
             if use_ema:  # DCP wrote weights alone, without a run
                 raise no_ema(path)
             return Weights(path, None, None)
@@ -186,7 +182,7 @@ def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
 
     Raises UsageError if it cannot be read, or has none.
     """
-    with readable(path):
+    with checkpoint.readable(path):
         if path.suffix == ".safetensors":
             return _load_safetensors(path, [path], use_ema)
         mappable = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
@@ -200,7 +196,7 @@ def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
             raise ValueError("it holds no state dict")
         training, run = content.get("training"), None
         if isinstance(training, Mapping) and "arguments" in training:
-            run = saved_run(path, training)
+            run = checkpoint.saved_run(path, training)
         if use_ema:
             content = ema_of(path, content)
         return Weights(path, run, state_dict_of(content))
@@ -214,7 +210,7 @@ def _load_safetensors(path: Path, files: list[Path], use_ema: bool) -> Weights:
     return Weights(path, run, state_dict_of(content))
 
 
-_EMA_KEYS = (EMA, "state_dict_ema", "model_ema")
+_EMA_KEYS = (checkpoint.EMA, "state_dict_ema", "model_ema")
 """The EMA's name in a file that ``dcp_to_torch`` made of a checkpoint, and in timm's files."""
 
 

@@ -9,16 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from training.checkpoints.format import (
-    MANIFEST,
-    METADATA,
-    SavedRun,
-    Unreachable,
-    is_complete,
-    quick_problem,
-    read_saved_run,
-    readable,
-)
+from training.checkpoints import format as checkpoint
+from training.checkpoints.format import SavedRun
 from training.errors import UsageError
 from training.files import as_url, folder_at, is_unreachable, is_url, remove_tree, sync_folder
 from training.logs.records import METRICS_FILE, decisive, evaluations
@@ -59,7 +51,7 @@ def step_folders(ckpt_dir: Path) -> list[Path]:
 
 def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first."""
-    return [path for path in step_folders(ckpt_dir) if is_complete(path)]
+    return [path for path in step_folders(ckpt_dir) if checkpoint.is_complete(path)]
 
 
 def checkpoint_around(folder: Path) -> Path | None:
@@ -69,7 +61,7 @@ def checkpoint_around(folder: Path) -> Path | None:
     """
     each = folder.resolve()
     while each.name:
-        if (each / METADATA).is_file():
+        if (each / checkpoint.METADATA).is_file():
             return each
         if _NAME.fullmatch(each.name) and (each.parent / METRICS_FILE).is_file():
             return each
@@ -97,14 +89,14 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
 
     Looks at names and sizes; whoever resumes one reads its content. Raises UsageError.
     """
-    with readable(ckpt_dir, "--ckpt_dir"):
+    with checkpoint.readable(ckpt_dir, "--ckpt_dir"):
         existing = complete_checkpoints(ckpt_dir)
         if existing and is_restart(ckpt_dir):
             resume, resume_epoch = "auto", 0  # what the job has done since is not to be lost
         if resume_epoch:
             for path in reversed(existing):
-                if quick_problem(path) is None:
-                    position = read_saved_run(path).position
+                if checkpoint.quick_problem(path) is None:
+                    position = checkpoint.read_saved_run(path).position
                     if (position.epoch, position.images_in_epoch) == (resume_epoch, 0):
                         return Candidates([path])
             raise UsageError(
@@ -127,7 +119,7 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
             best = max(evaluated, key=lambda path: sign * decisive(by_step[step_of(path)], value))
             return Candidates([_undamaged(best)])
     path = folder_at(resume)
-    with readable(path):
+    with checkpoint.readable(path):
         if not path.is_dir():
             raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
         return of_path(path)
@@ -143,7 +135,7 @@ def of_path(path: Path) -> Candidates:
 
 
 def _newest(existing: list[Path]) -> Candidates:
-    problems = {path: quick_problem(path) for path in reversed(existing)}
+    problems = {path: checkpoint.quick_problem(path) for path in reversed(existing)}
     good = [path for path, problem in problems.items() if problem is None]
     passed_over = tuple(
         f"{path} is damaged ({problem})"
@@ -160,14 +152,15 @@ def _newest(existing: list[Path]) -> Candidates:
 
 def _undamaged(path: Path) -> Path:
     """Return ``path``. Raises UsageError unless it is a complete checkpoint of the right sizes."""
-    if not is_complete(path):
+    if not checkpoint.is_complete(path):
         started = any(
-            file.name == METADATA or file.name.endswith(".distcp") for file in path.iterdir()
+            file.name == checkpoint.METADATA or file.name.endswith(".distcp")
+            for file in path.iterdir()
         )
         if not started and not step_folders(path):
             raise UsageError(f"{path} is neither a checkpoint nor the folder of a run that has one")
         raise UsageError(f"checkpoint {path} is incomplete")
-    if problem := quick_problem(path):
+    if problem := checkpoint.quick_problem(path):
         raise UsageError(f"cannot read the checkpoint {path}: {problem}")
     return path
 
@@ -180,9 +173,9 @@ def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]
     passed_over = list(candidates.passed_over)
     for number, path in enumerate(candidates.paths):
         try:
-            saved, left = read_saved_run(path), candidates.paths[number:]
+            saved, left = checkpoint.read_saved_run(path), candidates.paths[number:]
             return saved, replace(candidates, paths=left, passed_over=tuple(passed_over))
-        except Unreachable:
+        except checkpoint.Unreachable:
             raise  # an older one must not take the place of one that may be undamaged
         except UsageError as error:
             passed_over.append(str(error))
@@ -206,7 +199,7 @@ def clear(folder: Path) -> None:
         try:
             remove(folder)
         except OSError:
-            if not is_url(folder) or is_complete(folder):
+            if not is_url(folder) or checkpoint.is_complete(folder):
                 raise
     folder.mkdir(parents=True)
 
@@ -219,7 +212,7 @@ def remove(folder: Path) -> None:
     if not is_url(folder) and folder.is_symlink():
         folder.unlink(missing_ok=True)
         return
-    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / checkpoint.MANIFEST).unlink(missing_ok=True)
     remove_tree(folder)
 
 
@@ -278,7 +271,9 @@ def set_aside(ckpt_dir: Path, paths: Collection[Path]) -> Path:
                 continue
             # A bucket cannot rename: the checkpoint is copied, its manifest last.
             to_url.mkdir()
-            for file in sorted(from_url.iterdir(), key=lambda each: each.name == MANIFEST):
+            for file in sorted(
+                from_url.iterdir(), key=lambda each: each.name == checkpoint.MANIFEST
+            ):
                 file.copy(to_url / file.name)
             remove(path)
     except OSError as error:
