@@ -65,10 +65,13 @@ def fit(weights: Weights, run: Run, data: DataSource) -> InitialWeights:
     classes = weights.run.classes if weights.run else None
     if heads[0] != heads[1] or not (classes is None or data.classes in (None, classes)):
         sources = {name: at for name, at in sources.items() if not name.startswith(_HEAD)}
-    missing = here.keys() - sources.keys()
-    _refuse(weights.path, missing, _MAY_BE_NEW, "has no", "which the model has")
-    dropped = there.keys() - set(sources.values())
-    _refuse(weights.path, dropped, _MAY_BE_DROPPED, "has", "which the model has not")
+    missing, dropped = here.keys() - sources.keys(), there.keys() - set(sources.values())
+    for differing, allowed, has, which in (
+        (missing, _MAY_BE_NEW, "has no", "which the model has"),
+        (dropped, _MAY_BE_DROPPED, "has", "which the model has not"),
+    ):
+        if wrong := [name for name in differing if not name.startswith(allowed)]:
+            raise UsageError(f"{weights.path} {has} {_listed(wrong, _NAMED)}, {which}: {_REMEDY}")
 
     # Which ones change their shape: position embeddings and the patch embedding may.
     layouts, resampled = {}, []
@@ -108,12 +111,6 @@ def fit(weights: Weights, run: Run, data: DataSource) -> InitialWeights:
     if weights.note:
         note += f"; {weights.note}"
     return InitialWeights(weights.path, spec, run.config.seed, sources, layouts, note)
-
-
-def _refuse(path: Path, names: Iterable[str], but: tuple[str, ...], has: str, which: str) -> None:
-    wrong = [name for name in names if not name.startswith(but)]
-    if wrong:
-        raise UsageError(f"{path} {has} {_listed(wrong, _NAMED)}, {which}: {_REMEDY}")
 
 
 def _listed(names: Iterable[str], most: int) -> str:
