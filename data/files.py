@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pwd
 import stat
 import tempfile
 import time
@@ -107,32 +106,6 @@ def replace_file(path: Path, content: bytes, *, unfinished: str = "tmp") -> None
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def what_others_own(folder: Path) -> str | None:
-    """Return what of a folder, or of its direct contents, another user owns; None for nothing.
-
-    What root owns is accepted. The file system decides which user this process is: NFS may map
-    root to nobody, and buckets and containers may know only one user. Raises OSError.
-    """
-
-    def user(uid: int) -> str:
-        try:
-            return pwd.getpwuid(uid).pw_name
-        except KeyError:
-            return f"user {uid}"
-
-    root = 0
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        own = {root, os.geteuid(), os.fstat(probe.fileno()).st_uid}
-    for found in (folder.lstat(), folder.stat()):
-        if found.st_uid not in own:
-            return f"{folder} is {user(found.st_uid)}'s"
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda each: each.name):
-            if (uid := entry.stat(follow_symlinks=False).st_uid) not in own:
-                return f"{entry.path} is {user(uid)}'s"
-    return None
 
 
 def cache_folder() -> Path:

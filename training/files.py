@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import pwd
 import secrets
 import shutil
 import socket
@@ -24,7 +25,7 @@ from typing import IO, Any, Self, TypeVar, cast
 from fsspec.core import url_to_fs
 
 from data import files
-from data.files import DataFolderError, cache_folder, no_link, what_others_own
+from data.files import DataFolderError, cache_folder, no_link
 from training.errors import UsageError
 
 # -- paths -----------------------------------------------------------------------------------------
@@ -352,15 +353,31 @@ class FolderLock:
 
 
 def check_own(folder: Path, *, shared: bool = False) -> None:
-    """Raise UsageError if a folder, or what is in it, is another user's, and not ``shared``.
+    """Raise UsageError if a folder, or what is directly in it, is another user's, and not
+    ``shared``: a checkpoint in it would be resumed, whoever has forged it.
 
-    A checkpoint in it would be resumed, whoever has forged it. Raises OSError.
+    What root owns is accepted. The file system decides which user this process is: NFS may map
+    root to nobody, and buckets and containers may know only one user. Raises OSError.
     """
-    if not shared and (theirs := what_others_own(folder)):
-        raise UsageError(
-            f"--ckpt_dir {folder}: {theirs}: give a folder of your own, or use what is there as it "
-            "is with --shared_ckpt_dir"
-        )
+    if shared:
+        return
+    root = 0
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        own = {root, os.geteuid(), os.fstat(probe.fileno()).st_uid}
+    found = [(str(folder), folder.lstat()), (str(folder), folder.stat())]
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda each: each.name):
+            found.append((entry.path, entry.stat(follow_symlinks=False)))
+    for path, state in found:
+        if state.st_uid not in own:
+            try:
+                user = pwd.getpwuid(state.st_uid).pw_name
+            except KeyError:
+                user = f"user {state.st_uid}"
+            raise UsageError(
+                f"--ckpt_dir {folder}: {path} is {user}'s: give a folder of your own, or use what "
+                "is there as it is with --shared_ckpt_dir"
+            )
 
 
 def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
