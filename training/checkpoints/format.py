@@ -187,7 +187,8 @@ class FolderWriter(dcp.FileSystemWriter):
         if from_host:  # what copies ahead would ask CUDA for device 0, in a thread of any process
             self.per_thread_copy_ahead = 0
         files = _Files()
-        self.fs, self.path, self.folder = files, str(folder), folder
+        self.fs, self.folder = files, folder
+        self.path = str(folder) if is_url(folder) else folder
         self.sums = files.sums
         """The sizes and checksums of the files that this process has written, by name."""
 
