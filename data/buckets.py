@@ -6,9 +6,9 @@ is only one shape of batches, and on XLA one compiled program, for each bucket.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -18,52 +18,56 @@ import torch
 import xxhash
 from tqdm import tqdm
 
-from data.config import DataConfig
+from data.decode import image_size
 from data.files import BrokenImageError, DataFolderError
 from data.index import Table, load_or_build
 from data.loader import PADDING, GlobalBatchSampler, Key, Sample
 from data.source import DatasetRequest, DataSource, Split
-from data.transforms import BytesSplit, transforms_of
+from data.transforms import ImageSplit, transforms_of
 
 
-def make_source(
-    request: DatasetRequest,
-    name: str,
-    train: BytesSplit | None,
-    val: BytesSplit,
-    classes: list[str] | None,
-    left_out: Counter[str],
-) -> DataSource:
-    """Return the source of two splits, in buckets with ``--buckets``.
+def source_of(request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]) -> DataSource:
+    """Return the source of these splits, in buckets with ``--buckets``.
 
     Raises DataFolderError if no bucket has as many training images as a batch.
     """
-    if not request.config.buckets:
-        return DataSource(request, name, train, val, classes, left_out)
-    in_train = None if train is None else BucketSplit(request, train, "train")
-    in_val = BucketSplit(request, val, "val")
-    return BucketSource(request, name, in_train, in_val, classes, left_out)
+    config = request.config
+    if not config.buckets:
+        return DataSource(name, splits)
+    found = {split: BucketSplit(request, each) for split, each in splits.items()}
+    most = max(found["train"].counts) if "train" in found else config.batch_size
+    if most < config.batch_size:
+        raise DataFolderError(
+            f"no bucket of --buckets has as many training images of {name} as one batch: use "
+            f"--batch_size {most} or less, or fewer buckets"
+        )
+    counts = [
+        f"{bucket}: {' + '.join(f'{split.counts[number]:,}' for split in found.values())}"
+        for number, bucket in enumerate(config.buckets)
+    ]
+    return DataSource(name, found, f"; in buckets {', '.join(counts)}")
 
 
 class BucketSplit(Split):
     """One split in buckets: a dataset by (epoch, image index, bucket)."""
 
-    def __init__(self, request: DatasetRequest, split: BytesSplit, name: str) -> None:
-        """Find the bucket of each image of ``split``, called ``name``: train or val."""
-        self._split, self.labels = split, split.labels
-        config, sizes = request.config, request.config.bucket_sizes
-        self.bucket_of = nearest_bucket(cached_sizes(config, split, name), sizes)
+    def __init__(self, request: DatasetRequest, split: ImageSplit) -> None:
+        """Find the bucket of each image of ``split``."""
+        super().__init__(request, split.name, split.labels, split.classes, split.left_out)
+        self._split, sizes = split, request.config.bucket_sizes
+        self.bucket_of = nearest_bucket(_image_sizes(split), sizes)
         """The bucket of each image, int16."""
         self.counts = np.bincount(self.bucket_of, minlength=len(sizes)).tolist()
         """How many images each bucket has."""
         self._in_buckets = []
         for height, width in sizes:
-            low, high = (each * width / height for each in config.ratio)
-            of_bucket = replace(
-                request, size=(height, width), config=replace(config, ratio=(low, high))
-            )
-            transform = transforms_of(of_bucket)[0 if name == "train" else 1]
-            self._in_buckets.append(split.made_by(transform, of_bucket.shape))
+            low, high = (each * width / height for each in request.config.ratio)
+            config = replace(request.config, ratio=(low, high))
+            of_bucket = replace(request, size=(height, width), config=config)
+            resized = copy.copy(split)
+            resized.shape = of_bucket.shape
+            resized.transform = transforms_of(of_bucket)[split.name]
+            self._in_buckets.append(resized)
 
     def __getitem__(self, key: Key) -> Sample:
         """Return the image in the size of the bucket in the key, which may not be its own: it may
@@ -74,48 +78,12 @@ class BucketSplit(Split):
     def digest(self) -> str:
         return self._split.digest()
 
-    def digest_of_buckets(self) -> str:
-        """Return a checksum of which images are in which bucket."""
-        return xxhash.xxh3_64(self.bucket_of.data).hexdigest()
+    def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
+        return BucketSampler(self.bucket_of, batch_size, **how)
 
-
-class BucketSource(DataSource):
-    """A ``DataSource`` of which each batch has images of one size."""
-
-    _train: BucketSplit | None
-    _val: BucketSplit
-
-    def __init__(self, request: DatasetRequest, name: str, *splits_and_more: Any) -> None:
-        """As ``DataSource``. Raises DataFolderError, see ``make_source``."""
-        super().__init__(request, name, *splits_and_more)
-        most = max(self._train.counts) if self._train else 0
-        if self._train and most < request.config.batch_size:
-            raise DataFolderError(
-                f"no bucket of --buckets has as many training images of {name} as one batch: use "
-                f"--batch_size {most} or less, or fewer buckets"
-            )
-
-    def sampler(self, length: int, batch_size: int, **how: Any) -> GlobalBatchSampler:
-        split = self._train if how["shuffle"] else self._val
-        assert split is not None
-        return BucketSampler(split.bucket_of, batch_size, **how)
-
-    def order(self) -> dict[str, Any]:
-        if self._train is None:
-            return {}
-        buckets = self._train.digest_of_buckets()
-        return super().order() | {"the buckets of the images in train/": buckets}
-
-    def fingerprint(self) -> dict[str, Any]:
-        buckets = self._val.digest_of_buckets()
-        return super().fingerprint() | {"the buckets of the images in val/": buckets}
-
-    def __str__(self) -> str:
-        counts = []
-        for number, bucket in enumerate(self._request.config.buckets or ()):
-            training = f"{self._train.counts[number]:,} + " if self._train else ""
-            counts.append(f"{bucket}: {training}{self._val.counts[number]:,}")
-        return f"{super().__str__()}; in buckets {', '.join(counts)}"
+    def facts(self) -> dict[str, Any]:
+        what = f"the buckets of the images in {self.name}/"
+        return super().facts() | {what: xxhash.xxh3_64_hexdigest(self.bucket_of.data)}
 
 
 class BucketSampler(GlobalBatchSampler):
@@ -131,22 +99,21 @@ class BucketSampler(GlobalBatchSampler):
         """``bucket_of``: the bucket of each image. The others: see ``GlobalBatchSampler``."""
         super().__init__(len(bucket_of), batch_size, **how)
         self._bucket_of = torch.from_numpy(bucket_of)
-        counts = np.bincount(bucket_of).tolist()
-        self._count = len(counts)
-        self._batches = sum(
-            n // batch_size if self.shuffle else -(-n // batch_size) for n in counts
-        )
+        self._counts = np.bincount(bucket_of).tolist()
 
     def __len__(self) -> int:
-        return self._batches
+        size = self.batch_size
+        return sum(n // size if self.shuffle else -(-n // size) for n in self._counts)
 
     def _order(self) -> torch.Tensor:
         """Return the images of each batch of the epoch, (batches, batch size)."""
         generator = self.generator()
-        images = self.shuffled(generator) if self.shuffle else torch.arange(self.length)
+        images = torch.arange(self.length)
+        if self.shuffle:
+            images = torch.randperm(self.length, generator=generator)
         bucket_of = self._bucket_of[images]
         batches = []
-        for bucket in range(self._count):
+        for bucket in range(len(self._counts)):
             inside = images[bucket_of == bucket]
             rest = len(inside) % self.batch_size
             if self.shuffle:
@@ -182,28 +149,32 @@ def nearest_bucket(images: np.ndarray, buckets: Sequence[tuple[int, int]]) -> np
     return np.where(images.min(axis=1) > 0, nearest, np.int16(0))
 
 
-def cached_sizes(config: DataConfig, split: BytesSplit, name: str) -> np.ndarray:
+def _image_sizes(split: ImageSplit) -> np.ndarray:
     """Return the height and width of each image of a split in pixels, (n, 2), int32; 0 x 0 for an
     image that cannot be read.
 
     They are saved in an index file (``data/index.py``), and read from it as long as the images
     have the same names.
     """
-    root, digest = config.data_dir, split.digest()
+    config, digest = split.request.config, split.digest()
     part = 256  # images that a thread reads at a time
 
     def sizes_of(first: int) -> list[tuple[int, int]]:
         found = []
         for number in range(first, min(first + part, len(split))):
-            try:
-                found.append(split.size_of(number))
-            except BrokenImageError:  # training and evaluation report it when they read it
-                found.append((0, 0))
+            size = 0, 0
+            for read in (split.head, split.read):  # mostly the head is enough
+                try:
+                    size = image_size(read(number))
+                    break
+                except BrokenImageError:  # training and evaluation report it when they read it
+                    continue
+            found.append(size)
         return found
 
     def build() -> Table:
         found: list[tuple[int, int]] = []
-        title = f"reading the sizes of {os.path.join(root, name)}"
+        title = f"reading the sizes of {os.path.join(config.data_dir, split.name)}"
         with (
             ThreadPoolExecutor(16) as pool,  # most of the time they wait, if images are far away
             tqdm(total=len(split), desc=title, unit=" images", delay=5, disable=None) as bar,
@@ -216,5 +187,6 @@ def cached_sizes(config: DataConfig, split: BytesSplit, name: str) -> np.ndarray
     def change(table: Table) -> str | None:
         return None if table.info["digest"] == digest else "its images are others"
 
-    table = load_or_build(config, f"{name}-sizes", root, build, change, counted="sizes")
+    name = f"{split.name}-sizes"
+    table = load_or_build(config, name, config.data_dir, build, change, counted="sizes")
     return table.arrays["sizes"]

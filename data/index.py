@@ -119,7 +119,6 @@ def load_or_build(
     change: Callable[[Table], str | None],
     *,
     counted: str,
-    expected: dict[str, Any] | None = None,
 ) -> Table:
     """Return the table in the index file ``name``; if it is unusable, build it, and save it.
 
@@ -129,13 +128,20 @@ def load_or_build(
     the table's info has "settled": False. One process of this host builds it, and the others wait.
 
     ``of``: the folder or URL that is indexed. ``change`` returns what has changed there since a
-    table was built, None if nothing has. ``expected``: what the table's info must have.
+    table was built, None if nothing has.
 
     Raises DataFolderError if ``--index_dir`` cannot be written to.
     """
-    started = time.time()
-    expected = {"version": VERSION} | (expected or {})
-    paths = _index_files(config, f"{name}-of-{config.data_source}")
+    started, root = time.time(), config.data_dir
+    # Where the file may be, the best place first.
+    name = f"{name}-of-{config.data_source}"
+    whose = root if is_url(root) else os.path.abspath(root)
+    marked = f"{name}-{xxhash.xxh3_64(whose.encode(errors='surrogateescape')).hexdigest()}"
+    if config.index_dir is not None:
+        paths = [Path(config.index_dir) / marked]
+    else:
+        beside = [] if is_url(root) else [Path(root) / ".vit_fsdp_index" / name]
+        paths = [*beside, cache_folder() / marked]
 
     def load() -> tuple[Table | None, str | None]:
         """Return the saved table, or why it is unusable; neither if there is none."""
@@ -143,7 +149,7 @@ def load_or_build(
         for path in paths:
             try:
                 table = _read(path)
-                if not expected.items() <= table.info.items():
+                if table.info["version"] != VERSION:
                     raise ValueError("it is of another version")
                 if config.rebuild_index and table.info["built"] < started:
                     raise ValueError("--rebuild_index")
@@ -156,6 +162,9 @@ def load_or_build(
                 why = reason_of(error)
         return None, why
 
+    def log(line: str) -> None:
+        print(printable(line), file=sys.stderr, flush=True)
+
     found, why = load()
     if found:
         return found
@@ -164,15 +173,14 @@ def load_or_build(
         if found:
             return found
         if why:
-            _log(f"note: the index of {of} is rebuilt: {why}")
+            log(f"note: the index of {of} is rebuilt: {why}")
         table = build()
-        is_far_or_many = is_url(config.data_dir) or len(table.arrays[counted]) >= MIN_IMAGES
-        if not (config.index_dir is not None or is_far_or_many) or not table.info.get(
-            "settled", True
-        ):
+        is_far_or_many = is_url(root) or len(table.arrays[counted]) >= MIN_IMAGES
+        is_settled = table.info.get("settled", True)
+        if not (is_settled and (is_far_or_many or config.index_dir is not None)):
             return table
         took = time.time() - started
-        info = table.info | expected | {"built": time.time()}
+        info = table.info | {"version": VERSION, "built": time.time()}
         info["checksum"] = _checksum(table.arrays, info)
         content = save(table.arrays, {"info": json.dumps(info)})
         for path in paths:
@@ -186,25 +194,14 @@ def load_or_build(
                 with contextlib.suppress(OSError):
                     path.with_name(f"{path.name}.{unfinished}").unlink()
                 continue
-            _log(f"note: the index of {of} was built in {took:.1f} s and saved as {path}")
+            log(f"note: the index of {of} was built in {took:.1f} s and saved as {path}")
             return saved
     if config.index_dir is not None:
         raise DataFolderError(f"--index_dir {config.index_dir} cannot be used: {why}")
-    _log(
+    log(
         f"warning: the index of {of} cannot be saved ({why}): give a folder for it with --index_dir"
     )
     return table
-
-
-def _index_files(config: DataConfig, name: str) -> list[Path]:
-    """Return where the index ``name`` may be, the best place first."""
-    root = config.data_dir
-    whose = root if is_url(root) else os.path.abspath(root)
-    marked = f"{name}-{xxhash.xxh3_64(whose.encode(errors='surrogateescape')).hexdigest()}"
-    if config.index_dir is not None:
-        return [Path(config.index_dir) / marked]
-    beside = [] if is_url(root) else [Path(root) / ".vit_fsdp_index" / name]
-    return [*beside, cache_folder() / marked]
 
 
 def _read(path: Path) -> Table:
@@ -241,10 +238,6 @@ def _one_at_a_time(of: str) -> Iterator[None]:
             except OSError:
                 continue
         yield
-
-
-def _log(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
 
 
 # -- images in <root>/<split>/<class>/ -------------------------------------------------
@@ -340,31 +333,30 @@ def cached_split(
         # A file that is added right after a folder was listed may not change the folder's time:
         # an index of folders that changed within the last 2 seconds is not saved.
         is_settled = not (changed > (started - 2) * 1e9).any()
-        info = {"classes": index.classes, "left_out": index.left_out, "settled": is_settled}
         names = index.paths
         arrays = {"names": names.content, "ends of names": names.ends, "labels": index.labels}
         arrays |= {"folders": folders.content, "ends of folders": folders.ends, "changed": changed}
-        return Table(arrays, info)
+        info = {"classes": index.classes, "left_out": index.left_out, "settled": is_settled}
+        return Table(arrays, info | {"suffixes": list(suffixes)})
 
     def change(table: Table) -> str | None:
+        if table.info["suffixes"] != list(suffixes):
+            return "other files count as images now"
         if is_url(root):
             same = class_folders(root, split) == table.info["classes"]
             return None if same else "the class folders are others"
         folders = Strings(table.arrays["folders"], table.arrays["ends of folders"])
         for folder, before in zip(folders, table.arrays["changed"].tolist(), strict=True):
-            path = os.path.join(top, folder)
-            try:
+            path, now = os.path.join(top, folder), None
+            with contextlib.suppress(OSError):
                 now = os.stat(path).st_mtime_ns
-            except OSError:
-                now = None
             if now != before:
                 return f"{printable(os.path.normpath(path))} has changed"
         return None
 
-    expected = {"suffixes": list(suffixes)}
-    table = load_or_build(config, split, top, build, change, counted="labels", expected=expected)
+    table = load_or_build(config, split, top, build, change, counted="labels")
     paths = Strings(table.arrays["names"], table.arrays["ends of names"], top)
-    left_out = Counter(table.info["left_out"])
+    left_out = Counter[str](table.info["left_out"])
     return FolderIndex(table.info["classes"], paths, table.arrays["labels"], left_out)
 
 
@@ -389,8 +381,7 @@ def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSION
                     labels.append(label)
                     yield path[len(top) + 1 :]
                 else:
-                    suffix = os.path.splitext(path)[1].lower()
-                    left_out[suffix or "no extension"] += 1
+                    left_out[os.path.splitext(path)[1].lower() or "no extension"] += 1
             if len(labels) == before:
                 empty.append(name)
 
@@ -400,8 +391,7 @@ def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSION
             f"{top} has class folders without images: {_first_of(empty)}; add images "
             f"({', '.join(suffixes)}) or remove them"
         )
-    folders = list(reached.values())
-    return FolderIndex(names, paths, np.array(labels, np.int32), left_out, folders)
+    return FolderIndex(names, paths, np.array(labels, np.int32), left_out, [*reached.values()])
 
 
 _Class = tuple[str, Iterable[tuple[str, bool]]]
@@ -423,21 +413,21 @@ def _classes_at_url(top: str, left_out: Counter[str]) -> Iterator[_Class]:
 
 def _classes(top: str, left_out: Counter[str], reached: dict[str, str]) -> Iterator[_Class]:
     """Yield the classes in a folder; ``reached`` becomes the path of each real folder listed."""
-    real_top = os.path.realpath(top)
-    reached[real_top] = top
-    entries = _scan(top)
-    folders = [entry for entry in entries if _is_folder(entry)]
-    for entry in entries:
+    reached[os.path.realpath(top)] = top
+    folders = []
+    for entry in _scan(top):
+        if _is_folder(entry):
+            folders.append(entry)
+            continue
         # A class whose disk is not mounted would shift the labels of all after it.
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise DataFolderError(
                 f"{entry.path} is a link to {os.readlink(entry.path)}, which cannot be reached: "
                 "mend or remove it"
             )
-    if len(entries) > len(folders):
-        left_out["in no class folder"] = len(entries) - len(folders)
+        left_out["in no class folder"] += 1
     for folder in tqdm(folders, f"listing {top}", unit=" classes", delay=5, disable=None):
-        found = sorted(_walk(folder, real_top, reached), key=lambda found: found[0])
+        found = sorted(_walk(folder, reached), key=lambda found: found[0])
         # Reading a pipe would wait for ever. What a link leads to is checked when it is read.
         yield (
             folder.name,
@@ -446,12 +436,11 @@ def _classes(top: str, left_out: Counter[str], reached: dict[str, str]) -> Itera
 
 
 def _walk(
-    folder: os.DirEntry[str], real_parent: str, reached: dict[str, str]
+    folder: os.DirEntry[str], reached: dict[str, str]
 ) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
     """Yield ``folder`` and each folder below it: its path and its files, sorted by name."""
-    linked = folder.is_symlink()
-    real = os.path.realpath(folder.path) if linked else os.path.join(real_parent, folder.name)
-    if linked and os.path.commonpath([real, real_parent]) == real:
+    real, real_parent = (os.path.realpath(each) for each in (folder, os.path.dirname(folder)))
+    if folder.is_symlink() and os.path.commonpath([real, real_parent]) == real:
         raise DataFolderError(
             f"{folder.path} is a link to {real}, a folder that it is in itself: images would "
             "count twice, remove the link"
@@ -465,7 +454,7 @@ def _walk(
     files = []
     for entry in _scan(folder.path):
         if _is_folder(entry):
-            yield from _walk(entry, real, reached)
+            yield from _walk(entry, reached)
         else:
             files.append(entry)
     yield folder.path, files
@@ -487,8 +476,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _first_of(names: list[str]) -> str:
-    shown = 5
-    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 # -- images listed by a CSV table ------------------------------------------------------

@@ -147,46 +147,40 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             ]
 
 
+WINDOW = 64
+"""The number of groups whose runs ``RunSampler`` mixes with each other."""
+
+
 class RunSampler(GlobalBatchSampler):
-    """Divides global batches over processes; in training their images are in ``order_in_runs``."""
+    """Trains on images in a random order in which one reading of a group serves several of them.
+
+    A group (a row group of a parquet file) can only be read whole. In a random order of all images
+    each image would cost the reading of a group of a hundred images or more.
+
+    The groups are in random order, and so are the images of each. Each is cut into runs of
+    ``run_length`` images (its last one may be shorter). The runs of each ``WINDOW`` consecutive
+    groups are shuffled. The order does not depend on batches or processes.
+    """
 
     def __init__(self, groups: Sequence[int], run_length: int, batch_size: int, **how: Any) -> None:
+        """``groups``: how many images each group has; images are numbered through all groups."""
         super().__init__(sum(groups), batch_size, **how)
         self._groups, self._run_length = groups, run_length
         # Runs do not start where a process's part does: in a long part few of them are cut.
         self.read_together = max(run_length, 64)
 
     def shuffled(self, generator: torch.Generator) -> torch.Tensor:
-        return order_in_runs(self._groups, self._run_length, generator)
-
-
-WINDOW = 64
-"""The number of groups whose runs are mixed with each other in ``order_in_runs``."""
-
-
-def order_in_runs(
-    groups: Sequence[int], run_length: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Return a random order of images in which one reading of a group serves several of them.
-
-    A group (a row group of a parquet file) can only be read whole. In a random order of all images
-    each image would cost the reading of a group of a hundred images or more.
-
-    ``groups``: how many images each group has; images are numbered through all groups. The groups
-    are in random order, and so are the images of each. Each is cut into runs of ``run_length``
-    images (its last one may be shorter). The runs of each ``WINDOW`` consecutive groups are
-    shuffled. The order depends on the arguments alone, not on batches or processes.
-    """
-    firsts = torch.tensor([0, *groups]).cumsum(0)[:-1]
-    order = torch.randperm(len(groups), generator=generator).tolist()
-    found = []
-    for start in range(0, len(order), WINDOW):
-        runs: list[torch.Tensor] = []
-        for group in order[start : start + WINDOW]:
-            rows = firsts[group] + torch.randperm(groups[group], generator=generator)
-            runs += rows.split(run_length)
-        found += [runs[i] for i in torch.randperm(len(runs), generator=generator).tolist()]
-    return torch.cat(found)
+        groups = self._groups
+        firsts = torch.tensor([0, *groups]).cumsum(0)[:-1]
+        order = torch.randperm(len(groups), generator=generator).tolist()
+        found = []
+        for start in range(0, len(order), WINDOW):
+            runs: list[torch.Tensor] = []
+            for group in order[start : start + WINDOW]:
+                rows = firsts[group] + torch.randperm(groups[group], generator=generator)
+                runs += rows.split(self._run_length)
+            found += [runs[i] for i in torch.randperm(len(runs), generator=generator).tolist()]
+        return torch.cat(found)
 
 
 # -- loaders ---------------------------------------------------------------------------
@@ -347,11 +341,11 @@ class _Loaded(Dataset):
 
     def __getitem__(self, keys: list[Key]) -> tuple[Batch, list[BadImage]] | DataFolderError:
         try:
-            samples = [self._samples[key] for key in keys]
+            images, labels, bad = zip(*(self._samples[key] for key in keys), strict=True)
         except DataFolderError as error:
             return error
-        images, labels = default_collate([(image, label) for image, label, _ in samples])
-        return (images, labels), [entry for *_, bad in samples for entry in bad]
+        batch = default_collate([*images]), default_collate([*labels])
+        return batch, [image for each in bad for image in each]
 
 
 def _start_worker(_worker_id: int) -> None:

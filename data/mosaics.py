@@ -2,18 +2,7 @@
 
 A mosaic is a grid of cells of 8 x 8 pixels, each with one digit (``data/digits.py``). Its label is
 the digit that occurs most often, which only the whole image shows: a model that sees a part of the
-rows cannot be right.
-
-The cells, from the first row to the last, are divided into four bands of the same length. Each of
-the nine other digits is missing in one band, each band misses others, and in the other three bands
-it occurs as often as the label, as far as there is room. So over the whole mosaic the label occurs
-about a third more often than any other digit, and counting without a mistake is always right.
-Within a band six or seven other digits are about as frequent as the label.
-
-Counting one of four equal parts of the rows without a mistake, and guessing among its most frequent
-digits, is right in 14 % of the mosaics of 64 x 64 to 512 x 512 pixels (512 of each were counted;
-10 % is chance). Two parts give 19 to 22 %, three 33 to 40 %; a quarter that starts anywhere else
-16 to 19 %. In 32 x 32 pixels, 16 digits, a quarter gives 25 %.
+rows cannot be right (docs/domain_parallelism.md has figures).
 
 The cells of a volume are 8 slices deep: each digit is in all of them, in some darker than in
 others. Mosaics are not augmented.
@@ -29,7 +18,7 @@ import xxhash
 
 from data.digits import CLASSES, SIZE, check_classes, read_digits
 from data.files import DataFolderError
-from data.source import DatasetRequest, DataSource, SampleSplit
+from data.source import DatasetRequest, DataSource, Split
 
 LENGTHS = {"train": 4096, "val": 512}
 """How many mosaics there are for training, and how many for validation."""
@@ -50,13 +39,12 @@ def open_mosaics(request: DatasetRequest) -> DataSource:
             f"{' x '.join(map(str, request.size))}: use an --image_size that is a multiple of "
             f"{SIZE}"
         )
-    train = MosaicsSplit(request, "train") if request.with_train else None
-    val = MosaicsSplit(request, "val")
-    return DataSource(request, "mosaics of digits", train, val, CLASSES)
+    splits = {name: MosaicsSplit(request, name) for name in request.splits}
+    return DataSource("mosaics of digits", splits)
 
 
-class MosaicsSplit(SampleSplit):
-    """The mosaics of one split, made of that split's digits: by (epoch, index).
+class MosaicsSplit(Split):
+    """The mosaics of one split, made of that split's digits.
 
     The seed, the split and the index alone decide what is in a mosaic: it is the same in all
     epochs.
@@ -65,15 +53,14 @@ class MosaicsSplit(SampleSplit):
     dtype = torch.float32
     reads_rows = True
 
-    def __init__(self, request: DatasetRequest, split: str) -> None:
-        labels = [label_of(index) for index in range(LENGTHS[split])]
-        super().__init__(request, labels, substitutes=False)
-        found = [(digit, pixels) for part, digit, _, pixels in read_digits() if part == split]
+    def __init__(self, request: DatasetRequest, name: str) -> None:
+        labels = [label_of(index) for index in range(LENGTHS[name])]
+        super().__init__(request, name, labels, CLASSES)
+        found = [(digit, pixels) for part, digit, _, pixels in read_digits() if part == name]
         # In the order in which they are read, the images of a digit are next to each other.
         self._pixels = np.stack([pixels for _, pixels in found]).astype(np.float32) / 255
         self._counts = np.bincount([digit for digit, _ in found])
         self._firsts = np.cumsum(self._counts) - self._counts
-        self._split, self._size = split, request.size
         self._grid = tuple(side // SIZE for side in request.size)
         self._mean_and_std = request.config.preprocessing.of_channels(request.channels)
 
@@ -81,34 +68,28 @@ class MosaicsSplit(SampleSplit):
         return f"mosaic {number}"
 
     def digest(self) -> str:
-        described = f"{self.seed} {self._split} {len(self)} {self._size}".encode()
+        described = f"{self.seed} {self.name} {len(self)} {self.request.size}".encode()
         return xxhash.xxh3_64(described + self._pixels.tobytes()).hexdigest()
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        image = torch.from_numpy(self._compose(number)).expand(self.shape)
-        mean, std = (
-            torch.tensor(values).reshape(-1, *[1] * len(self._size))
-            for values in self._mean_and_std
-        )
-        return (image - mean) / std
-
-    def _compose(self, index: int) -> np.ndarray:
-        """Return the pixels, from 0 to 1, of this part's rows of a mosaic."""
+        """Return this part's rows of a mosaic, normalised."""
         first, end = self.rows.start // SIZE, math.ceil(self.rows.stop / SIZE)
-        cells = self._cells(index, first, end)
         # (rows of cells, ..., columns of cells, 8, 8) to (rows of cells, ..., height, width)
-        pixels = np.moveaxis(self._pixels[cells], -2, -3)
+        pixels = np.moveaxis(self._pixels[self._cells(number, first, end)], -2, -3)
         *others, rows, height, columns, width = pixels.shape
         pixels = pixels.reshape(*others, rows * height, columns * width)
         if others:
             slices = pixels[:, None] * INTENSITIES.astype(np.float32)[:, None, None]
             pixels = slices.reshape(-1, *pixels.shape[1:])
-        return pixels[self.rows.start - first * SIZE : self.rows.stop - first * SIZE]
+        pixels = pixels[self.rows.start - first * SIZE : self.rows.stop - first * SIZE]
+        by_channel = (-1, *[1] * len(self._grid))
+        mean, std = (torch.tensor(values).reshape(by_channel) for values in self._mean_and_std)
+        return (torch.from_numpy(pixels).expand(self.shape) - mean) / std
 
     def _cells(self, index: int, first: int, end: int) -> np.ndarray:
         """Return which of the split's digits are in the rows of cells from ``first`` to ``end``."""
         cells_a_row, found = math.prod(self._grid[1:]), []
-        seeds = (self.seed, list(LENGTHS).index(self._split), index)
+        seeds = (self.seed, list(LENGTHS).index(self.name), index)
         bands = band_digits(math.prod(self._grid), label_of(index), np.random.default_rng(seeds))
         start = 0
         for number, (length, digits) in enumerate(bands):
@@ -132,9 +113,14 @@ def label_of(index: int) -> int:
 
 
 def band_digits(cells: int, label: int, random: np.random.Generator) -> list[tuple[int, list[int]]]:
-    """Return the length of each band of so many ``cells``, and the digits that occur in it.
+    """Return the length of each band of so many ``cells``, and the digits that occur in it, the
+    label first.
 
-    The label is the first of them. Each other digit is missing in one band.
+    The cells, from the first row to the last, are divided into bands of the same length. Each of
+    the nine other digits is missing in one band, each band misses others, and in the other bands
+    it occurs as often as the label, as far as there is room. So over the whole mosaic the label
+    occurs about a third more often than any other digit, and within a band six or seven others are
+    about as frequent.
     """
     others = random.permutation([digit for digit in range(len(CLASSES)) if digit != label])
     count = min(BANDS, cells)

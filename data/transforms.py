@@ -6,38 +6,30 @@ and the image alone (``seeded``).
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import copy
 import functools
 import math
 import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from PIL import Image
-from timm.data.auto_augment import (
-    AutoAugment,
-    augment_and_mix_transform,
-    auto_augment_transform,
-    posterize,
-    rand_augment_transform,
-)
+from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import CenterCropOrPad, str_to_pil_interp
 from torchvision.transforms import ColorJitter, v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from data.config import DataConfig, Preprocessing
-from data.decode import OpenImage, image_size, open_image
-from data.files import BrokenImageError, DataFolderError
-from data.source import DatasetRequest, SampleSplit
+from data.decode import OpenImage, open_image
+from data.files import DataFolderError
+from data.source import DatasetRequest, Split
 
 Size = tuple[int, ...]
 """The height and width of an image in pixels."""
@@ -58,47 +50,30 @@ _SEEDS = 2**32
 _WHITE = 255
 
 
-class BytesSplit(SampleSplit):
+class ImageSplit(Split):
     """One split of images, each read as the bytes of a JPEG, PNG or the like, and then decoded."""
 
     def __init__(
-        self,
-        request: DatasetRequest,
-        labels: Sequence[int] | np.ndarray,
-        transform: Transform,
-        *,
-        substitutes: bool,
+        self, request: DatasetRequest, name: str, transform: Transform, *found: Any
     ) -> None:
-        super().__init__(request, labels, substitutes=substitutes)
-        self._transform = transform
+        """``found``: the labels, and perhaps more, as for ``Split``."""
+        super().__init__(request, name, *found)
+        self.transform = transform
 
-    @abc.abstractmethod
     def read(self, number: int) -> bytes:
         """Return the image ``number`` as it is stored, encoded. Raises BrokenImageError."""
+        raise NotImplementedError
 
     def head(self, number: int) -> bytes:
         """Return the first bytes of the image ``number``, encoded. Raises BrokenImageError."""
         return self.read(number)
 
-    def size_of(self, number: int) -> tuple[int, int]:
-        """Return the height and width of the image ``number`` in pixels, mostly from its head.
-
-        Raises BrokenImageError.
-        """
-        try:
-            return image_size(self.head(number))
-        except BrokenImageError:
-            return image_size(self.read(number))
-
-    def made_by(self, transform: Transform, shape: tuple[int, ...]) -> Self:
-        """Return the same images with another transform, which makes tensors of this shape."""
-        split = copy.copy(self)
-        split._transform, split.shape = transform, shape
-        return split
+    def open(self, number: int) -> OpenImage:
+        """Return the image ``number``, perhaps not decoded yet. Raises BrokenImageError."""
+        return open_image(self.read(number))
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        image = open_image(self.read(number))
-        return seeded(self._transform, image, self.seed, epoch, index)
+        return seeded(self.transform, self.open(number), self.seed, epoch, index)
 
 
 def seeded(
@@ -117,14 +92,16 @@ def seeded(
         generator.set_state(before)
 
 
-def transforms_of(request: DatasetRequest) -> tuple[Transform, Transform]:
-    """Return the transform for training, and the one for validation.
+def transforms_of(request: DatasetRequest) -> dict[str, Transform]:
+    """Return the transform of each split of the request.
 
-    Raises DataFolderError, see ``val_transform``.
+    Raises DataFolderError, see ``val_transform`` and ``TrainTransform``.
     """
     config, size, channels = request.config, request.size, request.channels
     val = val_transform(config.preprocessing, size, channels)
-    return TrainTransform(config, size, channels), val
+    if not request.with_train:
+        return {"val": val}
+    return {"train": TrainTransform(config, size, channels), "val": val}
 
 
 # -- validation ------------------------------------------------------------------------
@@ -155,11 +132,11 @@ def val_transform(how: Preprocessing, size: Size, channels: int) -> Transform:
     else:
         resize = functools.partial(_resize_in_proportion, scaled, min, mode)
     colours = v2.Grayscale() if channels == 1 else v2.Identity()
-    return functools.partial(_of_whole, v2.Compose([resize, crop, colours, v2.PILToTensor()]))
+    return v2.Compose([_whole_picture, resize, crop, colours, v2.PILToTensor()])
 
 
-def _of_whole(transform: Callable, image: OpenImage) -> torch.Tensor:
-    return transform(Image.fromarray(image.pixels()))
+def _whole_picture(image: OpenImage) -> Image.Image:
+    return Image.fromarray(image.pixels())
 
 
 def _resize_in_proportion(
@@ -188,7 +165,8 @@ class TrainTransform:
 
     def __init__(self, config: DataConfig, size: Size, channels: int) -> None:
         """Raises DataFolderError for augmentations that timm cannot compute."""
-        chosen = config.train_interpolation or config.preprocessing.interpolation
+        how = config.preprocessing
+        chosen = config.train_interpolation or how.interpolation
         names = _BY_TENSORS if chosen == "random" else (chosen,)
         self._modes = [v2.InterpolationMode(name) for name in names]
         self._scale, self._ratio = config.scale, config.ratio
@@ -197,17 +175,36 @@ class TrainTransform:
         self._on_pictures: list[Callable] = [_policy(config.aa, config, size)] if config.aa else []
         if config.color_jitter:
             self._on_pictures.append(ColorJitter(*config.jitter_of_each))
-        self._erase = Erase(config, channels) if config.reprob else None
+        self._erase = None
+        if config.reprob:
+            self._erase = RandomErasing(
+                config.reprob, mode=config.remode, max_count=config.recount, device="cpu"
+            )
+        self._mean, self._std = (
+            torch.tensor(each).view(-1, 1, 1) * _WHITE for each in how.of_channels(channels)
+        )
 
     def __call__(self, image: OpenImage) -> torch.Tensor:
         # The order of the random draws is a part of what a seed means: do not change it.
         flips = torch.rand(()).item() < self._hflip
         flips_over = self._vflip > 0 and torch.rand(()).item() < self._vflip
-        box = random_box(image.size, self._scale, self._ratio)
+        top, left, height, width = random_box(image.size, self._scale, self._ratio)
         mode = self._modes[0]
         if len(self._modes) > 1:
             mode = self._modes[int(torch.randint(len(self._modes), ()))]
-        made = self._crop_and_resize(image, box, mode)
+
+        # Crop and resize.
+        most = min(height / self._size[0], width / self._size[1]) / _MIN_RATIO
+        shrink = max((each for each in image.shrinks if each <= most), default=1)
+        top, left, height, width = (each // shrink for each in (top, left, height, width))
+        crop = image.pixels(shrink)[top : top + height, left : left + width]
+        if mode.value in _BY_TENSORS:
+            # Without a copy: PyTorch computes on (height, width, channels) in memory.
+            tensor = torch.from_numpy(crop).permute(2, 0, 1)
+            made = v2.functional.resize_image(tensor, self._size, mode, antialias=True)
+        else:
+            made = pil_to_tensor(v2.functional.resize(Image.fromarray(crop), self._size, mode))
+
         made = made.flip(-1) if flips else made
         made = made.flip(-2) if flips_over else made
         if self._on_pictures:
@@ -219,22 +216,32 @@ class TrainTransform:
             made = pil_to_tensor(picture)
         if self._channels == 1:
             made = v2.functional.rgb_to_grayscale(made)
-        return self._erase(made) if self._erase else made
+        if self._erase is None:
+            return made
+        canvas = _Canvas(made, self._mean, self._std)
+        with drawn_from(int(torch.randint(_SEEDS, ()))):
+            self._erase(canvas)
+        return canvas.image
 
-    def _crop_and_resize(
-        self, image: OpenImage, box: Box, mode: v2.InterpolationMode
-    ) -> torch.Tensor:
-        """Return this part of the image, (3, *size)."""
-        top, left, height, width = box
-        most = min(height / self._size[0], width / self._size[1]) / _MIN_RATIO
-        shrink = max((each for each in image.shrinks if each <= most), default=1)
-        top, left, height, width = (each // shrink for each in (top, left, height, width))
-        crop = image.pixels(shrink)[top : top + height, left : left + width]
-        if mode.value in _BY_TENSORS:
-            # Without a copy: PyTorch computes on (height, width, channels) in memory.
-            tensor = torch.from_numpy(crop).permute(2, 0, 1)
-            return v2.functional.resize_image(tensor, self._size, mode, antialias=True)
-        return pil_to_tensor(v2.functional.resize(Image.fromarray(crop), self._size, mode))
+
+class _Canvas:
+    """An image of bytes that looks to timm's erasing like a normalised one; what that writes is
+    rounded to a byte."""
+
+    dtype = torch.float32
+
+    def __init__(self, image: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
+        self.image, self._mean, self._std = image, mean, std
+        self._is_copy = False
+
+    def size(self) -> torch.Size:
+        return self.image.shape
+
+    def __setitem__(self, where: tuple[slice, ...], values: torch.Tensor) -> None:
+        if not self._is_copy:  # the pixels may be the data set's own
+            self.image, self._is_copy = self.image.clone(), True
+        written = (values * self._std + self._mean).round_().clamp_(0, _WHITE)
+        self.image[where] = written.to(torch.uint8)
 
 
 def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
@@ -300,13 +307,14 @@ def _policy(name: str, config: DataConfig, size: tuple[int, ...]) -> Callable:
     if config.train_interpolation != "random":
         params["interpolation"] = str_to_pil_interp(config.train_interpolation or how.interpolation)
     if name.startswith("rand"):
-        made = rand_augment_transform(name, params)
+        made = auto_augment.rand_augment_transform(name, params)
     elif name.startswith("augmix"):
-        made = augment_and_mix_transform(name, params | {"translate_pct": 0.3})
+        made = auto_augment.augment_and_mix_transform(name, params | {"translate_pct": 0.3})
     else:
-        made = auto_augment_transform(name, params)
-    for op in chain(*made.policy) if isinstance(made, AutoAugment) else made.ops:
-        if op.aug_fn is posterize:
+        made = auto_augment.auto_augment_transform(name, params)
+    of_auto = isinstance(made, auto_augment.AutoAugment)
+    for op in chain(*made.policy) if of_auto else made.ops:
+        if op.aug_fn is auto_augment.posterize:
             op.aug_fn = _posterize
     try:  # timm checks most numbers only when it draws: try the policy on a small image
         with drawn_from(0):
@@ -320,41 +328,4 @@ def _posterize(image: Image.Image, bits_to_keep: int, **others: object) -> Image
     """As timm's, also for the 0 bits and fewer of its policies: black, which Pillow 13 refuses."""
     if bits_to_keep < 1:
         return Image.new(image.mode, image.size)
-    return posterize(image, bits_to_keep, **others)
-
-
-class Erase:
-    """timm's random erasing, on bytes: what it writes is rounded to a byte."""
-
-    def __init__(self, config: DataConfig, channels: int) -> None:
-        self._erasing = RandomErasing(
-            config.reprob, mode=config.remode, max_count=config.recount, device="cpu"
-        )
-        mean, std = config.preprocessing.of_channels(channels)
-        self._mean, self._std = (torch.tensor(each).view(-1, 1, 1) * _WHITE for each in (mean, std))
-
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """Return (channels, height, width), uint8, with rectangles erased or none."""
-        canvas = _Canvas(image, self._mean, self._std)
-        with drawn_from(int(torch.randint(_SEEDS, ()))):
-            self._erasing(canvas)
-        return canvas.image
-
-
-class _Canvas:
-    """An image of bytes that looks to timm's erasing like a normalised one."""
-
-    dtype = torch.float32
-
-    def __init__(self, image: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
-        self.image, self._mean, self._std = image, mean, std
-        self._is_copy = False
-
-    def size(self) -> torch.Size:
-        return self.image.shape
-
-    def __setitem__(self, where: tuple[slice, ...], values: torch.Tensor) -> None:
-        if not self._is_copy:  # the pixels may be the data set's own
-            self.image, self._is_copy = self.image.clone(), True
-        written = (values * self._std + self._mean).round_().clamp_(0, _WHITE)
-        self.image[where] = written.to(torch.uint8)
+    return auto_augment.posterize(image, bits_to_keep, **others)

@@ -19,8 +19,7 @@ import math
 import os
 import struct
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -30,7 +29,7 @@ import xxhash
 
 from data.files import BrokenImageError, DataFolderError, is_url, reason_of, regular
 from data.index import FolderIndex, cached_split, check_folder, read_labels
-from data.source import DatasetRequest, DataSource, SampleSplit
+from data.source import DatasetRequest, DataSource, Split
 from data.transforms import seeded
 
 # The reason that a file cannot be read is reported by this program: tifffile need not log it.
@@ -45,36 +44,33 @@ def open_volumes(request: DatasetRequest) -> DataSource:
 
     Raises DataFolderError for an unusable folder or table, and for a missing package.
     """
-    config, splits = request.config, ("train", "val") if request.with_train else ("val",)
-    if is_url(config.data_dir):
+    config, root = request.config, request.config.data_dir
+    if is_url(root):
         raise DataFolderError(
-            f"--data_dir {config.data_dir}: --data_source volumes reads parts of files, which have "
+            f"--data_dir {root}: --data_source volumes reads parts of files, which have "
             "to be on a disk of this host"
         )
     if config.labels is None:
-        check_folder(config.data_dir, request.num_classes, splits, SUFFIXES)
-        found = [cached_split(config, split, SUFFIXES) for split in splits]
+        check_folder(root, request.num_classes, request.splits, SUFFIXES)
+        found = [cached_split(config, split, SUFFIXES) for split in request.splits]
     else:
-        found = read_labels(config.labels, config.data_dir, request.num_classes, splits)
+        found = read_labels(config.labels, root, request.num_classes, request.splits)
     for index in found:
         check_packages(index.paths)
-    *train, val = [VolumesSplit(request, *each) for each in zip(splits, found, strict=True)]
-    left_out = sum((index.left_out for index in found), Counter[str]())
-    name, classes = config.labels or config.data_dir, found[-1].classes
-    return DataSource(request, name, train[0] if train else None, val, classes, left_out)
+    named = zip(request.splits, found, strict=True)
+    splits = {name: VolumesSplit(request, name, index) for name, index in named}
+    return DataSource(config.labels or root, splits)
 
 
-class VolumesSplit(SampleSplit):
-    """One split (train or val) of files of arrays: a dataset by (epoch, index)."""
+class VolumesSplit(Split):
+    """One split (train or val) of files of arrays."""
 
     reads_rows = True
     dtype = torch.float32
 
-    def __init__(self, request: DatasetRequest, split: str, found: FolderIndex) -> None:
-        super().__init__(request, found.labels, substitutes=split == "train")
-        self._index = found
-        self._channels, self._size = request.channels, request.size
-        self._augments, self._hflip = split == "train", request.config.hflip
+    def __init__(self, request: DatasetRequest, name: str, index: FolderIndex) -> None:
+        super().__init__(request, name, index.labels, index.classes, index.left_out)
+        self._index, self._channels, self._size = index, request.channels, request.size
         mean_and_std = request.config.preprocessing.of_channels(request.channels)
         by_channel = (-1, *[1] * len(request.size))
         self._mean, self._std = (torch.tensor(each).reshape(by_channel) for each in mean_and_std)
@@ -92,14 +88,17 @@ class VolumesSplit(SampleSplit):
         with open_array(path) as array:
             channel_axis = self._channel_axis(path, array.shape)
             size = [n for axis, n in enumerate(array.shape) if axis != channel_axis]
-            if any(there < needed for there, needed in zip(size, self._size, strict=True)):
+            left = [there - needed for there, needed in zip(size, self._size, strict=True)]
+            if min(left) < 0:
                 raise DataFolderError(
                     f"{path} holds an array of {_times(size)}, smaller than the "
                     f"{_times(self._size)} that the model takes: leave it out, or give the model a "
                     "smaller image size"
                 )
-            starts, flip = self._crop(size, epoch, index)
-            # This process's rows of the crop.
+            # Draw the crop, and choose this process's rows of it.
+            starts, flip = [each // 2 for each in left], False
+            if self.is_train:
+                starts, flip = seeded(self._crop, left, self.seed, epoch, index)
             window = [slice(start, start + n) for start, n in zip(starts, self._size, strict=True)]
             window[0] = slice(starts[0] + self.rows.start, starts[0] + self.rows.stop)
             if channel_axis is not None:
@@ -141,20 +140,13 @@ class VolumesSplit(SampleSplit):
             f"with channels: {channels}"
         )
 
-    def _crop(self, size: list[int], epoch: int, index: int) -> tuple[list[int], bool]:
-        """Return where the crop of an array of this size starts, and whether it is flipped."""
-        left = [there - needed for there, needed in zip(size, self._size, strict=True)]
-        if not self._augments:
-            return [each // 2 for each in left], False
-
-        def draw(left: list[int]) -> tuple[list[int], bool]:
-            starts = [int(torch.randint(each + 1, ())) for each in left]
-            return starts, bool(torch.rand(()) < self._hflip)
-
-        return seeded(draw, left, self.seed, epoch, index)
+    def _crop(self, left: list[int]) -> tuple[list[int], bool]:
+        """Draw where the crop of an array starts, and whether it is flipped."""
+        starts = [int(torch.randint(each + 1, ())) for each in left]
+        return starts, bool(torch.rand(()) < self.request.config.hflip)
 
 
-def _times(sizes: tuple[int, ...] | list[int]) -> str:
+def _times(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes)) or "no axis"
 
 
@@ -182,11 +174,10 @@ def open_array(path: str) -> Iterator[ArrayFile]:
     with contextlib.ExitStack() as stack:
         with _broken_if_it_raises():
             os.close(regular(path, os.O_RDONLY))
-            openers = (each for suffix, each in _OPENERS.items() if path.lower().endswith(suffix))
-            opener = next(openers, None)
-            if opener is None:
+            suffix = next((each for each in SUFFIXES if path.lower().endswith(each)), None)
+            if suffix is None:
                 raise BrokenImageError(f"its name ends in none of {', '.join(SUFFIXES)}")
-            opened = opener(path, stack)
+            opened = _OPENERS[suffix](path, stack)
             if opened.dtype.kind not in "biuf":
                 raise BrokenImageError(f"its values are {opened.dtype}, and not numbers")
         yield opened
@@ -204,14 +195,14 @@ def _broken_if_it_raises() -> Iterator[None]:
 
 def check_packages(paths: Iterable[str]) -> None:
     """Raises DataFolderError if files of these names need a package that is not installed."""
-    suffixes = {suffix for path in paths for suffix in SUFFIXES if path.lower().endswith(suffix)}
-    for suffix in sorted(suffixes & set(_PACKAGES)):
-        package = _PACKAGES[suffix]
+    suffixes = {each for path in paths for each in _PACKAGES if path.lower().endswith(each)}
+    for suffix in sorted(suffixes):
         try:
-            importlib.import_module(package)
+            importlib.import_module(_PACKAGES[suffix])
         except ImportError:
             raise DataFolderError(
-                f"{suffix} files need the package {package}: python3 -m pip install {package}"
+                f"{suffix} files need the package {_PACKAGES[suffix]}: python3 -m pip install "
+                f"{_PACKAGES[suffix]}"
             ) from None
 
 
@@ -354,21 +345,17 @@ def _segments(file: Any, page: Any, rows: slice, columns: slice) -> np.ndarray:
         if not length:  # a sparse file's tile of zeros
             continue
         file.seek(page.dataoffsets[number])
-        values, *_ = page.decode(
+        tile, *_ = page.decode(
             file.read(length), number, jpegtables=page.jpegtables, jpegheader=page.jpegheader
         )
+        # Where the tile and the window overlap, in the window and in the tile.
         top, left = tile_row * high, tile_column * wide
-        values = values[0, : height - top, : width - left]
-        there, here = _overlap(top, values.shape[0], rows)
-        there_too, here_too = _overlap(left, values.shape[1], columns)
-        found[plane, here, here_too] = values[there, there_too]
+        first_row, first_column = max(top, rows.start), max(left, columns.start)
+        tile = tile[0, first_row - top : height - top, first_column - left : width - left]
+        into = found[plane, first_row - rows.start :, first_column - columns.start :]
+        tile = tile[: into.shape[0], : into.shape[1]]
+        into[: tile.shape[0], : tile.shape[1]] = tile
     return found
-
-
-def _overlap(start: int, length: int, window: slice) -> tuple[slice, slice]:
-    """Return where a tile and a window overlap: from the tile's start, and from the window's."""
-    first, end = max(start, window.start), min(start + length, window.stop)
-    return slice(first - start, end - start), slice(first - window.start, end - window.start)
 
 
 _OPENERS = {

@@ -14,11 +14,9 @@ import json
 import os
 import re
 import tarfile
-from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import IO, Any
 
 import numpy as np
@@ -26,7 +24,7 @@ import xxhash
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-from data.buckets import make_source
+from data.buckets import source_of
 from data.config import DataConfig
 from data.files import (
     HEAD,
@@ -41,7 +39,7 @@ from data.files import (
 )
 from data.index import Strings, Table, load_or_build
 from data.source import DatasetRequest, DataSource
-from data.transforms import BytesSplit, Transform, transforms_of
+from data.transforms import ImageSplit, Transform, transforms_of
 
 Files = Mapping[str, Mapping[str, Any]]
 """What the file system knows of each file in ``--data_dir``, by its name there."""
@@ -52,41 +50,39 @@ def open_shards(request: DatasetRequest) -> DataSource:
 
     Raises DataFolderError for shards that are missing or damaged, and for labels that do not fit.
     """
-    augment, plain = transforms_of(request)
+    transforms = transforms_of(request)
     config, root = request.config, request.config.data_dir
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder or URL that holds the shards")
     files = find_files(root)
-    splits = ("train", "val") if request.with_train else ("val",)
-    chosen = {split: choose_shards(config, split, files) for split in splits}
+    chosen = {split: choose_shards(config, split, files) for split in request.splits}
     twice = sorted(set(chosen["val"]).intersection(chosen.get("train", ())))
     if twice:
         raise DataFolderError(
             f"{twice[0]} in {root} would be in train and in val: give --train_shards and "
             "--val_shards"
         )
-    tables = {split: _cached_index(config, split, chosen[split], files) for split in splits}
+    tables = {split: _index(config, split, shards, files) for split, shards in chosen.items()}
     classes = _classes(root, tables, files)
-    made = {
-        split: ShardSplit(request, split, table, classes, augment if split == "train" else plain)
+    splits = {
+        split: ShardSplit(request, split, transforms[split], table, classes)
         for split, table in tables.items()
     }
-    left_out = sum((Counter(table.info["left_out"]) for table in tables.values()), Counter[str]())
-    return make_source(request, root, made.get("train"), made["val"], classes, left_out)
+    return source_of(request, root, splits)
 
 
-class ShardSplit(BytesSplit):
-    """One split (train or val) of shards: a dataset by (epoch, image index)."""
+class ShardSplit(ImageSplit):
+    """One split (train or val) of shards."""
 
     def __init__(
         self,
         request: DatasetRequest,
         split: str,
+        transform: Transform,
         table: Table,
         classes: list[str] | None,
-        transform: Transform,
     ) -> None:
-        """``table``: what ``index_shards`` found. Raises DataFolderError."""
+        """``table``: what ``_index`` found. Raises DataFolderError."""
         root, shards = request.config.data_dir, table.info["shards"]
         labels, names = table.arrays["label"], table.info["names"]
         if not len(labels):
@@ -106,7 +102,8 @@ class ShardSplit(BytesSplit):
             raise DataFolderError(
                 f"a label in {root} is {labels.max()}, of {count} classes by name"
             )
-        super().__init__(request, labels, transform, substitutes=split == "train")
+        left_out = Counter[str](table.info["left_out"])
+        super().__init__(request, split, transform, labels, classes, left_out)
         self._shards = [os.path.join(root, name) for name, _ in shards]
         self._places = table.arrays
         self._keys = Strings(table.arrays["keys"], table.arrays["ends of keys"])
@@ -114,16 +111,13 @@ class ShardSplit(BytesSplit):
     def name_of(self, number: int) -> str:
         return f"{self._shards[self._places['shard'][number]]}: {self._keys[number]}"
 
-    def read(self, number: int) -> bytes:
-        return self._read(number)
-
-    def head(self, number: int) -> bytes:
-        return self._read(number, HEAD)
-
-    def _read(self, number: int, most: int | None = None) -> bytes:
+    def read(self, number: int, most: int | None = None) -> bytes:
         start, size = (int(self._places[name][number]) for name in ("start", "size"))
         size = min(size, most or size)
         return read_bytes(self._shards[self._places["shard"][number]], start, size)
+
+    def head(self, number: int) -> bytes:
+        return self.read(number, HEAD)
 
     def digest(self) -> str:
         digest = xxhash.xxh3_64(self._keys.content.data)
@@ -193,27 +187,14 @@ _KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
 _LABEL_FIELDS = ("label", "cls")
 
 
-@dataclass
-class _Sample:
-    start: int | None = None
-    """The offset of the image in the shard, in bytes."""
-    size: int = 0
-    label: Label | None = None
+def _index(config: DataConfig, split: str, shards: list[str], files: Files) -> Table:
+    """Return where each image of the shards is, and its label: from an index file if the shards
+    have not changed since, or else read from all shards.
 
+    Info: "shards", "left_out", and "names" of the classes, sorted, if the labels are names.
 
-@dataclass
-class _Shard:
-    """The samples of one shard, in its order."""
-
-    keys: list[str] = field(default_factory=list)
-    starts: array = field(default_factory=lambda: array("q"))
-    sizes: array = field(default_factory=lambda: array("q"))
-    labels: list[Label] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-
-
-def _cached_index(config: DataConfig, split: str, shards: list[str], files: Files) -> Table:
-    """Return the index of the shards, read from an index file if they have not changed since."""
+    Raises DataFolderError for a shard that cannot be read, and for labels of both kinds.
+    """
     root = config.data_dir
     stamps = []
     # File systems differ in which field shows a change of a file: the first known is used.
@@ -224,8 +205,35 @@ def _cached_index(config: DataConfig, split: str, shards: list[str], files: File
         stamps.append([shard, f"{info.get('size')} {changed}"])
 
     def build() -> Table:
-        table = index_shards(root, shards)
-        return Table(table.arrays, table.info | {"shards": stamps})
+        paths = [os.path.join(root, shard) for shard in shards]
+        with ThreadPoolExecutor(16) as pool:  # mostly they wait, if shards are far away
+            scanned = pool.map(_scan, paths)
+            bar = tqdm(
+                scanned, f"reading {root}", len(paths), unit=" shards", delay=5, disable=None
+            )
+            found, left_out = zip(*bar, strict=True)
+        labels = [label for _, _, labels in found for label in labels]
+        names = sorted({label for label in labels if isinstance(label, str)})
+        number_of = {name: number for number, name in enumerate(names)}
+        if names and any(isinstance(label, int) for label in labels):
+            raise DataFolderError(
+                f"the labels in the shards of {root} are numbers, but also names, such as "
+                f"{names[0]}: give them all as numbers"
+            )
+        numbers = [number_of[label] if isinstance(label, str) else label for label in labels]
+        places = np.concatenate([places for _, places, _ in found])
+        keys = Strings.of(key for keys, *_ in found for key in keys)
+        counts = [len(keys) for keys, *_ in found]
+        arrays = {
+            "shard": np.repeat(np.arange(len(found), dtype=np.int32), counts),
+            "start": np.ascontiguousarray(places[:, 0]),
+            "size": np.ascontiguousarray(places[:, 1]),
+            "label": np.array(numbers, np.int32),
+            "keys": keys.content,
+            "ends of keys": keys.ends,
+        }
+        total = sum(left_out, Counter[str]())
+        return Table(arrays, {"names": names or None, "left_out": total, "shards": stamps})
 
     def change(table: Table) -> str | None:
         return None if table.info["shards"] == stamps else "its shards have changed"
@@ -233,49 +241,18 @@ def _cached_index(config: DataConfig, split: str, shards: list[str], files: File
     return load_or_build(config, split, root, build, change, counted="label")
 
 
-def index_shards(root: str, shards: Sequence[str]) -> Table:
-    """Return where the images of these shards are, in their order, by reading all their headers.
-
-    Its arrays: for each image the "shard"'s number, "start" and "size" in it in bytes, "label"; and
-    the keys, as ``Strings``. Its info: "names", which the labels are numbers of, sorted; None if
-    the labels were numbers. Raises DataFolderError for a shard that is damaged, and for an image
-    without a label.
-    """
-    paths = [os.path.join(root, shard) for shard in shards]
-    with ThreadPoolExecutor(16) as pool:  # most of the time they wait, if shards are far away
-        scanned = pool.map(_scan, paths)
-        bar = tqdm(scanned, f"reading {root}", len(paths), unit=" shards", delay=5, disable=None)
-        found = list(bar)
-    labels = [label for shard in found for label in shard.labels]
-    names = sorted({label for label in labels if isinstance(label, str)})
-    number_of = {name: number for number, name in enumerate(names)}
-    if names and any(isinstance(label, int) for label in labels):
-        raise DataFolderError(
-            f"the labels in the shards of {root} are numbers, but also names, such as {names[0]}: "
-            "give them all as numbers"
-        )
-    numbers = [number_of[label] if isinstance(label, str) else label for label in labels]
-    keys = Strings.of(key for shard in found for key in shard.keys)
-    counts = [len(shard.keys) for shard in found]
-    arrays = {
-        "shard": np.repeat(np.arange(len(found), dtype=np.int32), counts),
-        "start": np.concatenate([np.array(shard.starts, np.int64) for shard in found]),
-        "size": np.concatenate([np.array(shard.sizes, np.int64) for shard in found]),
-        "label": np.array(numbers, np.int32),
-        "keys": keys.content,
-        "ends of keys": keys.ends,
-    }
-    left_out = sum((shard.left_out for shard in found), Counter[str]())
-    return Table(arrays, {"names": names or None, "left_out": left_out})
+_Found = tuple[list[str], np.ndarray, list[Label]]
+"""The key of each image of a shard; its offset and its size in bytes, (n, 2), int64; its label."""
 
 
-def _scan(path: str) -> _Shard:
-    """Return what is in a shard.
+def _scan(path: str) -> tuple[_Found, Counter[str]]:
+    """Return what is in a shard, in its order, and how many files are no images, by extension.
 
     Raises DataFolderError for a damaged one, a key with two images, and an image without a label.
     """
-    samples: dict[str, _Sample] = {}
-    shard = _Shard()
+    places: dict[str, tuple[int, int] | None] = {}
+    labels: dict[str, Label] = {}
+    left_out = Counter[str]()
     try:
         with _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
@@ -284,19 +261,20 @@ def _scan(path: str) -> _Shard:
                     continue
                 key, suffix = named[1], f".{named[2].lower()}"
                 if suffix in IMG_EXTENSIONS:
-                    sample = samples.setdefault(key, _Sample())
-                    if sample.start is not None:
+                    if places.get(key):
                         raise DataFolderError(
                             f"{path} has two images of the name {key}: remove one"
                         )
-                    sample.start, sample.size = member.offset_data, member.size
+                    places[key] = member.offset_data, member.size
                 elif suffix in (".cls", ".json"):
-                    sample = samples.setdefault(key, _Sample())
-                    if suffix == ".cls" or sample.label is None:
+                    places.setdefault(key, None)  # samples are in the order of their first files
+                    if suffix == ".cls" or key not in labels:
                         content = tar.extractfile(member).read()  # type: ignore[union-attr]
-                        sample.label = _label(f"{path}: {member.name}", suffix, content)
+                        label = _label(f"{path}: {member.name}", suffix, content)
+                        if label is not None:
+                            labels[key] = label
                 else:
-                    shard.left_out[suffix] += 1
+                    left_out[suffix] += 1
             file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("it is cut off or damaged")
@@ -305,20 +283,17 @@ def _scan(path: str) -> _Shard:
     except Exception as error:  # each file system raises what it likes
         raise DataFolderError(f"{path} cannot be read: {reason_of(error)}") from error
 
-    for key, sample in samples.items():
-        if sample.start is None:
-            shard.left_out["labels without an image"] += 1
-            continue
-        if sample.label is None:
+    found = {key: place for key, place in places.items() if place}
+    if len(found) < len(places):
+        left_out["labels without an image"] = len(places) - len(found)
+    for key in found:
+        if key not in labels:
             raise DataFolderError(
                 f"{path}: the image {key} has no label: {key}.cls, or {key}.json with the field "
                 f"{' or '.join(_LABEL_FIELDS)}, is needed beside it"
             )
-        shard.keys.append(key)
-        shard.starts.append(sample.start)
-        shard.sizes.append(sample.size)
-        shard.labels.append(sample.label)
-    return shard
+    of_images = np.array(list(found.values()), np.int64).reshape(-1, 2)
+    return ([*found], of_images, [labels[key] for key in found]), left_out
 
 
 def _open(path: str) -> IO[bytes]:

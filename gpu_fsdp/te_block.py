@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from models.blocks import why_no_transformer_engine
 from models.config import ModelError
 from models.spec import ModelSizes
 from torch_fsdp.config import FP8_MULTIPLE
@@ -61,7 +62,7 @@ class TeBlocks(TimmBlocks):
         for flag, given in unsupported.items():
             if given:
                 raise UsageError(f"--block te has no {flag}: drop it, or use --block timm")
-        if reason := run.model.why_no_transformer_engine():
+        if reason := why_no_transformer_engine(run.model.block):
             reason = ModelError(reason).told(MODEL_FLAG)
             raise UsageError(
                 f"--block te cannot be this model's blocks: {reason}: use --block timm"

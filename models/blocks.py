@@ -127,17 +127,17 @@ values; the two factors of a gated MLP."""
 
 _PROJECTIONS = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
 _WIDENING = ("mlp.fc1", "mlp.fc1_g", "mlp.fc1_x")
-_OF_WIDTH = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "ls1.gamma", "ls2.gamma")
-_OF_HEAD = ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
 
 _LOGICAL_AXES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*_OF_WIDTH, "gamma_1", "gamma_2"), ("width",)),
+    **dict.fromkeys(("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"), ("width",)),
+    **dict.fromkeys(("ls1.gamma", "ls2.gamma", "gamma_1", "gamma_2"), ("width",)),
     "attn.qkv.weight": ("qkv", "heads", "width"),
     "attn.qkv.bias": ("qkv", "heads"),
     **{f"{name}.weight": ("heads", "width") for name in _PROJECTIONS},
     **{f"{name}.bias": ("heads",) for name in _PROJECTIONS},
     **dict.fromkeys(("attn.q_bias", "attn.v_bias"), ("heads",)),
-    **{f"attn.{name}": ("head",) for name in _OF_HEAD},
+    **dict.fromkeys(("attn.q_norm.weight", "attn.q_norm.bias"), ("head",)),
+    **dict.fromkeys(("attn.k_norm.weight", "attn.k_norm.bias"), ("head",)),
     **dict.fromkeys(("attn.norm.weight", "attn.norm.bias"), ("heads",)),
     "attn.proj.weight": ("width", "heads"),
     "attn.proj.bias": ("width",),
@@ -155,7 +155,14 @@ _GATED: dict[str, tuple[str, ...]] = {
 
 
 def logical_axes(block: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the logical axes of each parameter, see ``ModelSpec.logical_axes``."""
+    """Return the logical axes of each parameter; none where ``why_no_tensor_parallel`` says why.
+
+    "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of the
+    MLP): ``training.mesh.LOGICAL_AXIS_RULES`` says which mesh axes shard each. An axis of
+    ``FOLDED`` is folded into the next one: the parameter has one dimension fewer than axes.
+    """
+    if why_no_tensor_parallel(block):
+        return {}
     known = _LOGICAL_AXES | (_GATED if isinstance(block.mlp, GluMlp) else {})
     return {name: known[name] for name, _ in block.named_parameters()}
 

@@ -188,15 +188,14 @@ def names() -> list[str]:
     return [_WITHOUT_PREFIX]
 
 
-def knows(name: str) -> bool:
-    return name == _WITHOUT_PREFIX
-
-
-def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
-    """Return the model with ``overrides``, fields of ``HybridVitConfig``, over its own arguments.
+def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
+    """Return the model with ``overrides``, fields of ``HybridVitConfig``, over its own arguments;
+    None for another name.
 
     Raises ModelError for an argument that it does not have, and for sizes that do not fit.
     """
+    if name != _WITHOUT_PREFIX:
+        return None
     check_taken(NAME, overrides, HybridVitConfig)
     config = HybridVitConfig(**overrides)
     size = spatial_size(config.img_size, config.dimension)

@@ -49,18 +49,23 @@ def on_meta(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def allocate_own(part: nn.Module) -> None:
     """Do the same as ``allocate`` for one module, without the modules below it."""
     part.to_empty(device="cpu", recurse=False)
-    fill_own_buffers(part)
+    fill_buffers(part, recurse=False)
 
 
 def fill_buffers(
-    module: nn.Module, send: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
+    module: nn.Module,
+    send: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+    *,
+    recurse: bool = True,
 ) -> None:
-    """Compute the buffers below ``module`` on the CPU, whatever they hold.
+    """Compute the buffers of ``module``, and of those below it, on the CPU, whatever they hold.
 
     ``send`` moves one to where it is used. Parameters are not touched.
     """
-    for part in module.modules():
-        fill_own_buffers(part, send)
+    for part in module.modules() if recurse else [module]:
+        if next(part.buffers(recurse=False), None) is not None:
+            for key, values in computed_buffers(part).items():
+                part._buffers[key] = send(values)
 
 
 def cast_buffers(block: nn.Module, dtype: torch.dtype) -> None:
@@ -86,15 +91,6 @@ def check_buffers(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if next(part.buffers(recurse=False), None) is not None and not has_computed_buffers(part):
             raise ModelError(f"{name} has buffers and no function that computes them")
-
-
-def fill_own_buffers(
-    part: nn.Module, send: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
-) -> None:
-    """Do the same as ``fill_buffers`` for one module, without the modules below it."""
-    if next(part.buffers(recurse=False), None) is not None:
-        for key, values in computed_buffers(part).items():
-            part._buffers[key] = send(values)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -146,9 +142,11 @@ def vision_transformer_scheme(
 
     def scheme(part: nn.Module, name: str) -> None:
         if isinstance(part, VisionTransformer):
-            _normal(part.pos_embed, trunc_normal_, _STD)
-            _normal(part.cls_token, nn.init.normal_, 1e-6)
-            _normal(part.reg_token, nn.init.normal_, 1e-6)
+            if part.pos_embed is not None:
+                trunc_normal_(part.pos_embed, std=_STD)
+            for token in (part.cls_token, part.reg_token):
+                if token is not None:
+                    nn.init.normal_(token, std=1e-6)
         elif isinstance(part, SELF_INITIALIZED):
             part.init_weights()
         else:
@@ -169,7 +167,8 @@ def eva_scheme(*, head_init_scale: float) -> Scheme:
     def scheme(part: nn.Module, name: str) -> None:
         if isinstance(part, Eva):
             for embedding in (part.pos_embed, part.cls_token, part.reg_token):
-                _normal(embedding, trunc_normal_, _STD)
+                if embedding is not None:
+                    trunc_normal_(embedding, std=_STD)
         elif isinstance(part, SELF_INITIALIZED):
             part.init_weights()
         elif isinstance(part, nn.Linear):
@@ -185,11 +184,6 @@ def eva_scheme(*, head_init_scale: float) -> Scheme:
             part.reset_parameters()  # type: ignore[operator]
 
     return scheme
-
-
-def _normal(embedding: nn.Parameter | None, fill: Callable, std: float) -> None:
-    if embedding is not None:
-        fill(embedding, std=std)
 
 
 def _scale_by_depth(part: nn.Module, name: str) -> None:

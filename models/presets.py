@@ -19,15 +19,14 @@ def names() -> list[str]:
     return list(PRESETS)
 
 
-def knows(name: str) -> bool:
-    return name in PRESETS
-
-
-def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
-    """Return the preset with ``overrides``, arguments of VisionTransformer, over its own.
+def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
+    """Return the preset with ``overrides``, arguments of VisionTransformer, over its own; None if
+    there is no such preset.
 
     Raises ModelError for an argument that a preset does not have, and for sizes that do not fit.
     """
+    if name not in PRESETS:
+        return None
     check_taken(name, overrides, VitConfig)
     config = replace(PRESETS[name], **overrides)
     check_patches(config.img_size, config.patch_size)

@@ -1,7 +1,7 @@
 """``--model``: the families of models, and how one of their names becomes a spec.
 
-To add a family: a file in this folder with ``names``, ``knows`` and ``open_model``, as ``presets``
-has them, and its line in ``FAMILIES``. Imports nothing heavy, so that ``--help`` stays fast.
+To add a family: a file in this folder with ``names`` and ``open_model``, as ``presets`` has them,
+and its line in ``FAMILIES``. Imports nothing heavy, so that ``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from models.config import ModelError
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
-
-__all__ = ["FAMILIES", "ListedModel", "ModelError", "list_models", "open_model"]
 
 FAMILIES = {
     "": "models.presets",
@@ -53,59 +51,52 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     """
     prefix = max((each for each in FAMILIES if name.startswith(each)), key=len)
     family = importlib.import_module(FAMILIES[prefix])
-    own_name = name.removeprefix(prefix)
-    if not family.knows(own_name):
-        raise ModelError(_unknown(name))
-    return family.open_model(own_name, overrides)
-
-
-def _unknown(name: str) -> str:
-    """Return a line that suggests the names that are most alike.
-
-    First those that differ only in capital letters, signs between words and the family's prefix;
-    for a name with a tag of timm's weights the preset, too.
-    """
+    spec = family.open_model(name.removeprefix(prefix), overrides)
+    if spec is not None:
+        return spec
 
     def simplified(name: str) -> str:
         return name.strip().lower().replace("-", "_")
 
+    # Suggest the names that are most alike: first those that differ only in capital letters, signs
+    # between words and the family's prefix; for a tag of timm's weights the preset, too.
     known = {simplified(each): each for each in reversed([*_names()])}  # a preset before timm's own
     plain, dot, tag = simplified(name).partition(".")
     plain = plain.removeprefix("timm/")
     alike = [known[each] for each in (plain, f"timm/{plain}") if each in known]
-    if dot and alike and importlib.import_module(FAMILIES["timm/"]).has_weights(f"{plain}.{tag}"):
-        alike[-1] += f".{tag}"
+    if dot and alike:
+        import timm  # its family has loaded it
+
+        alike[-1] += f".{tag}" if timm.is_model_pretrained(f"{plain}.{tag}") else ""
     alike = alike or difflib.get_close_matches(name.lower(), known.values(), _SUGGESTED, 0.5)
     suggested = f": is it {' or '.join(alike)}?" if alike else ""
-    return f"there is no model {name}{suggested} (--list_models lists them)"
+    raise ModelError(f"there is no model {name}{suggested} (--list_models lists them)")
 
 
 def list_models(pattern: str | None = None) -> list[ListedModel]:
     """List the models whose names match ``pattern``, ignoring case.
 
-    It is a part of the name, or with * and ? the whole.
-
-    A short list says how many parameters each has, or why it cannot be opened.
+    It is a part of the name, or with * and ? the whole. A short list says how many parameters each
+    has, or why it cannot be opened.
     """
     pattern = (pattern or "*").lower()
     if not any(sign in pattern for sign in "*?["):
         pattern = f"*{pattern}*"
-    found = [name for name in _names() if fnmatch.fnmatch(name.lower(), pattern)]
-    if len(found) > _COUNTED:
-        return [ListedModel(name) for name in found]
-    return [_counted(name) for name in found]
+    names = [name for name in _names() if fnmatch.fnmatch(name.lower(), pattern)]
+    if len(names) > _COUNTED:
+        return [ListedModel(name) for name in names]
+    found = []
+    for name in names:
+        try:
+            spec = open_model(name, {})
+        except ModelError as error:
+            found.append(ListedModel(name, refused=str(error)))
+            continue
+        from models.blocks import why_no_tensor_parallel  # with PyTorch, as the model
 
-
-def _counted(name: str) -> ListedModel:
-    try:
-        spec = open_model(name, {})
-    except ModelError as error:
-        return ListedModel(name, refused=str(error))
-    return ListedModel(
-        name,
-        parameters=spec.parameter_count,
-        no_tensor_parallel=spec.why_no_tensor_parallel(),
-    )
+        no_tensor_parallel = why_no_tensor_parallel(spec.block)
+        found.append(ListedModel(name, spec.parameter_count, None, no_tensor_parallel))
+    return found
 
 
 def _names() -> Iterator[str]:

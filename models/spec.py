@@ -18,69 +18,6 @@ from torch.utils.flop_counter import flop_registry
 from models import blocks
 from models.positions import Grid, PartOfPositions, TokenPart
 
-# ------------------------------------------------------------------------------------------------
-# How much work a training step is, counted on a model without memory.
-
-
-_aten = torch.ops.aten
-_FACTORS = {
-    _aten.mm: (0, 1),
-    _aten.bmm: (0, 1),
-    _aten.addmm: (1, 2),
-    _aten.baddbmm: (1, 2),
-    _aten.convolution: (0, 1),
-}
-"""Which arguments of a product are its two factors."""
-
-
-def train_flops_per_image(model: nn.Module, input_shape: Sequence[int]) -> float:
-    """Return the floating-point operations of forward and backward for one image.
-
-    ``input_shape``: (channels, *spatial). Matrix products only, two operations a multiply-add.
-    Recomputation under gradient checkpointing is not counted: the convention of MFU in PaLM
-    (Chowdhery et al. 2022, appendix B). ``model`` is on meta, its blocks are ``model.blocks`` and
-    cost the same each; it cannot be used afterwards.
-    """
-    blocks = model.blocks
-    assert isinstance(blocks, nn.Sequential | nn.ModuleList)
-    model.train()  # dropped patches cost nothing
-    counts = []
-    for depth in range(1, min(len(blocks), 2) + 1):  # all others cost what the second one does
-        model.blocks = blocks[:depth]
-        with _TrainStepFlops() as counter:
-            model(torch.empty(1, *input_shape, device="meta"))
-        counts.append(counter.total)
-    return float(counts[0] + (len(blocks) - 1) * (counts[-1] - counts[0]))
-
-
-class _TrainStepFlops(TorchDispatchMode):
-    """Counts the operations of a training step while only its forward pass runs.
-
-    The gradient of each factor of a product is a product of the same size; a factor that needs no
-    gradient, such as the images, has none. A backward pass must not run here: on a TPU these counts
-    are needed before XLA starts, and autograd's engine knows only the devices that are there when
-    it first runs.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        operation = func.overloadpacket
-        if operation in flop_registry:
-            forward = flop_registry[operation](*args, **(kwargs or {}), out_val=result)
-            backward = sum(args[factor].requires_grad for factor in _FACTORS[operation])
-            self.total += forward * (1 + backward)
-        return result
-
-
-# ------------------------------------------------------------------------------------------------
-
-
 _OF_FIRST_WEIGHTS = ("weight_init", "fix_init", "head_init_scale")
 """Settings that matter for initial weights alone."""
 
@@ -126,6 +63,9 @@ class ModelSpec(abc.ABC):
     The facts are read off the model itself, which is built once on the meta device, without
     memory. The blocks are ``model.blocks``; everything around them is one more unit, the root.
     """
+
+    preprocessing: dict[str, Any] | None = None
+    """The mean, std, crop and interpolation that trained weights want, if any."""
 
     def __init__(
         self, name: str, overrides: Mapping[str, Any], settings: Mapping[str, Any]
@@ -185,11 +125,6 @@ class ModelSpec(abc.ABC):
         The values: how many entries come before those of the patches.
         """
 
-    @property
-    def preprocessing(self) -> dict[str, Any] | None:
-        """The mean, std, crop and interpolation that trained weights want, if any."""
-        return None
-
     def why_one_grid(self) -> str | None:
         """Return why the model computes with images of its own size only; None if not only."""
         return "it takes images of its own size alone"
@@ -208,26 +143,9 @@ class ModelSpec(abc.ABC):
 
     # The same for all families.
 
-    def logical_axes(self) -> dict[str, tuple[str, ...]]:
-        """Return the logical axes of each parameter of a block, by its name there.
-
-        "width" (of the model), "heads" (all heads side by side), "head" (one head), "hidden" (of
-        the MLP): ``training.mesh.LOGICAL_AXIS_RULES`` says which mesh axes shard each. An axis of
-        ``models.blocks.FOLDED`` is folded into the next one: the parameter has one dimension fewer
-        than axes. Empty where ``why_no_tensor_parallel`` has a reason.
-        """
-        return {} if self.why_no_tensor_parallel() else blocks.logical_axes(self._block)
-
-    def why_no_tensor_parallel(self) -> str | None:
-        """Return why heads and MLP columns of a block cannot be sharded; None if they can."""
-        return blocks.why_no_tensor_parallel(self._block)
-
-    def why_no_transformer_engine(self) -> str | None:
-        """Return why TransformerEngine's layer cannot take a block's place; None if it can."""
-        return blocks.why_no_transformer_engine(self._block)
-
     @property
-    def _block(self) -> nn.Module:
+    def block(self) -> nn.Module:
+        """The first block on the meta device, for the questions of ``models/blocks.py``."""
         return self.meta.blocks[0]  # type: ignore[index,return-value]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -261,8 +179,20 @@ class ModelSpec(abc.ABC):
 
     @functools.cached_property
     def train_flops_per_image(self) -> float:
-        """Floating-point operations of forward and backward for one image, as in PaLM's MFU."""
-        return train_flops_per_image(self.build(), self.sizes.input_shape)
+        """Floating-point operations of forward and backward for one image.
+
+        Matrix products only, two operations a multiply-add. Recomputation under gradient
+        checkpointing is not counted: the convention of MFU in PaLM (Chowdhery et al. 2022, appendix
+        B).
+        """
+        model = self.build().train()  # dropped patches cost nothing
+        every, counts = model.blocks, []
+        for depth in range(1, min(self.sizes.depth, 2) + 1):  # others cost what the second does
+            model.blocks = every[:depth]  # type: ignore[index]
+            with _TrainStepFlops() as counter:
+                model(torch.empty(1, *self.sizes.input_shape, device="meta"))
+            counts.append(counter.total)
+        return float(counts[0] + (self.sizes.depth - 1) * (counts[-1] - counts[0]))
 
     @functools.cached_property
     def layers(self) -> dict[str, int]:
@@ -297,3 +227,41 @@ class ModelSpec(abc.ABC):
             and name in before
             and before[name] != value
         ]
+
+
+# -- how much work a training step is ------------------------------------------------------------
+
+_aten = torch.ops.aten
+_FACTORS = {
+    _aten.mm: (0, 1),
+    _aten.bmm: (0, 1),
+    _aten.addmm: (1, 2),
+    _aten.baddbmm: (1, 2),
+    _aten.convolution: (0, 1),
+}
+"""Which arguments of a product are its two factors."""
+
+
+class _TrainStepFlops(TorchDispatchMode):
+    """Counts the operations of a training step while only its forward pass runs.
+
+    The gradient of each factor of a product is a product of the same size; a factor that needs no
+    gradient, such as the images, has none. A backward pass must not run here: on a TPU these counts
+    are needed before XLA starts, and autograd's engine knows only the devices that are there when
+    it first runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operation = func.overloadpacket
+        if operation in flop_registry:
+            forward = flop_registry[operation](*args, **(kwargs or {}), out_val=result)
+            backward = sum(args[factor].requires_grad for factor in _FACTORS[operation])
+            self.total += forward * (1 + backward)
+        return result

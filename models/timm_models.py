@@ -9,26 +9,17 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import PatchEmbed
+from timm.layers import AttentionPoolLatent, PatchEmbed
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from models import timm_private
 from models.blocks import blocks_differ
 from models.config import ModelError, check_arguments, check_patches
 from models.initialize import check_buffers, eva_scheme, initialize, vision_transformer_scheme
 from models.positions import Grid, PartOfPositions, Resampling, TokenPart
 from models.spec import ModelSizes, ModelSpec
-from models.timm_private import (
-    arguments_given_to,
-    compute_on_grids,
-    compute_on_part,
-    put_blocks,
-    taken_arguments,
-    token_parameters,
-    why_no_token_part,
-    why_one_grid,
-)
 
 # ------------------------------------------------------------------------------------------------
 # The spec of timm's two Vision Transformers, VisionTransformer and Eva, with given arguments.
@@ -53,15 +44,11 @@ class TimmSpec(ModelSpec):
     ) -> None:
         """Raises ModelError if the arguments are incompatible, or timm does not take them."""
         self._kind, self._arguments = kind, dict(arguments)
-        complete = taken_arguments(kind) | self._arguments
+        complete = timm_private.taken_arguments(kind) | self._arguments
         super().__init__(name, overrides, {key: _as_json(v) for key, v in complete.items()})
-        self._preprocessing = None if preprocessing is None else dict(preprocessing)
+        self.preprocessing = None if preprocessing is None else dict(preprocessing)
         check_arguments(complete)
         self.sizes  # noqa: B018 - builds the model, which shows whether it can be built
-
-    @property
-    def preprocessing(self) -> dict[str, Any] | None:
-        return self._preprocessing
 
     def build(self) -> nn.Module:
         try:
@@ -83,20 +70,34 @@ class TimmSpec(ModelSpec):
         initialize(module, name, seed=seed, scheme=scheme)
 
     def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
-        put_blocks(model, blocks)
+        timm_private.put_blocks(model, blocks)
 
     def why_no_token_part(self) -> str | None:
-        return why_no_token_part(self.meta)
+        pool, drop = self.meta.attn_pool, self.meta.patch_drop
+        if pool is not None and type(pool) is not AttentionPoolLatent:
+            return f"its pooling is timm's {type(pool).__name__}"
+        if getattr(pool, "pos_embed", None) is not None:
+            return "its pooling has positions of its own"
+        return None if drop is None or isinstance(drop, nn.Identity) else "it has <patch_drop_rate>"
 
     def compute_on_part(self, model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
-        return compute_on_part(model, part)
+        return timm_private.compute_on_part(model, part, self.token_parameters)
 
     @property
     def token_parameters(self) -> dict[str, int]:
-        return token_parameters(self.meta)
+        model: Any = self.meta
+        if model.pos_embed is None:
+            return {}
+        return {"pos_embed": 0 if model.no_embed_class else model.num_prefix_tokens}
 
     def why_one_grid(self) -> str | None:
-        return why_one_grid(self.meta)
+        if self._kind is not VisionTransformer:
+            return f"it is timm's {self._kind.__name__}, not VisionTransformer"
+        if self.meta.pos_embed is None:
+            return "it has no learned position embedding"
+        if getattr(self.meta.attn_pool, "pos_embed", None) is not None:
+            return "its pooling has positions of its own"
+        return None
 
     def compute_on_grids(
         self,
@@ -106,12 +107,9 @@ class TimmSpec(ModelSpec):
     ) -> None:
         rows, columns = self.sizes.grid
         prefix = self.token_parameters["pos_embed"]
-        positions = {
-            grid: Resampling((rows, columns), grid, prefix, constant)
-            for grid in grids
-            if grid != (rows, columns)
-        }
-        compute_on_grids(model, positions)
+        others = [grid for grid in grids if grid != (rows, columns)]
+        positions = {each: Resampling((rows, columns), each, prefix, constant) for each in others}
+        timm_private.compute_on_grids(model, positions)
 
     def _sizes(self, model: nn.Module) -> ModelSizes:
         assert isinstance(model, VisionTransformer | Eva)
@@ -186,26 +184,19 @@ def names() -> list[str]:
     )
 
 
-def knows(name: str) -> bool:
-    """Return True if timm has a model ``name``, of any class; after a dot it may name weights."""
-    return timm.is_model(name)
-
-
-def has_weights(name: str) -> bool:
-    """Return True if timm has the trained weights that a name with a tag names."""
-    return timm.is_model_pretrained(name)
-
-
-def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
-    """Return timm's model ``name`` with ``overrides`` over its own arguments.
+def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
+    """Return timm's model ``name`` with ``overrides`` over its own arguments; None if timm has no
+    such model. After a dot the name may say which weights.
 
     Raises ModelError if it is not a Vision Transformer made of blocks that are alike, does not
     take an argument, or if sizes do not fit.
     """
+    if not timm.is_model(name):
+        return None
     full_name = f"timm/{name}"
     model, arguments = _timms_model(name)
     kind = type(model)
-    taken = taken_arguments(kind)
+    taken = timm_private.taken_arguments(kind)
     given = {
         EVA_NAMES.get(key, key) if kind is Eva else key: value for key, value in overrides.items()
     }
@@ -214,7 +205,22 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
             raise ModelError(
                 f"{full_name} does not take <{argument}> (it is timm's {kind.__name__})"
             )
-    _check_key_heads(full_name, arguments, given)
+    # timm gives some models a number of key heads for each block.
+    key_heads = arguments.get("num_kv_heads")
+    if isinstance(key_heads, tuple):
+        remedy = "leave <{}> out, or choose another model"
+        if given.get("depth", len(key_heads)) != len(key_heads):
+            raise ModelError(
+                f"<depth> {given['depth']} is incompatible with {full_name}: timm gives each of "
+                f"its {len(key_heads)} blocks a number of key heads (num_kv_heads); "
+                f"{remedy.format('depth')}"
+            )
+        if given.get("num_heads", key_heads[0]) % key_heads[0]:
+            raise ModelError(
+                f"<num_heads> {given['num_heads']} is incompatible with {full_name}: timm gives it "
+                f"{key_heads[0]} key heads (num_kv_heads), which must divide it; "
+                f"{remedy.format('num_heads')}"
+            )
     if model.num_classes == 0:
         given.setdefault("num_classes", _CLASSES)
     arguments |= _FIXED | given
@@ -222,29 +228,6 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
         check_patches(*((taken | arguments)[key] for key in ("img_size", "patch_size")))
     trained = preprocessing_of(timm.get_pretrained_cfg(name))
     return TimmSpec(full_name, overrides, kind, arguments, trained)
-
-
-def _check_key_heads(
-    full_name: str, arguments: Mapping[str, Any], given: Mapping[str, Any]
-) -> None:
-    """Raise ModelError for sizes that do not fit timm's number of key heads, one for each block.
-
-    ``arguments`` are those of timm for the name. Models whose blocks differ are refused before.
-    """
-    if not isinstance(arguments.get("num_kv_heads"), tuple):
-        return
-    depth, heads = len(arguments["num_kv_heads"]), arguments["num_kv_heads"][0]
-    remedy = "leave <{}> out, or choose another model"
-    if given.get("depth", depth) != depth:
-        raise ModelError(
-            f"<depth> {given['depth']} is incompatible with {full_name}: timm gives each of its "
-            f"{depth} blocks a number of key heads (num_kv_heads); {remedy.format('depth')}"
-        )
-    if given.get("num_heads", heads) % heads:
-        raise ModelError(
-            f"<num_heads> {given['num_heads']} is incompatible with {full_name}: timm gives it "
-            f"{heads} key heads (num_kv_heads), which must divide it; {remedy.format('num_heads')}"
-        )
 
 
 def preprocessing_of(pretrained: Any) -> dict[str, Any] | None:
@@ -260,7 +243,7 @@ def _timms_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     Raises ModelError if it is not one that can be sharded block by block.
     """
     try:
-        with arguments_given_to(*KINDS) as arguments:
+        with timm_private.arguments_given_to(*KINDS) as arguments:
             model = timm.create_model(name, device="meta")
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise ModelError(f"timm cannot build {name}: {error}") from None

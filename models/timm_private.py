@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,8 @@ import torch
 from timm.layers import AttentionPoolLatent, AttentionPoolPrr
 from timm.layers.pos_embed_sincos import RotaryEmbeddingMixed, init_random_2d_freqs
 from timm.models.eva import Eva
-from timm.models.vision_transformer import ResPostBlock, VisionTransformer, get_init_weights_vit
+from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+from timm.models.vision_transformer import get_init_weights_vit as get_init_weights_vit
 from timm.optim.muon import _COEFFICIENTS, _is_suitable_for_muon
 from torch import nn
 
@@ -28,27 +28,6 @@ from models.positions import (
     pool_over_parts,
     replace_positions,
 )
-
-__all__ = [
-    "MUON_COEFFICIENTS",
-    "SELF_INITIALIZED",
-    "WRITTEN_FOR",
-    "arguments_given_to",
-    "compute_on_grids",
-    "compute_on_part",
-    "computed_buffers",
-    "draw_mixed_frequencies",
-    "get_init_weights_vit",
-    "has_computed_buffers",
-    "has_own_queries",
-    "is_suitable_for_muon",
-    "put_blocks",
-    "RotaryEmbeddingMixed",
-    "taken_arguments",
-    "token_parameters",
-    "why_one_grid",
-    "why_no_token_part",
-]
 
 WRITTEN_FOR = {"timm": "1.0.31"}
 
@@ -122,14 +101,13 @@ def computed_buffers(part: nn.Module) -> dict[str, torch.Tensor]:
     """
     twin = copy.copy(part)  # shares everything, but for what is replaced here
 
-    def empty_like(each: torch.Tensor | None) -> torch.Tensor | None:
-        if each is None:
-            return None
-        dtype = torch.float32 if each.is_floating_point() else each.dtype
-        return torch.empty(each.shape, dtype=dtype, device="cpu")
-
-    def empty(tensors: dict[str, Any]) -> dict[str, Any]:
-        return {name: empty_like(each) for name, each in tensors.items()}
+    def empty(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        found = dict(tensors)
+        for name, each in tensors.items():
+            if each is not None:
+                dtype = torch.float32 if each.is_floating_point() else each.dtype
+                found[name] = torch.empty(each.shape, dtype=dtype, device="cpu")
+        return found
 
     twin.__dict__["_parameters"] = empty(part._parameters)  # timm reads the device from them
     twin.__dict__["_buffers"] = empty(part._buffers)
@@ -153,40 +131,24 @@ def draw_mixed_frequencies(rope: RotaryEmbeddingMixed) -> torch.Tensor:
 
 
 def put_blocks(model: nn.Module, blocks: nn.Module) -> None:
-    """Do what ``ModelSpec.put_blocks`` says; a VisionTransformer has no keyword arguments."""
+    """Do what ``ModelSpec.put_blocks`` says."""
     model.blocks = blocks
-    if isinstance(model, Eva):
-        model.forward_features = types.MethodType(_eva_features, model)
-    else:
-        assert isinstance(model, VisionTransformer)  # calls its blocks as one module already
+    if not isinstance(model, Eva):  # a VisionTransformer calls its blocks as one module already
+        return
 
+    def features(x: torch.Tensor, attn_mask: None = None, is_causal: bool = False) -> torch.Tensor:
+        """Compute what ``Eva.forward_features`` does without a mask, its blocks called once."""
+        assert attn_mask is None
+        assert not is_causal
+        x, rope = model._pos_embed(model.patch_embed(x))
+        given = {} if rope is None else {"rope": rope}
+        how = "stacked" if model.rope_mixed else "shared"
+        return model.norm(model.blocks(model.norm_pre(x), **{how: given}))
 
-def _eva_features(
-    model: Eva, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False
-) -> torch.Tensor:
-    """Compute what ``Eva.forward_features`` does without a mask, with its blocks called once."""
-    assert attn_mask is None
-    assert not is_causal
-    x = model.patch_embed(x)
-    x, rope = model._pos_embed(x)
-    x = model.norm_pre(x)
-    given = {} if rope is None else {"rope": rope}
-    x = model.blocks(x, **{"stacked" if model.rope_mixed else "shared": given})
-    return model.norm(x)
+    model.forward_features = features
 
 
 # -- other grids than its own -----------------------------------------------------------
-
-
-def why_one_grid(model: nn.Module) -> str | None:
-    """Do what ``ModelSpec.why_one_grid`` says."""
-    if not isinstance(model, VisionTransformer):
-        return f"it is timm's {type(model).__name__}, not VisionTransformer"
-    if model.pos_embed is None:
-        return "it has no learned position embedding"
-    if getattr(model.attn_pool, "pos_embed", None) is not None:
-        return "its pooling has positions of its own"
-    return None
 
 
 def compute_on_grids(
@@ -226,31 +188,14 @@ def compute_on_grids(
 # -- a part of the tokens -------------------------------------------------------------
 
 
-def token_parameters(model: nn.Module) -> dict[str, int]:
-    """Do what ``ModelSpec.token_parameters`` says."""
-    assert isinstance(model, Eva | VisionTransformer)
-    if model.pos_embed is None:
-        return {}
-    return {"pos_embed": 0 if model.no_embed_class else model.num_prefix_tokens}
-
-
-def why_no_token_part(model: nn.Module) -> str | None:
-    """Do what ``ModelSpec.why_no_token_part`` says."""
-    if model.attn_pool is not None and type(model.attn_pool) is not AttentionPoolLatent:
-        return f"its pooling is timm's {type(model.attn_pool).__name__}"
-    if getattr(model.attn_pool, "pos_embed", None) is not None:
-        return "its pooling has positions of its own"
-    drop = model.patch_drop
-    return None if drop is None or isinstance(drop, nn.Identity) else "it has <patch_drop_rate>"
-
-
-def compute_on_part(model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
-    """Do what ``ModelSpec.compute_on_part`` says."""
+def compute_on_part(
+    model: nn.Module, part: TokenPart, parameters: Mapping[str, int]
+) -> dict[str, PartOfPositions]:
+    """Do what ``ModelSpec.compute_on_part`` says, with its ``token_parameters``."""
     assert isinstance(model, Eva | VisionTransformer)
     model.patch_embed.strict_img_size = False  # it is given fewer rows than its images have
     positions = {
-        name: replace_positions(model, name, prefix, part)
-        for name, prefix in token_parameters(model).items()
+        name: replace_positions(model, name, prefix, part) for name, prefix in parameters.items()
     }
     embed, pool = model._pos_embed, model.pool
 

@@ -16,6 +16,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 
+from models.blocks import logical_axes
 from training.checkpoints.state import Chunk, ShardedTensor
 from training.mesh import Axes, Spec
 from xla_fsdp.attention.kernels import Shards
@@ -42,7 +43,7 @@ class MeshLayout:
         """By parameter."""
         self.replicated_bytes = 0
         """Of parameters that no dimension of allows to shard."""
-        dimensions = recipe.model.logical_axes() if self.mesh.tensor > 1 else {}
+        dimensions = logical_axes(recipe.model.block) if self.mesh.tensor > 1 else {}
         self.tensor_dims, self.packed = tensor_dims(dimensions), packed_parts(dimensions)
 
     def _device_order(self) -> list[int]:

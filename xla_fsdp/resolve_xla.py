@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from models.blocks import FOLDED
+from models.blocks import FOLDED, why_no_tensor_parallel
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, check_rules
@@ -362,7 +362,7 @@ def _check_mesh(mesh: Mesh, model: ModelSpec) -> None:
     check_rows(mesh, model)
     if mesh.tensor == 1:
         return
-    if reason := model.why_no_tensor_parallel():
+    if reason := why_no_tensor_parallel(model.block):
         raise UsageError(
             f"--mesh_tensor {mesh.tensor} is incompatible with --model {model.name}: {reason}"
         )

@@ -18,11 +18,10 @@ from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
 from data.config import DataConfig
-from data.digits import main, write_digits
+from data.digits import main, read_mnist, write_digits
 from data.files import DataFolderError
 from data.index import check_folder, index_split
 from data.loader import DatasetLoader, GlobalBatchSampler, Share, workers_of_host
-from data.mnist import read_mnist
 from data.source import DatasetRequest, open_data
 from models.config import VitConfig
 

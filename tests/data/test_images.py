@@ -322,8 +322,8 @@ def test_nothing_can_be_read(tmp_path, num_workers):
 def test_a_split_can_be_sent_to_a_process(half_broken):
     """Loader processes may be started by spawn."""
     source = open_data(wanted(arguments(half_broken[0], batch_size=8), CONFIG))
-    there = pickle.loads(pickle.dumps(source._train))
-    for ours, theirs in zip(source._train[1, 0], there[1, 0], strict=True):
+    there = pickle.loads(pickle.dumps(source.splits["train"]))
+    for ours, theirs in zip(source.splits["train"][1, 0], there[1, 0], strict=True):
         assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
 
 

@@ -43,7 +43,7 @@ def opened(root, **flags):
 
 def split_of(root, split, **flags):
     """The keys and labels of a split, and its images' bytes."""
-    found = getattr(opened(root, **flags), f"_{split}")
+    found = opened(root, **flags).splits[split]
     where = range(len(found))
     names = [found.name_of(number).rpartition(": ")[2] for number in where]
     return names, [found[0, number][1] for number in where], [found.read(n) for n in where]
@@ -229,7 +229,7 @@ def test_a_shard_that_is_cut_off_later_is_as_broken_images(tmp_path):
     source = opened(tmp_path)
     path = tmp_path / "val" / "0.tar"
     path.write_bytes(path.read_bytes()[:2100])
-    image, label, ((name, reason, _),) = source._val[0, 1]
+    image, label, ((name, reason, _),) = source.splits["val"][0, 1]
     assert (label, image.any()) == (-1, False)
     assert name == f"{path}: b"
     assert reason.endswith("bytes are there")

@@ -18,9 +18,9 @@ from PIL import Image
 
 from data.config import DataConfig
 from data.files import DataFolderError, open_system
-from data.loader import WINDOW, RunSampler, Share, order_in_runs
-from data.parquet import ParquetSplit, split_files
+from data.loader import WINDOW, RunSampler, Share
 from data.source import DatasetRequest, open_data
+from data.tables import ParquetSplit, split_files
 from tests.cli import DIGITS, ROOT, run_program, tiny, train_tiny, train_tiny_gpu
 
 SPLITS = {"train": "train", "validation": "val"}
@@ -114,13 +114,14 @@ def test_each_image_once_an_epoch_over_processes_workers_and_resumes(source, tab
 
 
 @pytest.mark.parametrize("run_length", [1, 8, 1000])
-def test_order_in_runs(run_length):
+def test_the_order_in_runs(run_length):
     """A permutation, of runs out of one group; batches of any size are cut out of one order."""
     groups = [100, 37, 1, 64] * WINDOW  # four windows
     ends = np.cumsum(groups)
 
     def order(seed):
-        return order_in_runs(groups, run_length, torch.Generator().manual_seed(seed))
+        sampler = RunSampler(groups, run_length, 1, shuffle=True)
+        return sampler.shuffled(torch.Generator().manual_seed(seed))
 
     found = order(5)
     assert sorted(found.tolist()) == list(range(sum(groups)))
@@ -152,7 +153,7 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
         lambda self, *at, real=ParquetSplit._read_group: (read.append(at), real(self, *at))[1],
     )
     list(source.train_loader(64, Share()).epoch(0))
-    runs = sum(-(-each // 20) for each in source._train.groups)
+    runs = sum(-(-each // 20) for each in source.splits["train"].groups)
     assert len(read) <= runs
     loader = opened(tables, "parquet", num_workers=2).train_loader(80, Share())
     assert {len(part) for part in loader._parts} == {64, 16}  # not 40, of as many runs
@@ -206,7 +207,7 @@ def test_a_url(tables, monkeypatch):
             raise ConnectionError("reset by peer")
         return open_system(url)
 
-    monkeypatch.setattr("data.parquet.open_system", unsteady)
+    monkeypatch.setattr("data.tables.open_system", unsteady)
     monkeypatch.setattr("data.files.RETRY_WAITS_S", (0, 0))
     there = fsspec.filesystem("memory")
     for path in (tables / "parquet" / "data").iterdir():
@@ -334,7 +335,7 @@ def test_without_the_packages(tables, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "datasets")
     with pytest.raises(DataFolderError, match="requires the package datasets: python3 -m pip"):
         opened(tables, "huggingface")
-    for name in ("data.parquet",):
+    for name in ("data.tables",):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr(sys, "path", [str(ROOT)])

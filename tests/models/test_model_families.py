@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 
+from models import blocks
 from models.initialize import cast_buffers, fill_buffers
 from models.registry import ModelError, list_models, open_model
 from tests.stand_ins.filled import SMALL, filled
@@ -279,7 +280,7 @@ def test_settings_that_differ():
 
 def test_what_transformer_engine_may_compute():
     plain = open_model("vit_10b", SMALL | {"qk_norm": True, "init_values": 0.1})
-    assert plain.why_no_transformer_engine() == "it has layer scale (<init_values>)"
+    assert blocks.why_no_transformer_engine(plain.block) == "it has layer scale (<init_values>)"
     for family, reason in {
         "SigLIP": None,
         "CLIP": "its activation is not GELU",
@@ -287,7 +288,7 @@ def test_what_transformer_engine_may_compute():
         "differential": "its attention is timm's DiffAttention, not Attention",
         "DINOv3": "its blocks are of timm's EvaBlock, not Block",
     }.items():
-        assert small(family).why_no_transformer_engine() == reason
+        assert blocks.why_no_transformer_engine(small(family).block) == reason
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -295,14 +296,14 @@ def test_dimensions_of_a_block(family):
     """What "tensor" shards is each parameter whose size follows the heads, or the MLP's width."""
     more = {"qk_norm": True, "scale_attn_norm": True, "init_values": 0.1}
     spec = small(family, **more if family == "plain" else {})
-    dimensions = spec.logical_axes()
+    dimensions = blocks.logical_axes(spec.block)
     refused = {
         "parallel branches": "its blocks are of timm's ParallelThingsBlock",
         "parallel MLP": "its blocks are of timm's ParallelScalingBlock",
         "differential": "its attention is timm's DiffAttention",
         "differential, parallel MLP": "its blocks are of timm's DiffParallelScalingBlock",
     }
-    assert spec.why_no_tensor_parallel() == refused.get(family)
+    assert blocks.why_no_tensor_parallel(spec.block) == refused.get(family)
     if family in refused:
         assert dimensions == {}
         return

@@ -264,8 +264,8 @@ def test_what_leaves_the_order_as_it_is(flags, told, run, tmp_path):
     source = open_data(dataset_request(made))
     assert other_order(saved, made, source) == told
     if flags.startswith("--data_source webdataset --data_dir"):  # of the same samples, shuffled
-        labels = source._train.labels
-        source._train.labels = np.roll(labels, 1)
+        labels = source.splits["train"].labels
+        source.splits["train"].labels = np.roll(labels, 1)
         assert "training images' labels was" in other_order(saved, made, source)
     if "--buckets" in flags:  # each batch is of one bucket: its size decides which images it has
         saved.arguments["buckets"] = ["16x16"]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.loader import Batch, Key, Sample, Share
-from data.source import DataSource, Split
+from data.loader import Batch, Share
+from data.source import DatasetRequest, DataSource, Split
 from models.config import ModelError
 from models.initialize import allocate
 from models.registry import open_model
@@ -34,25 +34,19 @@ class _Images(Split):
     """Noise, different for each index, with labels in rotation."""
 
     def __init__(
-        self, length: int, shape: tuple[int, ...], dtype: torch.dtype, classes: int, seed: int
+        self, request: DatasetRequest, length: int, dtype: torch.dtype, classes: int
     ) -> None:
-        self._shape, self.dtype, self._seed = shape, dtype, seed
-        self.labels = [index % classes for index in range(length)]
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        super().__init__(request, "train", [index % classes for index in range(length)])
+        self.dtype = dtype
 
     def digest(self) -> str:
         return ""  # the same in all processes with the same flags
 
-    def __getitem__(self, key: Key) -> Sample:
-        _, index = key
-        generator = _generator(self._seed, "image", index)
+    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+        generator = _generator(self.seed, "image", number)
         if self.dtype == torch.uint8:
-            image = torch.randint(256, self._shape, generator=generator, dtype=torch.uint8)
-        else:
-            image = torch.randn(self._shape, generator=generator)
-        return image, self.labels[index], []
+            return torch.randint(256, self.shape, generator=generator, dtype=torch.uint8)
+        return torch.randn(self.shape, generator=generator)
 
 
 UPDATES = 3
@@ -65,9 +59,9 @@ def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
     length = run.config.data.batch_size * (UPDATES + 1)
     config = replace(run.config.data, num_workers=0)
     dtype = getattr(torch, config.image_dtype(len(sizes.input_shape) - 1))
-    images = _Images(length, sizes.input_shape, dtype, sizes.num_classes, run.config.seed)
     request = replace(dataset_request(run), config=config)
-    source = DataSource(request, "made up", images, images, None)
+    images = _Images(request, length, dtype, sizes.num_classes)
+    source = DataSource("made up", {"train": images, "val": images})
     if backend is None:
         return source.train_loader(config.batch_size, Share()).epoch(0)
     return train_loader(source, backend, config.batch_size).epoch(0)

@@ -1,0 +1,394 @@
+"""The sources of images in tables: parquet files, and folders that Hugging Face's datasets saved.
+
+``--data_source parquet``: files as on Hugging Face's hub, anywhere below a folder or a URL that
+fsspec opens. The split of a file is in its name or its folder's: ``train-00000-of-00294.parquet``,
+``val/0.parquet``. The smallest part of a file that can be read is a row group, of a hundred images
+or a thousand. So training images are in a random order of runs (``RunSampler`` of
+``data/loader.py``), and the row group that was read last stays in memory.
+
+``--data_source huggingface``: a folder that ``datasets.DatasetDict.save_to_disk`` has written. Its
+Arrow files are mapped into memory: any image is read alone, so their order is as random as a
+folder's. ``datasets`` runs no code that such a folder brings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from data import files
+from data.files import BrokenImageError, DataFolderError, open_system, reason_of
+from data.loader import GlobalBatchSampler, RunSampler
+from data.source import DatasetRequest, DataSource
+from data.transforms import ImageSplit, Transform, transforms_of
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError:  # reported where a source needs it
+    pa = pq = None
+
+_SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}
+"""The names of a split in tables, in the order in which they are looked for."""
+
+# -- what both have in common ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that are read, and the classes."""
+
+    image: str
+    label: str
+    classes: list[str] | None
+    """The names of the classes by label, if the table has them."""
+
+
+def choose_columns(
+    features: Mapping[str, Any], given: tuple[str, str] | None, where: str
+) -> Columns:
+    """Return the columns ``given`` (image, label), else the only ones that can be meant.
+
+    ``features`` is the JSON of ``datasets.Features``: for each column ``{"_type": "Image"}``,
+    ``{"_type": "ClassLabel", "names": [...]}`` or ``{"_type": "Value", "dtype": "int64"}``. Raises
+    DataFolderError, which names the table as ``where``.
+    """
+    how, names = "name the two by --columns IMAGE LABEL", ", ".join(features) or "no columns"
+    of_type: dict[str, list[str]] = {"Image": [], "ClassLabel": [], "whole number": []}
+    for name, feature in features.items():
+        if isinstance(feature, Mapping):
+            kind = feature.get("_type")
+            if kind == "Value" and str(feature.get("dtype")).startswith(("int", "uint")):
+                kind = "whole number"
+            of_type.get(str(kind), []).append(name)
+    images, labels = of_type["Image"], of_type["ClassLabel"] + of_type["whole number"]
+    if given:
+        image, label = given
+    else:
+        if len(images) != 1:
+            several = f"several columns of images ({', '.join(images)})"
+            what = several if images else "no column of images"
+            raise DataFolderError(f"{where} has {what}: {how} (it has {names})")
+        by_name = [name for name in labels if name in ("label", "labels")]
+        found = by_name if len(by_name) == 1 else of_type["ClassLabel"]
+        if len(found) != 1:
+            raise DataFolderError(
+                f"{where}: which column holds the labels is unclear; {how} (it has {names})"
+            )
+        image, label = images[0], found[0]
+    for name, fitting, kind in ((image, images, "images"), (label, labels, "whole numbers")):
+        if name not in features:
+            raise DataFolderError(f"{where} has no column {name}: it has {names}")
+        if name not in fitting:
+            raise DataFolderError(f"{where}: the column {name} does not hold {kind}; {how}")
+    classes = features[label].get("names")
+    return Columns(image, label, [str(name) for name in classes] if classes else None)
+
+
+def _whole_numbers(labels: Any, column: str, where: str) -> np.ndarray:
+    """Return a column of labels (``pyarrow.ChunkedArray``) as int64.
+
+    Raises DataFolderError for rows without a label.
+    """
+    if labels.null_count:
+        raise DataFolderError(f"{where}: {labels.null_count:,} rows have no {column}")
+    return labels.to_numpy().astype(np.int64)
+
+
+class TableSplit(ImageSplit):
+    """One split of the rows of a table."""
+
+    def __init__(
+        self,
+        request: DatasetRequest,
+        name: str,
+        transform: Transform,
+        columns: Columns,
+        labels: np.ndarray,
+        where: str,
+    ) -> None:
+        """Raises DataFolderError for more classes than the model has, for labels that are not
+        classes, and if there are none."""
+        super().__init__(request, name, transform, labels, columns.classes)
+        self.columns, count = columns, request.num_classes
+        if columns.classes is not None and len(columns.classes) > count:
+            raise DataFolderError(
+                f"{where} has {len(columns.classes)} classes, --num_classes is {count}"
+            )
+        if not len(labels):
+            raise DataFolderError(f"{where} has no rows")
+        for label in (labels.min(), labels.max()):
+            if not 0 <= label < count:
+                raise DataFolderError(
+                    f"{where} has the label {label}; with --num_classes {count} labels are 0 to "
+                    f"{count - 1}"
+                )
+
+    def stored(self, number: int) -> bytes | None:
+        """Return what a row holds as its image; may raise anything."""
+        raise NotImplementedError
+
+    def read(self, number: int) -> bytes:
+        try:
+            found = self.stored(number)
+        except Exception as error:  # what pyarrow and file systems raise
+            raise BrokenImageError(reason_of(error)) from error
+        if found is None:
+            raise BrokenImageError(f"the column {self.columns.image} has no bytes in this row")
+        return found
+
+
+def _source(root: str, splits: Mapping[str, TableSplit]) -> DataSource:
+    """Return the source of these splits. Raises DataFolderError if their classes differ."""
+    of_splits = [split.classes for split in splits.values()]
+    if of_splits[0] != of_splits[-1]:
+        raise DataFolderError(f"the names of the classes of train and val differ in {root}")
+    return DataSource(root, splits)
+
+
+# -- parquet ---------------------------------------------------------------------------
+
+
+def open_parquet(request: DatasetRequest) -> DataSource:
+    """Index the files of the splits that are requested. Raises DataFolderError."""
+    if pa is None:
+        raise DataFolderError(
+            "--data_source parquet requires the package pyarrow: python3 -m pip install pyarrow"
+        )
+    transforms = transforms_of(request)
+    splits = {name: ParquetSplit(request, name, each) for name, each in transforms.items()}
+    return _source(request.config.data_dir, splits)
+
+
+class ParquetSplit(TableSplit):
+    """One split of parquet files, whose rows are numbered one after another."""
+
+    def __init__(self, request: DatasetRequest, name: str, transform: Transform) -> None:
+        """Read the metadata and labels of the split's files. Raises DataFolderError."""
+        config = request.config
+        self._paths = split_files(config.data_dir, _SPLITS[name])
+        with ThreadPoolExecutor(16) as pool:  # each waits, a tenth of a second if it is far away
+            found = list(pool.map(lambda path: _index(path, config.columns), self._paths))
+        self._metadata = [metadata for metadata, *_ in found]
+        columns = found[0][1]
+        for path, (_, others, _) in zip(self._paths, found, strict=True):
+            if others != columns:
+                raise DataFolderError(
+                    f"the columns or the names of the classes of {self._paths[0]} and {path} differ"
+                )
+        labels = np.concatenate([labels for *_, labels in found])
+        where = f"{config.data_dir} ({_SPLITS[name][0]})"
+        super().__init__(request, name, transform, columns, labels, where)
+
+        self._groups = [
+            (file, group)
+            for file, metadata in enumerate(self._metadata)
+            for group in range(metadata.num_row_groups)
+            if metadata.row_group(group).num_rows
+        ]
+        """The row groups: the number of each one's file, and its number in the file."""
+        self.groups = [self._metadata[f].row_group(group).num_rows for f, group in self._groups]
+        """How many images each row group has."""
+        self._ends = np.cumsum(self.groups)
+        # By default a run is an eighth of the images of a row group.
+        self._run_length = config.images_per_read or math.ceil(int(np.median(self.groups)) / 8)
+        self._last: tuple[int, Any] = (-1, None)
+
+    def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
+        return RunSampler(self.groups, self._run_length, batch_size, **how)
+
+    def facts(self) -> dict[str, Any]:
+        own = {"--images_per_read": self._run_length} if self.is_train else {}
+        return super().facts() | own
+
+    def name_of(self, number: int) -> str:
+        """Return the file of a row, and the row's number in it, from 0 on."""
+        file, _ = self._groups[np.searchsorted(self._ends, number, side="right")]
+        before = sum(each.num_rows for each in self._metadata[:file])
+        return f"{self._paths[file]} row {number - before}"
+
+    def stored(self, number: int) -> bytes | None:
+        """Return a row's image; its row group stays in memory until another is read."""
+        group = int(np.searchsorted(self._ends, number, side="right"))
+        last, images = self._last
+        if last != group:
+            self._last = (-1, None)  # not two groups in memory at a time
+            images = self._read_group(*self._groups[group])
+            self._last = group, images
+        return images[number - int(self._ends[group]) + self.groups[group]].as_py()
+
+    def _read_group(self, file: int, group: int) -> pa.ChunkedArray:
+        path, name = self._paths[file], self.columns.image
+
+        def read() -> pa.ChunkedArray:
+            with _open(path, self._metadata[file]) as opened:
+                is_struct = pa.types.is_struct(opened.schema_arrow.field(name).type)
+                leaf = f"{name}.bytes" if is_struct else name
+                found = opened.read_row_group(group, [leaf], use_threads=False).column(0)
+            chunks = [each.field("bytes") for each in found.chunks] if is_struct else found.chunks
+            return pa.chunked_array(chunks, chunks[0].type)
+
+        return files.with_retries(path, read)
+
+    def digest(self) -> str:
+        """Return a checksum of the rows' labels and of the sizes of the row groups' columns."""
+        digest = xxhash.xxh3_64(np.asarray(self.labels).tobytes())
+        for file, group in self._groups:
+            found = self._metadata[file].row_group(group)
+            sizes = [found.column(i).total_uncompressed_size for i in range(found.num_columns)]
+            digest.update(np.array([found.num_rows, *sizes]).tobytes())
+        return digest.hexdigest()
+
+
+def split_files(root: str, names: Sequence[str]) -> list[str]:
+    """Return the sorted paths below ``root`` of a split's files: those of the first of ``names``
+    that any file has.
+
+    Raises DataFolderError if there is none.
+    """
+    found = sorted(path for path in files.find_files(root) if path.endswith(".parquet"))
+    for name in names:
+        is_of_split = re.compile(rf"(^|[/._-]){name}([/._-]|$)")
+        chosen = [path for path in found if is_of_split.search(path)]
+        if chosen:
+            return [f"{root.rstrip('/')}/{path}" for path in chosen]
+    what = f"no {' or '.join(f'{name}-*.parquet' for name in names)}" if found else "no .parquet"
+    raise DataFolderError(
+        f"{root} holds {what} files: --data_dir requires train-*.parquet and validation-*.parquet, "
+        "or folders of these names"
+    )
+
+
+def _index(path: str, given: tuple[str, str] | None) -> tuple[pq.FileMetaData, Columns, np.ndarray]:
+    """Return a file's metadata, its columns and its labels. Raises DataFolderError."""
+
+    def read() -> tuple[pq.FileMetaData, Columns, np.ndarray]:
+        with _open(path) as file:
+            columns = choose_columns(_features(file.schema_arrow), given, path)
+            labels = file.read([columns.label], use_threads=False).column(0)
+            return file.metadata, columns, _whole_numbers(labels, columns.label, path)
+
+    try:
+        return files.with_retries(path, read)
+    except DataFolderError:
+        raise
+    except Exception as error:  # what pyarrow and file systems raise
+        raise DataFolderError(f"{path} cannot be read: {reason_of(error)}") from error
+
+
+def _open(path: str, metadata: Any = None) -> pq.ParquetFile:
+    """Open a file again: forked processes must share neither a handle nor a connection."""
+    if not files.is_url(path):
+        os.close(files.regular(path, os.O_RDONLY))
+        return pq.ParquetFile(path, metadata=metadata, memory_map=True, pre_buffer=False)
+    system, there = open_system(path)
+    return pq.ParquetFile(system.open(there, cache_type="none"), metadata=metadata)
+
+
+def _features(schema: pa.Schema) -> dict[str, Any]:
+    """Return the features of the columns for ``choose_columns``, made from their types.
+
+    The names of classes are those that ``datasets`` has written into the file.
+    """
+    written = (schema.metadata or {}).get(b"huggingface")
+    features = json.loads(written).get("info", {}).get("features", {}) if written else {}
+    found: dict[str, Any] = {}
+    for field in schema:
+        kind = field.type
+        is_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+        if features.get(field.name, {}).get("_type") == "ClassLabel":
+            found[field.name] = features[field.name]
+        elif is_struct or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            found[field.name] = {"_type": "Image"}
+        else:
+            found[field.name] = {"_type": "Value", "dtype": str(kind)}
+    return found
+
+
+# -- Hugging Face's datasets -----------------------------------------------------------
+
+
+def open_huggingface(request: DatasetRequest) -> DataSource:
+    """Open the splits that are requested.
+
+    Raises DataFolderError, also if the package ``datasets`` is not installed.
+    """
+    transforms, root, datasets = transforms_of(request), request.config.data_dir, _package()
+    try:
+        for folder, _, names in os.walk(root):
+            for name in names:
+                os.close(files.regular(os.path.join(folder, name), os.O_RDONLY))
+        datasets.disable_progress_bars()
+        found = datasets.load_from_disk(root)
+    except Exception as error:  # it raises what it likes
+        raise DataFolderError(
+            f"{root} is not a folder that datasets.DatasetDict.save_to_disk wrote "
+            f"({reason_of(error)})"
+        ) from error
+    if not isinstance(found, datasets.DatasetDict):
+        raise DataFolderError(
+            f"{root} holds a single data set: --data_dir requires a DatasetDict with train and "
+            "validation"
+        )
+    splits = {}
+    for split, transform in transforms.items():
+        there = next((name for name in _SPLITS[split] if name in found), None)
+        if there is None:
+            raise DataFolderError(
+                f"{root} has no split {' or '.join(_SPLITS[split])}: it has {', '.join(found)}"
+            )
+        where = os.path.join(root, there)
+        splits[split] = HuggingFaceSplit(request, split, transform, found[there], where)
+    return _source(root, splits)
+
+
+def _package() -> Any:
+    """Return the package ``datasets``. A folder of that name, as this program has, is imported
+    too, but as a package without a file.
+
+    Raises DataFolderError if it is not installed.
+    """
+    with contextlib.suppress(ImportError):
+        found = importlib.import_module("datasets")
+        if found.__file__ is not None:
+            return found
+    raise DataFolderError(
+        "--data_source huggingface requires the package datasets: python3 -m pip install datasets"
+    )
+
+
+class HuggingFaceSplit(TableSplit):
+    """One split of a saved ``datasets.Dataset``."""
+
+    def __init__(
+        self, request: DatasetRequest, name: str, transform: Transform, table: Any, where: str
+    ) -> None:
+        """Read the labels of the data set ``table``. Raises DataFolderError."""
+        columns = choose_columns(table.features.to_dict(), request.config.columns, where)
+        of_labels = table.select_columns([columns.label]).with_format("arrow")[:]
+        labels = _whole_numbers(of_labels.column(columns.label), columns.label, where)
+        super().__init__(request, name, transform, columns, labels, where)
+        self._where, images = where, table.select_columns([columns.image])
+        self._images = images.cast_column(columns.image, _package().Image(decode=False))
+
+    def stored(self, number: int) -> bytes | None:
+        return self._images[number][self.columns.image]["bytes"]
+
+    def name_of(self, number: int) -> str:
+        return f"{self._where} row {number}"
+
+    def digest(self) -> str:
+        """Return a checksum of the labels in order and of the images' size together."""
+        size = np.array([self._images.data.nbytes])
+        return xxhash.xxh3_64(np.asarray(self.labels).tobytes() + size.tobytes()).hexdigest()
