@@ -15,7 +15,7 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +23,6 @@ import timm
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
@@ -33,41 +32,12 @@ from tqdm import tqdm
 from config_fields import local_path
 from models.config import VitConfig
 from models.timm_models import EVA_NAMES, TimmSpec
+from training import weights
+from training.checkpoints import format as saved
 from training.checkpoints.choose import find_resume
-from training.checkpoints.format import (
-    EMA,
-    METADATA,
-    WEIGHTS,
-    SavedRun,
-    damage,
-    entries,
-    is_complete,
-    named_files,
-    quiet_dcp,
-    read_metadata,
-    read_saved_run,
-    readable,
-    reason_of,
-    training_tensors,
-    write_manifest,
-)
 from training.errors import UsageError
 from training.flags import OneLineParser
 from training.resolve import model_of
-from training.weights import (
-    CONFIG_FILE,
-    INDEX,
-    ONE_FILE,
-    ema_of,
-    load_file_of_weights,
-    metadata_of,
-    no_ema,
-    preprocessing_of,
-    run_as_metadata,
-    run_in_metadata,
-    safetensors_files,
-    state_dict_of,
-)
 
 PROGRAM = "tools.convert"
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -113,26 +83,6 @@ def offset_of(tensor: torch.Tensor) -> int:
     begin = tensor.untyped_storage()._checkpoint_offset
     assert begin is not None
     return int(begin + tensor.storage_offset() * tensor.itemsize)
-
-
-def save_without_values(content: Mapping[str, Any], path: Path) -> None:
-    """Write a file as torch.save does, with room for the values of tensors on meta.
-
-    The zip's checksums are those of nothing; torch.load compares none.
-    """
-
-    def faked(content: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: faked(value)
-            if isinstance(value, Mapping)
-            else torch.empty(value.shape, dtype=value.dtype)
-            for name, value in content.items()
-        }
-
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        with FakeTensorMode():
-            tensors = faked(content)
-        torch.save(tensors, path)
 
 
 # -- A tensor in files -----------------------------------------------------------------------------
@@ -198,14 +148,14 @@ class Stored:
             box.copy_(values.as_strided(piece.shape, piece.strides))
             return
         rows = box.view(-1) if box.is_contiguous() else box
-        if box.is_contiguous() and box.dtype == self.dtype:
-            _fill(file, rows)
-            return
         rows_a_block = max(1, _BLOCK // (rows[0].numel() * self.dtype.itemsize))
         for part in rows.split(rows_a_block):
-            values = torch.empty(part.shape, dtype=self.dtype)
-            _fill(file, values)
-            part.copy_(values)
+            if part.is_contiguous() and part.dtype == self.dtype:
+                _fill(file, part)
+            else:
+                values = torch.empty(part.shape, dtype=self.dtype)
+                _fill(file, values)
+                part.copy_(values)
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -228,14 +178,46 @@ def _fill(file: io.FileIO, tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """A model's weights in files, and the run that made them."""
+    """A model's weights in files, the run that made them, and how they are to be written."""
 
     path: Path
     tensors: dict[str, Stored]
     """By the model's own names: timm's."""
-    run: SavedRun | None
+    run: saved.SavedRun | None
     config: Mapping[str, Any] | None
-    """The content of a Hugging Face ``config.json`` beside the weights."""
+    """The content of ``config.json``, in the form of timm's on Hugging Face."""
+    dtype: torch.dtype | None = None
+    """Of floating-point values once written; None: as they are."""
+    moved: Callable[[int], object] = lambda size: None
+    """Called with the bytes of each tensor that was read."""
+
+    def dtype_of(self, stored: Stored) -> torch.dtype:
+        return self.dtype if self.dtype and stored.dtype.is_floating_point else stored.dtype
+
+    def size_of(self, stored: Stored) -> int:
+        """Return the bytes of a tensor once written."""
+        return torch.Size(stored.shape).numel() * self.dtype_of(stored).itemsize
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        tensor = stored.read(self.dtype_of(stored))
+        self.moved(tensor.nbytes)
+        return tensor
+
+    def empty(self, device: str) -> dict[str, torch.Tensor]:
+        """Return tensors like those that will be written, without their values."""
+        return {
+            name: torch.empty(stored.shape, dtype=self.dtype_of(stored), device=device)
+            for name, stored in self.tensors.items()
+        }
+
+    def about_the_run(self) -> dict[str, torch.Tensor]:
+        """Return the ``training.*`` entries; none if the run is unknown."""
+        run = self.run
+        return saved.training_tensors(run.position, run.arguments, run.classes) if run else {}
+
+    def write_config(self, folder: Path) -> None:
+        if self.config:
+            (folder / weights.CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
 
 
 def open_source(path: Path, *, verify: bool, use_ema: bool = False) -> Source:
@@ -246,18 +228,19 @@ def open_source(path: Path, *, verify: bool, use_ema: bool = False) -> Source:
     """
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or folder")
-    with readable(path):
-        if files := safetensors_files(path):
+    with saved.readable(path):
+        if files := weights.safetensors_files(path):
             if use_ema:
-                raise no_ema(path)
+                raise weights.no_ema(path)
             return _open_safetensors(path, files)
         if path.is_dir():
             return _open_dcp(path, verify, use_ema)
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a file of torch.save, or of one before PyTorch 1.6")
-        run = load_file_of_weights(path).run  # mapped: only what describes the run is read
+        run = weights.load_file_of_weights(path).run  # mapped: reads what describes the run
         content, tensors = load_without_values(path), {}
-        for name, tensor in state_dict_of(ema_of(path, content) if use_ema else content).items():
+        content = weights.ema_of(path, content) if use_ema else content
+        for name, tensor in weights.state_dict_of(content).items():
             strides = None if tensor.is_contiguous() else tensor.stride()
             tensors[name] = Stored.in_one_piece(
                 tensor.dtype, tensor.shape, path, offset_of(tensor), strides
@@ -266,7 +249,7 @@ def open_source(path: Path, *, verify: bool, use_ema: bool = False) -> Source:
 
 
 def _config_beside(path: Path) -> Mapping[str, Any] | None:
-    file = path / CONFIG_FILE if path.is_dir() else path.with_name(CONFIG_FILE)
+    file = (path if path.is_dir() else path.parent) / weights.CONFIG_FILE
     if not file.is_file():
         return None
     content = json.loads(file.read_text())
@@ -277,44 +260,44 @@ def _open_safetensors(path: Path, files: list[Path]) -> Source:
     """Open files whose format is: length of the header, header, values."""
     tensors: dict[str, Stored] = {}
     for file in files:
-        with safe_open(file, framework="pt"):  # checks that header and length are sound
-            pass
+        weights.metadata_of(file)  # checks that header and length are sound
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
         for name, entry in header.items():
-            if name == "__metadata__":
-                continue
             if entry["dtype"] not in SAFETENSORS_DTYPES:
                 raise ValueError(f"{name} is of {entry['dtype']}, which is not known here")
             offset = 8 + length + entry["data_offsets"][0]
             dtype = SAFETENSORS_DTYPES[entry["dtype"]]
             tensors[name] = Stored.in_one_piece(dtype, entry["shape"], file, offset)
-    run = run_in_metadata(path, metadata_of(files[0]))
+    run = weights.run_in_metadata(path, weights.metadata_of(files[0]))
     return Source(path, tensors, run, _config_beside(files[0]))
 
 
 def _open_dcp(path: Path, verify: bool, use_ema: bool) -> Source:
     """Open a checkpoint, or of a run's folder the newest one."""
-    if not (path / METADATA).is_file():
+    if not (path / saved.METADATA).is_file():
         found = find_resume(path, "auto", 0).paths
         if not found:
-            raise UsageError(f"{path} holds no checkpoint and no {ONE_FILE}, or shards of one")
+            raise UsageError(
+                f"{path} holds no checkpoint and no {weights.ONE_FILE}, or shards of one"
+            )
         path = found[0]
-    elif not is_complete(path):
+    elif not saved.is_complete(path):
         raise UsageError(f"checkpoint {path} is incomplete")
-    if verify and (problem := damage(path)):
+    if verify and (problem := saved.damage(path)):
         raise UsageError(
             f"{path} is damaged ({problem}): convert another one, or this one as it is with "
             "--no_verify_checkpoint"
         )
-    metadata = read_metadata(path)
+    metadata = saved.read_metadata(path)
     described = metadata.state_dict_metadata
-    run = read_saved_run(path) if "training.arguments" in described else None
-    prefix = f"{EMA if use_ema else WEIGHTS}."
+    run = saved.read_saved_run(path) if "training.arguments" in described else None
+    prefix = f"{saved.EMA if use_ema else saved.WEIGHTS}."
     inside = [name for name in described if name.startswith(prefix)]
     if use_ema and not inside:
-        raise no_ema(path)
+        raise weights.no_ema(path)
     tensors = {}
     for name in inside or described:
         entry = described[name]
@@ -351,65 +334,21 @@ def _pieces_of(folder: Path, metadata: Metadata, name: str) -> Iterator[Piece]:
 # -- Writing ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is to be written."""
-
-    source: Source
-    dtype: torch.dtype | None
-    """Of floating-point values; None: as they are."""
-    config: Mapping[str, Any] | None
-    """The content of ``config.json``, in the form of timm's on Hugging Face."""
-    moved: Callable[[int], object] = lambda size: None
-    """Called with the bytes of each tensor that was read."""
-
-    def dtype_of(self, stored: Stored) -> torch.dtype:
-        return self.dtype if self.dtype and stored.dtype.is_floating_point else stored.dtype
-
-    def size_of(self, stored: Stored) -> int:
-        """Return the bytes of a tensor once written."""
-        return torch.Size(stored.shape).numel() * self.dtype_of(stored).itemsize
-
-    def read(self, stored: Stored) -> torch.Tensor:
-        tensor = stored.read(self.dtype_of(stored))
-        self.moved(tensor.nbytes)
-        return tensor
-
-    def on_meta(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that will be written, without values."""
-        return {
-            name: torch.empty(stored.shape, dtype=self.dtype_of(stored), device="meta")
-            for name, stored in self.source.tensors.items()
-        }
-
-    def about_the_run(self) -> dict[str, torch.Tensor]:
-        """Return the ``training.*`` entries; none if the run is unknown."""
-        run = self.source.run
-        return training_tensors(run.position, run.arguments, run.classes) if run else {}
-
-    def write_config(self, folder: Path) -> None:
-        if self.config:
-            (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
-
-
-def write_safetensors(job: Job, path: Path, tensors: Mapping[str, Stored] | None = None) -> None:
-    """Write one file: length of the header, header, values. Raises OSError.
-
-    ``tensors``: some of the job's (default: all).
-    """
-    tensors = job.source.tensors if tensors is None else tensors
-    metadata = {"format": "pt"} | (run_as_metadata(job.source.run) if job.source.run else {})
-    if job.config and "pretrained_cfg" in job.config:
-        metadata["pretrained_cfg"] = json.dumps(job.config["pretrained_cfg"])
+def write_safetensors(source: Source, path: Path) -> None:
+    """Write one file: length of the header, header, values. Raises OSError."""
+    tensors, run, config = source.tensors, source.run, source.config
+    metadata = {"format": "pt"} | (weights.run_as_metadata(run) if run else {})
+    if config and "pretrained_cfg" in config:
+        metadata["pretrained_cfg"] = json.dumps(config["pretrained_cfg"])
     header: dict[str, Any] = {"__metadata__": metadata}
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     # The widest first: so all are aligned.
-    order = sorted(tensors, key=lambda name: -job.dtype_of(tensors[name]).itemsize)
+    order = sorted(tensors, key=lambda name: -source.dtype_of(tensors[name]).itemsize)
     end = 0
     for name in order:
         stored, begin = tensors[name], end
-        end += job.size_of(stored)
-        dtype = job.dtype_of(stored)
+        end += source.size_of(stored)
+        dtype = source.dtype_of(stored)
         if dtype not in names:
             raise ValueError(f"{name} is of {dtype}, which safetensors files do not have here")
         header[name] = {
@@ -422,45 +361,51 @@ def write_safetensors(job: Job, path: Path, tensors: Mapping[str, Stored] | None
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            _write_values(file, job.read(tensors[name]))
+            _write_values(file, source.read(tensors[name]))
 
 
 def _write_values(file: IO[bytes], tensor: torch.Tensor) -> None:
-    """Write the values of a contiguous tensor on the CPU. Raises OSError."""
+    """Write the values of a contiguous tensor on the CPU; the caller holds no other meanwhile."""
     file.write(_memory(tensor))
 
 
-def write_safetensors_folder(job: Job, path: Path, max_shard_size: str) -> None:
+def write_safetensors_folder(source: Source, path: Path, max_shard_size: str) -> None:
     """Write Hugging Face's layout: one file, or shards and their index. Raises OSError."""
     path.mkdir()
-    tensors = job.source.tensors
     split = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=job.size_of,
-        filename_pattern=ONE_FILE.replace(".", "{suffix}."),
+        source.tensors,
+        get_storage_size=source.size_of,
+        filename_pattern=weights.ONE_FILE.replace(".", "{suffix}."),
         max_shard_size=max_shard_size,
     )
     for file, names in split.filename_to_tensors.items():
-        write_safetensors(job, path / file, {name: tensors[name] for name in names})
+        part = {name: source.tensors[name] for name in names}
+        write_safetensors(replace(source, tensors=part), path / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    job.write_config(path)
+        (path / weights.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    source.write_config(path)
 
 
-def write_torch(job: Job, path: Path) -> None:
+def write_torch(source: Source, path: Path) -> None:
     """Write a file of torch.save: first with room for the values, then these. Raises OSError.
 
     With a known run it has the form of PyTorch's ``dcp_to_torch``, else it is a plain state dict.
+    The zip's checksums are those of nothing; torch.load compares none.
     """
-    about, weights = job.about_the_run(), job.on_meta()
-    content = {"model": weights, "training": about} if about else weights
-    save_without_values(content, path)
+    about = source.about_the_run()
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        with FakeTensorMode():
+            content: dict[str, Any] = source.empty("cpu")
+            if about:
+                room = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in about.items()}
+                content = {"model": content, "training": room}
+        torch.save(content, path)
     places = load_without_values(path)
     with path.open("r+b") as file:
-        for name, stored in job.source.tensors.items():
+        for name, stored in source.tensors.items():
             file.seek(offset_of((places["model"] if about else places)[name]))
-            _write_values(file, job.read(stored))
+            _write_values(file, source.read(stored))
         for name, tensor in about.items():
             file.seek(offset_of(places["training"][name]))
             _write_values(file, tensor)
@@ -487,25 +432,26 @@ class _OneAtATime(dcp.DefaultSavePlanner):
         self._last.untyped_storage().resize_(0)
 
 
-def write_dcp(job: Job, path: Path) -> None:
+def write_dcp(source: Source, path: Path) -> None:
     """Write a checkpoint's folder without the optimizer's state. Raises OSError or DCP's error."""
     path.mkdir()
-    about = job.about_the_run()
+    about = source.about_the_run()
     read: dict[str, Callable[[], torch.Tensor]] = {
-        f"model.{name}": functools.partial(job.read, stored)
-        for name, stored in job.source.tensors.items()
+        f"model.{name}": functools.partial(source.read, stored)
+        for name, stored in source.tensors.items()
     }
     read |= {f"training.{name}": tensor.clone for name, tensor in about.items()}
-    state: dict[str, Any] = {"model": job.on_meta()} | ({"training": about} if about else {})
+    state: dict[str, Any] = {"model": source.empty("meta")} | ({"training": about} if about else {})
     planner, writer = _OneAtATime(read), dcp.FileSystemWriter(path)
-    with quiet_dcp():
+    with saved.quiet_dcp():
         dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     planner.free()
-    write_manifest(path, entries(path, sorted([*named_files(path), METADATA])))
-    job.write_config(path)
+    files = sorted([*saved.named_files(path), saved.METADATA])
+    saved.write_manifest(path, saved.entries(path, files))
+    source.write_config(path)
 
 
-def timm_config(run: SavedRun) -> dict[str, Any] | None:
+def timm_config(run: saved.SavedRun) -> dict[str, Any] | None:
     """Return the ``config.json`` from which ``timm.create_model("local-dir:...")`` makes the model.
 
     As timm writes it for Hugging Face; None for a model that is not timm's. Raises UsageError.
@@ -520,7 +466,7 @@ def timm_config(run: SavedRun) -> dict[str, Any] | None:
         architecture = spec.name if timm.is_model(spec.name) else "vit_base_patch16_224"
         names = [field.name for field in fields(VitConfig) if field.name != "weight_init"]
     arguments = {name: spec.settings[name] for name in names if spec.settings[name] is not None}
-    sizes, how = spec.sizes, preprocessing_of(run)
+    sizes, how = spec.sizes, weights.preprocessing_of(run)
     mean, std = how.of_channels(sizes.input_shape[0])
     config: dict[str, Any] = {
         "architecture": architecture,
@@ -548,7 +494,62 @@ def timm_config(run: SavedRun) -> dict[str, Any] | None:
 # -- The command line ------------------------------------------------------------------------------
 
 
-def _parser() -> OneLineParser:
+def convert(source: Source, dst: Path, write: Callable[[Source, Path], None]) -> int:
+    """Write the weights to ``dst``, by a temporary name beside it; return their bytes.
+
+    Raises UsageError if they cannot be read or written, and then leaves nothing there.
+    """
+
+    def remove() -> None:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
+
+    temporary = dst.with_name(f".{dst.name}.partial")
+    total = sum(map(source.size_of, source.tensors.values()))
+    bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, disable=None)
+    remove()
+    try:
+        with bar:
+            write(replace(source, moved=bar.update), temporary)
+        temporary.rename(dst)
+    # A full disk shows as OSError, as an error of the zip writer, or wrapped by DCP.
+    except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
+        raise UsageError(
+            f"{source.path} cannot be converted to {dst}: {saved.reason_of(error)}"
+        ) from None
+    finally:
+        remove()
+    return total
+
+
+def _writer(
+    dst: Path, to: str | None, max_shard_size: str | None
+) -> Callable[[Source, Path], None]:
+    """Return the function that writes the requested format. Raises UsageError."""
+    by_suffix = SUFFIXES.get(dst.suffix)
+    if by_suffix and to and to != by_suffix:
+        raise UsageError(
+            f"--to {to} is incompatible with {dst}: a {dst.suffix} file is {by_suffix}"
+        )
+    form = to or by_suffix
+    if form is None:
+        raise UsageError(
+            f"{dst}: name a file .safetensors, .pt, .pth or .bin, or give --to dcp or --to "
+            "safetensors for a folder"
+        )
+    if max_shard_size and (form != "safetensors" or by_suffix):
+        raise UsageError("--max_shard_size is for a folder: --to safetensors and a name for it")
+    if form == "safetensors" and not by_suffix:
+        return functools.partial(
+            write_safetensors_folder, max_shard_size=max_shard_size or SHARD_SIZE
+        )
+    return {"dcp": write_dcp, "torch": write_torch, "safetensors": write_safetensors}[form]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert as the command line says; return the exit code."""
     parser = OneLineParser(
         PROGRAM, "Convert a model's weights to another file format, one tensor at a time."
     )
@@ -589,66 +590,7 @@ def _parser() -> OneLineParser:
         action="store_true",
         help="do not compare a checkpoint's files with their checksums first (default: compared)",
     )
-    return parser
-
-
-def _writer(dst: Path, to: str | None, max_shard_size: str | None) -> Callable[[Job, Path], None]:
-    """Return the function that writes the requested format. Raises UsageError."""
-    by_suffix = SUFFIXES.get(dst.suffix)
-    if by_suffix and to and to != by_suffix:
-        raise UsageError(
-            f"--to {to} is incompatible with {dst}: a {dst.suffix} file is {by_suffix}"
-        )
-    form = to or by_suffix
-    if form is None:
-        raise UsageError(
-            f"{dst}: name a file .safetensors, .pt, .pth or .bin, or give --to dcp or --to "
-            "safetensors for a folder"
-        )
-    if max_shard_size and (form != "safetensors" or by_suffix):
-        raise UsageError("--max_shard_size is for a folder: --to safetensors and a name for it")
-    if form == "safetensors" and not by_suffix:
-        size = max_shard_size or SHARD_SIZE
-        return lambda job, path: write_safetensors_folder(job, path, size)
-    return {"dcp": write_dcp, "torch": write_torch, "safetensors": write_safetensors}[form]
-
-
-def convert(
-    source: Source, dst: Path, write: Callable[[Job, Path], None], dtype: torch.dtype | None
-) -> int:
-    """Write the weights to ``dst``, by a temporary name beside it; return their bytes.
-
-    Raises UsageError if they cannot be read or written, and then leaves nothing there.
-    """
-
-    def remove() -> None:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
-
-    config = timm_config(source.run) if source.run else source.config
-    temporary = dst.with_name(f".{dst.name}.partial")
-    total = sum(map(Job(source, dtype, config).size_of, source.tensors.values()))
-    bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, disable=None)
-    remove()
-    try:
-        with bar:
-            write(Job(source, dtype, config, bar.update), temporary)
-        temporary.rename(dst)
-    # A full disk shows as OSError, as an error of the zip writer, or wrapped by DCP.
-    except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
-        raise UsageError(
-            f"{source.path} cannot be converted to {dst}: {reason_of(error)}"
-        ) from None
-    finally:
-        remove()
-    return total
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Convert as the command line says; return the exit code."""
-    given = _parser().parse_args(argv)
+    given = parser.parse_args(argv)
     dst: Path = given.dst
     try:
         write = _writer(dst, given.to, given.max_shard_size)
@@ -659,7 +601,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = open_source(
             given.src, verify=not given.no_verify_checkpoint, use_ema=given.use_ema
         )
-        size = convert(source, dst, write, DTYPES.get(given.dtype))
+        config = timm_config(source.run) if source.run else source.config
+        source = replace(source, dtype=DTYPES.get(given.dtype), config=config)
+        size = convert(source, dst, write)
     except UsageError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2

@@ -44,8 +44,8 @@ class _Steps:
 
     last: int
     count: int
-    seconds: dict[str, float]
-    """Their time, USEFUL and DATA."""
+    useful_s: float
+    data_s: float
 
 
 @dataclass
@@ -65,11 +65,6 @@ class Account:
     @property
     def wall_s(self) -> float:
         return sum(self.seconds.values())
-
-    @property
-    def goodput(self) -> float:
-        """The share of useful steps; NaN before there is anything."""
-        return self.seconds[USEFUL] / self.wall_s if self.wall_s else math.nan
 
     @property
     def step_s(self) -> float:
@@ -95,7 +90,16 @@ def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
             if account.starts:
                 account.seconds[DOWN] += 0.0 if ended == "completed" else max(0.0, began - at)
                 account.failures += ended in ("", "failed")
-                taken = _lose(account, taken, int(event["step"]))
+                for steps in taken:  # those after the one that is resumed are lost
+                    lost = min(steps.count, max(0, steps.last - int(event["step"])))
+                    share = lost / steps.count
+                    account.lost_steps += lost
+                    account.seconds[LOST] += share * (steps.useful_s + steps.data_s)
+                    steps.count -= lost
+                    steps.last -= lost
+                    steps.useful_s *= 1 - share
+                    steps.data_s *= 1 - share
+                taken = [steps for steps in taken if steps.count]
             account.starts += 1
             at, ended = max(began, at) if account.starts > 1 else began, ""
         if not account.starts:
@@ -104,8 +108,7 @@ def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
         at = max(at, now)
         if kind == "steps":
             waited = min(float(event["waited"]), passed)
-            count = int(event["steps"])
-            taken.append(_Steps(event["step"], count, {USEFUL: passed - waited, DATA: waited}))
+            taken.append(_Steps(event["step"], int(event["steps"]), passed - waited, waited))
         elif kind in _SPANS:
             inside = min(float(event["seconds"]), passed)
             account.seconds[_SPANS[kind]] += inside
@@ -120,23 +123,9 @@ def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
     account.failures += ended == "failed"
     for steps in taken:
         account.steps += steps.count
-        for part, seconds in steps.seconds.items():
-            account.seconds[part] += seconds
+        account.seconds[USEFUL] += steps.useful_s
+        account.seconds[DATA] += steps.data_s
     return account
-
-
-def _lose(account: Account, taken: list[_Steps], resumed: int) -> list[_Steps]:
-    """Count the steps after the one that is resumed as lost work; return the others."""
-    useful = []
-    for steps in taken:
-        lost = min(steps.count, max(0, steps.last - resumed))
-        share = lost / steps.count
-        account.lost_steps += lost
-        account.seconds[LOST] += share * sum(steps.seconds.values())
-        if lost < steps.count:
-            rest = {part: (1 - share) * seconds for part, seconds in steps.seconds.items()}
-            useful.append(_Steps(steps.last - lost, steps.count - lost, rest))
-    return useful
 
 
 # -- How often to save: Young's formula, with what a run has measured ------------------------------
@@ -150,31 +139,29 @@ class Suggestion:
     """How long training stops for a checkpoint, the mean."""
     mtbf_s: float
     """The mean time between failures; without any failure, the running time so far."""
-    failures: int
-
-    @property
-    def interval_s(self) -> float:
-        """Return Young's first-order optimum, sqrt(2 * cost of a checkpoint * MTBF).
-
-        J. W. Young, "A first order approximation to the optimum checkpoint interval",
-        Communications of the ACM 17(9), 1974; J. T. Daly's higher-order estimate (Future Generation
-        Computer Systems 22, 2006) is less by about the cost of one checkpoint.
-        """
-        return math.sqrt(2 * self.save_s * self.mtbf_s)
-
-    @property
-    def waste(self) -> float:
-        """Return the share of time that saving and lost work then cost together, to first order."""
-        return self.save_s / self.interval_s + self.interval_s / (2 * self.mtbf_s)
+    interval_s: float
+    every: int
+    """The same in steps."""
+    waste: float
+    """The share of time that saving and lost work then cost together, to first order."""
 
 
 def suggest(account: Account) -> Suggestion | None:
-    """Return a suggestion; None for a run that has written no checkpoint or taken no steps."""
+    """Return Young's first-order optimum, sqrt(2 * cost of a checkpoint * MTBF).
+
+    None for a run that has written no checkpoint or taken no steps. J. W. Young, "A first order
+    approximation to the optimum checkpoint interval", Communications of the ACM 17(9), 1974; J. T.
+    Daly's higher-order estimate (Future Generation Computer Systems 22, 2006) is less by about the
+    cost of one checkpoint.
+    """
     if not account.saves or not account.steps:
         return None
     save_s = sum(account.saves) / len(account.saves)
-    running_s = account.wall_s - account.seconds[DOWN]
-    return Suggestion(save_s, running_s / max(1, account.failures), account.failures)
+    mtbf_s = (account.wall_s - account.seconds[DOWN]) / max(1, account.failures)
+    interval_s = math.sqrt(2 * save_s * mtbf_s)
+    every = max(1, round(interval_s / account.step_s))
+    waste = save_s / interval_s + interval_s / (2 * mtbf_s) if interval_s else 0.0
+    return Suggestion(save_s, mtbf_s, interval_s, every, waste)
 
 
 # -- The report: a table, JSON values, a picture ---------------------------------------------------
@@ -192,59 +179,61 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // size)} {unit}" + (f" {rest} {small_unit}" if rest else "")
 
 
-def table(name: str, account: Account, suggestion: Suggestion | None) -> str:
+def table(name: str, account: Account) -> str:
     """Return the lines about one run."""
     starts = f"{account.starts} start" + ("s" if account.starts > 1 else "")
     lines = [f"{name}: {duration(account.wall_s)}, {starts}, {account.failures} ended by a failure"]
+    shares = {
+        part: s / account.wall_s if account.wall_s else 0.0 for part, s in account.seconds.items()
+    }
     for part in PARTS:
-        seconds = account.seconds[part]
-        share = seconds / account.wall_s if account.wall_s else 0.0
-        lines.append(f"  {part:<22} {duration(seconds):>14} {share:>8.2%}")
+        lines.append(f"  {part:<22} {duration(account.seconds[part]):>14} {shares[part]:>8.2%}")
+    goodput = shares[USEFUL] if account.wall_s else math.nan
     per_step = f", {duration(account.step_s)} each" if account.steps else ""
     lost = f"; {account.lost_steps:,} lost and repeated" if account.lost_steps else ""
-    lines.append(f"  goodput {account.goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
+    lines.append(f"  goodput {goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
+    suggestion = suggest(account)
     if suggestion is None:
         lines.append(
             "  no save interval can be suggested: no checkpoint was written, or no step taken"
         )
         return "\n".join(lines)
-    every = max(1, round(suggestion.interval_s / account.step_s))
     mtbf = f"{duration(suggestion.mtbf_s)} of running"
-    if suggestion.failures:
-        mtbf += f" (failures seen: {suggestion.failures})"
+    if account.failures:
+        mtbf += f" (failures seen: {account.failures})"
     else:
         mtbf = (
             f"none seen in {mtbf}, computed as if the first came now: save less often if failures "
             "are rarer"
         )
     lines += [
-        f"  save every {duration(suggestion.interval_s)}, --ckpt_step_interval {every}: saving and "
-        f"lost work then cost {suggestion.waste:.2%}",
+        f"  save every {duration(suggestion.interval_s)}, --ckpt_step_interval {suggestion.every}: "
+        f"saving and lost work then cost {suggestion.waste:.2%}",
         f"    by Young's sqrt(2 x {duration(suggestion.save_s)} a checkpoint x MTBF); MTBF: {mtbf}",
     ]
     return "\n".join(lines)
 
 
-def as_values(name: str, account: Account, suggestion: Suggestion | None) -> dict[str, Any]:
+def as_values(name: str, account: Account) -> dict[str, Any]:
     """Return the same as JSON values; times are in seconds, shares from 0 to 1."""
     values: dict[str, Any] = {
         "run": name,
         "wall_s": account.wall_s,
         "goodput": account.seconds[USEFUL] / account.wall_s if account.wall_s else None,
-        "seconds": {part: account.seconds[part] for part in PARTS},
+        "seconds": account.seconds,
         "starts": account.starts,
         "failures": account.failures,
         "steps": account.steps,
         "lost_steps": account.lost_steps,
         "checkpoints": len(account.saves),
     }
-    if suggestion:
+    if suggestion := suggest(account):
         values["suggestion"] = {
             "save_s": suggestion.save_s,
             "mtbf_s": suggestion.mtbf_s,
-            "failures_seen": suggestion.failures,
+            "failures_seen": account.failures,
             "interval_s": suggestion.interval_s,
-            "ckpt_step_interval": max(1, round(suggestion.interval_s / account.step_s)),
+            "ckpt_step_interval": suggestion.every,
         }
     return values
 
@@ -294,20 +283,6 @@ _PROGRAM = "tools.goodput"
 _PICTURE = "goodput.png"
 
 
-def _account(run: Path) -> Account:
-    if not run.is_dir():
-        raise UsageError(f"{run} is not a folder: give a run's --ckpt_dir")
-    try:
-        return account_of(read_events(run))
-    except FileNotFoundError:
-        raise UsageError(
-            f"{run} has no {EVENTS_FILE}, which runs of earlier versions did not write: resumed by "
-            "this one, it has one from then on"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{run / EVENTS_FILE} cannot be read: {error}") from None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables and write the picture; return the exit code."""
     parser = OneLineParser(
@@ -326,7 +301,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     try:
-        accounts = {str(run): _account(run) for run in given.runs}
+        accounts = {}
+        for run in given.runs:
+            if not run.is_dir():
+                raise UsageError(f"{run} is not a folder: give a run's --ckpt_dir")
+            try:
+                accounts[str(run)] = account_of(read_events(run))
+            except FileNotFoundError:
+                raise UsageError(
+                    f"{run} has no {EVENTS_FILE}, which runs of earlier versions did not write: "
+                    "resumed by this one, it has one from then on"
+                ) from None
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UsageError(f"{run / EVENTS_FILE} cannot be read: {error}") from None
         picture = given.picture or given.runs[0] / _PICTURE
         try:
             draw(accounts, picture)
@@ -336,10 +323,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     if given.json:
-        values = [as_values(name, each, suggest(each)) for name, each in accounts.items()]
-        print(json.dumps(values, indent=2))
+        print(json.dumps([as_values(*each) for each in accounts.items()], indent=2))
     else:
-        print("\n\n".join(table(n, each, suggest(each)) for n, each in accounts.items()))
+        print("\n\n".join(table(*each) for each in accounts.items()))
         print(f"\npicture: {picture}")
     return 0
 

@@ -12,7 +12,7 @@ import sys
 from unittest import mock
 
 import run_vit_training
-from tools.compile_only import command, compiler, hlo
+from tools.compile_only import compiler, hlo
 
 
 def whole_tokens(text: str, tokens: int) -> list[str]:
@@ -38,7 +38,7 @@ def main() -> None:
         found.append(whole_tokens(compiled.hlo, int(tokens)))
         return compiled
 
-    with mock.patch.object(command, "compile_graph", watched):
+    with mock.patch.object(compiler, "compile_graph", watched):
         code = run_vit_training.main(["--compile_only", *flags])
     print(json.dumps(found))
     sys.exit(code)

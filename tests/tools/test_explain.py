@@ -8,7 +8,7 @@ from tests.cli import TINY_MODEL, run_program
 from tests.tools.test_expected_step import GATHERED, GROUP, LINKS, MILLISECOND, exactly
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import BY_KIND, UNKNOWN, explain, explained_table, shares
-from tools.compile_only.hlo import Instruction, product_flops
+from tools.compile_only.hlo import Instruction, products_of
 from tools.compile_only.names import Scope, scope_in
 from xla_fsdp.tpu import parse_topology
 
@@ -45,10 +45,12 @@ from xla_fsdp.tpu import parse_topology
     ],
 )
 def test_products_are_counted_as_they_are_multiplied(left, right, result, how, flops):
-    shapes = {"a": f"bf16{left}".replace(" ", ""), "b": f"bf16{right}".replace(" ", "")}
-    shape = f"bf16{result} ".replace(", ", ",")
-    each = Instruction("c", "convolution", shape, f"{shape}convolution(%a, %b), {how}")
-    assert product_flops(each, shapes) == 2 * flops
+    shapes = (f"bf16{sizes} ".replace(", ", ",") for sizes in (left, right, result))
+    *operands, each = (
+        Instruction("c", "convolution", shape, f"{shape}(), {how}") for shape in shapes
+    )
+    each.operands = operands
+    assert products_of(each) == [(2 * flops, each)]
 
 
 def named(name: str) -> str:

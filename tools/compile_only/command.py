@@ -12,13 +12,7 @@ from pathlib import Path
 
 from data.files import no_link
 from models import timm_private
-from tools.compile_only.compiler import (
-    Compiled,
-    as_stablehlo,
-    check_installed,
-    compile_graph,
-    merge_same_graphs,
-)
+from tools.compile_only import compiler
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import draw, explain, explained_json, explained_table
 from tools.compile_only.graphs import Result, Step, local_bytes
@@ -42,14 +36,14 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
 
     Raises UsageError.
     """
-    libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds to them
+    libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds its own
     if not own.tpu_topology:
         raise UsageError(f"--compile_only requires --tpu_topology. Known, for example: {KNOWN}")
     if "," in own.tpu_topology:
         raise UsageError(
             f"--compile_only takes one slice, not {own.tpu_topology}: --plan takes several"
         )
-    check_installed()
+    compiler.check_installed()
     used = (torch_xla_private, jax_private, timm_private)
     warn_of_others(*(each.WRITTEN_FOR for each in used))
     topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
@@ -61,7 +55,14 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
             "--compile_only with a broken graph requires --grad_ckpt full: of activations that are "
             "saved, PyTorch does not show all"
         )
-    hlo_dir = _make_folder(own.hlo_dir) if own.hlo_dir is not None else None
+    hlo_dir = Path(own.hlo_dir) if own.hlo_dir is not None else None
+    if hlo_dir:  # made now, before minutes of compilation
+        try:
+            hlo_dir.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise UsageError(f"--hlo_dir {own.hlo_dir} is a file, not a folder") from None
+        except OSError as error:
+            raise UsageError(f"--hlo_dir {own.hlo_dir} cannot be made: {error.strerror}") from None
 
     # Trace.
     parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
@@ -70,7 +71,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     start = time.perf_counter()
     step = trace_step(run, named=own.explain)
     if own.explain:
-        step = merge_same_graphs(step)
+        step = compiler.merge_same_graphs(step)
     trace_s = time.perf_counter() - start
 
     # Compile.
@@ -105,26 +106,13 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     if own.explain and all(hlo for hlo, _ in modules):
         costs = [cost for hlo, runs in modules for cost in explain(hlo, links, runs)]
     if config.use.json:
-        explained = {"explained": explained_json(costs)} if costs else {}
-        print(json.dumps(report.as_json() | explained))
+        print(json.dumps(report | ({"explained": explained_json(costs)} if costs else {})))
     else:
         print("\n\n".join([as_table(report), *([explained_table(costs)] if costs else [])]))
     if costs and hlo_dir:
         draw(costs, report, hlo_dir / "explain.png")
         _log(f"drew {hlo_dir / 'explain.png'}")
-    return 0 if report.fits else DOES_NOT_FIT
-
-
-def _make_folder(name: str) -> Path:
-    """Make the folder of ``--hlo_dir`` now, before minutes of compilation. Raises UsageError."""
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise UsageError(f"--hlo_dir {name} is a file, not a folder") from None
-    except OSError as error:
-        raise UsageError(f"--hlo_dir {name} cannot be made: {error.strerror}") from None
-    return folder
+    return 0 if report["fits"] else DOES_NOT_FIT
 
 
 def _compile_graphs(step: Step, links: Links, variables: dict[str, str]) -> list[CompiledGraph]:
@@ -132,36 +120,32 @@ def _compile_graphs(step: Step, links: Links, variables: dict[str, str]) -> list
 
     ``variables`` are those of the environment that libtpu is to start with.
     """
-    compiled: dict[bytes, Compiled] = {}
+    topology, distinct, libtpu = links.topology, step.distinct(), version("libtpu")
+    compiled: dict[bytes, compiler.Compiled] = {}
 
     def shardings(result: Result) -> str | None:
         found = compiled.get(step.graphs[result.graph].hlo)
         return found.result_shardings[result.number] if found and found.fits else None
 
-    topology, distinct = links.topology, step.distinct()
-    libtpu = version("libtpu")
-    flops = {}
     for number, (graph, *_) in enumerate(distinct, 1):
-        of_one = count_flops(as_stablehlo(graph), topology.chip.int8_speedup)
-        flops[graph.hlo] = of_one * step.replicas
-        if not all(each.fits for each in compiled.values()):
-            continue  # the shardings of its arguments are not known
         which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
         _log(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
         known = graph.resolve(shardings)
-        compiled[graph.hlo] = compile_graph(
+        compiled[graph.hlo] = compiler.compile_graph(
             known, step.replicas, topology, links.by_host, variables
         )
+        if not compiled[graph.hlo].fits:
+            break  # the shardings of the next one's arguments are not known
     graphs = []
     for same in distinct:
-        found = compiled.get(same[0].hlo)
-        traffic = expected = None
+        found, traffic, expected = compiled.get(same[0].hlo), None, None
         if found and found.fits:
             traffic = measure(found.hlo, topology.devices, topology.slices)
             expected = expect(found.hlo, links)
+        flops = count_flops(compiler.as_stablehlo(same[0]), topology.chip.int8_speedup)
+        flops *= step.replicas
         resident = max(local_bytes(graph.resident, shardings) for graph in same)
-        of_all = flops[same[0].hlo]
-        graphs.append(CompiledGraph(len(same), found, traffic, expected, of_all, resident))
+        graphs.append(CompiledGraph(len(same), found, traffic, expected, flops, resident))
     return graphs
 
 

@@ -27,19 +27,8 @@ from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from tools.compile_only.hlo import (
-    Computations,
-    Instruction,
-    channel_of,
-    collectives_of,
-    dma_bytes,
-    group_of,
-    instruction_bytes,
-    parse_module,
-    received_bytes,
-    received_from_slices,
-    scheduled_by,
-)
+from tools.compile_only import hlo
+from tools.compile_only.hlo import Instruction
 from xla_fsdp.tpu import Chip, Topology
 
 # -- which of a chip's links to its neighbours a collective uses: how fast it can be at best ------
@@ -115,7 +104,7 @@ _UNKNOWN = 2**60
 """From here on an estimate stands for "unknown"; libtpu writes 2**63 - 1."""
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 _COLLECTIVE_DONE = re.compile(r"(?:all|collective|reduce)-[a-z\-]+-done$")
-_COPY = re.compile(r"(?:copy|slice|dynamic-slice|dynamic-update-slice|async)-(start|done)$")
+_COPY = re.compile(r"(?:copy|slice|dynamic-slice|dynamic-update-slice|async)-(?:start|done)$")
 _ON_HOST = "S(5)"
 """In the layout of an array in the host's memory."""
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]+"')
@@ -158,7 +147,6 @@ class TimedInstruction:
     """An instruction of the schedule, and the time that it takes."""
 
     instruction: Instruction
-    computation: str
     runs: int
     """How often it runs in one execution of the module."""
     each: Expected
@@ -176,24 +164,22 @@ class _Move:
     is_async: bool = True
 
 
-def expect(hlo: str, links: Links) -> Expected:
+def expect(text: str, links: Links) -> Expected:
     """Return the time of a scheduled TPU module, given as text, on a slice with these links."""
+    computations, entry = hlo.parse_module(text)
     total = Expected()
-    for timed in walk(*parse_module(hlo), links):
+    for timed in walk(computations[entry], links):
         total = total.plus(timed.each, timed.runs)
     return total
 
 
-def walk(computations: Computations, name: str, links: Links) -> list[TimedInstruction]:
+def walk(instructions: list[Instruction], links: Links) -> list[TimedInstruction]:
     """Return the instructions that a computation runs, and the time of each.
 
     They are in the order of the text but for loops, whose body comes before them; a loop of n
     rounds has one entry for each of its instructions. No move outlives the computation.
     """
-    instructions = computations[name]
-    named = {each.name: each for each in instructions}
-    shapes = {each.name: each.shape for each in instructions}
-    moves = [_moves_of(each, named, computations, links) for each in instructions]
+    moves = [_moves_of(each, links) for each in instructions]
     last_use = {key: place for place, found in enumerate(moves) for key in found}
     timed: list[TimedInstruction] = []
     now, free_at, arrives_at = 0.0, defaultdict[str, float](float), dict[str, float]()
@@ -204,11 +190,11 @@ def walk(computations: Computations, name: str, links: Links) -> list[TimedInstr
                 free_at[move.queue] = max(now, free_at[move.queue]) + move.seconds
                 arrives_at[key] = free_at[move.queue]
                 started |= {key} if move.is_async else set()
-        own = _own_time(each, shapes, links.topology.chip)
-        for called, rounds in scheduled_by(each, computations):
-            inner = walk(computations, called, links)
-            now += rounds * sum(part.runs * part.each.seconds for part in inner)
-            timed += [replace(part, runs=rounds * part.runs) for part in inner]
+        own = _own_time(each, links.topology.chip)
+        for called in each.scheduled:
+            inner = walk(called, links)
+            now += each.rounds * sum(part.runs * part.each.seconds for part in inner)
+            timed += [replace(part, runs=each.rounds * part.runs) for part in inner]
         needed = [
             (move.queue, arrives_at.get(key, 0.0))
             for key, move in moves[place].items()
@@ -220,58 +206,47 @@ def walk(computations: Computations, name: str, links: Links) -> list[TimedInstr
             waited = max(moment - now - own.seconds, 0.0)
             own = replace(own, **{queue: getattr(own, queue) + waited})
         now += own.seconds
-        timed.append(TimedInstruction(each, name, 1, own))
+        timed.append(TimedInstruction(each, 1, own))
     return timed
 
 
-def _moves_of(
-    each: Instruction, named: dict[str, Instruction], computations: Computations, links: Links
-) -> dict[str, _Move]:
+def _moves_of(each: Instruction, links: Links) -> dict[str, _Move]:
     """Return what an instruction starts, carries on, or waits for, by a key.
 
     All instructions of one move give it the same key.
     """
     topology, chip = links.topology, links.topology.chip
-    seconds: float | None
+    seconds: float | None = None
+    start = each.operands[0] if each.opcode.endswith("-done") and each.operands else each
     if each.opcode.removesuffix("-done") in ("send", "recv"):  # a transfer between slices
-        start = named.get(_started_by(each), each) if each.opcode.endswith("-done") else each
         rendezvous = _RENDEZVOUS.search(start.text)
         if rendezvous:
-            size = received_from_slices(each, topology.slices) if each.opcode == "send" else None
-            seconds = None if size is None else size / chip.dcn_bandwidth
+            if each.opcode == "send":
+                seconds = hlo.received_from_slices(each, topology.slices) / chip.dcn_bandwidth
             return {rendezvous[0]: _Move("dcn_s", seconds)}
-    copy = _COPY.match(each.opcode)
-    if copy:
-        start = each if copy[1] == "start" else named[_started_by(each)]
+    if _COPY.match(each.opcode):
         on_host = _ON_HOST in start.shape
-        bandwidth = chip.host_bandwidth if on_host else chip.hbm_bandwidth
-        seconds = dma_bytes(start) / bandwidth if start is each else None
+        if start is each:
+            bandwidth = chip.host_bandwidth if on_host else chip.hbm_bandwidth
+            seconds = hlo.dma_bytes(start) / bandwidth
         return {start.name: _Move("host_s" if on_host else "dma_s", seconds)}
     if _COLLECTIVE_DONE.match(each.opcode):
-        return {_started_by(each): _Move("waiting_s", None)}
+        return {start.name: _Move("waiting_s", None)}
     found = {}
-    for collective, is_async, _ in collectives_of(each, computations):
+    for collective, is_async, _ in hlo.collectives_of(each):
         starts = each.opcode.endswith("-start")
-        key = each.name if starts else channel_of(collective) or each.name
-        received = received_bytes(collective, topology.slice_chips)
-        if collective.opcode.endswith("-done"):
-            seconds = None
-        elif collective.opcode.startswith("collective-permute"):
+        key = each.name if starts else hlo.channel_of(collective) or each.name
+        received = hlo.received_bytes(collective, topology.slice_chips)
+        if collective.opcode.startswith("collective-permute"):
             seconds = received / chip.link_bandwidth
         else:
-            bandwidth = links.bandwidth(group_of(collective, topology.slice_chips))
+            bandwidth = links.bandwidth(hlo.group_of(collective, topology.slice_chips))
             seconds = received / bandwidth if received else 0.0
         found[key] = _Move("waiting_s", seconds, is_async)
     return found
 
 
-def _started_by(done: Instruction) -> str:
-    start = re.search(r"-done\(%([\w.\-]+)", done.text)
-    assert start, done.text
-    return start[1]
-
-
-def _own_time(each: Instruction, shapes: dict[str, str], chip: Chip) -> Expected:
+def _own_time(each: Instruction, chip: Chip) -> Expected:
     """Return the time of an instruction itself, without what it waits for."""
     is_kernel = each.opcode == "custom-call" and _KERNEL in each.text
     cycles = _CYCLES.search(each.text)
@@ -279,7 +254,7 @@ def _own_time(each: Instruction, shapes: dict[str, str], chip: Chip) -> Expected
         return Expected()
     if not is_kernel and cycles and int(cycles[1]) < _UNKNOWN:
         return Expected(cycles_s=int(cycles[1]) / chip.clock_hz)
-    moved = instruction_bytes(each, shapes)
+    moved = hlo.instruction_bytes(each)
     if not is_kernel:
         return Expected(moved / chip.hbm_bandwidth, unknown=1)
     # A kernel takes the longest of its cycles, its FLOPs and its bytes; without an estimate of

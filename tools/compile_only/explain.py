@@ -15,17 +15,13 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 
-from tools.compile_only.expected import Links, TimedInstruction, walk
+from tools.compile_only.expected import Links, walk
 from tools.compile_only.hlo import (
-    Computations,
     Instruction,
     array_bytes,
-    called_by,
-    flops_inside,
     instruction_bytes,
-    operands_of,
     parse_module,
-    product_flops,
+    products_of,
 )
 from tools.compile_only.names import OPTIMIZER, Scope, scope_in
 from tools.compile_only.report import Report
@@ -87,16 +83,13 @@ class Cost:
 def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
     """Return what each instruction costs of a scheduled module that a step runs ``times`` times."""
     computations, entry = parse_module(hlo)
-    timed = walk(computations, entry, links)
     chip = links.topology.chip
-    named = {name: {each.name: each for each in computations[name]} for name in computations}
-    shapes = {
-        name: {each.name: each.shape for each in inside} for name, inside in computations.items()
-    }
     costs: list[Cost] = []
-    for part in timed:
+    for part in walk(computations[entry], links):
         each, runs = part.instruction, part.runs * times
-        scope = _scope_of(each, named[part.computation], computations)
+        # Without a scope of its own: that of an operand, or of what uses the result.
+        scopes = map(_own_scope, (each, *each.operands, *each.users))
+        scope = next(filter(None, scopes), UNKNOWN)
         for field, kind in _WAITS.items():
             seconds = runs * getattr(part.each, field)
             if seconds:
@@ -104,12 +97,10 @@ def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
         own = part.each.cycles_s + part.each.kernels_s
         if not own:
             continue
-        given = shapes[part.computation]
-        flops = product_flops(each, given, chip.int8_speedup)
-        flops += sum(f for f, _ in flops_inside(each, computations, chip.int8_speedup))
-        kind = _kind(part, flops, scope, computations)
+        flops = sum(flops for flops, _ in products_of(each, chip.int8_speedup))
         of_products = flops / chip.peak_flops / own
-        of_bytes = instruction_bytes(each, given) / chip.hbm_bandwidth / own
+        of_bytes = instruction_bytes(each) / chip.hbm_bandwidth / own
+        kind = "kernel" if part.each.kernels_s else _kind(each, flops, scope)
         if kind == "layout copy":
             bound = "layout"
         elif max(of_products, of_bytes) < _NEARLY:
@@ -121,61 +112,36 @@ def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
     return costs
 
 
-def _kind(part: TimedInstruction, flops: float, scope: Scope, computations: Computations) -> str:
-    each = part.instruction
-    if part.each.kernels_s:
-        return "kernel"
+def _kind(each: Instruction, flops: float, scope: Scope) -> str:
     if flops:
         return "product"
     if scope.module == OPTIMIZER:
         return "optimizer"
-    inside = [inner for name in called_by(each) for inner in computations.get(name, [])]
-    opcodes = {inner.opcode for inner in inside} if each.opcode == "fusion" else {each.opcode}
+    opcodes = {inner.opcode for inner in each.inside or [each]}
     if opcodes <= _MOVING and opcodes & {"copy", "transpose"}:
         return "layout copy"
     return "softmax" if scope.module.rpartition(".")[2] == "attn" else "elementwise, norm"
 
 
-def _scope_of(
-    each: Instruction, named: dict[str, Instruction], computations: Computations
-) -> Scope:
-    """Return an instruction's own scope, or else that of an operand or of what uses its result.
-
-    ``named`` are the instructions of its computation.
-    """
-    own = _own_scope(each, computations)
-    if own:
-        return own
-    near = [named[name] for name in operands_of(each) if name in named]
-    near += [user for user in named.values() if each.name in operands_of(user)]
-    scopes = (_own_scope(other, computations) for other in near)
-    return next((scope for scope in scopes if scope), UNKNOWN)
-
-
-def _own_scope(each: Instruction, computations: Computations) -> Scope | None:
+def _own_scope(each: Instruction) -> Scope | None:
     """Return the scope of its costliest product, or else of most of what it computes."""
     if each.opcode != "fusion":
         return scope_in(each.text)
-    products = flops_inside(each, computations)
-    for _, inner in sorted(products, key=lambda pair: -pair[0]):
-        found = scope_in(inner.text)
-        if found:
+    for _, product in sorted(products_of(each), key=lambda pair: -pair[0]):
+        if found := scope_in(product.text):
             return found
     sizes = defaultdict[Scope, float](float)
-    for name in called_by(each):
-        for inner in computations.get(name, []):
-            found = scope_in(inner.text)
-            if found and inner.opcode not in ("parameter", "constant", "broadcast"):
-                sizes[found] += array_bytes(inner.shape)
+    for inner in each.inside:
+        found = scope_in(inner.text)
+        if found and inner.opcode not in ("parameter", "constant", "broadcast"):
+            sizes[found] += array_bytes(inner.shape)
     # A module that another one is inside of is less exact than that one.
     innermost = {
         scope: size
         for scope, size in sizes.items()
         if not any(other.module.startswith(scope.module + ".") for other in sizes)
     }
-    if innermost:
-        return max(innermost, key=lambda scope: innermost[scope])
-    return scope_in(each.text)
+    return max(innermost, key=innermost.__getitem__) if innermost else scope_in(each.text)
 
 
 def shares(costs: Iterable[Cost], by: str) -> dict[str, float]:
@@ -267,7 +233,7 @@ def draw(costs: list[Cost], report: Report, path: Path) -> None:
     axis.margins(x=0.1)
     axis.set_xlabel("ms a step on each device, by the compiler's cycles")
     axis.set_title(
-        f"{report.parameters:,} parameters, batch {report.batch_size}, {report.topology}: "
+        f"{report['parameters']:,} parameters, batch {report['batch_size']}, {report['topology']}: "
         f"{total * 1e3:.4g} ms a step"
     )
     axis.legend(loc="lower right", fontsize=8)

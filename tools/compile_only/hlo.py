@@ -17,32 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from xla_fsdp.jax_private import (
-    contracted_dimensions,
-    first_integer,
-    is_int8,
-    kernel_output_dimension,
-    shape_of,
-)
+from xla_fsdp import jax_private
 
 # -- a compiled module as text ---------------------------------------------------------
 
-_ITEM_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "f8e4m3fn": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-}
+_ITEM_BYTES = (
+    dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn"), 1)
+    | dict.fromkeys(("bf16", "f16", "s16", "u16"), 2)
+    | dict.fromkeys(("s32", "u32", "f32"), 4)
+    | dict.fromkeys(("s64", "u64", "f64"), 8)
+)
 _ARRAY = re.compile(r"\b(" + "|".join(_ITEM_BYTES) + r")\[([\d,]*)\]((?:\{[^}]*\})?)")
 """Dtype, sizes and layout."""
 _NOT_IN_HBM = re.compile(r"S\([1-9]")
@@ -53,21 +37,39 @@ _OPCODE = re.compile(r"(?:^|[\s)}])([a-z][a-z\-]*)\(")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%([\w.\-]+)")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Instruction:
+    """An instruction, with those that it takes values from and gives its own to."""
+
     name: str
     opcode: str
     shape: str
     text: str
+    """All that follows the name."""
+    operands: list[Instruction] = field(default_factory=list, repr=False)
+    users: list[Instruction] = field(default_factory=list, repr=False)
+    called: list[list[Instruction]] = field(default_factory=list, repr=False)
+    """The computations that it names: a loop's body, a function, the inside of a fusion."""
+    rounds: int = 1
+    """Of a loop."""
+
+    @property
+    def scheduled(self) -> list[list[Instruction]]:
+        """The computations that it runs one after the other; the inside of a fusion is not one."""
+        return self.called if self.opcode in ("while", "call", "conditional") else []
+
+    @property
+    def inside(self) -> list[Instruction]:
+        """The instructions that a fusion is made of; none of any other instruction."""
+        return [each for part in self.called for each in part] if self.opcode == "fusion" else []
 
 
-Computations = dict[str, list[Instruction]]
-"""Instructions in the order in which they run, by the name of their computation."""
+def parse_module(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
+    """Return the instructions of each computation by its name, and the name of the entry.
 
-
-def parse_module(hlo: str) -> tuple[Computations, str]:
-    """Return the instructions of each computation by its name, and the name of the entry."""
-    computations: Computations = {}
+    They are in the order in which they run.
+    """
+    computations: dict[str, list[Instruction]] = {}
     entry = current = ""
     for line in hlo.splitlines():
         head = _HEAD.match(line)
@@ -77,43 +79,28 @@ def parse_module(hlo: str) -> tuple[Computations, str]:
             entry = current if head[1] else entry
             continue
         found = _LINE.match(line)
-        if not found or not current:
-            continue
-        text = found[2]
-        opcode = _OPCODE.search(text)
-        if opcode:
-            shape = text[: opcode.start(1)]
-            computations[current].append(Instruction(found[1], opcode[1], shape, text))
+        opcode = _OPCODE.search(found[2]) if found and current else None
+        if found and opcode:
+            shape = found[2][: opcode.start(1)]
+            computations[current].append(Instruction(found[1], opcode[1], shape, found[2]))
+
+    for instructions in computations.values():
+        named = {each.name: each for each in instructions}
+        for each in instructions:
+            operands = each.text[len(each.shape) :].partition("), ")[0]
+            names = re.findall(r"%([\w.\-]+)", operands)
+            each.operands = [named[name] for name in names if name in named]
+            for operand in each.operands:
+                operand.users.append(each)
+            names = _CALLED.findall(each.text)
+            each.called = [computations[name] for name in names if name in computations]
+            condition = re.search(r"condition=%([\w.\-]+)", each.text)
+            if condition and each.opcode == "while":
+                # The counter is compared with a constant; loops here start at 0 and add 1.
+                texts = (inner.text for inner in computations[condition[1]])
+                bounds = re.findall(r"constant\((\d+)\)", "\n".join(texts))
+                each.rounds = max(map(int, bounds), default=1)
     return computations, entry
-
-
-def called_by(each: Instruction) -> list[str]:
-    """Return the computations that an instruction calls, among them that inside a fusion."""
-    return _CALLED.findall(each.text)
-
-
-def scheduled_by(each: Instruction, computations: Computations) -> list[tuple[str, int]]:
-    """Return the computations that an instruction runs one after the other, and how often each.
-
-    They are the body of a loop, or what is called; the computation inside a fusion is not one.
-    """
-    if each.opcode == "while":
-        match = re.search(r"condition=%([\w.\-]+), body=%([\w.\-]+)", each.text)
-        assert match, each.text
-        # The counter is compared with a constant; loops here start at 0 and add 1.
-        condition = "\n".join(inner.text for inner in computations[match[1]])
-        bounds = [int(bound) for bound in re.findall(r"constant\((\d+)\)", condition)]
-        return [(match[2], max(bounds, default=1))]
-    if each.opcode in ("call", "conditional"):
-        return [(called, 1) for called in called_by(each)]
-    return []
-
-
-def operands_of(each: Instruction) -> list[str]:
-    """Return the names of an instruction's operands."""
-    operands = each.text[len(each.shape) :]
-    operands = operands[: operands.find("), ")] if "), " in operands else operands
-    return re.findall(r"%([\w.\-]+)", operands)
 
 
 def types_of(text: str) -> list[tuple[str, list[int]]]:
@@ -136,17 +123,8 @@ def array_bytes(shape: str, *, only_hbm: bool = False, but: Set[str] = frozenset
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "while",
-    "call",
-    "conditional",
-    "after-all",
-    "partition-id",
-    "replica-id",
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"),
+    *("conditional", "after-all", "partition-id", "replica-id"),
 }
 """Opcodes that move no bytes themselves."""
 _BYTES_OF_KERNEL = re.compile(r'"custom_call_config":.*"bytes_accessed":"?(\d+)')
@@ -184,51 +162,45 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
     """
     computations, entry = parse_module(hlo)
     traffic, seen = Traffic(), set[str]()
-    for name, runs in _schedule(computations, entry):
-        instructions = computations[name]
-        shapes = {each.name: each.shape for each in instructions}
-        for each in instructions:
-            collectives = collectives_of(each, computations)
-            if each.opcode not in _FREE and not each.opcode.endswith("-done"):
-                in_pieces = {buffer for *_, buffers in collectives for buffer in buffers}
-                traffic.hbm_bytes += runs * instruction_bytes(each, shapes, in_pieces)
-            if "_xla_megascale_transfer_type" in each.text and each.opcode == "send":
-                traffic.dcn_bytes += runs * received_from_slices(each, slices)
-            for found, is_async, buffers in collectives:
-                key = channel_of(found) or f"{name}/{found.name}"
-                if key in seen:  # one collective in pieces, among several fusions
-                    continue
-                seen.add(key)
-                traffic.hbm_bytes += runs * sum(map(array_bytes, buffers))
-                kind = found.opcode.removesuffix("-start")
-                traffic.collectives[kind] += runs
-                traffic.asynchronous[kind] += runs if is_async else 0
-                traffic.collective_bytes[kind] += runs * received_bytes(found, devices // slices)
+    for each, runs in _schedule(computations[entry]):
+        collectives = collectives_of(each)
+        if each.opcode not in _FREE and not each.opcode.endswith("-done"):
+            in_pieces = {buffer for *_, buffers in collectives for buffer in buffers}
+            traffic.hbm_bytes += runs * instruction_bytes(each, in_pieces)
+        if "_xla_megascale_transfer_type" in each.text and each.opcode == "send":
+            traffic.dcn_bytes += runs * received_from_slices(each, slices)
+        for found, is_async, buffers in collectives:
+            key = channel_of(found) or found.name
+            if key in seen:  # one collective in pieces, among several fusions
+                continue
+            seen.add(key)
+            traffic.hbm_bytes += runs * sum(map(array_bytes, buffers))
+            kind = found.opcode.removesuffix("-start")
+            traffic.collectives[kind] += runs
+            traffic.asynchronous[kind] += runs if is_async else 0
+            traffic.collective_bytes[kind] += runs * received_bytes(found, devices // slices)
     return traffic
 
 
-def _schedule(computations: Computations, name: str, times: int = 1) -> Iterator[tuple[str, int]]:
-    """Yield every computation of the schedule, not those inside fusions, and how often it runs."""
-    yield name, times
-    for each in computations[name]:
-        for called, rounds in scheduled_by(each, computations):
-            yield from _schedule(computations, called, times * rounds)
+def _schedule(computation: list[Instruction], times: int = 1) -> Iterator[tuple[Instruction, int]]:
+    """Yield every instruction of the schedule, and how often it runs."""
+    yield from ((each, times) for each in computation)
+    for each in computation:
+        for called in each.scheduled:
+            yield from _schedule(called, times * each.rounds)
 
 
-def instruction_bytes(
-    each: Instruction, shapes: dict[str, str], but: Set[str] = frozenset()
-) -> float:
-    """Return the bytes that an instruction reads and writes in HBM; ``shapes`` are by name.
+def instruction_bytes(each: Instruction, but: Set[str] = frozenset()) -> float:
+    """Return the bytes that an instruction reads and writes in HBM.
 
     Buffers of the types ``but`` are left out.
     """
-    names = operands_of(each)
     if "dynamic-update-slice" in each.name:  # in place: the slice, not the whole
-        sizes = sorted(array_bytes(shapes.get(name, ""), only_hbm=True) for name in names)
+        sizes = sorted(array_bytes(operand.shape, only_hbm=True) for operand in each.operands)
         return 2 * sum(sizes[:-1])
     if "dynamic-slice" in each.name or each.opcode == "dynamic-slice":
         return 2 * array_bytes(each.shape, only_hbm=True)
-    moved = [each.shape, *(shapes.get(name, "") for name in names)]
+    moved = [each.shape, *(operand.shape for operand in each.operands)]
     in_hbm = sum(array_bytes(shape, only_hbm=True, but=but) for shape in moved)
     of_kernel = _BYTES_OF_KERNEL.search(each.text)
     if of_kernel and in_hbm:  # a Pallas kernel reads some of its operands more than once
@@ -236,9 +208,7 @@ def instruction_bytes(
     return in_hbm
 
 
-def collectives_of(
-    each: Instruction, computations: Computations
-) -> list[tuple[Instruction, bool, list[str]]]:
+def collectives_of(each: Instruction) -> list[tuple[Instruction, bool, list[str]]]:
     """Return the collectives in an instruction, and whether each runs beside something else.
 
     For one that a fusion carries a piece of, the third value holds the types of what the whole of
@@ -246,28 +216,19 @@ def collectives_of(
     """
     if each.opcode.removesuffix("-start") in _COLLECTIVES:
         return [(each, each.opcode.endswith("-start"), [])]
-    if each.opcode != "fusion":
-        return []
     found: list[tuple[Instruction, bool, list[str]]] = []
-    for called in called_by(each):
-        inside = computations.get(called, [])
-        for inner in inside:
-            if inner.opcode.removesuffix("-start") not in _COLLECTIVES:
-                continue
-            if called.startswith("all-reduce-scatter"):  # its input is the shape
-                inner = replace(inner, opcode="reduce-scatter", shape=each.shape)
-            in_pieces = "chain_id" in inner.text
-            buffers: list[str] = []
-            if in_pieces:
-                operand = re.search(r"\(%([\w.\-]+)", inner.text)
-                assert operand, inner.text
-                (read,) = (other.shape for other in inside if other.name == operand[1])
-                # Without the layout: where a buffer is may differ from piece to piece.
-                buffers = [
-                    "".join(f"{dtype}[{sizes}]" for dtype, sizes, _ in _ARRAY.findall(shape))
-                    for shape in (read, inner.shape)
-                ]
-            found.append((inner, in_pieces or "async" in each.name, buffers))
+    for inner in each.inside:
+        if inner.opcode.removesuffix("-start") not in _COLLECTIVES:
+            continue
+        if "calls=%all-reduce-scatter" in each.text:  # its input is the shape
+            inner = replace(inner, opcode="reduce-scatter", shape=each.shape)
+        in_pieces = "chain_id" in inner.text
+        # Without the layout: where a buffer is may differ from piece to piece.
+        buffers = [
+            "".join(f"{dtype}[{sizes}]" for dtype, sizes, _ in _ARRAY.findall(shape))
+            for shape in ([inner.operands[0].shape, inner.shape] if in_pieces else [])
+        ]
+        found.append((inner, in_pieces or "async" in each.name, buffers))
     return found
 
 
@@ -341,30 +302,29 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
-def product_flops(each: Instruction, shapes: dict[str, str], int8_speedup: int = 1) -> float:
-    """Return the operations of one product, two a multiply-add; 0 if it is none.
+def products_of(each: Instruction, int8_speedup: int = 1) -> list[tuple[float, Instruction]]:
+    """Return the products that an instruction is or, as a fusion, holds at whatever depth.
 
-    ``shapes`` are those of its computation's instructions, by name. Of int8 numbers,
-    ``int8_speedup`` operations count as one.
+    With each its operations, two a multiply-add; of int8 numbers, ``int8_speedup`` count as one.
     """
     if each.opcode not in ("dot", "convolution"):
-        return 0.0
-    (dtype, left), (_, right) = (types_of(shapes[name])[0] for name in operands_of(each)[:2])
+        return [found for inner in each.inside for found in products_of(inner, int8_speedup)]
+    (dtype, left), (_, right) = (types_of(operand.shape)[0] for operand in each.operands[:2])
     result = types_of(each.shape)[0][1]
-    speedup = int8_speedup if dtype == "s8" else 1
     if each.opcode == "dot":
         contracted = _CONTRACTED.search(each.text)
         places = contracted[1].split(",") if contracted and contracted[1] else []
-        return 2.0 * math.prod(result) * math.prod(left[int(place)] for place in places) / speedup
-    labels = _LABELS.search(each.text)
-    assert labels, each.text
-    of_left, of_right, of_result = labels.groups()
-    total = 2.0 * result[of_result.index("b")] * result[of_result.index("f")]
-    total *= right[of_right.index("i")]
-    for dimension in sorted(filter(str.isdigit, of_result)):
-        sizes = left[of_left.index(dimension)], result[of_result.index(dimension)]
-        total *= _valid_places(each.text, int(dimension), *sizes)
-    return total / speedup
+        flops = 2.0 * math.prod(result) * math.prod(left[int(place)] for place in places)
+    else:
+        labels = _LABELS.search(each.text)
+        assert labels, each.text
+        of_left, of_right, of_result = labels.groups()
+        flops = 2.0 * result[of_result.index("b")] * result[of_result.index("f")]
+        flops *= right[of_right.index("i")]
+        for dimension in sorted(filter(str.isdigit, of_result)):
+            sizes = left[of_left.index(dimension)], result[of_result.index(dimension)]
+            flops *= _valid_places(each.text, int(dimension), *sizes)
+    return [(flops / (int8_speedup if dtype == "s8" else 1), each)]
 
 
 def _valid_places(text: str, dimension: int, inputs: int, results: int) -> int:
@@ -382,22 +342,6 @@ def _valid_places(text: str, dimension: int, inputs: int, results: int) -> int:
     return int(inside.sum())
 
 
-def flops_inside(
-    each: Instruction, computations: Computations, int8_speedup: int = 1
-) -> list[tuple[float, Instruction]]:
-    """Return the products in a fusion, of whatever depth, and the operations of each."""
-    if each.opcode != "fusion":
-        return []
-    found = []
-    for called in called_by(each):
-        inside = computations.get(called, [])
-        shapes = {inner.name: inner.shape for inner in inside}
-        for inner in inside:
-            flops = product_flops(inner, shapes, int8_speedup)
-            found += [(flops, inner)] if flops else flops_inside(inner, computations, int8_speedup)
-    return found
-
-
 # -- FLOPs of the products in a StableHLO module ----------------------------------------
 
 
@@ -407,33 +351,34 @@ def count_flops(module: Any, int8_speedup: int = 1) -> float:
     Recomputation under gradient checkpointing is in the program and so in the count. Of int8
     numbers, ``int8_speedup`` operations count as one.
     """
-    functions = {f.name.value: f for f in module.body.operations}
-    return _flops_of(_body(functions["main"]), functions, int8_speedup)
-
-
-def _body(function: Any) -> Any:
-    return function.regions[0].blocks[0]
+    functions = {f.name.value: f.regions[0].blocks[0] for f in module.body.operations}
+    return _flops_of(functions["main"], functions, int8_speedup)
 
 
 def _flops_of(block: Any, functions: dict[str, Any], int8_speedup: int) -> float:
-    total = 0.0
-    for op in _live(block):
-        if op.name == "stablehlo.dot":
+    shape_of = jax_private.shape_of
+    total, dead = 0.0, set()
+    for operation in reversed(list(block.operations)):
+        op = operation.operation
+        users = [use.owner.operation for result in op.results for use in result.uses]
+        if len(op.results) and all(user in dead for user in users):
+            dead.add(op)  # the compiler drops it, too: for example the gradient of the images
+        elif op.name == "stablehlo.dot":
             total += 2.0 * math.prod(shape_of(op.results[0])) * shape_of(op.operands[0])[-1]
         elif op.name == "stablehlo.dot_general":
             left = shape_of(op.operands[0])
-            contracted = math.prod(left[d] for d in contracted_dimensions(op))
+            contracted = math.prod(left[d] for d in jax_private.contracted_dimensions(op))
             flops = 2.0 * math.prod(shape_of(op.results[0])) * contracted
-            total += flops / (int8_speedup if is_int8(op.operands[0]) else 1)
+            total += flops / (int8_speedup if jax_private.is_int8(op.operands[0]) else 1)
         elif op.name == "stablehlo.convolution":
             kernel = shape_of(op.operands[1])
-            per_output = math.prod(kernel) // kernel[kernel_output_dimension(op)]
+            per_output = math.prod(kernel) // kernel[jax_private.kernel_output_dimension(op)]
             total += 2.0 * math.prod(shape_of(op.results[0])) * per_output
         elif op.name == "stablehlo.custom_call":
             total += _pallas_flops(op)
         elif op.name == "func.call":
             called = functions[op.attributes["callee"].value]
-            total += _flops_of(_body(called), functions, int8_speedup)
+            total += _flops_of(called, functions, int8_speedup)
         elif op.name == "stablehlo.while":
             condition, body = (region.blocks[0] for region in op.regions)
             rounds = _loop_rounds(condition, functions)
@@ -444,23 +389,6 @@ def _flops_of(block: Any, functions: dict[str, Any], int8_speedup: int) -> float
     return total
 
 
-def _live(block: Any) -> list[Any]:
-    """Return the operations whose results are used, the last one first.
-
-    The compiler drops the others, such as the gradient of the images.
-    """
-    live: list[Any] = []
-    dead = set()
-    for operation in reversed(list(block.operations)):
-        op = operation.operation
-        users = [use.owner.operation for result in op.results for use in result.uses]
-        if len(op.results) and all(user in dead for user in users):
-            dead.add(op)
-        else:
-            live.append(op)
-    return live
-
-
 def _pallas_flops(op: Any) -> float:
     """Return the FLOPs that a Pallas kernel's call declares, on all devices together.
 
@@ -469,7 +397,7 @@ def _pallas_flops(op: Any) -> float:
     if op.attributes["call_target_name"].value != "tpu_custom_call":
         return 0.0
     cost = json.loads(op.attributes["backend_config"].value)["custom_call_config"]["cost_estimate"]
-    devices = 1.0
+    devices, shape_of = 1.0, jax_private.shape_of
     part = op.operands[0]
     if getattr(part.owner, "name", "") == "stablehlo.custom_call":  # a shard of a sharded tensor
         devices = math.prod(shape_of(part.owner.operands[0])) / math.prod(shape_of(part))
@@ -482,8 +410,7 @@ def _loop_rounds(condition: Any, functions: dict[str, Any]) -> int:
     for operation in condition.operations:
         op = operation.operation
         if op.name == "stablehlo.constant":
-            bounds.append(first_integer(op))
+            bounds.append(jax_private.first_integer(op))
         elif op.name == "func.call":
-            called = functions[op.attributes["callee"].value]
-            bounds.append(_loop_rounds(_body(called), functions))
+            bounds.append(_loop_rounds(functions[op.attributes["callee"].value], functions))
     return max(bounds)

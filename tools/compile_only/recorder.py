@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,20 +64,7 @@ class Recorder:
         for number, (same, mark) in enumerate(zip(results, graph.results, strict=True)):
             self._replace(same, mark or Result(len(self.graphs), number))
         self.graphs.append(graph)
-        self._given = self._data_of(living)
-
-    @contextlib.contextmanager
-    def seeing_saved_tensors(self) -> Iterator[None]:
-        """Let Python, too, know what autograd saves here for the backward pass.
-
-        Held by C++ alone, it would not be found where the graph breaks.
-        """
-
-        def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
-            yield
+        self._given = self._data_behind(living)
 
     def local_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Return the bytes of these tensors on one device."""
@@ -107,7 +93,7 @@ class Recorder:
             self._data[tensor] = data
         self._given.append(data)
 
-    def _data_of(self, living: list[torch.Tensor]) -> list[_Data]:
+    def _data_behind(self, living: list[torch.Tensor]) -> list[_Data]:
         """Return the data behind these tensors, once each however many of them show it."""
         found = (self._data[each] for each in living if each in self._data)
         return list({id(data): data for data in found}.values())
@@ -122,17 +108,14 @@ class Recorder:
 
         arguments = {number(data): data.value for data in self._given}
         arguments.pop(-1, None)
-        donated = {}
-        for index, tensor in enumerate(results):
-            if tensor in self._data and number(self._data[tensor]) >= 0:
-                donated[number(self._data[tensor])] = index
-        return Graph(
-            hlo=hlo,
-            arguments=arguments,
-            results=tuple(map(self._mark, results)),
-            donated=donated,
-            resident=tuple(data.value for data in self._data_of(living) if number(data) < 0),
-        )
+        donated = {
+            number(self._data[tensor]): index
+            for index, tensor in enumerate(results)
+            if tensor in self._data and number(self._data[tensor]) >= 0
+        }
+        resident = [data.value for data in self._data_behind(living) if number(data) < 0]
+        marks = tuple(map(self._mark, results))
+        return Graph(hlo, arguments, marks, donated, tuple(resident))
 
 
 def _living() -> list[torch.Tensor]:

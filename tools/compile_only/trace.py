@@ -42,11 +42,8 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
     from tools.compile_only import recorder
     from tools.compile_only.names import LOSS, OPTIMIZER, Names
 
-    backend: recorder.TracingBackend
-    if run.own.xla_fsdp == "spmd":
-        backend = recorder.TracingSpmdBackend(run)
-    else:
-        backend = recorder.TracingNestedBackend(run)
+    nested = run.own.xla_fsdp != "spmd"
+    backend = (recorder.TracingNestedBackend if nested else recorder.TracingSpmdBackend)(run)
     sharded = shard_and_optimize(run, backend)
     sharded.train()
     in_loss: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -67,7 +64,13 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
 
     backend.start_recording()
     micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)
-    with backend.recorder.seeing_saved_tensors(), in_loss:
+
+    def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    # What autograd saves for the backward pass passes through Python: held by C++ alone, the
+    # recorder would not find it where the graph breaks.
+    with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is), in_loss:
         loss = forward_backward(sharded, objective, backend, 0, micro_batches)
     with in_optimizer:
         outcome = backend.optimizer_step(optimizer.lr, optimizer.clip_grad_norm, loss)

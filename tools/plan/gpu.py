@@ -13,17 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools.plan.plans import (
-    ALWAYS,
-    Candidate,
-    Hardware,
-    HardwarePlan,
-    Request,
-    combinations,
-    print_plans,
-    read_request,
-    words_of,
-)
+from tools.plan import plans
+from tools.plan.plans import Candidate, HardwarePlan, Request
 from torch_fsdp.config import TorchConfig
 from torch_fsdp.devices import peak_of
 from training.config import RunConfig
@@ -163,8 +154,8 @@ def plan_gpus(config: RunConfig, own: TorchConfig) -> int:
         raise UsageError(
             f"--mesh_tensor {config.sharding.mesh_tensor} requires --backend xla, this is cuda"
         )
-    request = read_request(config, own, [gpu.name for gpu in GPUS])
-    best: dict[Hardware, HardwarePlan] = {}
+    request = plans.read_request(config, own, [gpu.name for gpu in GPUS])
+    best: dict[str, HardwarePlan] = {}
     refusals: list[UsageError] = []
     number_tried = 0
     for gpu, number, chosen in candidates(request.config, own):
@@ -176,14 +167,15 @@ def plan_gpus(config: RunConfig, own: TorchConfig) -> int:
             continue
         known = best.get(plan.hardware)
         is_better = known is None or plan.step_s < known.step_s
-        if plan.fits and plan.hours <= request.most_hours and is_better:
+        fits = plan.peak_bytes <= plan.capacity_bytes
+        if fits and plan.hours <= request.most_hours and is_better:
             best[plan.hardware] = plan
     if refusals and len(refusals) == number_tried:
         raise refusals[-1]
     model = request.model
     what = f"{model.name}, {model.parameter_count:,} parameters, on GPUs (NOT COMPILED)"
     picture = Path(config.planning.plan_dir) / "gpu.png"
-    return print_plans(request, what, list(best.values()), [_NOT_COMPILED], picture)
+    return plans.print_plans(request, what, list(best.values()), [_NOT_COMPILED], picture)
 
 
 def candidates(config: RunConfig, own: TorchConfig) -> Iterator[tuple[Gpu, int, dict[str, Any]]]:
@@ -191,7 +183,7 @@ def candidates(config: RunConfig, own: TorchConfig) -> Iterator[tuple[Gpu, int, 
     most = config.planning.chips_at_most
     for gpu in GPUS:
         for power in range(most.bit_length()):
-            for chosen in combinations(CHOICES, config, own):
+            for chosen in plans.combinations(CHOICES, config, own):
                 if 2**power % chosen["mesh_dcn"] == 0:
                     yield gpu, 2**power, chosen
 
@@ -212,16 +204,14 @@ def _plan(request: Request, gpu: Gpu, number: int, chosen: dict[str, Any]) -> Ha
     if nodes > 1:  # each node has a number of its own
         command += [f"NNODES={nodes}", "NODE_RANK=0", "MASTER_ADDR=node1"]
     command.append("launch/torchrun.sh")
-    command += words_of(config, request.own, without=("backend",), always=ALWAYS)
+    command += plans.words_of(config, request.own, without=("backend",), always=plans.ALWAYS)
     return HardwarePlan(
         request=request,
-        hardware=Hardware(
-            name=f"{number} x {gpu.name}",
-            kind=gpu.name,
-            chips=number,
-            chip_memory_bytes=USABLE * gpu.memory_bytes,
-            chip_flops=gpu.peak_flops(config.sharding.precision),
-        ),
+        hardware=f"{number} x {gpu.name}",
+        kind=gpu.name,
+        chips=number,
+        capacity_bytes=USABLE * gpu.memory_bytes,
+        chip_flops=gpu.peak_flops(config.sharding.precision),
         settings=candidate.settings,
         peak_bytes=found.peak_bytes,
         step_s=found.step_s,

@@ -249,26 +249,19 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """Some chips of one kind."""
-
-    name: str
-    """With their number, as "2 x v5e:16x16" or "8 x H100"."""
-    kind: str
-    """As a file of prices names it."""
-    chips: int
-    chip_memory_bytes: float
-    """That can be used."""
-    chip_flops: float
-    """FLOP/s at the chip's peak."""
-
-
-@dataclass(frozen=True)
 class HardwarePlan:
     """One way to train: hardware, flags, and what is expected of them."""
 
     request: Request
-    hardware: Hardware
+    hardware: str
+    """Chips with their number, as "2 x v5e:16x16" or "8 x H100"."""
+    kind: str
+    """Of chip, as a file of prices names it."""
+    chips: int
+    capacity_bytes: float
+    """Of a chip's memory, that can be used."""
+    chip_flops: float
+    """FLOP/s at the chip's peak."""
     settings: str
     """What was chosen beside the hardware, in a few words."""
     peak_bytes: float
@@ -280,17 +273,13 @@ class HardwarePlan:
     """Complete command lines by what they do, the training first."""
 
     @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.hardware.chip_memory_bytes
-
-    @property
     def images_per_s(self) -> float:
         return self.request.work.batch_size / self.step_s
 
     @property
     def mfu(self) -> float:
         flops = self.request.model.train_flops_per_image * self.request.work.batch_size
-        return flops / (self.hardware.chips * self.hardware.chip_flops) / self.step_s
+        return flops / (self.chips * self.chip_flops) / self.step_s
 
     @property
     def hours(self) -> float:
@@ -299,16 +288,16 @@ class HardwarePlan:
     @property
     def cost(self) -> float:
         """The dollars of the whole training; infinite if the chip has no price."""
-        price = self.request.prices.get(self.hardware.kind)
-        return math.inf if price is None else self.hours * self.hardware.chips * price.per_hour
+        price = self.request.prices.get(self.kind)
+        return math.inf if price is None else self.hours * self.chips * price.per_hour
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "hardware": self.hardware.name,
-            "chips": self.hardware.chips,
+            "hardware": self.hardware,
+            "chips": self.chips,
             "settings": self.settings,
             "peak_bytes": self.peak_bytes,
-            "capacity_bytes": self.hardware.chip_memory_bytes,
+            "capacity_bytes": self.capacity_bytes,
             "expected_step_s": self.step_s,
             "expected_images_per_s": self.images_per_s,
             "expected_mfu": self.mfu,
@@ -317,23 +306,6 @@ class HardwarePlan:
             "cost_usd": self.cost if self.cost < math.inf else None,
             "commands": {what: shlex.join(words) for what, words in self.commands.items()},
         }
-
-
-def choose(plans: Sequence[HardwarePlan]) -> dict[str, HardwarePlan]:
-    """Return the fastest, the cheapest and the smallest plan, by these words.
-
-    Of those that the compiler has seen if there are any. Of equally small ones it is the cheapest.
-    Without any price there is no cheapest.
-    """
-    plans = [plan for plan in plans if plan.compiled] or plans
-    if not plans:
-        return {}
-    priced = [plan for plan in plans if plan.cost < math.inf]
-    chosen = {"fastest": min(plans, key=lambda plan: (plan.step_s, plan.hardware.chips))}
-    if priced:
-        chosen["cheapest"] = min(priced, key=lambda plan: plan.cost)
-    chosen["smallest"] = min(plans, key=lambda plan: (plan.hardware.chips, plan.cost, plan.step_s))
-    return chosen
 
 
 # -- printing --------------------------------------------------------------------------------------
@@ -353,7 +325,14 @@ def print_plans(
 
     ``what``: the model, in words.
     """
-    chosen, work = choose(plans), request.work
+    work, chosen = request.work, {}
+    if plans:  # those that the compiler has seen if there are any
+        known = [plan for plan in plans if plan.compiled] or plans
+        priced = [plan for plan in known if plan.cost < math.inf]
+        chosen["fastest"] = min(known, key=lambda plan: (plan.step_s, plan.chips))
+        if priced:
+            chosen["cheapest"] = min(priced, key=lambda plan: plan.cost)
+        chosen["smallest"] = min(known, key=lambda plan: (plan.chips, plan.cost, plan.step_s))
     title = f"{what}, batch {work.batch_size:,}, {work.epochs} epochs"
     if plans:
         _draw(plans, chosen, f"To train {title}", picture)
@@ -383,11 +362,11 @@ def print_plans(
     for name, plan in chosen.items():
         cost = f"${plan.cost:,.0f}" if plan.cost < math.inf else "no price"
         by = "" if plan.compiled else ", by arithmetic, not compiled"
-        print(f"\n{name}: {plan.hardware.name}, {plan.hours:,.1f} hours, {cost}{by}")
+        print(f"\n{name}: {plan.hardware}, {plan.hours:,.1f} hours, {cost}{by}")
         for action, words in plan.commands.items():
             print(f"  {action}: {shlex.join(words)}")
     print("\nprices of a chip for an hour (--price FILE has others):")
-    for kind in sorted({plan.hardware.kind for plan in plans}):
+    for kind in sorted({plan.kind for plan in plans}):
         print(f"  {kind}: {request.prices.get(kind, 'none')}")
     print(f"picture: {picture}")
     return 0
@@ -397,11 +376,11 @@ def _table(plans: Sequence[HardwarePlan]) -> str:
     """Return the plans as a table, the cheapest first."""
     rows = [_HEAD]
     for plan in sorted(plans, key=lambda plan: (plan.cost, plan.step_s)):
-        capacity = plan.hardware.chip_memory_bytes
+        capacity = plan.capacity_bytes
         rows.append(
             [
-                plan.hardware.name,
-                str(plan.hardware.chips),
+                plan.hardware,
+                str(plan.chips),
                 plan.settings,
                 f"{plan.peak_bytes / _GIB:.1f} of {capacity / _GIB:.1f}",
                 f"{plan.step_s * 1e3:,.1f}",
@@ -441,13 +420,13 @@ def _draw(
     shown = priced or list(plans)
 
     def height(plan: HardwarePlan) -> float:
-        return plan.cost if priced else plan.hardware.chips
+        return plan.cost if priced else plan.chips
 
     figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
-    for number, kind in enumerate(sorted({plan.hardware.kind for plan in shown})):
+    for number, kind in enumerate(sorted({plan.kind for plan in shown})):
         colour = _COLOURS[number % len(_COLOURS)]
         for compiled in (True, False):
-            of_kind = [p for p in shown if p.hardware.kind == kind and p.compiled == compiled]
+            of_kind = [p for p in shown if p.kind == kind and p.compiled == compiled]
             if of_kind:
                 axis.scatter(
                     [plan.hours for plan in of_kind],
@@ -460,7 +439,7 @@ def _draw(
     names: dict[tuple[float, float, str], list[str]] = {}
     for name, plan in chosen.items():
         if plan in shown:
-            names.setdefault((plan.hours, height(plan), plan.hardware.name), []).append(name)
+            names.setdefault((plan.hours, height(plan), plan.hardware), []).append(name)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.margins(0.2)

@@ -22,15 +22,8 @@ from data.config import DataConfig
 from data.files import make_folder, replace_file
 from tools.compile_only.command import DOES_NOT_FIT
 from tools.compile_only.compiler import check_installed
-from tools.plan.plans import (
-    ALWAYS,
-    Hardware,
-    HardwarePlan,
-    Request,
-    print_plans,
-    read_request,
-    words_of,
-)
+from tools.plan import plans
+from tools.plan.plans import HardwarePlan, Request
 from tools.plan.tpu_search import (
     CHOICES,
     ComputedCandidate,
@@ -85,7 +78,8 @@ def compile_words(config: RunConfig, own: XlaConfig, candidate: TpuCandidate) ->
         sharding=config.sharding,
     )
     own = replace(own, compile_only=True, tpu_topology=candidate.topology.name)
-    return words_of(step, own, without=("cpu_devices", "compile_cache_dir"), always=ALWAYS)
+    without = ("cpu_devices", "compile_cache_dir")
+    return plans.words_of(step, own, without=without, always=plans.ALWAYS)
 
 
 class Compilations:
@@ -98,9 +92,8 @@ class Compilations:
 
     def known(self, words: list[str]) -> dict[str, Any] | None:
         """Return the answer to these flags if it is saved."""
-        path = self._path(words)
         try:
-            return json.loads(path.read_text())["answer"]
+            return json.loads(self._path(words).read_text())["answer"]
         except (OSError, ValueError, KeyError, TypeError):  # none, or an incomplete one
             return None
 
@@ -156,15 +149,12 @@ def _run(words: list[str]) -> tuple[int, str, str]:
     return started.returncode, stdout, stderr
 
 
-def _circumstances() -> dict[str, Any]:
-    variables = {name: os.environ.get(name, "") for name in _VARIABLES}
-    return {**_program_and_packages(), "environment": variables}
-
-
 @functools.cache
-def _program_and_packages() -> dict[str, Any]:
-    """Return the packages' versions, and a hash of the sources that trace and compile a step: all
-    but those of plans."""
+def _circumstances() -> dict[str, Any]:
+    """Return what an answer depends on beside the flags.
+
+    The sources are those that trace and compile a step: all but those of plans.
+    """
     versions = {}
     for name in _PACKAGES:
         try:
@@ -178,7 +168,12 @@ def _program_and_packages() -> dict[str, Any]:
             if path.parent.name != "plan":
                 sources.update(f"{path.relative_to(ROOT)}\0".encode())
                 sources.update(path.read_bytes())
-    return {"versions": versions, "sources": sources.hexdigest()[:16]}
+    variables = {name: os.environ.get(name, "") for name in _VARIABLES}
+    return {
+        "versions": versions,
+        "sources": sources.hexdigest()[:16],
+        "environment": variables,
+    }
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -255,7 +250,7 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
     Raises UsageError.
     """
     check_installed()
-    request = read_request(config, own, tuple(CHIPS))
+    request = plans.read_request(config, own, tuple(CHIPS))
     options = computed_candidates(request)
     if not options:
         raise UsageError(
@@ -268,10 +263,10 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
     ask_compiler(request, search, compilations, compiled=config.planning.plan_compilations)
 
     # What was compiled and fits; of slices of which nothing was, the best by arithmetic.
-    plans = []
+    found_plans = []
     for option in search.useful():
         found = search.found[option.candidate]
-        plans.append(_plan(request, option.candidate, found.step_s, found.peak_bytes, True))
+        found_plans.append(_plan(request, option.candidate, found.step_s, found.peak_bytes, True))
     seen = {candidate.topology for candidate in search.found}
     for guess in sorted(search.guesses(), key=lambda guess: guess.step_s):
         candidate = guess.option.candidate
@@ -280,7 +275,7 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
             continue
         if refusal(request, candidate) is None:
             seen.add(candidate.topology)
-            plans.append(_plan(request, candidate, guess.step_s, guess.peak_bytes, False))
+            found_plans.append(_plan(request, candidate, guess.step_s, guess.peak_bytes, False))
 
     fit = sum(found.fits for found in search.found.values())
     notes = [
@@ -289,25 +284,23 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
         "seconds are the TPU compiler's expectation, no measurement (docs/tpu.md)",
     ]
     what = f"{request.model.name}, {request.model.parameter_count:,} parameters"
-    return print_plans(request, what, plans, notes, folder / "tpu.png")
+    return plans.print_plans(request, what, found_plans, notes, folder / "tpu.png")
 
 
 def _plan(
     request: Request, candidate: TpuCandidate, step_s: float, peak_bytes: float, compiled: bool
 ) -> HardwarePlan:
     topology = candidate.topology
-    train = words_of(*candidate.configs(request.config, request.own), always=ALWAYS)
+    train = plans.words_of(*candidate.configs(request.config, request.own), always=plans.ALWAYS)
     check = compile_words(request.config, request.own, candidate)
     several = f"{topology.slices} x " if topology.slices > 1 else ""
     return HardwarePlan(
         request=request,
-        hardware=Hardware(
-            name=several + topology.name,
-            kind=candidate.kind,
-            chips=topology.chips,
-            chip_memory_bytes=topology.chip.hbm_bytes,
-            chip_flops=topology.chip.peak_flops,
-        ),
+        hardware=several + topology.name,
+        kind=candidate.kind,
+        chips=topology.chips,
+        capacity_bytes=topology.chip.hbm_bytes,
+        chip_flops=topology.chip.peak_flops,
         settings=candidate.settings,
         peak_bytes=peak_bytes,
         step_s=step_s,

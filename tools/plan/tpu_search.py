@@ -22,7 +22,7 @@ from training.mesh import Mesh
 from training.step_sizes import StepSizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.estimates import POLICIES, Estimate, estimate
-from xla_fsdp.tpu import Topology, parse_topology
+from xla_fsdp.tpu import CHIPS, Topology, parse_topology
 
 # -- candidates: slices, and the values of a few flags --------------------------------------
 
@@ -35,20 +35,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 """The values of each flag that are tried, by its field; one that the user gives stays as given."""
 
-_IN_A_PLANE = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16".split()
-_IN_A_CUBE = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8".split()
-USUAL = [
-    f"{kind}:{sides}"
-    for kind, shapes in {
-        "v4": _IN_A_CUBE,
-        "v5e": _IN_A_PLANE,
-        "v5p": _IN_A_CUBE,
-        "v6e": _IN_A_PLANE,
-    }.items()
-    for sides in shapes
-]
+_SIDES = {
+    2: "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16".split(),
+    3: "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8".split(),
+}
+USUAL = [f"{kind}:{sides}" for kind, chip in CHIPS.items() for sides in _SIDES[chip.dimensions]]
 """Slices that Google Cloud has, of each kind of chip, but for larger ones."""
-LARGEST = ("v4:8x8x8", "v5e:16x16", "v5p:8x8x8", "v6e:16x16")
+LARGEST = [f"{kind}:{_SIDES[chip.dimensions][-1]}" for kind, chip in CHIPS.items()]
 """Of each kind of chip the slice with the most chips: more are several slices."""
 
 
@@ -306,13 +299,11 @@ class Search:
             if (best_s := guess.best_step_s(hope)) <= self._at_most_s
             and (not known or goal(guess.option, best_s * (1 + _GAIN)) < min(known))
         ]
+        better.sort(key=lambda guess: goal(guess.option, guess.best_step_s(hope)))
         for by in (0.0, 1.0, 2.0):  # what surely fits is asked about first
-            fitting = [guess for guess in better if guess.may_fit(by)]
-            for guess in sorted(
-                fitting, key=lambda guess: goal(guess.option, guess.best_step_s(hope))
-            ):
+            for guess in better:
                 candidate = guess.option.candidate
-                if candidate in self.dropped:
+                if candidate in self.dropped or not guess.may_fit(by):
                     continue
                 if accepts(candidate):
                     return guess.option
@@ -322,11 +313,8 @@ class Search:
     def guesses(self) -> list[Guess]:
         """Return the corrected figures of all that is not compiled."""
         computed = {option.candidate: option.computed for option in self.options}
-        asked = [
-            option
-            for option in self.options
-            if option.candidate not in self.found and option.candidate not in self.dropped
-        ]
+        known = self.found.keys() | self.dropped
+        asked = [option for option in self.options if option.candidate not in known]
         candidates = [option.candidate for option in asked]
         times = [
             (each, found.step_s / computed[each].step_s)

@@ -26,16 +26,8 @@ from torch import nn
 from data.files import DataFolderError
 from data.loader import Batch, Share
 from data.source import DataSource, open_data
-from tools.self_check.reference import (
-    MOMENTS,
-    Outcome,
-    Settings,
-    Tensors,
-    Tolerances,
-    apart,
-    compute,
-    distance,
-)
+from tools.self_check import reference
+from tools.self_check.reference import MOMENTS, Settings, Tensors, Tolerances
 from tools.self_check.small_run import UPDATES, FirstWeights, batches, shrink
 from training.backend import Backend, State, bad_data_is_the_users, dataset_request
 from training.begin import enter_folder
@@ -48,7 +40,6 @@ from training.files import FolderLock, is_url, remove_tree
 from training.losses import Objective
 from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
-from training.processes.exchange import check_alike
 from training.processes.stopping import Watchdog
 from training.resolve import Run
 from training.step import put_micro_batches, train_step
@@ -70,10 +61,6 @@ EQUAL = 1e-5
 """For what should be the same number, but for the order of sums on a GPU."""
 
 
-PASS, FAIL, SKIP = "pass", "FAIL", "skip"
-_NAME_WIDTH = 20
-
-
 @dataclass
 class CheckTable:
     """The printed lines; ``silent`` in all processes but the first, which alone knows all."""
@@ -81,7 +68,6 @@ class CheckTable:
     silent: bool
     failed: int = 0
     passed: int = 0
-    _began: float = field(default_factory=time.perf_counter)
 
     def say(self, text: str) -> None:
         if not self.silent:
@@ -89,24 +75,16 @@ class CheckTable:
 
     def line(self, good: bool | None, name: str, text: str) -> None:
         """Print a line; ``good`` is None if the check was not possible."""
-        verdict = SKIP if good is None else PASS if good else FAIL
-        self.failed += verdict == FAIL
-        self.passed += verdict == PASS
-        self.say(f"{verdict}  {name:{_NAME_WIDTH}} {text}")
+        verdict = "skip" if good is None else "pass" if good else "FAIL"
+        self.failed += verdict == "FAIL"
+        self.passed += verdict == "pass"
+        self.say(f"{verdict}  {name:20} {text}")
 
     def within(self, name: str, found: float, allowed: float, text: str) -> None:
         """Print a line for a figure that should be 0; ``text`` says what it is of."""
         good = found <= allowed  # False for NaN
         relation = "at most" if good else "more than"
         self.line(good, name, f"{found:.1e} ({relation} {allowed:.1e}) {text}")
-
-    def end(self) -> None:
-        seconds = time.perf_counter() - self._began
-        checks = f"{self.passed + self.failed} checks, {seconds:.0f} s"
-        if self.failed:
-            self.say(f"self check FAILED: {self.failed} of {checks}")
-        else:
-            self.say(f"self check passed: {checks}")
 
 
 def size_of(count: float) -> str:
@@ -127,8 +105,8 @@ def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
 
 def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> None:
     """Check ``run``, the small one, on the devices, and what else ``asked``, the user's, needs."""
-    check_alike(asked, data)
-    table = CheckTable(silent=not backend.is_main)
+    exchange.check_alike(asked, data)
+    table, began = CheckTable(silent=not backend.is_main), time.perf_counter()
     watchdog = Watchdog(asked.config.log.step_timeout_s or _SILENT_S)
     watchdog.alive()
     try:
@@ -144,7 +122,11 @@ def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> Non
         raise
     finally:
         watchdog.pause()
-    table.end()
+    checks = f"{table.passed + table.failed} checks, {time.perf_counter() - began:.0f} s"
+    if table.failed:
+        table.say(f"self check FAILED: {table.failed} of {checks}")
+    else:
+        table.say(f"self check passed: {checks}")
     if any(exchange.gather(table.failed)):
         raise SelfCheckFailed
 
@@ -153,10 +135,10 @@ def _check_devices(
     asked: Run, run: Run, backend: Backend, table: CheckTable, watchdog: Watchdog
 ) -> None:
     # The first process computes the reference, and how all of them update.
-    plain = allowed = None
+    allowed = None
     numbers: list[float] = []
     if backend.is_main:
-        settings, plain, rounded = compute(run)
+        settings, plain, rounded = reference.compute(run)
         allowed = Tolerances(backend.unit_roundoff(), plain, rounded)
         numbers = [settings.lr, settings.eps, settings.max_norm]
     settings = Settings(*exchange.gather(numbers)[0])
@@ -202,10 +184,15 @@ def _check_devices(
         devices.updates(2, UPDATES)
         checkpoints.save(UPDATES)
         watchdog.alive()
-        check_scalars(devices, plain, allowed, table)
-        if plain and allowed and checkpoints.usable:
-            check_states(checkpoints.states, plain, allowed, run, table)
-        check_resuming(devices, checkpoints, table)
+        check_scalars(devices, allowed, table)
+        if checkpoints.folder is None:
+            table.line(
+                None, "gradients", "nor moments and weights: they are read from a checkpoint"
+            )
+        else:
+            if allowed:
+                check_states(checkpoints.states, allowed, run, table)
+            check_resuming(devices, checkpoints, checkpoints.folder, table)
     backend.memory()  # the first answer of some comes late: this one is for check_memory
 
 
@@ -350,17 +337,17 @@ class Devices:
 
     def update(self, number: int) -> tuple[float, float]:
         """Make update ``number``, from 1 on; return its loss and gradient norm."""
+        batch, settings = self.batches[number - 1], self.settings
         tries = _TRIES if self.run.config.sharding.precision == "fp16" else 1
         for _ in range(tries):
-            batch = self.batches[number - 1]
             loss, norm, _ = train_step(
                 self.model,
                 self.objective,
                 self.backend,
                 number - 1,
                 batch,
-                lr=self.settings.lr,
-                max_norm=self.settings.max_norm,
+                lr=settings.lr,
+                max_norm=settings.max_norm,
             )
             found = self.backend.read({"loss": loss, "norm": norm}).result()
             if math.isfinite(found["norm"][0]):
@@ -409,68 +396,79 @@ def _weights_of_rows(batch: Batch, shape: Sequence[int], rows: range) -> torch.T
     return (images.float() * part).flatten(1).sum(1) * (labels + 1)
 
 
-def check_scalars(
-    devices: Devices, plain: Outcome | None, allowed: Tolerances | None, table: CheckTable
-) -> None:
+def check_scalars(devices: Devices, allowed: Tolerances | None, table: CheckTable) -> None:
     """Compare losses and norms with the reference, and those of all processes with each other."""
-    if plain and allowed:
-        off = apart(devices.losses, plain.losses)
+    if allowed:
+        off = reference.apart(devices.losses, allowed.plain.losses)
         table.within("loss", off, allowed.loss(), f"{UPDATES} updates")
-        off = apart(devices.norms, plain.norms)
+        off = reference.apart(devices.norms, allowed.plain.norms)
         table.within("gradient norm", off, allowed.norm(), f"{UPDATES} updates, before clipping")
     everyone = exchange.gather([repr(each) for each in devices.losses + devices.norms])
     numbers = [[float(each) for each in of_one] for of_one in everyone]
-    off = max(apart(of_one, numbers[0]) for of_one in numbers)
+    off = max(reference.apart(of_one, numbers[0]) for of_one in numbers)
     what = f"apart, losses and norms of {len(numbers)} process(es)"
     table.within("processes agree", off, EQUAL, what)
 
 
 def check_states(
-    found: dict[int, dict[str, Tensors]],
-    plain: Outcome,
-    allowed: Tolerances,
-    run: Run,
-    table: CheckTable,
+    found: dict[int, dict[str, Tensors]], allowed: Tolerances, run: Run, table: CheckTable
 ) -> None:
     """Compare gradients, moments and weights, tensor by tensor, in the first process."""
-    moved_from = plain.states[0]["weights"] if run.own.keeps_fp32_weights else None
-
-    def compare(name: str, update: int, kinds: Sequence[str], what: str) -> None:
+    expected = allowed.plain.states
+    moved_from = expected[0]["weights"] if run.own.keeps_fp32_weights else None
+    for name, update, kinds, what in (
+        ("gradients", 1, MOMENTS[:1], "update 1, clipped"),
+        ("moments", UPDATES, MOMENTS, f"update {UPDATES}"),
+        ("weights", UPDATES, ("weights",), f"update {UPDATES}"),
+    ):
         figures = []
         for kind in kinds:
             start = moved_from if kind == "weights" else None
-            far = distance(found[update][kind], plain.states[update][kind], start)
+            far = reference.distance(found[update][kind], expected[update][kind], start)
             limit = allowed.state(update, kind, start)
             figures.append((far.whole, limit.whole, "all together"))
             figures.append((far.worst, limit.worst, f"the worst: {far.name}"))
         # Print the one nearest to its limit; what is not finite is above any limit.
-        off, limit_, which = max(
+        off, most, which = max(
             figures, key=lambda each: each[0] / each[1] if math.isfinite(each[0]) else math.inf
         )
-        table.within(name, off, limit_, f"{what}; {which}")
-
-    compare("gradients", 1, MOMENTS[:1], "update 1, clipped")
-    compare("moments", UPDATES, MOMENTS, f"update {UPDATES}")
-    compare("weights", UPDATES, ["weights"], f"update {UPDATES}")
+        table.within(name, off, most, f"{what}; {which}")
 
 
-def check_resuming(devices: Devices, checkpoints: Checkpoints, table: CheckTable) -> None:
+def check_resuming(
+    devices: Devices, checkpoints: Checkpoints, folder: Path, table: CheckTable
+) -> None:
     """Check that a checkpoint, loaded over the state of a later update, restores what was saved."""
-    if not checkpoints.usable:
-        table.line(None, "gradients", "nor moments and weights: they are read from a checkpoint")
-        return
-    checkpoints.check_written(UPDATES)
+    backend, path = devices.backend, folder_of(folder, UPDATES)
+    text = ""
+    if backend.is_main:
+        sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
+        text = f"{len(sizes)} files, {size_of(sum(sizes))}, checksums as in the manifest"
+    table.line(True, "checkpoint written", text)
+
     first = devices.update(UPDATES + 1)
-    checkpoints.load(UPDATES)
+    load_state(backend, path)
     checkpoints.save(UPDATES + 1)
-    if not checkpoints.usable:
+    if checkpoints.folder is None:
         return
-    checkpoints.check_equal(UPDATES, UPDATES + 1)
+    if backend.is_main:  # to the last bit
+        one, other = checkpoints.states[UPDATES], checkpoints.states[UPDATES + 1]
+        tensors = [(kind, name) for kind, of in one.items() for name in of]
+        unlike = [(k, n) for k, n in tensors if not torch.equal(one[k][n], other[k][n])]
+        text = f"{len(tensors)} tensors loaded over those of another update: the same bits"
+        if unlike:
+            kind, name = unlike[0]
+            text = (
+                f"{len(unlike)} of {len(tensors)} tensors differ once loaded and written again; "
+                f"the first: {kind} of {name}"
+            )
+        table.line(not unlike, "checkpoint read", text)
+
     again = devices.update(UPDATES + 1)
-    off = apart(list(again), list(first))
+    off = reference.apart(list(again), list(first))
     everyone = exchange.gather(repr(off))
     what = "apart, loss and norm of an update before and after the loading"
-    allowed = max(EQUAL, devices.backend.unit_roundoff())  # GPUs may sum in another order
+    allowed = max(EQUAL, backend.unit_roundoff())  # GPUs may sum in another order
     table.within("resumed", max(map(float, everyone)), allowed, what)
 
 
@@ -513,79 +511,51 @@ def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path |
         lock.release()
 
 
+@dataclass
 class Checkpoints:
     """Writes checkpoints as training does, and reads them whole, in the first process."""
 
-    def __init__(self, folder: Path | None, run: Run, backend: Backend, table: CheckTable) -> None:
-        self._folder, self._run, self._backend, self._table = folder, run, backend, table
-        self.states: dict[int, dict[str, Tensors]] = {}
-        """By number; in the first process."""
-        self.usable = folder is not None
+    folder: Path | None
+    """None where none can be written."""
+    run: Run
+    backend: Backend
+    table: CheckTable
+    states: dict[int, dict[str, Tensors]] = field(default_factory=dict)
+    """What was read by number; in the first process."""
 
     def save(self, number: int) -> None:
         """Write a checkpoint and read it; after a failure, which is printed, do nothing."""
-        if self._folder is None or not self.usable:
+        if self.folder is None:
             return
         saver = CheckpointSaver(
-            self._folder, self._backend, lambda text: None, self._run.values, None, 0, 1
+            self.folder, self.backend, lambda text: None, self.run.values, None, 0, 1
         )
         try:
             with saver:
                 saver.save(Position(number), must=True)
             with exchange.failing_together():
-                if self._backend.is_main:
-                    self.states[number] = self._read(folder_of(self._folder, number))
+                if self.backend.is_main:
+                    self.states[number] = self._read(folder_of(self.folder, number))
         except (RunFailed, UsageError) as error:
-            self.usable = False
-            self._table.line(False, "checkpoint written", str(error))
+            self.folder = None
+            self.table.line(False, "checkpoint written", str(error))
 
     def _read(self, path: Path) -> dict[str, Tensors]:
         """Return weights and moments under their plain names. Raises UsageError."""
-        names = {n: p.shape for n, p in self._run.model.meta.named_parameters()}
         # NaN: what the checkpoint does not hold is seen to be missing.
-        empty = {
-            n: {kind: torch.full(shape, torch.nan) for kind in ("weights", *MOMENTS)}
-            for n, shape in names.items()
+        found = {
+            kind: {
+                name: torch.full(parameter.shape, torch.nan)
+                for name, parameter in self.run.model.meta.named_parameters()
+            }
+            for kind in ("weights", *MOMENTS)
         }
-        model = {n: each["weights"] for n, each in empty.items()}
-        state = {n: {kind: each[kind] for kind in MOMENTS} for n, each in empty.items()}
+        weights = found["weights"]
+        state = {name: {kind: found[kind][name] for kind in MOMENTS} for name in weights}
         try:
             if problem := damage(path):
                 raise UsageError(f"the checkpoint that was written is damaged: {problem}")
-            load_into(tree(State(model, state, {}), {}), path)
+            load_into(tree(State(weights, state, {}), {}), path)
         except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
             raise UsageError(f"{path} cannot be read: {reason_of(error)}") from None
-        return {"weights": model} | {
-            kind: {n: each[kind] for n, each in state.items()} for kind in MOMENTS
-        }
-
-    def check_written(self, number: int) -> None:
-        """Print how large the checkpoint of this number is."""
-        if not self.usable or self._folder is None:
-            return
-        text = ""
-        if self._backend.is_main:
-            files = [p for p in folder_of(self._folder, number).iterdir() if p.is_file()]
-            size = sum(p.stat().st_size for p in files)
-            text = f"{len(files)} files, {size_of(size)}, checksums as in the manifest"
-        self._table.line(True, "checkpoint written", text)
-
-    def load(self, number: int) -> None:
-        assert self._folder is not None
-        load_state(self._backend, folder_of(self._folder, number))
-
-    def check_equal(self, first: int, second: int) -> None:
-        """Check, in the first process, that two checkpoints hold the same, to the last bit."""
-        if not self._backend.is_main:
-            return
-        one, other = self.states[first], self.states[second]
-        tensors = [(kind, name) for kind, of in one.items() for name in of]
-        unlike = [(k, n) for k, n in tensors if not torch.equal(one[k][n], other[k][n])]
-        text = f"{len(tensors)} tensors loaded over those of another update: the same bits"
-        if unlike:
-            kind, name = unlike[0]
-            text = (
-                f"{len(unlike)} of {len(tensors)} tensors differ once loaded and written again; "
-                f"the first: {kind} of {name}"
-            )
-        self._table.line(not unlike, "checkpoint read", text)
+        return found
