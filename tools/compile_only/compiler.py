@@ -6,6 +6,7 @@ its own.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -50,9 +51,6 @@ def check_installed() -> None:
             raise UsageError(
                 f"--compile_only requires {name}: python3 -m pip install -r requirements-tpu.txt"
             )
-
-
-# -- graphs as traced ---------------------------------------------------------------------
 
 
 def as_stablehlo(graph: Graph) -> Any:
@@ -100,11 +98,8 @@ def device_ids(devices: list[Any], by_host: bool) -> list[int]:
     """Return the ids in the mesh's order, as ``xla_fsdp.layout.MeshLayout``."""
     if not by_host:
         return sorted(device.id for device in devices)
-
-    def place(device: Any) -> tuple[int, int, int]:
-        return getattr(device, "slice_index", 0), device.process_index, device.id
-
-    return [device.id for device in sorted(devices, key=place)]
+    places = [(getattr(each, "slice_index", 0), each.process_index, each.id) for each in devices]
+    return [number for *_, number in sorted(places)]
 
 
 def _first_line(error: Exception) -> str:
@@ -194,15 +189,14 @@ def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> 
         argument_bytes = local_bytes(graph.arguments.values(), lambda _: None)
         needed = hbm_needed(str(error), argument_bytes)
         if needed is None:
-            reason = _first_line(error)
-            text = f"the TPU compiler refuses the step: {reason}"
-            if "memory space vmem" in reason:
+            text = f"the TPU compiler refuses the step: {_first_line(error)}"
+            if "memory space vmem" in text:
                 text += (
                     f"; try {VARIABLE}=--xla_tpu_scoped_vmem_limit_kib=16384, libtpu's own limit"
                 )
             raise UsageError(text) from None
-        seconds, capacity = time.perf_counter() - start, topology.chip.hbm_bytes
-        return Compiled(False, None, None, None, needed, capacity, [], "", seconds)
+        seconds = time.perf_counter() - start
+        return Compiled(False, None, None, None, needed, topology.chip.hbm_bytes, [], "", seconds)
     seconds = time.perf_counter() - start
     memory = executable.get_compiled_memory_stats()
     return Compiled(
@@ -265,7 +259,7 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
         calls.setdefault(_kernel_config(call)["body"], call)
     if not calls:
         return hlo
-    cycles: dict[str, int] = {}
+    cycles: dict[str, int | None] = {}
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         variables = {**variables, VARIABLE: f"{variables.get(VARIABLE, '')} {dump}"}
@@ -275,9 +269,7 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
                     process.submit(_compile_kernel, call, topology).result()
                 except BrokenProcessPool:
                     break
-                found = _read_cycles(Path(folder), BRANCHES.get(body, 1))
-                if found:
-                    cycles[body] = found
+                cycles[body] = _read_cycles(Path(folder), BRANCHES.get(body, 1))
 
     def with_cycles(call: re.Match) -> str:
         found = cycles.get(_kernel_config(call[0])["body"])
@@ -288,7 +280,7 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
 
 
 def _kernel_config(call: str) -> dict:
-    text = call[call.index("backend_config=") + len("backend_config=") :]
+    text = call.partition("backend_config=")[2]
     return json.JSONDecoder().raw_decode(text)[0]["custom_call_config"]
 
 
@@ -305,24 +297,20 @@ def _compile_kernel(call: str, topology: Topology) -> None:
     config = json.dumps({"custom_call_config": _kernel_config(call)})
     module = jax_private.module_of_kernel(config, *types)
     device = devices_of(topology)[0]
-    try:
+    with contextlib.suppress(Exception):  # jaxlib's own type, of no public name: no cycles then
         jax_private.compile_for([device], np.array([[device.id]]), module, [True] * len(types[1]))
-    except Exception:  # noqa: BLE001 - jaxlib's own type, of no public name
-        return  # no cycles are found then
 
 
 def _read_cycles(folder: Path, branches: int) -> int | None:
     """Return the cycles that a compilation has dumped into the folder, and empty it."""
-    bundles = rounds = None
+    bundles, rounds = [], []
     for file in sorted(folder.iterdir()):
         if file.name.endswith("final_bundles.txt"):
             text = file.read_text(errors="replace")
             count = _BUNDLES.search(text)
-            if count and int(count[1]) > (bundles or 0):
-                bundles = int(count[1])
-            found = [int(each) for each in _ROUNDS.findall(text)]
-            rounds = max([*found, rounds or 0]) or None
+            bundles += [int(count[1])] if count else []
+            rounds += [int(each) for each in _ROUNDS.findall(text)]
         file.unlink()
-    if bundles is None:
+    if not bundles:
         return None
-    return round(bundles * max(1, (rounds or 1 + _FILL) - _FILL) / branches)
+    return round(max(bundles) * max(1, max(rounds, default=1 + _FILL) - _FILL) / branches)

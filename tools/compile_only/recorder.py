@@ -32,11 +32,7 @@ class _Data:
     """A placeholder for data on the devices, and its sharding."""
 
     placeholder: torch.Tensor
-    sharding: str | Result
-
-    @property
-    def value(self) -> Value:
-        return Value(self.placeholder.nbytes, self.sharding)
+    value: Value
 
 
 class Recorder:
@@ -50,7 +46,7 @@ class Recorder:
     def settle(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Treat these tensors (all, if not given) as data from here on, however they came about."""
         for same in _recorded(_living() if tensors is None else tensors):
-            self._replace(same, self._mark(same[0]) or REPLICATED)
+            self._replace(same, self.mark(same[0]) or REPLICATED)
 
     def break_graph(self) -> None:
         """Save the graph of all living tensors that were computed since the last break."""
@@ -66,23 +62,19 @@ class Recorder:
         self.graphs.append(graph)
         self._given = self._data_behind(living)
 
-    def local_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of these tensors on one device."""
-        return sum(tensor.nbytes // tiles(self._mark(tensor) or REPLICATED) for tensor in tensors)
-
-    def _mark(self, tensor: torch.Tensor) -> str | None:
+    def mark(self, tensor: torch.Tensor) -> str | None:
         """Return the sharding that the program gave a tensor, now or before a change in place."""
         marked = private.sharding_mark(tensor)
         if marked or tensor not in self._data:
             return marked or None
-        known = self._data[tensor].sharding
+        known = self._data[tensor].value.sharding
         return known if isinstance(known, str) else None
 
     def _replace(self, same: list[torch.Tensor], sharding: str | Result) -> None:
         """Put a placeholder instead of the tensors of one value."""
         first = same[0]
         placeholder = create_placeholder_tensor(first.shape, first.dtype)
-        data = _Data(placeholder, sharding)
+        data = _Data(placeholder, Value(placeholder.nbytes, sharding))
         shown = placeholder.clone()  # a mark on the placeholder itself would replace it
         for tensor in same:
             if tensor.numel() != tensor.shape.numel():  # a weight that FSDP has emptied so
@@ -114,7 +106,7 @@ class Recorder:
             if tensor in self._data and number(self._data[tensor]) >= 0
         }
         resident = [data.value for data in self._data_behind(living) if number(data) < 0]
-        marks = tuple(map(self._mark, results))
+        marks = tuple(map(self.mark, results))
         return Graph(hlo, arguments, marks, donated, tuple(resident))
 
 
@@ -186,7 +178,8 @@ class TracingBackend(XlaBackend):
         """Return the bytes of parameters, of AdamW's state and of the EMA on one device."""
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
         state += self._ema.values.values() if self._ema is not None else []
-        return self.recorder.local_bytes([*self._named_parameters().values(), *state])
+        state += self._named_parameters().values()
+        return sum(each.nbytes // tiles(self.recorder.mark(each) or REPLICATED) for each in state)
 
 
 class TracedLayout(MeshLayout):
@@ -208,9 +201,7 @@ class TracingSpmdBackend(TracingBackend, SpmdBackend):
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        def leave_on_meta(module: nn.Module, name: str) -> None: ...
-
-        return super().shard(model, units, leave_on_meta)
+        return super().shard(model, units, lambda module, name: None)  # all stays on meta
 
     def _shard_batch(self, batch: torch.Tensor) -> torch.Tensor:
         return self._layout.mark(batch, self._layout.batch_spec(batch.dim()))

@@ -63,11 +63,11 @@ def read_prices(name: str | None) -> dict[str, Price]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise UsageError(f"--price {path} cannot be read: {reason}") from None
+    form = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        tables = json.loads(text) if form == "JSON" else tomllib.loads(text)
     except ValueError as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise UsageError(f"--price {path} is no {kind}: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"--price {path} is no {form}: {str(error).splitlines()[0]}") from None
     if not isinstance(tables, Mapping) or not tables:
         raise UsageError(f"--price {path} names no chip: a table for each, as in {SHIPPED.name}")
     prices = {}

@@ -61,20 +61,16 @@ def compile_words(config: RunConfig, own: XlaConfig, candidate: TpuCandidate) ->
     answered from what is saved.
     """
     config, own = candidate.configs(config, own)
-    given = config.optimizer
-    step = replace(
-        RunConfig(),
-        data=DataConfig(
-            batch_size=config.data.batch_size, grad_accum_steps=config.data.grad_accum_steps
-        ),
+    data, optimizer = config.data, config.optimizer
+    step = RunConfig(
+        data=DataConfig(batch_size=data.batch_size, grad_accum_steps=data.grad_accum_steps),
         model=config.model,
-        optimizer=replace(
-            OptimizerConfig(),
-            optimizer=given.optimizer,
-            clip_grad_norm=given.clip_grad_norm,
-            optimizer_dtype=given.optimizer_dtype,
+        optimizer=OptimizerConfig(
+            optimizer=optimizer.optimizer,
+            clip_grad_norm=optimizer.clip_grad_norm,
+            optimizer_dtype=optimizer.optimizer_dtype,
         ),
-        ema=replace(EmaConfig(), model_ema=config.ema.model_ema),
+        ema=EmaConfig(model_ema=config.ema.model_ema),
         sharding=config.sharding,
     )
     own = replace(own, compile_only=True, tpu_topology=candidate.topology.name)
@@ -268,14 +264,14 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
         found = search.found[option.candidate]
         found_plans.append(_plan(request, option.candidate, found.step_s, found.peak_bytes, True))
     seen = {candidate.topology for candidate in search.found}
-    for guess in sorted(search.guesses(), key=lambda guess: guess.step_s):
+    for guess in sorted(search.guesses(), key=lambda guess: guess.step_s()):
         candidate = guess.option.candidate
-        too_late = request.work.hours(guess.step_s) > request.most_hours
-        if candidate.topology in seen or too_late or not guess.may_fit(0.0):
+        too_late = request.work.hours(guess.step_s()) > request.most_hours
+        if candidate.topology in seen or too_late or not guess.may_fit():
             continue
         if refusal(request, candidate) is None:
             seen.add(candidate.topology)
-            found_plans.append(_plan(request, candidate, guess.step_s, guess.peak_bytes, False))
+            found_plans.append(_plan(request, candidate, guess.step_s(), guess.peak_bytes(), False))
 
     fit = sum(found.fits for found in search.found.values())
     notes = [

@@ -207,21 +207,22 @@ class Found:
 
 @dataclass(frozen=True)
 class Guess:
-    """Computed figures with the correction: as expected, and as good as they may be."""
+    """Computed figures with their corrections, better than expected by so many deviations."""
 
     option: ComputedCandidate
-    step_s: float
-    peak_bytes: float
-    step_deviation: float
-    peak_deviation: float
+    time: Correction
+    peak: Correction
 
-    def best_step_s(self, hope: float) -> float:
-        return self.step_s * math.exp(-hope * self.step_deviation)
+    def step_s(self, better_by: float = 0.0) -> float:
+        time = self.time
+        return self.option.computed.step_s * time.factor * math.exp(-better_by * time.deviation)
 
-    def may_fit(self, by: float) -> bool:
-        """Return True if it fits when it needs less than expected by so many deviations."""
-        capacity = self.option.candidate.topology.chip.hbm_bytes
-        return self.peak_bytes * math.exp(-by * self.peak_deviation) <= capacity
+    def peak_bytes(self, better_by: float = 0.0) -> float:
+        peak = self.peak
+        return self.option.computed.peak_bytes * peak.factor * math.exp(-better_by * peak.deviation)
+
+    def may_fit(self, better_by: float = 0.0) -> bool:
+        return self.peak_bytes(better_by) <= self.option.candidate.topology.chip.hbm_bytes
 
 
 Goal = Callable[[ComputedCandidate, float], Any]
@@ -296,10 +297,10 @@ class Search:
         better = [
             guess
             for guess in guesses
-            if (best_s := guess.best_step_s(hope)) <= self._at_most_s
+            if (best_s := guess.step_s(hope)) <= self._at_most_s
             and (not known or goal(guess.option, best_s * (1 + _GAIN)) < min(known))
         ]
-        better.sort(key=lambda guess: goal(guess.option, guess.best_step_s(hope)))
+        better.sort(key=lambda guess: goal(guess.option, guess.step_s(hope)))
         for by in (0.0, 1.0, 2.0):  # what surely fits is asked about first
             for guess in better:
                 candidate = guess.option.candidate
@@ -325,15 +326,7 @@ class Search:
             (each, found.peak_bytes / computed[each].peak_bytes)
             for each, found in self.found.items()
         ]
-        return [
-            Guess(
-                option,
-                option.computed.step_s * time.factor,
-                option.computed.peak_bytes * peak.factor,
-                time.deviation,
-                peak.deviation,
-            )
-            for option, time, peak in zip(
-                asked, corrections(times, candidates), corrections(peaks, candidates), strict=True
-            )
-        ]
+        corrected = zip(
+            asked, corrections(times, candidates), corrections(peaks, candidates), strict=True
+        )
+        return [Guess(option, time, peak) for option, time, peak in corrected]

@@ -258,15 +258,15 @@ def check_decoding(run: Run, data: DataSource, backend: Backend, table: CheckTab
     if problem := next(filter(None, problems), ""):
         table.line(False, "data", problem)
         return
-    speed, workers = sum(speeds), all_workers[0]
-    text = f"{speed:,.0f} images/s decoded by {len(speeds)} x {workers} workers"
-    peak = backend.peak_flops()
+    good, speed, peak = None, sum(speeds), backend.peak_flops()
+    text = f"{speed:,.0f} images/s decoded by {len(speeds)} x {all_workers[0]} workers"
     if peak is None:
-        table.line(None, "data", f"{text}; the peak of these devices is not known")
-        return
-    needed = _MFU * peak * backend.device_count / run.model.train_flops_per_image
-    text += f", the devices take {needed:,.0f} at {_MFU:.0%} of their peak"
-    table.line(speed >= needed, "data", text)
+        text += "; the peak of these devices is not known"
+    else:
+        needed = _MFU * peak * backend.device_count / run.model.train_flops_per_image
+        text += f", the devices take {needed:,.0f} at {_MFU:.0%} of their peak"
+        good = speed >= needed
+    table.line(good, "data", text)
 
 
 def _loader_speed(data: DataSource) -> tuple[float, int]:
@@ -485,6 +485,7 @@ def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path |
     shared = run.config.checkpoints.shared_ckpt_dir
     lock = FolderLock(ckpt_dir, inside=run.log_dir, shared=shared)
     folder = ckpt_dir / exchange.gather(f"self_check_{secrets.token_hex(4)}")[0]
+    problem = ""
     try:
         try:
             enter_folder(ckpt_dir, lock, is_main=backend.is_main)
@@ -497,13 +498,10 @@ def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path |
                             f"cannot write to --ckpt_dir {ckpt_dir}: {error.strerror}"
                         ) from None
         except UsageError as error:
-            table.line(False, "checkpoint folder", str(error))
-            yield None
-            return
-        table.line(
-            True, "checkpoint folder", f"{ckpt_dir} can be written to, and is no other job's"
-        )
-        yield folder
+            problem = str(error)
+        text = problem or f"{ckpt_dir} can be written to, and is no other job's"
+        table.line(not problem, "checkpoint folder", text)
+        yield None if problem else folder
     finally:
         if backend.is_main:
             with contextlib.suppress(OSError):

@@ -134,7 +134,7 @@ class _Training:
 
 _BF16 = torch.finfo(torch.bfloat16).eps / 2
 """Unit roundoff: half the distance from 1.0 to the next number."""
-_EXACT = {"loss": 2e-5, "state": 2e-4}
+_EXACT_LOSS, _EXACT_STATE = 2e-5, 2e-4
 """Allowed in fp32, where only the order of sums differs."""
 _TIMES = 3.0
 """What is allowed, in multiples of what rounding does to plain PyTorch."""
@@ -193,16 +193,16 @@ class Tolerances:
     rounded: Outcome
 
     def loss(self) -> float:
-        return min(_MOST, max(_EXACT["loss"], 8 * self.rounding))
+        return min(_MOST, max(_EXACT_LOSS, 8 * self.rounding))
 
     def norm(self) -> float:
         """Return what is allowed of the norm, which is not as far off as the gradient itself."""
         return max(self.state(update, "exp_avg", None).whole for update in (1, UPDATES))
 
     def state(self, update: int, kind: str, start: Tensors | None) -> Distance:
-        rounded, plain = self.rounded.states[update][kind], self.plain.states[update][kind]
-        far = distance(rounded, plain, start)
-        return Distance(self._scaled(far.whole), self._scaled(far.worst))
-
-    def _scaled(self, of_bf16: float) -> float:
-        return min(_MOST, max(_EXACT["state"], _TIMES * of_bf16 * self.rounding / _BF16))
+        far = distance(self.rounded.states[update][kind], self.plain.states[update][kind], start)
+        whole, worst = (
+            min(_MOST, max(_EXACT_STATE, _TIMES * of_bf16 * self.rounding / _BF16))
+            for of_bf16 in (far.whole, far.worst)
+        )
+        return Distance(whole, worst)

@@ -16,7 +16,6 @@ from data.source import DatasetRequest, DataSource, Split
 from models.config import ModelError
 from models.initialize import allocate
 from models.registry import open_model
-from models.spec import ModelSpec
 from training.backend import Backend, dataset_request, train_loader
 from training.config import LossConfig
 from training.errors import UsageError
@@ -127,21 +126,17 @@ def shrink(run: Run) -> Run:
     if run.own.product_multiple > 1:
         rows = _ROWS_OF_MULTIPLES
     config = replace(run.config, loss=LossConfig())
-    small = replace(run, config=config, model=_small_model(run), own=run.own.shrunk())
     batch_size = mesh.batch_parts * passes * rows
-    return small.with_data(grad_accum_steps=passes, batch_size=batch_size, aug_repeats=1)
 
-
-def _small_model(run: Run) -> ModelSpec:
-    """Return the model with fewer and narrower blocks, of the same kind."""
+    # The model with fewer and narrower blocks, of the same kind.
     sizes, settings = run.model.sizes, run.model.settings
-    tensor, domain, devices = run.mesh.tensor, run.mesh.domain, run.mesh.devices
+    tensor, domain = mesh.tensor, mesh.domain
     multiple = 1 if run.own.product_multiple == 1 else _ROWS_OF_MULTIPLES
     heads = tensor if tensor > 1 else min(sizes.num_heads, _HEADS)
     if run.config.sharding.domain_attention == "ulysses":  # which divides heads over "domain"
         heads = math.lcm(heads, domain)
     # All devices hold a shard of each large parameter, as of the real model's.
-    step = math.lcm(heads * _HEAD_WIDTH, devices, multiple)
+    step = math.lcm(heads * _HEAD_WIDTH, mesh.devices, multiple)
     width = step * -(-_WIDTH // step)
     part = math.lcm(tensor, multiple)
     hidden = part * max(1, round(width * settings["mlp_ratio"] / part))
@@ -163,9 +158,11 @@ def _small_model(run: Run) -> ModelSpec:
         if settings.get(name):
             small[name] = value
     try:
-        return open_model(run.model.name, run.model.overrides | small)
+        model = open_model(run.model.name, run.model.overrides | small)
     except ModelError as error:
         reason = error.told(MODEL_FLAG)
         raise UsageError(
             f"--self_check cannot make --model {run.model.name} small: {reason}"
         ) from None
+    small_run = replace(run, config=config, model=model, own=run.own.shrunk())
+    return small_run.with_data(grad_accum_steps=passes, batch_size=batch_size, aug_repeats=1)
