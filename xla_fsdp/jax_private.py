@@ -18,12 +18,6 @@ def _ir() -> Any:
     return ir
 
 
-def _hlo() -> Any:
-    from jax._src.lib.mlir.dialects import hlo
-
-    return hlo
-
-
 # -- StableHLO modules ----------------------------------------------------------------
 
 
@@ -73,33 +67,6 @@ def mark_main(
             {"mhlo.sharding": ir.StringAttr.get(mark)} if mark else {} for mark in results
         ]
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(m) for m in of_results])
-
-
-def shape_of(value: Any) -> list[int]:
-    """Return the sizes of a tensor that is a value of a module."""
-    return list(_ir().RankedTensorType(value.type).shape)
-
-
-def is_int8(value: Any) -> bool:
-    """Return True if a value of a module is a tensor of int8 numbers."""
-    return str(_ir().RankedTensorType(value.type).element_type) == "i8"
-
-
-def contracted_dimensions(dot_general: Any) -> list[int]:
-    """Return the dimensions of a dot_general's left side that are summed over."""
-    numbers = _hlo().DotDimensionNumbers(dot_general.attributes["dot_dimension_numbers"])
-    return list(numbers.lhs_contracting_dimensions)
-
-
-def kernel_output_dimension(convolution: Any) -> int:
-    """Return the dimension of a convolution's kernel that its output features are along."""
-    numbers = _hlo().ConvDimensionNumbers(convolution.attributes["dimension_numbers"])
-    return numbers.kernel_output_feature_dimension
-
-
-def first_integer(constant: Any) -> int:
-    """Return the first element of a constant operation of integers."""
-    return int(next(iter(_ir().DenseIntElementsAttr(constant.attributes["value"]))))
 
 
 Types = Sequence[tuple[str, list[int]]]

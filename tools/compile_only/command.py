@@ -130,9 +130,9 @@ def _compile_graphs(step: Step, links: Links, variables: dict[str, str]) -> list
     for number, (graph, *_) in enumerate(distinct, 1):
         which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
         _log(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
-        known = graph.resolve(shardings)
+        arguments = graph.argument_shardings(shardings)
         compiled[graph.hlo] = compiler.compile_graph(
-            known, step.replicas, topology, links.by_host, variables
+            graph, arguments, step.replicas, topology, links.by_host, variables
         )
         if not compiled[graph.hlo].fits:
             break  # the shardings of the next one's arguments are not known
@@ -142,7 +142,7 @@ def _compile_graphs(step: Step, links: Links, variables: dict[str, str]) -> list
         if found and found.fits:
             traffic = measure(found.hlo, topology.devices, topology.slices)
             expected = expect(found.hlo, links)
-        flops = count_flops(compiler.as_stablehlo(same[0]), topology.chip.int8_speedup)
+        flops = count_flops(compiler.text_of(same[0]), topology.chip.int8_speedup)
         flops *= step.replicas
         resident = max(local_bytes(graph.resident, shardings) for graph in same)
         graphs.append(CompiledGraph(len(same), found, traffic, expected, flops, resident))

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.compile_only.graphs import REPLICATED, Graph, Step, local_bytes
+from tools.compile_only.graphs import REPLICATED, Graph, Step, tiles
 from tools.compile_only.hlo import types_of
 from training.errors import UsageError
 from training.processes.parent import end_with
@@ -53,19 +53,17 @@ def check_installed() -> None:
             )
 
 
-def as_stablehlo(graph: Graph) -> Any:
-    """Return the program of all devices together as a StableHLO module."""
+def text_of(graph: Graph) -> str:
+    """Return the program of all devices together as text, without the names of operations."""
     prepare_jax()
-    return jax_private.stablehlo_of(graph.hlo)
+    return jax_private.text_without_names(graph.hlo)
 
 
 def merge_same_graphs(step: Step) -> Step:
     """Return the step with graphs that differ only in the names of operations made equal."""
-    prepare_jax()
     first: dict[str, bytes] = {}
     graphs = [
-        replace(graph, hlo=first.setdefault(jax_private.text_without_names(graph.hlo), graph.hlo))
-        for graph in step.graphs
+        replace(graph, hlo=first.setdefault(text_of(graph), graph.hlo)) for graph in step.graphs
     ]
     return replace(step, graphs=graphs)
 
@@ -149,21 +147,28 @@ def _start(stderr: str, variables: dict[str, str], parent: int) -> None:
 
 
 def compile_graph(
-    graph: Graph, replicas: int, topology: Topology, by_host: bool, variables: dict[str, str]
+    graph: Graph,
+    arguments: dict[int, str],
+    replicas: int,
+    topology: Topology,
+    by_host: bool,
+    variables: dict[str, str],
 ) -> Compiled:
     """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
 
-    Every argument's sharding must already be known. ``by_host``: the mesh counts the devices host
-    by host, not by their numbers. ``variables`` are those of the environment that libtpu is to
-    start with. It runs in a process of its own. Raises UsageError if libtpu refuses the program, or
-    crashes on it.
+    ``arguments``: the sharding of each argument by its number. ``by_host``: the mesh counts the
+    devices host by host, not by their numbers. ``variables`` are those of the environment that
+    libtpu is to start with. It runs in a process of its own. Raises UsageError if libtpu refuses
+    the program, or crashes on it.
     """
     with (
         tempfile.NamedTemporaryFile(mode="r") as stderr,
         _libtpu_process(variables, stderr.name) as process,
     ):
         try:
-            compiled = process.submit(_compile, graph, replicas, topology, by_host).result()
+            compiled = process.submit(
+                _compile, graph, arguments, replicas, topology, by_host
+            ).result()
         except BrokenProcessPool:
             text = stderr.read()
             raise_if_refused(text)
@@ -175,10 +180,15 @@ def compile_graph(
     return replace(compiled, hlo=write_kernel_cycles(compiled.hlo, topology, variables))
 
 
-def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> Compiled:
+def _compile(
+    graph: Graph, arguments: dict[int, str], replicas: int, topology: Topology, by_host: bool
+) -> Compiled:
     """Compile in this process, which is libtpu's own."""
-    module = as_stablehlo(graph)
-    jax_private.mark_main(module, graph.sharding_of, graph.results, graph.donated)
+    prepare_jax()
+    module = jax_private.stablehlo_of(graph.hlo)
+    jax_private.mark_main(
+        module, lambda number: arguments.get(number, REPLICATED), graph.results, graph.donated
+    )
     devices = devices_of(topology)
     numbers = np.array(device_ids(devices, by_host)).reshape(replicas, -1)
     unmarked = [mark is None for mark in graph.results]
@@ -186,8 +196,8 @@ def _compile(graph: Graph, replicas: int, topology: Topology, by_host: bool) -> 
     try:
         executable = jax_private.compile_for(devices, numbers, module, unmarked)
     except Exception as error:  # noqa: BLE001
-        argument_bytes = local_bytes(graph.arguments.values(), lambda _: None)
-        needed = hbm_needed(str(error), argument_bytes)
+        sizes = (value.size // tiles(arguments[n]) for n, value in graph.arguments.items())
+        needed = hbm_needed(str(error), sum(sizes))
         if needed is None:
             text = f"the TPU compiler refuses the step: {_first_line(error)}"
             if "memory space vmem" in text:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 REPLICATED = "{replicated}"
 """Every device has the whole."""
@@ -52,20 +52,14 @@ class Graph:
     resident: tuple[Value, ...]
     """Values that live on the devices meanwhile without being arguments."""
 
-    def resolve(self, shardings: Shardings) -> Graph:
-        """Return the graph with the sharding of every argument known."""
-        arguments = {}
+    def argument_shardings(self, shardings: Shardings) -> dict[int, str]:
+        """Return the sharding of every argument; all must be known by now."""
+        found = {}
         for number, value in self.arguments.items():
             sharding = value.resolve(shardings)
             assert sharding, (number, value)
-            arguments[number] = Value(value.size, sharding)
-        return replace(self, arguments=arguments)
-
-    def sharding_of(self, number: int) -> str:
-        """Return the sharding of an argument; it must be known."""
-        sharding = self.arguments[number].sharding if number in self.arguments else REPLICATED
-        assert isinstance(sharding, str)
-        return sharding
+            found[number] = sharding
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,21 @@
 """What a module of XLA needs: bytes in HBM, bytes and numbers of collectives, FLOPs of products.
 
-The compiled module is read as text: what one device runs, in the order of its schedule. The traced
-module, of all devices together, is read in StableHLO. XLA's own cost analysis counts the body of a
+Modules are read as text: the compiled one, which is what one device runs in the order of its
+schedule, and the traced one, of all devices together. XLA's own cost analysis counts the body of a
 loop once; here each computation counts as often as it runs.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
-from xla_fsdp import jax_private
-
-# -- a compiled module as text ---------------------------------------------------------
+# -- a module as text ---------------------------------------------------------
 
 _ITEM_BYTES = (
     dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn"), 1)
@@ -32,7 +28,7 @@ _ARRAY = re.compile(r"\b(" + "|".join(_ITEM_BYTES) + r")\[([\d,]*)\]((?:\{[^}]*\
 _NOT_IN_HBM = re.compile(r"S\([1-9]")
 """In a layout: any other memory space, such as vector memory, scalar memory, the host's."""
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
+_LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?:^|[\s)}])([a-z][a-z\-]*)\(")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%([\w.\-]+)")
 
@@ -46,6 +42,8 @@ class Instruction:
     shape: str
     text: str
     """All that follows the name."""
+    is_root: bool = False
+    """Whether it is the result of its computation."""
     operands: list[Instruction] = field(default_factory=list, repr=False)
     users: list[Instruction] = field(default_factory=list, repr=False)
     called: list[list[Instruction]] = field(default_factory=list, repr=False)
@@ -79,10 +77,11 @@ def parse_module(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
             entry = current if head[1] else entry
             continue
         found = _LINE.match(line)
-        opcode = _OPCODE.search(found[2]) if found and current else None
+        opcode = _OPCODE.search(found[3]) if found and current else None
         if found and opcode:
-            shape = found[2][: opcode.start(1)]
-            computations[current].append(Instruction(found[1], opcode[1], shape, found[2]))
+            _, name, text = found.groups()
+            shape, is_root = text[: opcode.start(1)], found[1] is not None
+            computations[current].append(Instruction(name, opcode[1], shape, text, is_root))
 
     for instructions in computations.values():
         named = {each.name: each for each in instructions}
@@ -293,13 +292,14 @@ def received_from_slices(send: Instruction, slices: int) -> float:
     return sent * (slices - 1)
 
 
-# -- FLOPs of the products in a compiled module -----------------------------------------
+# -- FLOPs of products ------------------------------------------------------------------
 #
 # The TPU compiler writes products as convolutions; the dimensions of a batch are spatial ones, with
 # padding and dilation that leave one valid place of the window for each output.
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_FLOPS_OF_KERNEL = re.compile(r'"tpu_custom_call".*"cost_estimate": *\{[^}]*"flops": *"?(\d+)')
 
 
 def products_of(each: Instruction, int8_speedup: int = 1) -> list[tuple[float, Instruction]]:
@@ -342,75 +342,29 @@ def _valid_places(text: str, dimension: int, inputs: int, results: int) -> int:
     return int(inside.sum())
 
 
-# -- FLOPs of the products in a StableHLO module ----------------------------------------
-
-
-def count_flops(module: Any, int8_speedup: int = 1) -> float:
+def count_flops(traced: str, int8_speedup: int = 1) -> float:
     """Count the whole program, before it is divided over devices: two for each multiply-add.
 
     Recomputation under gradient checkpointing is in the program and so in the count. Of int8
     numbers, ``int8_speedup`` operations count as one.
     """
-    functions = {f.name.value: f.regions[0].blocks[0] for f in module.body.operations}
-    return _flops_of(functions["main"], functions, int8_speedup)
+    computations, entry = parse_module(traced)
+    return _flops_of(computations[entry], int8_speedup)
 
 
-def _flops_of(block: Any, functions: dict[str, Any], int8_speedup: int) -> float:
-    shape_of = jax_private.shape_of
-    total, dead = 0.0, set()
-    for operation in reversed(list(block.operations)):
-        op = operation.operation
-        users = [use.owner.operation for result in op.results for use in result.uses]
-        if len(op.results) and all(user in dead for user in users):
-            dead.add(op)  # the compiler drops it, too: for example the gradient of the images
-        elif op.name == "stablehlo.dot":
-            total += 2.0 * math.prod(shape_of(op.results[0])) * shape_of(op.operands[0])[-1]
-        elif op.name == "stablehlo.dot_general":
-            left = shape_of(op.operands[0])
-            contracted = math.prod(left[d] for d in jax_private.contracted_dimensions(op))
-            flops = 2.0 * math.prod(shape_of(op.results[0])) * contracted
-            total += flops / (int8_speedup if jax_private.is_int8(op.operands[0]) else 1)
-        elif op.name == "stablehlo.convolution":
-            kernel = shape_of(op.operands[1])
-            per_output = math.prod(kernel) // kernel[jax_private.kernel_output_dimension(op)]
-            total += 2.0 * math.prod(shape_of(op.results[0])) * per_output
-        elif op.name == "stablehlo.custom_call":
-            total += _pallas_flops(op)
-        elif op.name == "func.call":
-            called = functions[op.attributes["callee"].value]
-            total += _flops_of(called, functions, int8_speedup)
-        elif op.name == "stablehlo.while":
-            condition, body = (region.blocks[0] for region in op.regions)
-            rounds = _loop_rounds(condition, functions)
-            total += rounds * _flops_of(body, functions, int8_speedup)
-        else:
-            blocks = (inner for region in op.regions for inner in region.blocks)
-            total += sum(_flops_of(inner, functions, int8_speedup) for inner in blocks)
+def _flops_of(computation: list[Instruction], int8_speedup: int) -> float:
+    total, dead = 0.0, set[Instruction]()
+    for each in reversed(computation):
+        if not each.is_root and dead.issuperset(each.users):
+            dead.add(each)  # the compiler drops it, too: for example the gradient of the images
+            continue
+        total += sum(flops for flops, _ in products_of(each, int8_speedup))
+        total += sum(each.rounds * _flops_of(called, int8_speedup) for called in each.scheduled)
+        # A Pallas kernel declares those of a device (xla_fsdp.attention.kernels).
+        declared = _FLOPS_OF_KERNEL.search(each.text)
+        if declared:
+            part, devices = each.operands[0], 1.0
+            if part.opcode == "custom-call":  # a shard of a sharded tensor
+                devices = array_bytes(part.operands[0].shape) / array_bytes(part.shape)
+            total += devices * int(declared[1])
     return total
-
-
-def _pallas_flops(op: Any) -> float:
-    """Return the FLOPs that a Pallas kernel's call declares, on all devices together.
-
-    xla_fsdp.attention.kernels writes them there.
-    """
-    if op.attributes["call_target_name"].value != "tpu_custom_call":
-        return 0.0
-    cost = json.loads(op.attributes["backend_config"].value)["custom_call_config"]["cost_estimate"]
-    devices, shape_of = 1.0, jax_private.shape_of
-    part = op.operands[0]
-    if getattr(part.owner, "name", "") == "stablehlo.custom_call":  # a shard of a sharded tensor
-        devices = math.prod(shape_of(part.owner.operands[0])) / math.prod(shape_of(part))
-    return devices * float(cost["flops"])
-
-
-def _loop_rounds(condition: Any, functions: dict[str, Any]) -> int:
-    """Return the bound of a loop's counter, which starts at 0 and grows by 1 (xla_fsdp.scan)."""
-    bounds = [1]
-    for operation in condition.operations:
-        op = operation.operation
-        if op.name == "stablehlo.constant":
-            bounds.append(jax_private.first_integer(op))
-        elif op.name == "func.call":
-            bounds.append(_loop_rounds(functions[op.attributes["callee"].value], functions))
-    return max(bounds)

@@ -47,11 +47,18 @@ def scope_in(text: str) -> Scope | None:
     return Scope(*found[-1]) if found else None
 
 
+class _Open(threading.local):
+    """The open scopes of a thread: autograd runs in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Scope, Any]] = []
+
+
 class Names:
     """Names what is recorded, from the call of ``watch`` on."""
 
     def __init__(self) -> None:
-        self._open = threading.local()  # autograd runs in a thread of its own
+        self._open = _Open()
         private.keep_scopes()
 
     def watch(self, model: nn.Module) -> None:
@@ -94,7 +101,7 @@ class Names:
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             given.append((args, kwargs))
-            in_backward = any(scope.phase == "backward" for scope, _ in self._stack())
+            in_backward = any(scope.phase == "backward" for scope, _ in self._open.stack)
             self._push(Scope(name, "recompute" if in_backward else "forward"))
 
         def after(_: nn.Module, __: Any, result: Any) -> None:
@@ -106,16 +113,11 @@ class Names:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
 
-    def _stack(self) -> list[tuple[Scope, Any]]:
-        if not hasattr(self._open, "stack"):
-            self._open.stack = []
-        return self._open.stack
-
     def _push(self, scope: Scope) -> None:
-        self._stack().append((scope, private.open_scope(str(scope))))
+        self._open.stack.append((scope, private.open_scope(str(scope))))
 
     def _pop(self) -> None:
-        self._stack().pop()  # without a reference to it, torch_xla's scope closes
+        self._open.stack.pop()  # without a reference to it, torch_xla's scope closes
 
 
 def _tensors(nested: Any) -> list[torch.Tensor]:
