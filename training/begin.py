@@ -26,7 +26,7 @@ from training.errors import UsageError
 from training.flags import FlagField, by_field
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
-from training.logs.records import EVENTS_FILE, METRICS_FILE, decisive, read_metrics
+from training.logs.records import EVENTS_FILE, METRICS_FILE, decisive, evaluations, read_metrics
 from training.processes import exchange
 from training.resolve import Run, model_of
 from training.schedule import Schedule, make_schedule
@@ -323,7 +323,7 @@ def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
         # What was resumed from elsewhere is not evaluated again.
         return History(False, {step: None} if step else {})
     records = [r for r in read_metrics(ckpt_dir) if r["step"] <= step]
-    finite = {r["step"]: r for r in records if None not in (r.get("val_top1"), r.get("val_loss"))}
+    finite = evaluations(records)
     best = max(((decisive(r, "val_top1"), at) for at, r in finite.items()), default=(-1.0, 0))
     evaluated = [r["step"] for r in records if "val_images" in r]
     top1 = {at: finite[at]["val_top1"] if at in finite else None for at in evaluated}

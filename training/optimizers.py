@@ -161,18 +161,6 @@ def exchanged_inside(exchange: Callable[[], None], then: Callable[[], None]) -> 
         then()
 
 
-def note_of_resume(*, keeps: bool, has: bool) -> str | None:
-    """Return a log line for a run that resumes a checkpoint; None if nothing changes.
-
-    ``keeps``: the run keeps an average; ``has``: the checkpoint has one.
-    """
-    if keeps and not has:
-        return "note: the checkpoint has no EMA of the weights: it starts with these weights"
-    if has and not keeps:
-        return "note: the checkpoint's EMA of the weights is dropped: --model_ema is not given"
-    return None
-
-
 # -- Stochastic rounding to bf16 ------------------------------------------------------------------
 #
 # Numbers are rounded up or down at random, so that on average nothing is lost. A moving average

@@ -41,7 +41,6 @@ from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, process_start
 from training.logs.reports import Reports, read_expectation
 from training.losses import Objective
-from training.optimizers import note_of_resume
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.resolve import Run
@@ -192,9 +191,11 @@ def _place(
         initialize = initial.initialize
     model = shard_and_optimize(run, backend, initialize)
     if saved:
-        has_ema = load_state(backend, saved.path)
-        if note := note_of_resume(keeps=run.config.ema.model_ema, has=has_ema):
-            say(note)
+        has_ema, with_ema = load_state(backend, saved.path), run.config.ema.model_ema
+        if with_ema and not has_ema:
+            say("note: the checkpoint has no EMA of the weights: it starts with these weights")
+        if has_ema and not with_ema:
+            say("note: the checkpoint's EMA of the weights is dropped: --model_ema is not given")
     return model, Objective(run, backend, say)
 
 

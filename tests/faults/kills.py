@@ -24,7 +24,7 @@ from tests.faults.tries import (
 )
 from training.checkpoints.choose import folder_of
 from training.checkpoints.format import is_complete
-from training.logs.records import evaluations
+from training.logs.records import evaluations, read_metrics
 
 _ATTEMPTS = 8
 """How often a moment that comes when the run has ended is drawn again."""
@@ -162,7 +162,7 @@ def killed_between_saving_and_evaluating(attempt: Try) -> Survived:
             program.members()
             reached = program.wait_until(lambda: is_complete(checkpoint), _WATCH_S)
             program.signal(signal.SIGKILL)
-        if reached and evaluated not in evaluations(attempt.run):
+        if reached and evaluated not in evaluations(read_metrics(attempt.run)):
             attempt.moment = f"SIGKILL to all after checkpoint and before evaluation {evaluated}"
             return attempt.resume_after(evaluated)
     raise NotSurvived(f"no moment found in {_ATTEMPTS} starts")

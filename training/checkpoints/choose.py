@@ -13,7 +13,7 @@ from training.checkpoints import format as checkpoint
 from training.checkpoints.format import SavedRun
 from training.errors import UsageError
 from training.files import as_url, folder_at, is_unreachable, is_url, remove_tree, sync_folder
-from training.logs.records import METRICS_FILE, decisive, evaluations
+from training.logs.records import METRICS_FILE, decisive, evaluations, read_metrics
 
 _NAME = re.compile(r"step_(\d+)")
 RUN_FILE = "run.json"
@@ -112,7 +112,7 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
         if resume == "auto":
             return _newest(existing)
         if resume in BEST:
-            by_step, (value, sign) = evaluations(ckpt_dir), BEST[resume]
+            by_step, (value, sign) = evaluations(read_metrics(ckpt_dir)), BEST[resume]
             evaluated = [path for path in existing if step_of(path) in by_step]
             if not evaluated:
                 raise UsageError(f"--resume {resume}: {ckpt_dir} has no evaluated checkpoint")

@@ -102,9 +102,8 @@ def _read_lines(path: Path, *names: str) -> list[dict[str, Any]]:
     return found
 
 
-def evaluations(ckpt_dir: Path, last_step: float = float("inf")) -> dict[int, dict[str, Any]]:
-    """Return the evaluations up to ``last_step``, by step, whose loss was finite."""
-    records = (r for r in read_metrics(ckpt_dir) if r["step"] <= last_step)
+def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the evaluations among records of ``read_metrics``, by step, whose loss was finite."""
     return {r["step"]: r for r in records if None not in (r.get("val_top1"), r.get("val_loss"))}
 
 

@@ -201,8 +201,7 @@ class Reports:
         """Advance the bar by one step and write what has arrived."""
         if self._active:
             self._bar.update(1)
-        while self._pending and self._pending[0][1].done():
-            self._write_log(*self._pending.popleft())
+        self.flush(wait=False)
 
     def log(
         self,
@@ -322,9 +321,9 @@ class Reports:
         if self._uploads:
             self._uploads.begin()
 
-    def flush(self) -> None:
-        """Write every log step recorded so far, waiting for its values."""
-        while self._pending:
+    def flush(self, *, wait: bool = True) -> None:
+        """Write the log steps recorded so far; without ``wait`` only those with values."""
+        while self._pending and (wait or self._pending[0][1].done()):
             self._write_log(*self._pending.popleft())
 
     def close(self) -> Path | None:
