@@ -163,86 +163,42 @@ def lower_for_tpu(function: Callable, arrays: Sequence[Any]) -> Any:
     return lowered.compiler_ir()
 
 
-# -- the Pallas kernels of flash attention, as functions of JAX arrays ----------------
-#
-# q, k, v: (images, heads, tokens, width). ids: nothing, or of queries and of keys (images, tokens):
-# a query attends to the keys of its id. sums, largest, inner: (images, heads, tokens).
+# -- the Pallas kernels of flash attention --------------------------------------------
 
 
-def flash_forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    ids: Sequence[Any],
-    *,
-    with_statistics: bool,
-    scale: float,
-    block: int,
-    key_block: int,
-) -> Any:
-    """Return the output; with statistics also each row's sum of exponentials, largest score."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+def flash_function(computes: str, *, scale: float, block: int, key_block: int) -> Callable:
+    """Return a function of JAX arrays that calls a kernel; it holds so many queries and keys.
 
-    return pallas._flash_attention_impl(
-        q=q,
-        k=k,
-        v=v,
-        ab=None,
-        segment_ids=pallas.SegmentIds(*ids) if ids else None,
-        save_residuals=with_statistics,
-        causal=False,
-        sm_scale=scale,
-        block_b=1,
-        block_q=block,
-        block_k_major=key_block,
-        block_k=key_block,
-        debug=False,
-    )
+    By ``computes``: (q, k, v, *ids) -> "output", or "output and statistics", which are each row's
+    sum of exponentials and its largest score; (q, k, v, *ids, sums, largest, grad, inner) -> "query
+    gradient", or "key gradients" of k and v, where ``grad`` is the gradient of the output, and
+    ``inner`` the sum of it times the output over each row.
 
-
-def flash_query_gradient(*given: Any, block: int, key_block: int, scale: float) -> Any:
-    """Return q's gradient. ``given``: see ``_for_backward``."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
-
-    arguments = _for_backward(*given, block=block, key_block=key_block, scale=scale)
-    gradient, _ = pallas._flash_attention_bwd_dq(**arguments)
-    return gradient
-
-
-def flash_key_gradients(*given: Any, block: int, key_block: int, scale: float) -> tuple[Any, Any]:
-    """Return the gradients of k and of v. ``given``: see ``_for_backward``."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
-
-    arguments = _for_backward(*given, block=block, key_block=key_block, scale=scale)
-    return pallas._flash_attention_bwd_dkv(**arguments, block_q=block)
-
-
-def _for_backward(
-    q: Any, k: Any, v: Any, *rest: Any, block: int, key_block: int, scale: float
-) -> dict[str, Any]:
-    """Return the arguments that both of Pallas' backward functions take.
-
-    ``rest``: ids, sums, largest, the output's gradient, and the sum over each row of the output
-    times its gradient.
+    q, k, v: (images, heads, tokens, width). ids: nothing, or of queries and of keys (images,
+    tokens): a query attends to the keys of its id. Statistics, inner: (images, heads, tokens).
     """
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
-    *ids, sums, largest, grad, inner = rest
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "ab": None,
-        "segment_ids": pallas.SegmentIds(*ids) if ids else None,
-        "l": sums,
-        "m": largest,
-        "do": grad,
-        "di": inner,
-        "block_q_major": block,
-        "block_k_major": key_block,
-        "block_k": key_block,
-        "sm_scale": scale,
-        "causal": False,
-        "mask_value": pallas.DEFAULT_MASK_VALUE,
-        "debug": False,
-    }
+    sizes = {"block_k_major": key_block, "block_k": key_block}
+    how = {"sm_scale": scale, "causal": False, "debug": False}
+    if computes.startswith("output"):
+
+        def forward(q: Any, k: Any, v: Any, *ids: Any) -> Any:
+            segments = pallas.SegmentIds(*ids) if ids else None
+            residuals = computes == "output and statistics"
+            return pallas._flash_attention_impl(
+                q, k, v, None, segments, residuals, block_b=1, block_q=block, **sizes, **how
+            )
+
+        return forward
+
+    def gradient(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        *ids, sums, largest, grad, inner = rest
+        segments = pallas.SegmentIds(*ids) if ids else None
+        given = (q, k, v, None, segments, sums, largest, grad, inner)
+        masked = {"block_q_major": block, "mask_value": pallas.DEFAULT_MASK_VALUE}
+        if computes == "query gradient":
+            return pallas._flash_attention_bwd_dq(*given, **masked, **sizes, **how)[0]
+        return pallas._flash_attention_bwd_dkv(*given, **masked, block_q=block, **sizes, **how)
+
+    return gradient

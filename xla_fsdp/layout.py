@@ -1,8 +1,7 @@
 """How the tensors of an SPMD program are sharded over its mesh: specs, marks and transfers.
 
-The marks are set directly (``mark_sharding``) rather than through torch_xla's
-SpmdFullyShardedDataParallel: as fast to within 5 % (docs/benchmarks.md), and parameter
-names stay those of the plain model.
+Marks are set directly rather than by torch_xla's SpmdFullyShardedDataParallel: as fast to within
+5 % (docs/benchmarks.md), and parameters keep the names of the plain model.
 """
 
 from __future__ import annotations
@@ -17,17 +16,13 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from models.blocks import logical_axes
-from training.checkpoints.state import Chunk, ShardedTensor
 from training.mesh import Axes, Spec
 from xla_fsdp.attention.kernels import Shards
 from xla_fsdp.hosts import by_slice_and_host, number_of
 from xla_fsdp.products import Int8Marks
 from xla_fsdp.resolve_xla import Recipe, packed_parts, tensor_dims
 from xla_fsdp.sharding import Gather, GatherInFp8, MarkBoth
-from xla_fsdp.torch_xla_private import (
-    local_device_names,
-    op_sharding_arguments,
-)
+from xla_fsdp.torch_xla_private import local_device_names, op_sharding_arguments
 
 
 class MeshLayout:
@@ -78,17 +73,14 @@ class MeshLayout:
         self.specs[parameter] = spec
         if self.mesh.shard_count(spec) < self.mesh.min_shards:
             self.replicated_bytes += parameter.nbytes
+
+        def shard_gradient(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None  # copied: a view would keep its base alive
+            parameter.grad = self.mark(parameter.grad * 1, spec)
+
         if trains and self._recipe.gradients_outlive_graph:
-            parameter.register_post_accumulate_grad_hook(self._shard_gradient)
+            parameter.register_post_accumulate_grad_hook(shard_gradient)
         return parameter
-
-    def _shard_gradient(self, parameter: torch.Tensor) -> None:
-        """Shard a gradient that outlives its graph like its parameter.
-
-        It is copied: a view would keep its base alive.
-        """
-        assert parameter.grad is not None
-        parameter.grad = self.mark(parameter.grad * 1, self.specs[parameter])
 
     def zeros(self, shape: torch.Size, spec: Spec, dtype: torch.dtype) -> torch.Tensor:
         return self.mark(torch.zeros(shape, dtype=dtype, device=self._device), spec)
@@ -102,10 +94,6 @@ class MeshLayout:
         """Send values from the host to the devices, sharded."""
         sharding = Sharding(self.xla_mesh, partition_spec(spec), minibatch=minibatch)
         return xm.send_cpu_data_to_device(values, self._device, sharding)[0]
-
-    def send_to_stack(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Send a block's parameter, by its name in the block, sharded as ``stacked_zeros``."""
-        return self.send(values, self.block_spec(name, values.shape))
 
     def block_spec(self, name: str, shape: torch.Size) -> Spec:
         """Return the spec at rest of a block's parameter, by its name in the block."""
@@ -127,18 +115,13 @@ class MeshLayout:
         at_rest, whole = self.block_spec(name, weight.shape), self.gathered_spec(name, weight.shape)
         if self._recipe.gather_fp8 and is_matrix:
             return GatherInFp8.apply(weight, dtype, at_rest, whole, self.mark)
-        mark_at_rest, mark_whole = (
-            functools.partial(self.mark, spec=spec) for spec in (at_rest, whole)
-        )
-        return Gather.apply(weight, dtype, mark_at_rest, mark_whole)
+        marks = (functools.partial(self.mark, spec=spec) for spec in (at_rest, whole))
+        return Gather.apply(weight, dtype, *marks)
 
     def int8_marks(self, name: str) -> Int8Marks:
         """Return the marks of a block's weight, by its name, whose products are in int8."""
-        return Int8Marks(
-            lambda shape: self.block_spec(name, shape),
-            lambda shape: self.gathered_spec(name, shape),
-            self.mark,
-        )
+        at_rest = functools.partial(self.block_spec, name)
+        return Int8Marks(at_rest, functools.partial(self.gathered_spec, name), self.mark)
 
     def gather_small(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """Gather a small parameter before use; one with an entry for each token stays sharded as
@@ -231,91 +214,3 @@ class Sharding(xs.ShardingSpec):
 def local_devices() -> set[int]:
     """Return the numbers of this host's devices."""
     return {number_of(name) for name in local_device_names()}
-
-
-# ------------------------------------------------------------------------------------------------
-# For checkpoints: from tensors on the devices to those of the plain model, and back.
-#
-# On the devices blocks may be stacked, (depth, ...), and parameters packed, (parts, rows, ...).
-
-
-_STACKED = "blocks.block."
-
-
-def is_stacked(name: str) -> bool:
-    return name.startswith(_STACKED)
-
-
-def name_in_block(name: str) -> str | None:
-    """Return the name that a parameter has in its block; None if it is in none."""
-    blocks, _, rest = name.partition(".")
-    return rest.partition(".")[2] if blocks == "blocks" else None
-
-
-def plain_names(name: str, depth: int) -> list[str]:
-    """Return the names in the plain model: one, or of stacked blocks ``depth``."""
-    if not is_stacked(name):
-        return [name]
-    return [f"blocks.{i}.{name.removeprefix(_STACKED)}" for i in range(depth)]
-
-
-def plain_values(name: str, value: torch.Tensor, *, packed: bool) -> dict[str, torch.Tensor]:
-    """Return a tensor by its name in the plain model; of stacked blocks, each one's part.
-
-    ``value`` is plain or, if it is sharded (as all that is packed), a ShardedTensor. So are the
-    results, views of the same data.
-    """
-    if packed:
-        assert isinstance(value, ShardedTensor)
-        value = _unpacked(value, dim=int(is_stacked(name)))
-    if not is_stacked(name):
-        return {name: value}
-    names = plain_names(name, len(value))
-    if not isinstance(value, ShardedTensor):
-        return dict(zip(names, value, strict=True))
-    return {
-        plain: ShardedTensor(
-            value.shape[1:], value.dtype, [Chunk(c.offsets[1:], c.data[i]) for c in value.chunks]
-        )
-        for i, plain in enumerate(names)
-    }
-
-
-def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
-    """Return (..., parts, rows, ...) as (..., parts * rows, ...): a chunk becomes one a part."""
-    before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
-    chunks = [
-        Chunk(
-            (
-                *c.offsets[:dim],
-                (c.offsets[dim] + i) * rows + c.offsets[dim + 1],
-                *c.offsets[dim + 2 :],
-            ),
-            part,
-        )
-        for c in value.chunks
-        for i, part in enumerate(c.data.unbind(dim))
-    ]
-    return ShardedTensor((*before, count * rows, *after), value.dtype, chunks)
-
-
-def device_part(
-    saved: list[ShardedTensor], indices: tuple[slice, ...], *, stacked: bool, packed: int
-) -> torch.Tensor:
-    """Return the shard at ``indices`` on the devices, from what ``plain_values`` returned.
-
-    ``packed``: the number of parts that the parameter is packed of, 0 if it is not.
-    """
-    indices = indices[1:] if stacked else indices
-    offsets = tuple(index.start for index in indices)
-    blocks = []
-    for value in saved:
-        data = {chunk.offsets: chunk.data for chunk in value.chunks}
-        if packed:
-            rows = value.shape[0] // packed
-            here = range(indices[0].start, indices[0].stop)
-            parts = [data[i * rows + offsets[1], *offsets[2:]] for i in here]
-            blocks.append(torch.stack(parts))
-        else:
-            blocks.append(data[offsets])
-    return torch.stack(blocks) if stacked else blocks[0]

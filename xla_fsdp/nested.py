@@ -22,12 +22,9 @@ from xla_fsdp.optimizer import Momenta, Orthogonalize, orthogonalized_by_all_to_
 from xla_fsdp.parallelize import parallelize_nested
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import (
-    FLAT_PARAMETER,
-    flattened_parameters,
     free_gathered,
     original_name,
-    original_shape,
-    sharded_parameters,
+    original_parameters,
     without_wrappers,
 )
 from xla_fsdp.xla_backend import XlaBackend
@@ -57,26 +54,21 @@ class NestedBackend(XlaBackend):
         self._model = parallelize_nested(
             model, units, initialize, self._recipe, self._device, self.constant, self._break_graph
         )
-        self._model.register_forward_hook(self._after_forward)
+
+        # The root stays unsharded for the backward pass, of which an evaluation has none: its
+        # weights would be an input of the next step, and its graph another one.
+        def after_forward(*_: object) -> None:
+            if not torch.is_grad_enabled():
+                self._reshard()
+
+        self._model.register_forward_hook(after_forward)
         return self._model
-
-    def _after_forward(self, *_: object) -> None:
-        """Reshard the root after an evaluation's forward pass. It keeps its weights unsharded for
-        the backward pass; they would be an input of the next step, and its graph another one."""
-        if not torch.is_grad_enabled():
-            self._reshard()
-
-    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         # By .to(), torch_xla 2.9 sends equal single numbers once: a learning rate equal to one that
         # the step has anyway would be the same input, and the graph another one.
         (sent,) = xm.send_cpu_data_to_device([values], self._device)
         return sent
-
-    def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
-        return x  # a process has its own, of equal values
 
     # -- a step -----------------------------------------------------------------------
 
@@ -95,10 +87,9 @@ class NestedBackend(XlaBackend):
             assert isinstance(self._model, XlaFullyShardedDataParallel)
             return self._model.clip_grad_norm_(max_norm)
         xm.reduce_gradients(self._optimizer)
-        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
+        return super()._clip_grad_norm(max_norm)
 
     def _reshard(self) -> None:
-        # The root stays unsharded after a forward pass; an evaluation has no backward pass.
         for unit in self._model.modules():
             if isinstance(unit, XlaFullyShardedDataParallel):
                 free_gathered(unit)
@@ -109,39 +100,32 @@ class NestedBackend(XlaBackend):
     # -- state ------------------------------------------------------------------------
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        if not self._fsdp:
-            return dict(self._model.named_parameters())
-        return {name: shard for name, (_, shard) in self._shards.items()}
+        if self._fsdp:
+            return {name: shard for name, (shard, _) in self._shards.items()}
+        return super()._named_parameters()
 
     @functools.cached_property
-    def _shards(self) -> dict[str, tuple[XlaFullyShardedDataParallel, nn.Parameter]]:
-        """Each sharded parameter by its plain name, with the unit that it belongs to.
+    def _shards(self) -> dict[str, tuple[nn.Parameter, list[tuple[str, torch.Size]]]]:
+        """Each sharded parameter by its name, and the plain parameters that it holds, in order.
 
         FSDP's own get_original_names_and_sharded_parameters gives the root's parameters
         once for each unit (torch_xla 2.9).
         """
         return {
-            without_wrappers(f"{unit_name}.{original_name(shard)}"): (unit, shard)
+            without_wrappers(f"{unit_name}.{original_name(shard)}"): (
+                shard,
+                [
+                    (without_wrappers(f"{unit_name}.{name}"), shape)
+                    for name, shape in original_parameters(unit, shard)
+                ],
+            )
             for unit_name, unit in self._model.named_modules()
             if isinstance(unit, XlaFullyShardedDataParallel)
-            for shard in sharded_parameters(unit)
+            for shard in unit.sharded_params
         }
 
     def _plain_names(self, name: str) -> list[str]:
-        return [plain for plain, _ in self._plain_parameters(name)] if self._fsdp else [name]
-
-    def _local_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes
-
-    def _plain_parameters(self, name: str) -> list[tuple[str, torch.Size]]:
-        """Return names and shapes, in order, of the plain parameters behind a sharded one."""
-        unit, shard = self._shards[name]
-        parent, _, last = name.rpartition(".")
-        if not last.startswith(FLAT_PARAMETER):
-            return [(name, original_shape(shard))]
-        names, shapes = flattened_parameters(unit, int(last.removeprefix(FLAT_PARAMETER)))
-        plain = (without_wrappers(f"{parent}.{inner}") for inner in names)
-        return list(zip(plain, shapes, strict=True))
+        return [plain for plain, _ in self._shards[name][1]] if self._fsdp else [name]
 
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         values = tensor.cpu()
@@ -152,7 +136,7 @@ class NestedBackend(XlaBackend):
         first = self.rank * values.numel()
         last, base = first + values.numel(), 0
         saved: dict[str, torch.Tensor] = {}
-        for plain_name, shape in self._plain_parameters(name):
+        for plain_name, shape in self._shards[name][1]:
             start, end = max(first - base, 0), min(last - base, shape.numel())
             chunks = []
             for offsets, sizes, flat in flat_range_boxes(shape, start, end):

@@ -47,7 +47,7 @@ from xla_fsdp.resolve_xla import Recipe
 from xla_fsdp.scan import ScannedBlocks
 from xla_fsdp.sharding import MarkBoth
 from xla_fsdp.tensor_parallel import pack, shard_heads_and_columns
-from xla_fsdp.torch_xla_private import is_sharded, linear_option, scatter_gradients_as_rows
+from xla_fsdp.torch_xla_private import is_sharded, scatter_gradients_as_rows
 
 Units = list[tuple[str, nn.Module]]
 
@@ -121,7 +121,7 @@ def parallelize_spmd(
         if stack:
             # Shard and place: into the stack, whose shards are on the devices already.
             pack(block, layout.packed)
-            stack.fill(index, block, layout.send_to_stack)
+            stack.fill(index, block, lambda n, x: layout.send(x, layout.block_spec(n, x.shape)))
             block.to("meta")  # the host needs no second copy
         else:
             fill_buffers(block, layout.constant)
@@ -220,7 +220,7 @@ def _nested_unit(module: nn.Module, recipe: Recipe, device: torch.device) -> nn.
         # Pinned, a gathering is an all-reduce of padded whole weights, other on each rank.
         pin_layout_in_collective_ops=False,
         # FSDP's own linear layer runs its backward in fp32 under autocast.
-        **linear_option(recipe.bf16),
+        _use_xla_patched_linear=not recipe.bf16,
     )
     if not by_row:
         scatter_gradients_as_rows(unit, devices)

@@ -18,7 +18,7 @@ from torch import nn
 from training.mesh import Spec
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.sharding import MarkAs
-from xla_fsdp.torch_xla_private import dot_general_int8
+from xla_fsdp.torch_xla_private import dot_general
 
 _SUM_ROWS = 8
 """Rows of ones that a sum is multiplied from: of one row XLA would make a sum again."""
@@ -220,7 +220,8 @@ class Int8Product(torch.autograd.Function):
         if saved_result is not None:
             return saved_result
         of_rows, scales = rounded(x, along_x)
-        sums = dot_general_int8(of_rows, numbers, along_x, along_weight)
+        along: tuple = ((list(along_x), list(along_weight)), ([], []))
+        sums = dot_general(of_rows, numbers, along, preferred_element_type=torch.int32)
         left = [size for at, size in enumerate(numbers.shape) if at not in along_weight]
         rows = x.dim() - len(along_x)
         scales = scales.flatten(rows).view(*sums.shape[:rows], *(1,) * len(left))

@@ -24,10 +24,11 @@ from training.resolve import (
     sizes_of_largest,
 )
 from training.teacher import with_teacher
-from xla_fsdp import torch_xla_private, tpu
+from xla_fsdp import tpu
 from xla_fsdp.attention.sizes import WholeSizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.estimates import resolve_policy
+from xla_fsdp.torch_xla_private import host_tpu
 from xla_fsdp.tpu import Topology, this_chip
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _resolve(
     config = _resolve_domain(config, mesh, model)
     generation = None
     if device == "TPU":
-        generation = topology.generation if topology else torch_xla_private.tpu_generation()
+        generation = topology.generation if topology else host_tpu().version()
     own, why_attention = _resolve_attention(config, own, model, generation)
     chip = None
     if device == "TPU" and config.sharding.grad_ckpt == "auto":
@@ -341,20 +342,20 @@ def device_type() -> str:
         return "CPU"  # without the seconds that importing torch_xla takes
     # Imported, torch_xla would choose the device by itself, and warn of it.
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")
-    return "TPU" if torch_xla_private.available_chips() > 0 else "CPU"
+    return "TPU" if host_tpu().num_available_chips() > 0 else "CPU"
 
 
 def device_count(own: XlaConfig) -> int:
     """Return the number of devices of the run, all hosts together, without starting them."""
     if device_type() == "CPU":
         return own.cpu_devices
-    return torch_xla_private.expected_devices() * slice_count()  # it counts this slice's
+    return host_tpu().num_expected_global_devices() * slice_count()  # it counts this slice's
 
 
 def slice_count() -> int:
     """Return the number of TPU slices, from the environment or the TPU VM's metadata, as libtpu."""
     name = "MEGASCALE_NUM_SLICES"
-    return int(os.environ.get(name) or torch_xla_private.tpu_variables().get(name) or 1)
+    return int(os.environ.get(name) or host_tpu().get_tpu_env().get(name) or 1)
 
 
 def _check_mesh(mesh: Mesh, model: ModelSpec) -> None:
@@ -381,7 +382,7 @@ def _check_slices(mesh: Mesh) -> None:
             f"--mesh_dcn {mesh.dcn} is no multiple of the {slices} slices of this run "
             "(MEGASCALE_NUM_SLICES)"
         )
-    here = torch_xla_private.available_devices()
+    here = host_tpu().num_available_devices()
     if mesh.devices > here and here % mesh.tensor:
         raise UsageError(f"--mesh_tensor {mesh.tensor} must divide the {here} devices of a host")
 

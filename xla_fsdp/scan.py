@@ -20,17 +20,12 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 from timm.layers import DropPath
 from torch import nn
+from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
 from models.initialize import fill_buffers
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.sharding import Mark, MarkBoth
-from xla_fsdp.torch_xla_private import (
-    call_computation,
-    dynamic_slice,
-    dynamic_update_slice,
-    lowering_context,
-    seed_parameter,
-)
+from xla_fsdp.torch_xla_private import call_computation, lowering_context, seed_parameter
 
 # ------------------------------------------------------------------------------------------------
 # A loop over the first dimension of tensors that is one ``While`` of the XLA graph.

@@ -13,15 +13,7 @@ from data.loader import Batch
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
 from xla_fsdp.hosts import HostPart, part_of_host
-from xla_fsdp.layout import (
-    MeshLayout,
-    device_part,
-    is_stacked,
-    local_devices,
-    name_in_block,
-    plain_names,
-    plain_values,
-)
+from xla_fsdp.layout import MeshLayout, local_devices
 from xla_fsdp.optimizer import Momenta, Orthogonalize, orthogonalized_by_marks
 from xla_fsdp.parallelize import parallelize_spmd
 from xla_fsdp.resolve_xla import XlaRun
@@ -103,9 +95,6 @@ class SpmdBackend(XlaBackend):
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return self._mark_replicated(value)  # global, too; and every host can read it
 
-    def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
-
     def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
         axes, devices = tuple(self._mesh.axis_sizes), self._mesh.devices
         return orthogonalized_by_marks(
@@ -114,11 +103,16 @@ class SpmdBackend(XlaBackend):
 
     # -- state ------------------------------------------------------------------------
 
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters())
-
     def _plain_names(self, name: str) -> list[str]:
-        return plain_names(name, self._run.model.sizes.depth)
+        if not name.startswith(_STACKED):
+            return [name]
+        depth, in_block = self._run.model.sizes.depth, name.removeprefix(_STACKED)
+        return [f"blocks.{i}.{in_block}" for i in range(depth)]
+
+    def _packed_parts(self, name: str) -> int:
+        """Return into how many parts a parameter was unfolded, 0 if it is as in the plain model."""
+        blocks, _, rest = name.partition(".")
+        return self._layout.packed.get(rest.partition(".")[2], 0) if blocks == "blocks" else 0
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
         indices = local_shard_indices(tensor)[0]
@@ -127,30 +121,67 @@ class SpmdBackend(XlaBackend):
         return math.prod(i.stop - i.start for i in indices) * tensor.element_size()
 
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        names, stacked = self._plain_names(name), name.startswith(_STACKED)
         chunks: dict[tuple[int, ...], Chunk] = {}
         for shard in xs.XLAShardedTensor(tensor).local_shards:
             if shard.indices is REPLICATED:
-                return plain_values(name, shard.data, packed=False)
+                return dict(zip(names, shard.data if stacked else [shard.data], strict=True))
             offsets = tuple(index.start for index in shard.indices)
             chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: sharded evenly
         value = ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
-        return plain_values(name, value, packed=self._packed_parts(name) > 0)
-
-    def _packed_parts(self, name: str) -> int:
-        """Return into how many parts a parameter was unfolded, 0 if it is as in the plain model."""
-        return self._layout.packed.get(name_in_block(name) or "", 0)
+        if self._packed_parts(name):
+            value = _unpacked(value, dim=int(stacked))
+        if not stacked:
+            return {name: value}
+        return {
+            plain: ShardedTensor(
+                value.shape[1:],
+                value.dtype,
+                [Chunk(chunk.offsets[1:], chunk.data[i]) for chunk in value.chunks],
+            )
+            for i, plain in enumerate(names)
+        }
 
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
-        stacked = is_stacked(name) and tensor.dim() > 0  # AdamW's step is one for all blocks
+        stacked = name.startswith(_STACKED) and tensor.dim() > 0  # AdamW's step is one for all
         sharded = [each for each in saved if isinstance(each, ShardedTensor)]
         if not sharded:  # on one device, or replicated
-            values = torch.stack(saved) if stacked else saved[0]
-            replicated = self.constant(values)
+            replicated = self.constant(torch.stack(saved) if stacked else saved[0])
             with torch.no_grad():  # (torch_xla's _replace_xla_tensor is undone by the next sync)
                 tensor.copy_(replicated)
             return
-        target, packed = xs.XLAShardedTensor(tensor.detach()), self._packed_parts(name)
+        target, parts = xs.XLAShardedTensor(tensor.detach()), self._packed_parts(name)
         shards: list[xs.XLAShard] = target.local_shards
         for shard in shards:
-            shard.data = device_part(sharded, shard.indices, stacked=stacked, packed=packed)
+            place = shard.indices[1:] if stacked else shard.indices
+            blocks = [_shard_at(place, block, parts) for block in sharded]
+            shard.data = torch.stack(blocks) if stacked else blocks[0]
         target.load_local_shards_(shards)
+
+
+# Stacked parameters are (depth, ...) on the devices, packed ones (parts, rows, ...). Checkpoints
+# have those of the plain model.
+
+_STACKED = "blocks.block."
+
+
+def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
+    """Return (..., parts, rows, ...) as (..., parts * rows, ...): a chunk becomes one a part."""
+    before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
+    chunks = []
+    for chunk in value.chunks:
+        outer, (part, row, *inner) = chunk.offsets[:dim], chunk.offsets[dim:]
+        for i, data in enumerate(chunk.data.unbind(dim)):
+            chunks.append(Chunk((*outer, (part + i) * rows + row, *inner), data))
+    return ShardedTensor((*before, count * rows, *after), value.dtype, chunks)
+
+
+def _shard_at(place: tuple[slice, ...], value: ShardedTensor, parts: int) -> torch.Tensor:
+    """Return a device's shard of a plain parameter, packed if it is made of ``parts``."""
+    data = {chunk.offsets: chunk.data for chunk in value.chunks}
+    first, *rest = (index.start for index in place)
+    if not parts:
+        return data[first, *rest]
+    rows = value.shape[0] // parts
+    here = range(first, place[0].stop)
+    return torch.stack([data[i * rows + rest[0], *rest[1:]] for i in here])

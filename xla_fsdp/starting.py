@@ -73,10 +73,10 @@ def _begin_here() -> StartWatch:
 
 
 def _what_is_waited_for() -> str:
-    from xla_fsdp.torch_xla_private import hosts_of_slice
+    from xla_fsdp.torch_xla_private import host_tpu
 
     try:
-        hosts, this = hosts_of_slice()
+        hosts, this = host_tpu().get_worker_ips(), host_tpu().worker_id()
     except Exception:  # noqa: BLE001 - whatever the metadata server answers: it is only a message
         return "it starts when this program runs on all hosts of the slice"
     if len(hosts) == 1:

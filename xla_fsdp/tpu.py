@@ -101,7 +101,7 @@ CHIPS = {
 def _kind_here() -> str | None:
     """Return the accelerator type of this host's chips; None where nothing names it."""
     try:
-        return torch_xla_private.tpu_type()
+        return torch_xla_private.host_tpu().get_tpu_type()
     except (OSError, KeyError):  # no metadata server, or none that names the slice
         return None
 
@@ -226,7 +226,7 @@ _START_SECONDS = 60
 
 def set_for_this_tpu() -> None:
     """Add our own flags: after torch_xla was imported, which adds its own, before libtpu starts."""
-    _add_ours(torch_xla_private.tpu_generation())
+    _add_ours(torch_xla_private.host_tpu().version())
 
 
 def _add_ours(generation: int) -> None:

@@ -48,21 +48,13 @@ from xla_fsdp.resolve_xla import XlaRun, recipe_of
 
 
 @dataclass(frozen=True)
-class DeviceTensor:
-    """A tensor on the devices, and its copies on the host: one for each plain tensor in it."""
-
-    name: str
-    """The parameter's, on the devices; its optimizer state and its average have the same."""
-    tensor: torch.Tensor
-    values: list[torch.Tensor]
-
-
-@dataclass(frozen=True)
 class HostState(State):
     """A state copied to the host, which knows the tensors that it came from."""
 
     is_copy = True
-    origins: list[DeviceTensor] = field(default_factory=list)
+    origins: list[tuple[str, torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
+    """Of each tensor on the devices: the name of its parameter, the tensor, and its copies on the
+    host, one for each plain tensor in it."""
 
 
 class XlaBackend(abc.ABC):
@@ -102,32 +94,16 @@ class XlaBackend(abc.ABC):
         """Set ``_model`` to the model, filled, sharded and on the devices; return it."""
 
     @abc.abstractmethod
-    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
-
-    @abc.abstractmethod
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         """Put a small tensor whole on every device."""
-
-    @abc.abstractmethod
-    def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
-        """Mark a small result as replicated."""
-
-    @abc.abstractmethod
-    def _clip_grad_norm(self, max_norm: float) -> torch.Tensor: ...
 
     @abc.abstractmethod
     def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
         """Return momenta, laid out like their parameters, after ``how`` had each matrix whole."""
 
     @abc.abstractmethod
-    def _named_parameters(self) -> dict[str, nn.Parameter]: ...
-
-    @abc.abstractmethod
     def _plain_names(self, name: str) -> list[str]:
         """Return the names in the plain model of what a parameter on the devices holds."""
-
-    @abc.abstractmethod
-    def _local_bytes(self, tensor: torch.Tensor) -> int: ...
 
     @abc.abstractmethod
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -137,6 +113,27 @@ class XlaBackend(abc.ABC):
     @abc.abstractmethod
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         """Copy back what ``_to_host`` returned, after new values were read into it."""
+
+    # What follows is as for tensors of a device's own. SPMD, or FSDP's modules, do it otherwise.
+
+    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+
+    def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
+        """Mark a small result as replicated."""
+        return x
+
+    def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters())
+
+    def _local_bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.nbytes
+
+    def _reshard(self) -> None:  # noqa: B027
+        """Free stale unsharded parameters."""
 
     def _scalar(self, value: float) -> torch.Tensor:
         return self.constant(torch.tensor(value))
@@ -240,9 +237,6 @@ class XlaBackend(abc.ABC):
         assert self._ema is not None
         return self._ema.in_place_of_weights(self._reshard)
 
-    def _reshard(self) -> None:  # noqa: B027
-        """Free stale unsharded parameters."""
-
     def end_step(self) -> None:
         # XLA's virtual CPU devices share a few threads: those of one program, waiting in a
         # collective, can starve those of the next, and both wait for ever.
@@ -272,11 +266,9 @@ class XlaBackend(abc.ABC):
     # -- reports ----------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        def counter(name: str) -> int:
-            return met.counter_value(name) or 0
-
         transfers = met.metric_data("TransferFromDeviceTime")
-        cached, compiled = counter("CachedCompile"), counter("UncachedCompile")
+        cached = met.counter_value("CachedCompile") or 0
+        compiled = met.counter_value("UncachedCompile") or 0
         return {
             "compilations": compiled,
             "executions": cached + compiled,  # each execution looks up its graph
@@ -336,11 +328,11 @@ class XlaBackend(abc.ABC):
         xm.wait_device_ops()
         model: dict[str, torch.Tensor] = {}
         optimizer: dict[str, dict[str, torch.Tensor]] = {}
-        origins: list[DeviceTensor] = []
+        origins: list[tuple[str, torch.Tensor, list[torch.Tensor]]] = []
 
         def copy(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
             values = self._to_host(name, tensor)
-            origins.append(DeviceTensor(name, tensor, list(values.values())))
+            origins.append((name, tensor, list(values.values())))
             return values
 
         for name, parameter in self._named_parameters().items():
@@ -350,7 +342,7 @@ class XlaBackend(abc.ABC):
             for entry, tensor in state.items():
                 if entry == "step":  # one number for all
                     step = tensor.cpu()
-                    origins.append(DeviceTensor(name, tensor, [step] * len(values)))
+                    origins.append((name, tensor, [step] * len(values)))
                     copies: dict[str, torch.Tensor] = dict.fromkeys(values, step)
                 else:
                     copies = copy(name, tensor)
@@ -364,13 +356,13 @@ class XlaBackend(abc.ABC):
         for name, average in self._ema.values.items():
             ema |= copy(name, average)
         updates = self._ema.updates.cpu()
-        origins.append(DeviceTensor(UPDATES, self._ema.updates, [updates]))
+        origins.append((UPDATES, self._ema.updates, [updates]))
         return HostState(model, optimizer, {UPDATES: updates}, ema, origins)
 
     def load_state(self, state: State) -> None:
         assert isinstance(state, HostState)
-        for origin in state.origins:
-            self._to_device(origin.name, origin.tensor, origin.values)
+        for name, tensor, values in state.origins:
+            self._to_device(name, tensor, values)
         if self._ema is not None and state.ema is None:
             self._ema.start()
         torch_xla.sync(wait=True)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
+from xla_fsdp import jax_private
 from xla_fsdp.attention import flash
 from xla_fsdp.attention.sizes import LANES, FlashSizes, padded_tokens, padded_width
 
@@ -36,9 +37,12 @@ def to_torch(x, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def interpreted(function, sizes: FlashSizes, *how):
+def interpreted(computes: str, sizes: FlashSizes, scale: float):
+    blocks = {"block": sizes.block, "key_block": sizes.key_block}
+    function = jax_private.flash_function(computes, scale=scale, **blocks)
+
     def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-        results = function(sizes, *how)(*(to_jax(x, sizes) for x in arguments))
+        results = function(*(to_jax(x, sizes) for x in arguments))
         results = results if isinstance(results, tuple) else [results]
         return [to_torch(x, torch.float32 if x.ndim == 3 else sizes.dtype) for x in results]
 
@@ -75,9 +79,7 @@ def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
 
 def main() -> None:
     pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
-    for name in ("forward", "query_gradient", "key_gradients"):
-        function = getattr(flash, f"{name}_function")
-        setattr(flash, f"{name}_kernel", functools.partial(interpreted, function))
+    flash.kernel = interpreted
     print(json.dumps([compare(n, width, getattr(torch, dtype)) for n, width, dtype in CASES]))
 
 

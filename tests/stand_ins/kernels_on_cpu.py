@@ -72,38 +72,30 @@ def flash_weights(shape, scale, parts):
     return weights.exp(), largest, rest
 
 
-def flash_forward(shape, scale, for_backward):
-    def call(parts):
+def flash_kernel(computes, shape, scale):
+    def forward(parts):
         weights, largest, _ = flash_weights(shape, scale, parts)
         sums = weights.sum(-1, keepdim=True)
         output = (weights / sums @ parts[2].float()).to(shape.dtype)
         rows = [x.expand(shape.statistic_shape).contiguous() for x in (sums, largest)]
-        return [output, *rows] if for_backward else [output]
+        return [output] if computes == "output" else [output, *rows]
 
-    return call
+    def backward(parts):
+        weights, largest, (sums, given, grad, inner) = flash_weights(shape, scale, parts)
+        assert tuple(sums.shape) == tuple(given.shape) == shape.statistic_shape
+        weights = weights * (largest - given[..., :1]).exp() / sums[..., :1]
+        of_scores = weights * (grad.float() @ parts[2].float().mT - inner[..., :1])
+        q, k = (scaled(x.float(), round(scale**-2)) for x in parts[:2])
+        if computes == "query gradient":
+            return [(of_scores @ k).to(shape.dtype)]
+        return [(x.mT @ y).to(shape.dtype) for x, y in ((of_scores, q), (weights, grad.float()))]
 
-
-def flash_backward(wanted):
-    def kernel(shape, scale):
-        def call(parts):
-            weights, largest, (sums, given, grad, inner) = flash_weights(shape, scale, parts)
-            assert tuple(sums.shape) == tuple(given.shape) == shape.statistic_shape
-            weights = weights * (largest - given[..., :1]).exp() / sums[..., :1]
-            of_scores = weights * (grad.float() @ parts[2].float().mT - inner[..., :1])
-            q, k = (scaled(x.float(), round(scale**-2)) for x in parts[:2])
-            found = {"q": of_scores @ k, "k": of_scores.mT @ q, "v": weights.mT @ grad.float()}
-            return [found[each].to(shape.dtype) for each in wanted]
-
-        return call
-
-    return kernel
+    return forward if computes.startswith("output") else backward
 
 
 if __name__ == "__main__":
     hinders = resolve_xla._hinders_kernels
     resolve_xla._hinders_kernels = lambda config, sizes, generation: hinders(config, sizes, 5)
     whole.forward_kernel, whole.backward_kernel = whole_forward, whole_backward
-    flash.forward_kernel = flash_forward
-    flash.query_gradient_kernel = flash_backward("q")
-    flash.key_gradients_kernel = flash_backward("kv")
+    flash.kernel = flash_kernel
     sys.exit(run_vit_training.main(sys.argv[1:]))

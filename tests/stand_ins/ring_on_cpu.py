@@ -27,9 +27,7 @@ def same(x: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
-    for name in ("forward", "query_gradient", "key_gradients"):
-        function = getattr(flash, f"{name}_function")
-        setattr(flash, f"{name}_kernel", functools.partial(interpreted, function))
+    flash.kernel = interpreted
     errors = []
     for devices, tokens, width in CASES:
         torch.manual_seed(tokens)

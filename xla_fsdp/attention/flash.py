@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,75 +21,17 @@ from xla_fsdp import jax_private
 from xla_fsdp.attention.kernels import Kernel, Shards, autocast_dtype, lower
 from xla_fsdp.attention.sizes import LANES, SUBLANES, FlashSizes, padded_tokens, padded_width
 
-# ------------------------------------------------------------------------------------------------
-# The kernels, and the JAX functions that they are lowered from.
-#
-# The functions take statistics as (batch, heads, tokens), and, if there is padding, the ids of
-# queries and keys as (batch, tokens) behind v. The kernels take statistics repeated over LANES, and
-# wide ids.
-
 _FORWARD = ["query", "key", "key"]
 _BACKWARD = [*_FORWARD, "statistic", "statistic", "query", "statistic"]
-
-
-def forward_function(s: FlashSizes, scale: float, for_backward: bool) -> Callable:
-    """Return a JAX function (q, k, v, *ids) -> output.
-
-    ``for_backward``: it also returns each row's sum of exponentials and largest score.
-    """
-
-    def forward(q, k, v, *ids):
-        blocks = {"block": s.block, "key_block": s.key_block}
-        return jax_private.flash_forward(
-            q, k, v, ids, with_statistics=for_backward, scale=scale, **blocks
-        )
-
-    return forward
-
-
-def query_gradient_function(s: FlashSizes, scale: float) -> Callable:
-    """Return a JAX function (q, k, v, *ids, sums, largest, grad, inner) -> q's gradient.
-
-    ``sums`` and ``largest`` are what the forward function returns, ``grad`` is the gradient of the
-    output, ``inner`` the sum of it times the output over each row.
-    """
-
-    def gradient(*given):
-        return jax_private.flash_query_gradient(
-            *given, scale=scale, block=s.block, key_block=s.key_block
-        )
-
-    return gradient
-
-
-def key_gradients_function(s: FlashSizes, scale: float) -> Callable:
-    """Return a JAX function of the same arguments -> the gradients of k and of v."""
-
-    def gradient(*given):
-        return jax_private.flash_key_gradients(
-            *given, scale=scale, block=s.block, key_block=s.key_block
-        )
-
-    return gradient
-
-
-@functools.cache
-def forward_kernel(s: FlashSizes, scale: float, for_backward: bool) -> Kernel:
-    results = ["query", "statistic", "statistic"] if for_backward else ["query"]
-    function = forward_function(s, scale, for_backward)
-    return _lower(s, function, _FORWARD, results, products=2, key_axis=3)
-
-
-@functools.cache
-def query_gradient_kernel(s: FlashSizes, scale: float) -> Kernel:
-    function = query_gradient_function(s, scale)
-    return _lower(s, function, _BACKWARD, ["query"], products=3, key_axis=3)
-
-
-@functools.cache
-def key_gradients_kernel(s: FlashSizes, scale: float) -> Kernel:
-    function = key_gradients_function(s, scale)
-    return _lower(s, function, _BACKWARD, ["key", "key"], products=4, key_axis=2)
+_KERNELS = {
+    "output": (_FORWARD, ["query"], 2, 3),
+    "output and statistics": (_FORWARD, ["query", "statistic", "statistic"], 2, 3),
+    "query gradient": (_BACKWARD, ["query"], 3, 3),
+    "key gradients": (_BACKWARD, ["key", "key"], 4, 2),
+}
+"""Of each kernel the arguments and results, the matrix products of queries x keys that it computes,
+and the axis of its grid that counts blocks of keys. The axes are images, heads, and blocks of
+queries and of keys, or of keys and of queries."""
 
 
 @dataclass(frozen=True)
@@ -110,20 +52,16 @@ class _Operand:
         return fetches * math.prod(self.block) * self.dtype.itemsize
 
 
-def _lower(
-    s: FlashSizes,
-    function: Callable,
-    arguments: list[str],
-    results: list[str],
-    *,
-    products: int,
-    key_axis: int,
-) -> Kernel:
-    """Lower a JAX function of such arguments and results to a kernel.
+GRADIENTS = ("query gradient", "key gradients")
 
-    It computes ``products`` matrix products of queries x keys. The grid's axes are images, heads,
-    and blocks of queries and of keys; those of keys are axis ``key_axis``, 2 or 3.
+
+@functools.cache
+def kernel(computes: str, s: FlashSizes, scale: float) -> Kernel:
+    """Return the kernel of ``jax_private.flash_function``.
+
+    It takes statistics repeated over LANES, and wide ids.
     """
+    arguments, results, products, key_axis = _KERNELS[computes]
     query_axis, int32 = 5 - key_axis, torch.int32
     query, key = (1, 1, s.block, s.width), (1, 1, s.key_block, s.width)
     statistic = (1, 1, s.block, LANES)
@@ -141,7 +79,7 @@ def _lower(
     grid = (s.batch, s.heads, blocks[2], blocks[3])
     scores = math.prod(s.query_shape[:3]) * s.keys
     return lower(
-        function,
+        jax_private.flash_function(computes, scale=scale, block=s.block, key_block=s.key_block),
         [(kinds[name].shape, kinds[name].dtype) for name in arguments],
         [
             (s.statistic_shape if name == "statistic" else kinds[name].shape, kinds[name].dtype)
@@ -153,85 +91,40 @@ def _lower(
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# Attention by these kernels. All tensors are padded, (batch, heads, tokens, width) and whole: with
-# ``shards`` each device computes its part of them; without, the program is one device's.
-#
-# ``valid`` is 1 for keys that are no padding, int32 (batch, keys), or None if there is no padding.
-# What a padded query computes is finite, is dropped, and has no gradient.
-
-
-def forward(
+def call(
+    computes: Sequence[str],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     valid: torch.Tensor | None,
     scale: float,
     shards: Shards | None,
-    *,
-    for_backward: bool = True,
+    *of_backward: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Return softmax(scale q k') v.
+    """Return the results of these kernels, one after the other, for softmax(scale q k') v.
 
-    ``for_backward``: also each query's sum of exponentials and largest score, fp32 (batch, heads,
-    tokens, LANES).
+    All tensors are padded, (batch, heads, tokens, width) and whole: with ``shards`` each device
+    computes its part of them; without, the program is one device's. Statistics are fp32 (batch,
+    heads, tokens, LANES). ``of_backward`` are what gradients need: sums, largest, grad, inner.
+
+    ``valid`` is 1 for keys that are no padding, int32 (batch, keys), or None if there is no
+    padding. What a padded query computes is finite, is dropped, and has no gradient.
     """
-    parts = _parts([q, k, v, *_ids(q, valid)], shards)
-    kernel = forward_kernel(_sizes(parts, valid), scale, for_backward)
-    return _wholes(kernel(parts), shards)
-
-
-def gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    valid: torch.Tensor | None,
-    sums: torch.Tensor,
-    largest: torch.Tensor,
-    grad: torch.Tensor,
-    inner: torch.Tensor,
-    scale: float,
-    shards: Shards | None,
-) -> list[torch.Tensor]:
-    """Return the gradients of q, k and v, for the gradient ``grad`` of the output.
-
-    ``sums`` and ``largest`` are what ``forward`` returns; ``inner``, of the same shape, is the sum
-    over each row of the output times its gradient.
-    """
-    parts = _parts([q, k, v, *_ids(q, valid), sums, largest, grad, inner], shards)
-    sizes = _sizes(parts, valid)
-    found = [
-        *query_gradient_kernel(sizes, scale)(parts),
-        *key_gradients_kernel(sizes, scale)(parts),
-    ]
-    return _wholes(found, shards)
-
-
-def _ids(q: torch.Tensor, valid: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the ids of queries and keys: a query attends to keys of its id; padding has another.
-
-    Made outside of the parts: made inside the manual region, the partitioner aborts.
-    """
-    if valid is None:
-        return []
-    batch, _, tokens, _ = q.shape
-    ones = torch.ones((batch, tokens, LANES), dtype=torch.int32, device=q.device)
-    return [ones, valid[:, None].expand(-1, SUBLANES, -1)]
-
-
-def _sizes(parts: list[torch.Tensor], valid: torch.Tensor | None) -> FlashSizes:
-    batch, heads, tokens, width = parts[0].shape
-    keys, dtype = parts[1].shape[2], parts[0].dtype
-    return FlashSizes(batch, heads, tokens, keys, width, dtype, masked=valid is not None)
-
-
-def _parts(tensors: list[torch.Tensor], shards: Shards | None) -> list[torch.Tensor]:
-    """Return a device's parts. Heads are dimension 1; ids, of 3 dimensions, have none."""
-    return [shards.part(x, 1 if x.dim() == 4 else None) for x in tensors] if shards else tensors
-
-
-def _wholes(parts: list[torch.Tensor], shards: Shards | None) -> list[torch.Tensor]:
-    return [shards.whole(x, 1) for x in parts] if shards else parts
+    given = [q, k, v]
+    # A query attends to keys of its id, and padding has another one. Ids are made outside of the
+    # parts: made inside the manual region, the partitioner aborts.
+    if valid is not None:
+        batch, _, tokens, _ = q.shape
+        ones = torch.ones((batch, tokens, LANES), dtype=torch.int32, device=q.device)
+        given += [ones, valid[:, None].expand(-1, SUBLANES, -1)]
+    given += of_backward
+    if shards:  # heads are dimension 1; ids, of 3 dimensions, have none
+        given = [shards.part(x, 1 if x.dim() == 4 else None) for x in given]
+    batch, heads, tokens, width = given[0].shape
+    masked, keys = valid is not None, given[1].shape[2]
+    sizes = FlashSizes(batch, heads, tokens, keys, width, given[0].dtype, masked)
+    found = [x for each in computes for x in kernel(each, sizes, scale)(given)]
+    return [shards.whole(x, 1) for x in found] if shards else found
 
 
 # ------------------------------------------------------------------------------------------------
@@ -258,7 +151,7 @@ def attention(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         output = _FlashAttention.apply(q, k, v, scale, tokens, shards)
     else:
-        (output,) = forward(q, k, v, _valid(q, tokens), scale, shards, for_backward=False)
+        (output,) = call(["output"], q, k, v, _valid(q, tokens), scale, shards)
     return output[..., :tokens, :width]
 
 
@@ -273,7 +166,8 @@ def padded(x: torch.Tensor) -> torch.Tensor:
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale: float, tokens: int, shards: Shards | None):
-        output, *statistics = forward(q, k, v, _valid(q, tokens), scale, shards)
+        given = (q, k, v, _valid(q, tokens), scale, shards)
+        output, *statistics = call(["output and statistics"], *given)
         ctx.save_for_backward(q, k, v, output, *statistics)
         ctx.scale, ctx.tokens, ctx.shards = scale, tokens, shards
         return output
@@ -282,8 +176,9 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, output, sums, largest = ctx.saved_tensors
         inner = (output.float() * grad.float()).sum(-1, keepdim=True).expand(sums.shape)
-        given = (q, k, v, _valid(q, ctx.tokens), sums, largest, grad.to(q.dtype), inner)
-        return *gradients(*given, ctx.scale, ctx.shards), None, None, None
+        of_backward = (sums, largest, grad.to(q.dtype), inner)
+        given = (q, k, v, _valid(q, ctx.tokens), ctx.scale, ctx.shards, *of_backward)
+        return *call(GRADIENTS, *given), None, None, None
 
 
 def _valid(q: torch.Tensor, count: int) -> torch.Tensor | None:

@@ -115,7 +115,8 @@ class FlashProducts:
         return flash.padded(x)
 
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        output, sums, largest = flash.forward(q, k, v, valid, scale, self.shards)
+        given = (q, k, v, valid, scale, self.shards)
+        output, sums, largest = flash.call(["output and statistics"], *given)
         return output, largest[..., 0] + sums[..., 0].log()
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
@@ -123,7 +124,8 @@ class FlashProducts:
         largest, inner = (x[..., None].expand(shape) for x in (statistics, inner))
         # exp(score - statistics) / 1: the kernels divide by the sum of exponentials.
         sums = torch.ones_like(largest)
-        return flash.gradients(q, k, v, valid, sums, largest, grad, inner, scale, self.shards)
+        given = (q, k, v, valid, scale, self.shards, sums, largest, grad, inner)
+        return flash.call(flash.GRADIENTS, *given)
 
 
 # ------------------------------------------------------------------------------------------------
