@@ -21,40 +21,47 @@ class DeviceMemory:
 
     torch_xla 2.9 has no answer under SPMD: ``xm.get_memory_info`` (torch_xla/core/xla_model.py,
     line 1508) raises "MemoryInfo not supported for SPMD virtual device" (pytorch/xla issue #9022).
+
+    libtpu's metrics are read in a process of their own, because libtpu ends the process that has
+    loaded it if one of its checks fails. An answer comes after the log step that asked for it, and
+    is logged at the next one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_known = xr.device_type() != "CPU"
-        self._libtpu: _Libtpu | None = None
+        self._asks_libtpu, self._waits = False, False
+        self._libtpu: subprocess.Popen[str] | None = None
+        self._newest: dict[str, int] = {}
 
     def read(self) -> dict[str, int]:
         """Return the bytes in use as ``training.backend.Backend.memory`` does."""
         if not self._is_known:
             return {}
-        if self._libtpu is None:
+        if not self._asks_libtpu:
             try:
                 info = xm.get_memory_info(self._device)
                 names = {"used": "bytes_used", "peak": "peak_bytes_used", "limit": "bytes_limit"}
                 return {name: info[key] for name, key in names.items() if key in info}
             except Exception:  # noqa: BLE001 - torch_xla does not say what it raises
-                self._libtpu = _Libtpu()
-        return self._libtpu.newest()
+                self._asks_libtpu = True
+                self._start_libtpu()
+        if self._waits:  # the last answer is overdue
+            return {}
+        newest = self._newest
+        if self._libtpu is not None:  # ask for the next one
+            assert self._libtpu.stdin is not None
+            self._waits = True  # for ever, if the process has ended
+            try:
+                self._libtpu.stdin.write("\n")
+                self._libtpu.stdin.flush()
+            except (OSError, ValueError):
+                self._libtpu = None
+        return newest
 
-
-class _Libtpu:
-    """Reads libtpu's metrics by way of a process of their own.
-
-    libtpu ends the process that has loaded it if one of its checks fails. An answer comes after the
-    log step that asked for it, and is logged at the next one.
-    """
-
-    def __init__(self) -> None:
-        self._newest: dict[str, int] = {}
-        self._waits = False
-        self._process: subprocess.Popen[str] | None = None
+    def _start_libtpu(self) -> None:
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-P", str(_METRICS), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -64,34 +71,19 @@ class _Libtpu:
             )
         except OSError:
             return
-        threading.Thread(
-            target=self._listen, args=(self._process,), name="libtpu metrics", daemon=True
-        ).start()
 
-    def newest(self) -> dict[str, int]:
-        """Return the last answer, {} if it is overdue, and ask for the next one."""
-        if self._waits:
-            return {}
-        newest = self._newest
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._waits = True  # for ever, if the process has ended
-            try:
-                self._process.stdin.write("\n")
-                self._process.stdin.flush()
-            except (OSError, ValueError):
-                self._process = None
-        return newest
+        def listen() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                try:
+                    self._newest = fullest(*json.loads(line))
+                except (TypeError, ValueError):
+                    self._newest = {}
+                self._waits = False
+            process.wait()
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            try:
-                self._newest = fullest(*json.loads(line))
-            except (TypeError, ValueError):
-                self._newest = {}
-            self._waits = False
-        process.wait()
+        self._libtpu = process
+        threading.Thread(target=listen, name="libtpu metrics", daemon=True).start()
 
 
 def fullest(used: list[str], total: list[str]) -> dict[str, int]:

@@ -144,9 +144,7 @@ def _resolve(
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
-    own, why_form = _resolve_form(config, own)
-    check_rules(config, own)
-    _check_form(config, own, device)
+    own, why_form = _resolve_form(config, own, device)
     mesh = make_mesh(config.sharding, topology.devices if topology else device_count(own))
     if device == "TPU" and topology is None:
         _check_slices(mesh)
@@ -172,24 +170,25 @@ def _resolve(
 # -- the form of FSDP, and the loop over blocks ---------------------------------------
 
 
-def _resolve_form(config: RunConfig, own: XlaConfig) -> tuple[XlaConfig, str]:
-    """Decide ``--xla_fsdp``; also returns what has decided it, for the log."""
-    if own.xla_fsdp != "auto":
-        return own, ""
-    asks_for_nested = {
-        "--no_reshard_after_forward": not config.sharding.reshard_after_forward,
-        "--flatten_parameters": own.flatten_parameters,
-        "--shard_on_cpu": own.shard_on_cpu,
-    }
-    flag = next((name for name, is_given in asks_for_nested.items() if is_given), None)
-    reason = f"{flag} requires it" if flag else "less memory than nested"
-    why = f" (chosen by --xla_fsdp auto: {reason})"
-    return replace(own, xla_fsdp="nested" if flag else "spmd"), why
+def _resolve_form(config: RunConfig, own: XlaConfig, device: str) -> tuple[XlaConfig, str]:
+    """Decide ``--xla_fsdp``; also returns what has decided it, for the log.
 
-
-def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
-    sharding, known = config.sharding, by_field(RunConfig)
+    Raises UsageError for flags that are incompatible with it, or with each other.
+    """
+    sharding, why = config.sharding, ""
+    if own.xla_fsdp == "auto":
+        asks_for_nested = {
+            "--no_reshard_after_forward": not sharding.reshard_after_forward,
+            "--flatten_parameters": own.flatten_parameters,
+            "--shard_on_cpu": own.shard_on_cpu,
+        }
+        flag = next((name for name, is_given in asks_for_nested.items() if is_given), None)
+        own = replace(own, xla_fsdp="nested" if flag else "spmd")
+        reason = f"{flag} requires it" if flag else "less memory than nested"
+        why = f" (chosen by --xla_fsdp auto: {reason})"
+    check_rules(config, own)
     if own.xla_fsdp == "nested":
+        known = by_field(RunConfig)
         for name in ("mesh_dcn", "mesh_fsdp", "mesh_domain", "mesh_tensor"):
             if getattr(sharding, name) != known[name].field.default:
                 raise UsageError(
@@ -207,6 +206,7 @@ def _check_form(config: RunConfig, own: XlaConfig, device: str) -> None:
         raise UsageError(
             "--optimizer muon is incompatible with --flatten_parameters: drop one of the two"
         )
+    return own, why
 
 
 def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaConfig:
@@ -261,8 +261,18 @@ def _resolve_attention(
     used.
     """
     sizes, form = sizes_of_largest(config, model), own.attention
-    of_kernels = _hinders_kernels(config, sizes, generation)
-    of_whole = of_kernels or _hinders_whole(config, sizes, generation or 0)
+    of_kernels = of_whole = _hinders_kernels(config, sizes, generation)
+    heads = sizes.num_heads // config.sharding.mesh_tensor
+    dtype = torch.bfloat16 if config.sharding.precision == "bf16" else torch.float32
+    whole = WholeSizes(1, sizes.num_tokens, heads, sizes.head_dim, dtype)
+    if of_kernels:
+        pass
+    elif sizes.num_tokens >= FLASH_FROM:
+        of_whole = f"takes up to {FLASH_FROM - 1:,} tokens, this model has {sizes.num_tokens:,}"
+    elif config.sharding.mesh_domain > 1:
+        of_whole = f"is incompatible with --mesh_domain {config.sharding.mesh_domain}"
+    elif not whole.fits(generation or 0):
+        of_whole = f"has no room in vector memory for {heads} heads of {sizes.head_dim}"
     if form != "auto":
         reason = {"flash": of_kernels, "whole": of_whole}.get(form)
         if reason:
@@ -292,20 +302,6 @@ def _resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfi
         few = model.sizes.num_tokens <= GATHER_UP_TO
         form = "gather" if hindered or few else "ring"
     return replace(config, sharding=replace(config.sharding, domain_attention=form))
-
-
-def _hinders_whole(config: RunConfig, sizes: ModelSizes, generation: int) -> str | None:
-    if sizes.num_tokens >= FLASH_FROM:
-        return f"takes up to {FLASH_FROM - 1:,} tokens, this model has {sizes.num_tokens:,}"
-    if config.sharding.mesh_domain > 1:
-        return f"is incompatible with --mesh_domain {config.sharding.mesh_domain}"
-    tokens, dtype = sizes.num_tokens, torch.float32
-    if config.sharding.precision == "bf16":
-        dtype = torch.bfloat16
-    heads = sizes.num_heads // config.sharding.mesh_tensor
-    if not WholeSizes(1, tokens, heads, sizes.head_dim, dtype).fits(generation):
-        return f"has no room in vector memory for {heads} heads of {sizes.head_dim}"
-    return None
 
 
 def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:

@@ -1,18 +1,14 @@
 """All transformer blocks as one: parameters stacked, computed by a loop inside the graph.
 
-Graph, compilation and the host's tracing no longer grow with the depth, and the compiler
-cannot gather a block's weights before its turn or keep them after it: ZeRO-3's memory
-without barriers. The backward loop recomputes each block from its input (gradient
-checkpointing) and from what the forward loop has saved beside it, then frees its gathered
-weights again.
+Graph, compilation and the host's tracing no longer grow with the depth, and the compiler cannot
+gather a block's weights before its turn or keep them after it: ZeRO-3's memory without barriers.
+The backward loop recomputes each block from its input and what the forward loop has saved of it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch_xla
@@ -20,6 +16,7 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 from timm.layers import DropPath
 from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
 from models.initialize import fill_buffers
@@ -37,37 +34,6 @@ from xla_fsdp.torch_xla_private import call_computation, lowering_context, seed_
 Tensors = list[torch.Tensor]
 Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 """A function (state, one slice of each input) -> (next state, one slice of each output)."""
-
-
-@dataclass(frozen=True)
-class _Carried:
-    """What XLA's loop carries: tensors before it is built, ops while it is built."""
-
-    number: Any
-    """The number of the round, from 0: an int32 scalar."""
-    state: list
-    inputs: list
-    """Stacked tensors: a round reads its slice of each. They stay as they are."""
-    outputs: list
-    """Stacked tensors: a round writes its slice of each."""
-    constants: list
-    """Tensors that the body uses without being given them."""
-    seeds: list
-    """One tensor, int64 (rounds,), if the body draws random numbers, else none."""
-
-    def flat(self) -> list:
-        lists = (self.state, self.inputs, self.outputs, self.constants, self.seeds)
-        return [self.number, *(each for part in lists for each in part)]
-
-    def like(self, flat: Sequence) -> _Carried:
-        """Return what stands in the same places of another ``flat``."""
-        number, *rest = flat
-        parts = []
-        for part in (self.state, self.inputs, self.outputs, self.constants, self.seeds):
-            parts.append(rest[: len(part)])
-            rest = rest[len(part) :]
-        assert not rest
-        return _Carried(number, *parts)
 
 
 class Scan:
@@ -136,23 +102,22 @@ class Scan:
         ``seeds`` are int64 (rounds,), needed if it ``draws``.
         """
         device = torch_xla.device()
-        given = _Carried(
-            number=torch.zeros((), dtype=torch.int32, device=device),
-            state=list(state),
-            inputs=list(inputs),
-            outputs=[
-                torch.zeros((self._rounds, *shape), dtype=dtype, device=device)
-                for shape, dtype in self._outputs
-            ],
-            constants=self._constants,
-            seeds=[seeds] if self.draws and seeds is not None else [],
-        )
+        # What XLA's loop carries.
+        number = torch.zeros((), dtype=torch.int32, device=device)  # of the round, from 0
+        outputs = [
+            torch.zeros((self._rounds, *shape), dtype=dtype, device=device)
+            for shape, dtype in self._outputs
+        ]
+        own_seeds = [seeds] if self.draws and seeds is not None else []
+        given = (number, list(state), list(inputs), outputs, self._constants, own_seeds)
+        flat, structure = tree_flatten(given)
         if self._loop is None:
-            self._loop = self._build(given)
-        results = given.like(call_computation("xla::scan", given.flat(), self._loop))
-        return results.state, results.outputs
+            self._loop = self._build(flat, structure)
+        results = call_computation("xla::scan", flat, self._loop)
+        _, last_state, _, stacked, *_ = tree_unflatten(results, structure)
+        return last_state, stacked
 
-    def _build(self, given: _Carried) -> object:
+    def _build(self, given: Tensors, structure: TreeSpec) -> object:
         """Build the loop for what it is given first."""
 
         def integer(value: int, beside: xb.Op) -> xb.Op:
@@ -162,29 +127,24 @@ class Scan:
             return number < integer(self._rounds, number)
 
         def one_round(*flat: xb.Op) -> tuple[xb.Op, ...]:
-            now = given.like(flat)
-            index = now.number
-            if self._reverse:
-                index = integer(self._rounds - 1, index) - index
-            slices = [dynamic_slice(each, index) for each in now.inputs]
-            seeds = [dynamic_slice(each, index) for each in now.seeds]
-            arguments = [*now.state, *slices, *now.constants, *seeds]
+            number, state, inputs, outputs, constants, seeds = tree_unflatten(flat, structure)
+            index = integer(self._rounds - 1, number) - number if self._reverse else number
+            slices = [dynamic_slice(each, index) for each in (*inputs, *seeds)]
+            own_seeds = slices[len(inputs) :]
+            arguments = [*state, *slices[: len(inputs)], *constants, *own_seeds]
             result = xb.Op.call(self._computation, [arguments[i] for i in self._order])
-            count = len(now.state)
+            count = len(state)
             outputs = [
                 dynamic_update_slice(stacked, result.get_tuple_element(count + i), index)
-                for i, stacked in enumerate(now.outputs)
+                for i, stacked in enumerate(outputs)
             ]
-            after = replace(
-                now,
-                number=now.number + integer(1, now.number),
-                state=[result.get_tuple_element(i) for i in range(count)],
-                outputs=outputs,
-            )
-            return tuple(after.flat())
+            following = number + integer(1, number)
+            state = [result.get_tuple_element(i) for i in range(count)]
+            after = (following, state, inputs, outputs, constants, seeds)
+            return tuple(tree_flatten(after)[0])
 
         builder = xb.create_builder("scan")
-        ops = [xb.mkparam(builder, i, xb.tensor_shape(t)) for i, t in enumerate(given.flat())]
+        ops = [xb.mkparam(builder, i, xb.tensor_shape(each)) for i, each in enumerate(given)]
         return xb.Op.mkwhile(ops, goes_on, one_round).build("scan")
 
 
@@ -211,12 +171,8 @@ class _DropPath(nn.Module):
         return x * (torch.bernoulli(self.keep.expand(shape)) / self.keep).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Names of the keyword arguments that each block is given."""
-
-    shared: tuple[str, ...]
-    stacked: tuple[str, ...]
+_Names = tuple[list[str], list[str]]
+"""Of the keyword arguments that each block is given: those shared by all, and its own ones."""
 
 
 class ScannedBlocks(nn.Module):
@@ -291,7 +247,7 @@ class ScannedBlocks(nn.Module):
         """
         shared, stacked = shared or {}, stacked or {}
         assert not any(each.requires_grad for each in shared.values())
-        names, values = _Names(tuple(shared), tuple(stacked)), [*shared.values()]
+        names, values = ([*shared], [*stacked]), [*shared.values()]
         # What is another in each round: the parameters, and what is given beside them.
         of_each = [*stacked.values(), *self.block.parameters()]
         trains = any(each.requires_grad for each in (x, *of_each))
@@ -359,9 +315,10 @@ class ScannedBlocks(nn.Module):
     ) -> torch.Tensor:
         """Compute one block; of ``of_each`` and ``keep``, the parts given are its own."""
         x = MarkBoth.apply(x, self._mark_tokens)
-        count = len(names.stacked)
-        arguments = dict(zip(names.shared, shared, strict=True))
-        arguments |= dict(zip(names.stacked, of_each[:count], strict=True))
+        of_all, own = names
+        count = len(own)
+        arguments = dict(zip(of_all, shared, strict=True))
+        arguments |= dict(zip(own, of_each[:count], strict=True))
         for module, probability in zip(self._drop_paths, keep, strict=True):
             module.keep = probability
         keys = [key for key, _ in self.block.named_parameters()]
@@ -377,7 +334,7 @@ class ScannedBlocks(nn.Module):
 class _ScanWithGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scanned: ScannedBlocks, names: _Names, x, *given):
-        count = len(names.shared)
+        count = len(names[0])
         shared, of_each = list(given[:count]), list(given[count:])
         y, saved, seeds = scanned._run_forward(names, x, shared, of_each, save=True)
         ctx.scanned, ctx.names, ctx.seeds, ctx.saved = scanned, names, seeds, len(saved)
@@ -387,7 +344,7 @@ class _ScanWithGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         saved, given = ctx.saved_tensors[: ctx.saved], ctx.saved_tensors[ctx.saved :]
-        count = len(ctx.names.shared)
+        count = len(ctx.names[0])
         shared, of_each = given[:count], given[count:]
         run_backward = ctx.scanned._run_backward
         grad_x, grads = run_backward(ctx.names, grad, saved, shared, of_each, ctx.seeds)

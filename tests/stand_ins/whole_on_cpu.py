@@ -30,18 +30,17 @@ CASES = [
 ]
 
 
-def interpreted(function):
-    def kernel(sizes: WholeSizes):
-        def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-            given = (jnp.asarray(x.detach().float().numpy()) for x in arguments)
-            dtype = str(sizes.dtype).removeprefix("torch.")
-            result = function(sizes)(*(x.astype(dtype) for x in given))
-            values = torch.from_numpy(jnp.asarray(result, jnp.float32).__array__().copy())
-            return [values.to(sizes.dtype)]
+def interpreted(sizes: WholeSizes, *, backward: bool):
+    name = "backward_function" if backward else "forward_function"
 
-        return call
+    def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+        given = (jnp.asarray(x.detach().float().numpy()) for x in arguments)
+        dtype = str(sizes.dtype).removeprefix("torch.")
+        result = getattr(whole_kernels, name)(sizes)(*(x.astype(dtype) for x in given))
+        values = torch.from_numpy(jnp.asarray(result, jnp.float32).__array__().copy())
+        return [values.to(sizes.dtype)]
 
-    return kernel
+    return call
 
 
 def gradients(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -77,8 +76,7 @@ def compare(tokens: int, heads: int, width: int, dtype: str, options: dict) -> d
 
 def main() -> None:
     pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
-    whole.forward_kernel = interpreted(whole_kernels.forward_function)
-    whole.backward_kernel = interpreted(whole_kernels.backward_function)
+    whole.kernel = interpreted
     print(json.dumps([compare(*case) for case in CASES]))
 
 

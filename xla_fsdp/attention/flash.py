@@ -68,7 +68,7 @@ def kernel(computes: str, s: FlashSizes, scale: float) -> Kernel:
     query_id, key_id = (1, s.block, LANES), (1, SUBLANES, s.key_block)
     kinds = {
         "query": _Operand(s.query_shape, s.dtype, query, (0, 1, query_axis)),
-        "key": _Operand(s.key_shape, s.dtype, key, (0, 1, key_axis)),
+        "key": _Operand((s.batch, s.heads, s.keys, s.width), s.dtype, key, (0, 1, key_axis)),
         "statistic": _Operand(s.query_shape[:3], torch.float32, statistic, (0, 1, query_axis)),
         "query ids": _Operand((s.batch, s.tokens), int32, query_id, (0, query_axis)),
         "key ids": _Operand((s.batch, s.keys), int32, key_id, (0, key_axis)),

@@ -33,9 +33,8 @@ def attention_of_heads(
 ) -> torch.Tensor:
     """Compute the product of timm's attention ``attn`` with a part of its heads on each device.
 
-    ``qkv`` are queries, keys and values, (batch, tokens, heads x width) each or (batch, tokens, 3,
-    heads x width) in one tensor; ``rope`` is the table of a rotary embedding; ``form`` a value of
-    ``--attention``, auto resolved. Returns (batch, tokens, heads x width).
+    ``qkv`` and ``rope``: see ``whole.queries_keys_values``; ``form`` is a value of ``--attention``,
+    auto resolved. Returns (batch, tokens, heads x width).
     """
     if form == "whole":
         return whole.of_layers(attn, qkv, rope, shards=shards, save=save)
@@ -65,8 +64,8 @@ _LOWEST = -1e30
 class PlainProducts:
     """Plain products, with the scores of all tokens of a part for each other in memory.
 
-    By einsum, which is one product to XLA: PyTorch's folds rows and heads into one dimension, by
-    which the partitioner may lose how they are sharded.
+    By einsum: PyTorch's product folds rows and heads into one dimension, by which the partitioner
+    may lose how they are sharded.
     """
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
@@ -168,8 +167,8 @@ class TokensOverDevices(abc.ABC):
         tokens = x.shape[2]
         each = -(-tokens // self.devices)
         x = self.mark_tokens(x * 1)
-        if each * self.devices > tokens:
-            x = F.pad(x, (0, 0, 0, each * self.devices - tokens))
+        if missing := each * self.devices - tokens:
+            x = F.pad(x, (0, 0, 0, missing))
         x = x.unflatten(2, (self.devices, each)).permute(2, 0, 1, 3, 4).flatten(0, 1)
         return self.mark_parts(self.products.padded(x) * 1)
 
@@ -210,18 +209,13 @@ class _AttentionToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, output, statistics = ctx.saved_tensors
-        how = ctx.how
+        how, shapes = ctx.how, (ctx.shape, ctx.shape, ctx.value_shape)
         valid = how.valid(ctx.shape[2], k)
         grad = how.apart(grad.to(v.dtype))
         inner = (output.float() * grad.float()).sum(-1)
         grads = how.backward(q, k, v, statistics, grad, inner, valid, ctx.scale)
-        grad_q, grad_k, grad_v = (x.to(q.dtype) for x in grads)
-        return (
-            how.together(grad_q, ctx.shape),
-            how.together(grad_k, ctx.shape),
-            how.together(grad_v, ctx.value_shape),
-            None,
-        )
+        grads = [x.to(q.dtype) for x in grads]
+        return *(how.together(x, shape) for x, shape in zip(grads, shapes, strict=True)), None
 
 
 class Ring(TokensOverDevices):
@@ -233,30 +227,23 @@ class Ring(TokensOverDevices):
     """
 
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        output: torch.Tensor | None = None
-        statistics: torch.Tensor | None = None
-        for step in range(self.devices):
-            before = statistics
+        output, statistics = self.products.forward(q, k, v, valid, scale)
+        output, before = output.float(), None
+        for _ in range(1, self.devices):
+            k, v = (self._rotated(_after(before, x)) for x in (k, v))
+            valid = None if valid is None else self._rotated(valid)
             found, total = self.products.forward(q, k, v, valid, scale)
-            if output is None or statistics is None:
-                output, statistics = found.float(), total
-            else:
-                output, statistics = combine_parts(
-                    output, statistics, found.float(), total, _log_add_exp
-                )
-            if step + 1 < self.devices:
-                k, v = (self._rotated(_after(before, x)) for x in (k, v))
-                valid = None if valid is None else self._rotated(valid)
-        assert output is not None
-        assert statistics is not None
+            before = statistics
+            output, statistics = combine_parts(
+                output, statistics, found.float(), total, _log_add_exp
+            )
         return output, statistics
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
-        """Here queries are rotated, and keys stay.
+        """Here queries are rotated, and keys stay: then one gradient is rotated, not two.
 
-        One gradient is rotated with queries, with keys it would be two. And where the forward pass
-        is recomputed for this one, its rotations are no use here: the compiler would keep all of
-        them until now.
+        And where the forward pass is recomputed for this one, its rotations are of no use here: the
+        compiler would keep all of them until now.
         """
         grad_q: torch.Tensor | None = None
         of_keys: list[torch.Tensor] = []

@@ -57,11 +57,6 @@ class FlashSizes:
         return (self.batch, self.heads, self.tokens, self.width)
 
     @property
-    def key_shape(self) -> tuple[int, ...]:
-        """Shape of keys, values, and their gradients."""
-        return (self.batch, self.heads, self.keys, self.width)
-
-    @property
     def statistic_shape(self) -> tuple[int, ...]:
         """Shape of one statistic of each query, repeated over 128 lanes."""
         return (self.batch, self.heads, self.tokens, LANES)

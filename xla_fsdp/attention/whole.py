@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,37 +26,21 @@ from xla_fsdp.remat import SaveInput
 
 
 @functools.cache
-def forward_kernel(s: WholeSizes) -> Kernel:
-    """Return the kernel (q, k, v) -> output; packed, all three are the same array."""
-    from xla_fsdp.attention.whole_kernels import forward_function
+def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
+    """Return the kernel (q, k, v) -> output, or (q, k, v, gradient of it) -> their gradients.
 
-    return _lower(s, forward_function(s), [s.given] * 3, s.shape, products=2)
-
-
-@functools.cache
-def backward_kernel(s: WholeSizes) -> Kernel:
-    """Return the kernel (q, k, v, output's gradient) -> gradients of q, k, v.
-
-    They are packed as these are, or stacked.
+    Packed, all three are the same array; gradients are packed as these are, or stacked.
     """
-    from xla_fsdp.attention.whole_kernels import backward_function
+    from xla_fsdp.attention import whole_kernels  # imports JAX
 
-    arguments = [s.given] * 3 + [s.shape]
-    return _lower(s, backward_function(s), arguments, s.gradients, products=5, branches=3)
-
-
-def _lower(
-    s: WholeSizes,
-    function: Callable,
-    arguments: Sequence[tuple[int, ...]],
-    result: tuple[int, ...],
-    *,
-    products: int,
-    branches: int = 1,
-) -> Kernel:
-    scores = s.batch * s.heads * s.tokens**2
+    scores, products, branches = s.batch * s.heads * s.tokens**2, 2, 1
+    function, arguments = whole_kernels.forward_function, [s.given] * 3
+    result: tuple[int, ...] = s.shape
+    if backward:
+        function, arguments = whole_kernels.backward_function, [*arguments, s.shape]
+        result, products, branches = s.gradients, 5, 3
     return lower(
-        function,
+        function(s),
         [(shape, s.dtype) for shape in arguments],
         [(result, s.dtype)],
         flops=products * 2 * scores * s.width,
@@ -181,24 +165,19 @@ class _Attention(torch.autograd.Function):
         ctx.heads, ctx.shards = heads, shards
         if saved_result is not None:
             return saved_result
-        return _call(forward_kernel, heads, shards, tensors)[0]
+        return _call(heads, shards, tensors)[0]
 
     @staticmethod
     def backward(ctx, grad):
         given = ctx.saved_tensors
         grad = grad.to(given[0].dtype)
-        gradients = _call(backward_kernel, ctx.heads, ctx.shards, given, grad)
-        return None, None, *gradients, None
+        return None, None, *_call(ctx.heads, ctx.shards, given, grad), None
 
 
 def _call(
-    kernel: Callable[[WholeSizes], Kernel],
-    heads: int,
-    shards: Shards | None,
-    given: Sequence[torch.Tensor],
-    *grad: torch.Tensor,
+    heads: int, shards: Shards | None, given: Sequence[torch.Tensor], *grad: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Call a kernel on each device's part of images and heads.
+    """Compute attention on each device's part of images and heads.
 
     ``given`` are queries, keys and values, or all in one. With ``grad``, the gradient of the
     result, it returns their gradients.
@@ -215,7 +194,7 @@ def _call(
         sizes, parts = replace(sizes, packed=False), [*parts[0].chunk(3, -1), *parts[1:]]
     elif packed:
         parts = [parts[0]] * 3 + parts[1:]
-    (result,) = kernel(sizes)(parts)
+    (result,) = kernel(sizes, backward=bool(grad))(parts)
     results = [result] if result.dim() == 3 else [*result.unbind(0)]
     if packed and len(results) > 1:
         results = [torch.cat(results, -1)]
