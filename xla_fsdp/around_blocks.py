@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import nn
 
-from xla_fsdp.sharding import Mark, MarkBoth
+from xla_fsdp.sharding import Mark, mark_both
 
 # -- attention under autocast ----------------------------------------------------------
 #
@@ -33,28 +34,17 @@ _library = torch.library.Library("aten", "IMPL")
 _library.impl("scaled_dot_product_attention", _lowered, "AutocastXLA", with_keyset=True)
 
 
-# -- wrappers of ``forward`` -----------------------------------------------------------
+# -- around ``forward`` ----------------------------------------------------------------
 
 
-def after_forward(module: nn.Module, apply: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def after_forward(module: nn.Module, apply: Callable[[Any], Any]) -> None:
     """Pass the module's output through ``apply``."""
-    forward = module.forward
-
-    def forward_and_apply(*args, **kwargs):
-        return apply(forward(*args, **kwargs))
-
-    module.forward = forward_and_apply
+    module.register_forward_hook(lambda _, __, output: apply(output))
 
 
 def compute_in_bf16(model: nn.Module) -> None:
     """Compute matrix products of the forward pass, and so of the backward pass, in bf16."""
-    forward = model.forward
-
-    def forward_in_bf16(*args, **kwargs):
-        with torch.autocast("xla", dtype=torch.bfloat16):
-            return forward(*args, **kwargs)
-
-    model.forward = forward_in_bf16
+    model.forward = torch.autocast("xla", dtype=torch.bfloat16)(model.forward)
 
 
 def add_in_bf16(blocks: nn.Module) -> None:
@@ -62,12 +52,7 @@ def add_in_bf16(blocks: nn.Module) -> None:
 
     Then residuals are added in bf16 too: products have that dtype.
     """
-    forward = blocks.forward
-
-    def forward_from_bf16(x: torch.Tensor, *args, **kwargs):
-        return forward(x.to(torch.bfloat16), *args, **kwargs)
-
-    blocks.forward = forward_from_bf16
+    blocks.register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16), *args[1:]))
 
 
 def break_graph_every(n: int, blocks: list[nn.Module], break_graph: Callable[[], None]) -> None:
@@ -97,14 +82,12 @@ def convolve_by_product(model: nn.Module, mark: Mark) -> None:
     it. ``mark`` marks (images, rows, ...).
     """
     for part in model.modules():
-        if isinstance(part, nn.Conv2d | nn.Conv3d) and _uses_each_pixel_once(part):
+        if type(part) not in (nn.Conv2d, nn.Conv3d):  # timm's kinds change the weight before
+            continue
+        assert isinstance(part, nn.Conv2d | nn.Conv3d)
+        plain = part.groups == 1 and not any(map(int, part.padding)) and set(part.dilation) == {1}
+        if plain and part.stride == part.kernel_size and max(part.kernel_size) > 1:
             part.forward = functools.partial(_convolve, part, mark)  # type: ignore[method-assign]
-
-
-def _uses_each_pixel_once(part: nn.Conv2d | nn.Conv3d) -> bool:
-    plain = type(part) in (nn.Conv2d, nn.Conv3d)  # timm's kinds change the weight before
-    plain &= part.groups == 1 and not any(map(int, part.padding)) and set(part.dilation) == {1}
-    return plain and part.stride == part.kernel_size and max(part.kernel_size) > 1
 
 
 def _convolve(part: nn.Conv2d | nn.Conv3d, mark: Mark, images: torch.Tensor) -> torch.Tensor:
@@ -118,7 +101,7 @@ def _convolve(part: nn.Conv2d | nn.Conv3d, mark: Mark, images: torch.Tensor) -> 
     count = len(sizes)
     places = range(2, 2 + 2 * count, 2)
     x = x.permute(0, *places, 1, *(place + 1 for place in places)).flatten(1 + count)
-    x = MarkBoth.apply(x, mark)
+    x = mark_both(x, mark)
     tokens = torch.einsum("bnp,ep->bne", x.flatten(1, count), part.weight.flatten(1))
     if part.bias is not None:
         tokens = tokens + part.bias.to(tokens.dtype)
@@ -133,16 +116,15 @@ def drop_patches_of_whole_images(model: nn.Module, mark_images: Mark) -> None:
     drop = getattr(model, "patch_drop", None)
     if not isinstance(drop, PatchDropout | PatchDropoutWithIndices):
         return
-    forward = drop.forward
 
-    def forward_with_whole_images(x: torch.Tensor):
-        found = forward(MarkBoth.apply(x, mark_images))
+    def mark(found: torch.Tensor | tuple) -> torch.Tensor | tuple:
         if isinstance(found, torch.Tensor):
-            return MarkBoth.apply(found, mark_images)
+            return mark_both(found, mark_images)
         left, indices = found
-        return MarkBoth.apply(left, mark_images), indices
+        return mark_both(left, mark_images), indices
 
-    drop.forward = forward_with_whole_images
+    drop.register_forward_pre_hook(lambda _, args: mark(args[0]))
+    after_forward(drop, mark)
 
 
 class _Forward(nn.Module):

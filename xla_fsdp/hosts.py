@@ -20,10 +20,9 @@ def number_of(device: str) -> int:
 def by_slice_and_host(attributes: Sequence[dict[str, Any]], local: Collection[int]) -> list[int]:
     """Return all devices, slice by slice and host by host, so that "tensor" stays inside a host.
 
-    (torch_xla's HybridMesh follows the torus, and puts neighbours of different hosts together;
-    those would need the same images.) ``attributes`` are torch_xla's: "name" (TPU:5), "coords"
-    (x, y, z), on several slices "slice_index". All hosts have as many chips each way as this
-    one, whose devices are ``local``.
+    (torch_xla's HybridMesh puts neighbours of different hosts together; those would need the same
+    images.) ``attributes`` are torch_xla's: "name" (TPU:5), "coords" (x, y, z), on several slices
+    "slice_index". All hosts have as many chips each way as this one, with the devices ``local``.
     """
     places = {number_of(each["name"]): each for each in attributes}
     corners = list(zip(*(places[number]["coords"] for number in local), strict=True))
@@ -63,15 +62,14 @@ class HostPart:
         ``share`` has ``rows`` of images of ``height`` rows; None: it has labels, or whole images.
         Only what the devices need is sent, and memory that is not written to is not allocated.
         """
-        if height == len(self.rows):  # whole images, which may have any height
-            height = None
         size, (_, *shape) = len(share) // len(self.groups), share.shape
-        if height is not None:
+        whole_images = height is None or height == len(self.rows)
+        if height is not None and not whole_images:
             shape[1] = height
         whole = torch.empty((size * self.batch_parts, *shape), dtype=share.dtype)
         for part, group in zip(share.split(size), self.groups, strict=True):
             place = whole[group * size : (group + 1) * size]
-            if height is not None:
+            if not whole_images:
                 place = place[:, :, self.rows.start : self.rows.stop]
             place.copy_(part)
         return whole

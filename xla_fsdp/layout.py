@@ -21,7 +21,7 @@ from xla_fsdp.attention.kernels import Shards
 from xla_fsdp.hosts import by_slice_and_host, number_of
 from xla_fsdp.products import Int8Marks
 from xla_fsdp.resolve_xla import Recipe, packed_parts, tensor_dims
-from xla_fsdp.sharding import Gather, GatherInFp8, MarkBoth
+from xla_fsdp.sharding import GatherInFp8, gather, mark_both
 from xla_fsdp.torch_xla_private import local_device_names, op_sharding_arguments
 
 
@@ -116,7 +116,7 @@ class MeshLayout:
         if self._recipe.gather_fp8 and is_matrix:
             return GatherInFp8.apply(weight, dtype, at_rest, whole, self.mark)
         marks = (functools.partial(self.mark, spec=spec) for spec in (at_rest, whole))
-        return Gather.apply(weight, dtype, *marks)
+        return gather(weight.to(dtype), *marks)
 
     def int8_marks(self, name: str) -> Int8Marks:
         """Return the marks of a block's weight, by its name, whose products are in int8."""
@@ -127,9 +127,9 @@ class MeshLayout:
         """Gather a small parameter before use; one with an entry for each token stays sharded as
         the tokens are."""
         if not self._is_sharded_as_tokens(name, parameter):
-            return MarkBoth.apply(parameter, self.mark_replicated)
+            return mark_both(parameter, self.mark_replicated)
         spec = self.mesh.logical_spec("width", "tokens", "width")
-        return MarkBoth.apply(parameter, lambda x: self.mark(x, spec))
+        return mark_both(parameter, lambda x: self.mark(x, spec))
 
     def _is_sharded_as_tokens(self, name: str, parameter: torch.Tensor) -> bool:
         if self.mesh.domain == 1 or not self._recipe.fsdp:

@@ -1,12 +1,9 @@
 """How a plain Vision Transformer becomes a parallel one on XLA: what happens to a block on a TPU.
 
-One function for each form of FSDP, in the order in which things are applied. ``resolve_xla`` has
-made every choice: a ``Recipe`` has the mesh, the form of attention, what is rematerialized, whether
-blocks are scanned, and the dtypes.
-
-Both functions get the units of ``ModelSpec.units``: the blocks, and last the model around them.
-They fill, change and send one after the other, so that the host never holds more than one. Modules
-keep timm's names; what they compute is changed from outside, by replacing ``forward``.
+One function for each form of FSDP, in the order in which things are applied, by the choices that
+``resolve_xla`` has made. Both get the units of ``ModelSpec.units``: the blocks, and last the model
+around them. They fill, change and send one after the other, so that the host never holds more than
+one. Modules keep timm's names; what they compute is changed from outside.
 """
 
 from __future__ import annotations
@@ -18,34 +15,18 @@ import torch
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
-from models.blocks import attentions, use_product
 from models.initialize import fill_buffers
 from training.backend import InitializeModule
-from xla_fsdp.around_blocks import (
-    add_in_bf16,
-    after_forward,
-    break_graph_every,
-    compute_in_bf16,
-    convolve_by_product,
-    drop_patches_of_whole_images,
-    gather_small_parameters,
-)
+from xla_fsdp import around_blocks
+from xla_fsdp.attention import sharded
 from xla_fsdp.attention.flash import use_flash
-from xla_fsdp.attention.sharded import (
-    FlashProducts,
-    Gathered,
-    PlainProducts,
-    Ring,
-    TokensOverDevices,
-    attention_of_heads,
-)
 from xla_fsdp.attention.whole import use_whole
 from xla_fsdp.layout import MeshLayout
 from xla_fsdp.products import linear_weights, multiply_unfolded
 from xla_fsdp.remat import SAVED_BY
 from xla_fsdp.resolve_xla import Recipe
 from xla_fsdp.scan import ScannedBlocks
-from xla_fsdp.sharding import MarkBoth
+from xla_fsdp.sharding import mark_both
 from xla_fsdp.tensor_parallel import pack, shard_heads_and_columns
 from xla_fsdp.torch_xla_private import is_sharded, scatter_gradients_as_rows
 
@@ -78,12 +59,12 @@ def parallelize_spmd(
         # Domain: attention among the devices that share an image. (With "tensor", or with dropout
         # in attention, the partitioner finds the exchange by itself.)
         if recipe.domain_attention:
-            _use_attention_over_domain(block, recipe, layout)
+            sharded.use_over_domain(block, recipe, layout)
         # Tensor: each device computes some heads and some columns of the MLP.
         elif mesh.tensor > 1:
             shards = layout.shards(*logical("batch", "heads"))
             attention = functools.partial(
-                attention_of_heads, form=recipe.attention, shards=shards, save=save
+                sharded.attention_of_heads, form=recipe.attention, shards=shards, save=save
             )
             shard_heads_and_columns(block, layout, attention, save, int8, batch_parts)
         # Attention: by kernels on each device's own images; "sdpa" leaves it to PyTorch.
@@ -104,24 +85,21 @@ def parallelize_spmd(
     if recipe.scan:
         stack = ScannedBlocks(
             model.blocks,  # type: ignore[arg-type]
+            layout,
+            save,
             adapt=change_block,
-            stack=layout.stacked_zeros,
-            constant=layout.constant,
-            mark_tokens=layout.mark_tokens,
             gather=gather,
             bf16=recipe.bf16,
-            save=save,
-            mark_saved=layout.mark_saved,
         )
         if recipe.residual_bf16:
-            add_in_bf16(stack)
+            around_blocks.add_in_bf16(stack)
 
     for index, (name, block) in enumerate(blocks):
         initialize(block, name)
         if stack:
             # Shard and place: into the stack, whose shards are on the devices already.
             pack(block, layout.packed)
-            stack.fill(index, block, lambda n, x: layout.send(x, layout.block_spec(n, x.shape)))
+            stack.fill(index, block)
             block.to("meta")  # the host needs no second copy
         else:
             fill_buffers(block, layout.constant)
@@ -133,10 +111,10 @@ def parallelize_spmd(
             layout.place(block, layout.tensor_dims)
             # Domain: tokens stay sharded between blocks, and vectors are gathered before use.
             if mesh.domain > 1 and mesh.tensor == 1:
-                gather_small_parameters(block, layout.gather_small)
-            after_forward(block, layout.mark_tokens)
+                around_blocks.gather_small_parameters(block, layout.gather_small)
+            around_blocks.after_forward(block, layout.mark_tokens)
             if recipe.residual_bf16 and index == 0:
-                add_in_bf16(block)
+                around_blocks.add_in_bf16(block)
         end_graph()  # the device has this unit before the host makes the next one
 
     # Around the blocks: embedding, norm, head.
@@ -145,17 +123,19 @@ def parallelize_spmd(
     initialize(model, units[-1][0])
     fill_buffers(model, layout.constant)
     layout.place(model, {})
-    convolve_by_product(model, layout.mark_rows)
+    around_blocks.convolve_by_product(model, layout.mark_rows)
     if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
-        gather_small_parameters(model, layout.gather_small)
-        after_forward(model, lambda logits: MarkBoth.apply(logits, layout.mark_images))
+        around_blocks.gather_small_parameters(model, layout.gather_small)
+        around_blocks.after_forward(model, lambda logits: mark_both(logits, layout.mark_images))
     if mesh.tensor > 1:
-        drop_patches_of_whole_images(model, layout.mark_images)
+        around_blocks.drop_patches_of_whole_images(model, layout.mark_images)
     if recipe.bf16:
-        compute_in_bf16(model)
+        around_blocks.compute_in_bf16(model)
     # Breaks of the graph come last: outside of all that belongs to a block.
     if recipe.break_graph_every:
-        break_graph_every(recipe.break_graph_every, [block for _, block in blocks], end_graph)
+        around_blocks.break_graph_every(
+            recipe.break_graph_every, [block for _, block in blocks], end_graph
+        )
     end_graph(wait=True)
     return model
 
@@ -191,13 +171,13 @@ def parallelize_nested(
     # Around the blocks: embedding, norm, head.
     initialize(model, units[-1][0])
     fill_buffers(model, constant)
-    convolve_by_product(model, torch.Tensor.contiguous)
+    around_blocks.convolve_by_product(model, torch.Tensor.contiguous)
     root = _nested_unit(model, recipe, device)
     if recipe.bf16:
-        compute_in_bf16(root)
+        around_blocks.compute_in_bf16(root)
     # Breaks of the graph are outside of the units.
     if recipe.break_graph_every:
-        break_graph_every(recipe.break_graph_every, blocks, end_graph)
+        around_blocks.break_graph_every(recipe.break_graph_every, blocks, end_graph)
     end_graph(wait=True)
     return root
 
@@ -225,26 +205,6 @@ def _nested_unit(module: nn.Module, recipe: Recipe, device: torch.device) -> nn.
     if not by_row:
         scatter_gradients_as_rows(unit, devices)
     return unit
-
-
-def _use_attention_over_domain(block: nn.Module, recipe: Recipe, layout: MeshLayout) -> None:
-    """Let queries stay with their tokens, while keys go round the devices or are gathered."""
-    mesh = recipe.mesh
-
-    def mark_tokens(x: torch.Tensor) -> torch.Tensor:
-        return layout.mark(x, mesh.logical_spec("batch", "width", "tokens", "width"))
-
-    def mark_parts(x: torch.Tensor) -> torch.Tensor:
-        return layout.mark(x, (mesh.domain_batch_axes, *((),) * (x.dim() - 1)))
-
-    flash = recipe.attention == "flash"
-    products = FlashProducts(layout.shards(mesh.domain_batch_axes)) if flash else PlainProducts()
-    over_domain: TokensOverDevices = Ring(mesh.domain, products, mark_tokens, mark_parts)
-    if recipe.domain_attention == "gather":
-        marks = mark_tokens, mark_parts, layout.mark_images
-        over_domain = Gathered(mesh.domain, products, *marks)
-    for attention in attentions(block):
-        use_product(attention, over_domain.attention)
 
 
 def _trains(module: nn.Module) -> bool:

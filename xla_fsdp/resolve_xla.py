@@ -71,7 +71,7 @@ class Recipe:
 def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Return by a block parameter's name the dimension that "tensor" shards; others are not named.
 
-    ``dimensions`` are ``ModelSpec.logical_axes``; the parameter is as ``pack`` makes it.
+    ``dimensions`` are ``ModelSpec.logical_axes``; parameters are as ``pack`` makes them.
     """
     return {
         name: index
@@ -114,10 +114,7 @@ def recipe_of(run: XlaRun) -> Recipe:
 
 
 def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
-    """Return the run of these flags on the devices of this machine or its slice.
-
-    Raises UsageError.
-    """
+    """Return the run of these flags on this machine or its slice. Raises UsageError."""
     run = _resolve(config, own, device_type(), None)
     # From the flags, not from ``run``: another model may be scanned or not, its attention another.
     of_teacher = replace(own, xla_fsdp=run.own.xla_fsdp, mark_step_every_n_blocks=0)
@@ -211,11 +208,8 @@ def _resolve_form(config: RunConfig, own: XlaConfig, device: str) -> tuple[XlaCo
 
 def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaConfig:
     """Decide ``--scan_blocks``. Raises UsageError for flags that require or exclude it."""
-    hindered_by = None
-    if own.xla_fsdp == "nested":
-        hindered_by = "--xla_fsdp nested"
-    elif own.mark_step_every_n_blocks:
-        hindered_by = "--mark_step_every_n_blocks"
+    breaks = "--mark_step_every_n_blocks" if own.mark_step_every_n_blocks else None
+    hindered_by = "--xla_fsdp nested" if own.xla_fsdp == "nested" else breaks
     differ = None if hindered_by else model.why_blocks_differ()
     scan = not (hindered_by or differ) if own.scan_blocks is None else own.scan_blocks
     policy = config.sharding.grad_ckpt
@@ -255,10 +249,9 @@ WIDEST_HEAD = 256
 def _resolve_attention(
     config: RunConfig, own: XlaConfig, model: ModelSpec, generation: int | None
 ) -> tuple[XlaConfig, str]:
-    """Decide ``--attention``; also returns what the line that describes the run says of it.
+    """Decide ``--attention``; also returns what the log says of it.
 
-    ``generation`` is the TPU's, None without a TPU. Raises UsageError for kernels that cannot be
-    used.
+    ``generation`` is the TPU's, None without a TPU. Raises UsageError for kernels that it lacks.
     """
     sizes, form = sizes_of_largest(config, model), own.attention
     of_kernels = of_whole = _hinders_kernels(config, sizes, generation)
@@ -359,15 +352,13 @@ def _check_mesh(mesh: Mesh, model: ModelSpec) -> None:
     check_rows(mesh, model)
     if mesh.tensor == 1:
         return
+    flag, sizes = f"--mesh_tensor {mesh.tensor}", model.sizes
     if reason := why_no_tensor_parallel(model.block):
-        raise UsageError(
-            f"--mesh_tensor {mesh.tensor} is incompatible with --model {model.name}: {reason}"
-        )
-    heads, hidden = model.sizes.num_heads, model.sizes.hidden
-    if heads % mesh.tensor:
-        raise UsageError(f"--mesh_tensor {mesh.tensor} does not divide --num_heads {heads}")
-    if hidden % mesh.tensor:
-        raise UsageError(f"--mesh_tensor {mesh.tensor} does not divide the MLP's width, {hidden}")
+        raise UsageError(f"{flag} is incompatible with --model {model.name}: {reason}")
+    if sizes.num_heads % mesh.tensor:
+        raise UsageError(f"{flag} does not divide --num_heads {sizes.num_heads}")
+    if sizes.hidden % mesh.tensor:
+        raise UsageError(f"{flag} does not divide the MLP's width, {sizes.hidden}")
 
 
 def _check_slices(mesh: Mesh) -> None:

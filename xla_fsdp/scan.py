@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch_xla
@@ -21,8 +22,11 @@ from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
 from models.initialize import fill_buffers
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.sharding import Mark, MarkBoth
+from xla_fsdp.sharding import mark_both
 from xla_fsdp.torch_xla_private import call_computation, lowering_context, seed_parameter
+
+if TYPE_CHECKING:
+    from xla_fsdp.layout import MeshLayout
 
 # ------------------------------------------------------------------------------------------------
 # A loop over the first dimension of tensors that is one ``While`` of the XLA graph.
@@ -180,56 +184,49 @@ class ScannedBlocks(nn.Module):
 
     A model that computes with it calls it once for all blocks (``ModelSpec.put_blocks``).
 
-    ``adapt`` changes how a block computes; ``save`` says what is saved of it for the backward loop,
-    ``mark_saved`` how that is sharded. ``stack(name, parameter, depth)`` makes zeros for one of its
-    parameters, ``constant`` puts a small tensor on the devices; ``mark_tokens`` and
-    ``gather(name, weight)`` mark how activations are sharded and where a weight is
-    gathered. Names are those in a block.
+    ``adapt`` changes how a block computes; ``save`` says what is saved of it for the backward loop.
+    ``layout`` places parameters and marks activations; ``gather(name, weight)`` marks where a
+    weight is gathered, by its name in a block.
     """
 
     def __init__(
         self,
         blocks: nn.Sequential | nn.ModuleList,
+        layout: MeshLayout,
+        save: SaveInput,
         *,
         adapt: Callable[[nn.Module], None],
-        stack: Callable[[str, torch.Tensor, int], nn.Parameter],
-        constant: Callable[[torch.Tensor], torch.Tensor],
-        mark_tokens: Mark,
         gather: Callable[[str, torch.Tensor], torch.Tensor],
         bf16: bool,
-        save: SaveInput,
-        mark_saved: Mark = torch.Tensor.contiguous,
     ) -> None:
         super().__init__()
         self.block = copy.deepcopy(blocks[-1]).to("meta")
         adapt(self.block)
-        fill_buffers(self.block, constant)  # the same in every block, as all that is not learned
+        fill_buffers(self.block, layout.constant)  # the same in every block
         save.adapt(self.block)
         self._depth, self._bf16 = len(blocks), bf16
-        self._save, self._mark_saved = save, mark_saved
-        self._mark_tokens, self._gather = mark_tokens, gather
+        self._layout, self._save, self._gather = layout, save, gather
         self._scans: dict[tuple, Scan] = {}
         self._drop_paths: list[_DropPath] = []
         self._keep: list[torch.Tensor] = []
         for name, module in list(self.block.named_modules()):
             if isinstance(module, DropPath):
                 rates = [getattr(block.get_submodule(name), "drop_prob", 0.0) for block in blocks]
-                self._keep.append(constant(1.0 - torch.tensor(rates)))
+                self._keep.append(layout.constant(1.0 - torch.tensor(rates)))
                 self._drop_paths.append(_DropPath())
                 self.block.set_submodule(name, self._drop_paths[-1])
         for name, parameter in list(self.block.named_parameters()):
             owner, _, key = name.rpartition(".")
-            stacked = stack(name, parameter, self._depth)
+            stacked = layout.stacked_zeros(name, parameter, self._depth)
             self.block.get_submodule(owner)._parameters[key] = stacked
 
     @torch.no_grad()
-    def fill(
-        self, index: int, block: nn.Module, send: Callable[[str, torch.Tensor], torch.Tensor]
-    ) -> None:
+    def fill(self, index: int, block: nn.Module) -> None:
         """Put a block's values in its place. One graph for every index, elementwise."""
         here = (torch.arange(self._depth) == index).to(torch_xla.device())
         for name, stacked in self.block.named_parameters():
-            values = send(name, block.get_parameter(name).detach())
+            given = block.get_parameter(name).detach()
+            values = self._layout.send(given, self._layout.block_spec(name, given.shape))
             chosen = here.view(-1, *(1,) * values.dim())
             stacked.copy_(torch.where(chosen, values, stacked))
 
@@ -269,7 +266,7 @@ class ScannedBlocks(nn.Module):
             with self._save.save(x) as saved:
                 y = self._compute(names, x, shared, own, slices[count:])
             x, *results = saved
-            saved = [self._save.send(x), *(self._mark_saved(same(each)) for each in results)]
+            saved = [self._save.send(x), *(self._layout.mark_saved(same(each)) for each in results)]
             return [y, *shared], saved
 
         inputs, state = [*of_each, *self._keep], [x, *shared]
@@ -286,7 +283,8 @@ class ScannedBlocks(nn.Module):
         def body(state, slices):
             grad, *shared = state
             (x, *results), rest = slices[:saved], slices[saved:]
-            x, results = self._save.fetch(x), [self._mark_saved(same(each)) for each in results]
+            x = self._save.fetch(x)
+            results = [self._layout.mark_saved(same(each)) for each in results]
             x, *own = (each.detach().requires_grad_() for each in (x, *rest[:count]))
             with self._save.rematerialize(results):
                 y = self._compute(names, x, shared, own, rest[count:])
@@ -314,7 +312,7 @@ class ScannedBlocks(nn.Module):
         keep: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         """Compute one block; of ``of_each`` and ``keep``, the parts given are its own."""
-        x = MarkBoth.apply(x, self._mark_tokens)
+        x = mark_both(x, self._layout.mark_tokens)
         of_all, own = names
         count = len(own)
         arguments = dict(zip(of_all, shared, strict=True))
@@ -328,7 +326,7 @@ class ScannedBlocks(nn.Module):
             y = torch.func.functional_call(self.block, values, (x,), arguments)
         for module in self._drop_paths:  # left alive, they would be computed with the step
             del module.keep
-        return MarkBoth.apply(y.to(x.dtype), self._mark_tokens)
+        return mark_both(y.to(x.dtype), self._layout.mark_tokens)
 
 
 class _ScanWithGrad(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,49 +14,40 @@ MarkAs = Callable[[torch.Tensor, Spec], torch.Tensor]
 """The same by a spec."""
 
 
-class MarkBoth(torch.autograd.Function):
-    """The same mark on a value and on its gradient."""
+class _Marked(torch.autograd.Function):
+    """Some marks on a value, one after the other, and others on its gradient."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, mark: Mark) -> torch.Tensor:
-        ctx.mark = mark
-        return mark(x * 1)
+    def forward(ctx, x: torch.Tensor, marks: Sequence[Mark], of_gradient: Sequence[Mark]):
+        ctx.marks = of_gradient
+        for mark in marks:
+            x = mark(x * 1)
+        return x
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return ctx.mark(grad * 1), None
+        for mark in ctx.marks:
+            grad = mark(grad * 1)
+        return grad, None, None
 
 
-class Gather(torch.autograd.Function):
-    """Casts a sharded weight and gathers it; scatters its gradient and casts that back.
+def mark_both(x: torch.Tensor, mark: Mark) -> torch.Tensor:
+    """Mark a value and its gradient alike."""
+    return _Marked.apply(x, [mark], [mark])
+
+
+def gather(x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
+    """Gather a sharded tensor, and scatter its gradient.
 
     Left to itself, the partitioner may compute with the shards and exchange activations, or reduce
     whole gradients.
     """
-
-    @staticmethod
-    def forward(
-        ctx, weight: torch.Tensor, dtype: torch.dtype, shard: Mark, whole: Mark
-    ) -> torch.Tensor:
-        ctx.dtype, ctx.shard = weight.dtype, shard
-        return whole(shard(weight.to(dtype) * 1) * 1)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return ctx.shard(grad * 1).to(ctx.dtype), None, None, None
+    return _Marked.apply(x, [shard, whole], [shard])
 
 
-class Scatter(torch.autograd.Function):
-    """Scatters a sum over devices, and gathers its gradient: the inverse of ``Gather``."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
-        ctx.shard, ctx.whole = shard, whole
-        return shard(x * 1)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return ctx.whole(ctx.shard(grad * 1) * 1), None, None
+def scatter(x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
+    """Scatter a sum over devices, and gather its gradient."""
+    return _Marked.apply(x, [shard], [shard, whole])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -71,7 +62,7 @@ _LEAST = 1e-30
 
 
 class GatherInFp8(torch.autograd.Function):
-    """As ``Gather``, by specs, with numbers rounded to fp8; the gradient is not rounded."""
+    """As ``gather``, by specs, with numbers rounded to fp8; the gradient is not rounded."""
 
     @staticmethod
     def forward(

@@ -39,19 +39,17 @@ class SpmdBackend(XlaBackend):
         self.image_rows = self._host.rows if self._host else range(height)
 
     def describe(self) -> str:
+        mesh, replicated = self._mesh, self._layout.replicated_bytes
         if not self._recipe.fsdp:
             form = "SPMD data parallel, parameters replicated (--run_without_fsdp)"
         else:
             form = "SPMD FSDP (ZeRO-3), each block a unit"
-            form += ", scanned" if self._recipe.scan else ""
-            form += f", {self._mesh}"
-            if self._mesh.domain > 1:
+            form += f"{', scanned' if self._recipe.scan else ''}, {mesh}"
+            if mesh.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
-            if self._layout.replicated_bytes:
-                form += (
-                    f", {self._layout.replicated_bytes:,} bytes of parameters replicated "
-                    f"(no dimension is a multiple of {self._mesh.min_shards})"
-                )
+            if replicated:
+                form += f", {replicated:,} bytes of parameters replicated "
+                form += f"(no dimension is a multiple of {mesh.min_shards})"
         form += ", residuals in bf16" if self._recipe.residual_bf16 else ""
         form += ", weights gathered in fp8" if self._recipe.gather_fp8 else ""
         form += ", linear layers in int8" if self._recipe.int8 else ""

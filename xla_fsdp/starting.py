@@ -1,8 +1,7 @@
 """Prints what the TPU runtime waits for while it starts: for all hosts of the slice.
 
-It waits in compiled code that holds Python's lock: no thread of this process can print then, and no
-signal handler runs. So another process prints (this file, run as a program), and signals have their
-default action meanwhile.
+It waits in compiled code that holds Python's lock. So another process prints (this file, run as a
+program), and signals have their default action meanwhile: no handler would run.
 """
 
 from __future__ import annotations
@@ -30,16 +29,29 @@ class StartWatch:
         self._before: dict[int, ctypes.Array[ctypes.c_char]] = {}
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        """Unpickle as the other process's own watch, started there.
-
-        torch_xla starts the runtime of a nested run in processes of its own, after it has unpickled
-        the function's arguments there.
-        """
+        """Unpickle as the other process's own watch, started there: torch_xla unpickles a nested
+        run's arguments in its processes, and then starts their runtimes."""
         return _begin_here, ()
 
     def begin(self, group: int) -> None:
         """Start; of the processes of a host with the same ``group``, one prints."""
-        words = [str(group), _what_is_waited_for(), str(FIRST_SECONDS), str(EVERY_SECONDS)]
+        from xla_fsdp.torch_xla_private import host_tpu
+
+        waited_for = "it starts when this program runs on all hosts of the slice"
+        try:
+            hosts, this = host_tpu().get_worker_ips(), host_tpu().worker_id()
+        except Exception:  # noqa: BLE001 - whatever the metadata server answers: only a message
+            hosts, this = [], 0
+        if len(hosts) == 1:
+            waited_for = "another program may hold the chips"
+        elif hosts:
+            last = len(hosts) - 1
+            waited_for = (
+                f"it starts when this program runs on all {len(hosts)} hosts of the slice, of "
+                f"which this is {this} (0: {hosts[0]}, ... {last}: {hosts[-1]}); the log of one "
+                "that is missing says why"
+            )
+        words = [str(group), waited_for, str(FIRST_SECONDS), str(EVERY_SECONDS)]
         self._printer = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *words], stdin=subprocess.PIPE
         )
@@ -70,22 +82,6 @@ watch = StartWatch()
 def _begin_here() -> StartWatch:
     watch.begin(os.getppid())
     return watch
-
-
-def _what_is_waited_for() -> str:
-    from xla_fsdp.torch_xla_private import host_tpu
-
-    try:
-        hosts, this = host_tpu().get_worker_ips(), host_tpu().worker_id()
-    except Exception:  # noqa: BLE001 - whatever the metadata server answers: it is only a message
-        return "it starts when this program runs on all hosts of the slice"
-    if len(hosts) == 1:
-        return "another program may hold the chips"
-    return (
-        f"it starts when this program runs on all {len(hosts)} hosts of the slice, of which this "
-        f"is {this} (0: {hosts[0]}, ... {len(hosts) - 1}: {hosts[-1]}); the log of one that is "
-        "missing says why"
-    )
 
 
 def report(group: str, waited_for: str, first: str, every: str) -> None:

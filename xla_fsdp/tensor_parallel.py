@@ -19,7 +19,7 @@ from xla_fsdp.attention.whole import Qkv
 from xla_fsdp.layout import MeshLayout
 from xla_fsdp.products import Int8Marks, add_bias, product
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.sharding import Gather, MarkBoth, Scatter
+from xla_fsdp.sharding import gather, mark_both, scatter
 
 
 def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
@@ -62,11 +62,11 @@ def shard_heads_and_columns(
         widens = linear.out_features > linear.in_features
         y = multiply(equation, x, linear, name, save=save, widens=widens)
         y = add_bias(y, linear.bias if bias is None else bias, batch_parts)
-        return MarkBoth.apply(y, layout.mark_columns)
+        return mark_both(y, layout.mark_columns)
 
     def by_rows(x: torch.Tensor, linear: nn.Linear, name: str) -> torch.Tensor:
         y = multiply("bne,de->bnd", x, linear, name)
-        y = Scatter.apply(y, layout.mark_tokens, layout.mark_rows)
+        y = scatter(y, layout.mark_tokens, layout.mark_rows)
         return add_bias(y, linear.bias, batch_parts)
 
     def attention(
@@ -76,7 +76,7 @@ def shard_heads_and_columns(
         attn_mask: None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        x = Gather.apply(x, x.dtype, layout.mark_tokens, layout.mark_rows)
+        x = gather(x, layout.mark_tokens, layout.mark_rows)
         qkv: Qkv
         if attn.qkv is not None:
             bias = None
@@ -86,11 +86,11 @@ def shard_heads_and_columns(
         else:
             names = ("q_proj", "k_proj", "v_proj")
             qkv = [by_columns(x, getattr(attn, name), f"attn.{name}") for name in names]
-        y = attn.norm(MarkBoth.apply(attention_product(attn, qkv, rope), layout.mark_columns))
+        y = attn.norm(mark_both(attention_product(attn, qkv, rope), layout.mark_columns))
         return attn.proj_drop(by_rows(y, attn.proj, "attn.proj"))
 
     def mlp(mlp, x: torch.Tensor) -> torch.Tensor:
-        x = Gather.apply(x, x.dtype, layout.mark_tokens, layout.mark_rows)
+        x = gather(x, layout.mark_tokens, layout.mark_rows)
         if isinstance(mlp, SwiGLU):
             gate = by_columns(x, mlp.fc1_g, "mlp.fc1_g")
             x = mlp.act(gate) * by_columns(x, mlp.fc1_x, "mlp.fc1_x")

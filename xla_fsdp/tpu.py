@@ -224,13 +224,12 @@ _START = Path(__file__).with_name("libtpu_start.py")
 _START_SECONDS = 60
 
 
-def set_for_this_tpu() -> None:
-    """Add our own flags: after torch_xla was imported, which adds its own, before libtpu starts."""
-    _add_ours(torch_xla_private.host_tpu().version())
+def set_for_this_tpu(generation: int | None = None) -> None:
+    """Add our own flags where neither the user nor torch_xla has set them.
 
-
-def _add_ours(generation: int) -> None:
-    """Add our own flags where neither the user nor torch_xla has set them."""
+    To be called after torch_xla was imported, which adds its own, and before libtpu starts.
+    """
+    generation = generation or torch_xla_private.host_tpu().version()
     given = os.environ.get(VARIABLE, "").split()
     named = {flag.lstrip("-").partition("=")[0] for flag in given}
     ours = _OURS | ({} if generation == 4 else _NOT_ON_V4)
@@ -241,8 +240,7 @@ def _add_ours(generation: int) -> None:
 def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:
     """Return the variables of the environment that a run on such a TPU sets for libtpu.
 
-    They are those of torch_xla's own function, which is made to believe that there is one, then
-    ours. ``given`` is the value that the user has set.
+    First torch_xla's own, then ours. ``given`` is the value that the user has set.
     """
     import torch_xla  # noqa: F401 - sets its own when it is imported, too
 
@@ -250,7 +248,7 @@ def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:
     try:
         os.environ[VARIABLE] = given
         torch_xla_private.set_libtpu_defaults(generation)
-        _add_ours(generation)
+        set_for_this_tpu(generation)
         return {key: value for key, value in os.environ.items() if before.get(key) != value}
     finally:
         os.environ.clear()

@@ -10,7 +10,7 @@ from torch import nn
 
 from xla_fsdp.remat import SAVED_BY
 from xla_fsdp.scan import ScannedBlocks
-from xla_fsdp.sharding import Gather
+from xla_fsdp.sharding import gather
 
 DEPTH, WIDTH = 4, 64
 
@@ -36,24 +36,40 @@ class Gate(Scale):
         return torch.where(y > 0.5, y, 2 * y)
 
 
+def same(x):
+    return x
+
+
+class OneDevice:
+    """What a ``MeshLayout`` does, without marks."""
+
+    mark_tokens, mark_saved = staticmethod(same), staticmethod(same)
+
+    def stacked_zeros(self, name, parameter, depth):
+        return nn.Parameter(torch.zeros((depth, *parameter.shape), device="xla"))
+
+    def constant(self, values):
+        return values.to("xla")
+
+    def block_spec(self, name, shape): ...
+
+    def send(self, values, spec):
+        return values.to("xla")
+
+
 def scanned(
     blocks: nn.Sequential | nn.ModuleList, bf16: bool = False, policy: str = "full"
 ) -> ScannedBlocks:
-    def same(x):
-        return x
-
     stack = ScannedBlocks(
         blocks,
+        OneDevice(),
+        SAVED_BY[policy](),
         adapt=lambda block: None,
-        stack=lambda _, p, depth: nn.Parameter(torch.zeros((depth, *p.shape), device="xla")),
-        constant=lambda values: values.to("xla"),
-        mark_tokens=same,
-        gather=lambda _, w: Gather.apply(w, w.dtype, same, same),
+        gather=lambda _, w: gather(w, same, same),
         bf16=bf16,
-        save=SAVED_BY[policy](),
     )
     for index, block in enumerate(blocks):
-        stack.fill(index, block, lambda _, values: values.to("xla"))
+        stack.fill(index, block)
     return stack
 
 

@@ -97,7 +97,7 @@ class Shards:
         import torch_xla.distributed.spmd as xs
 
         spec = self._spec(part, heads)
-        sizes = (n * self._parts(axes) for n, axes in zip(part.shape, spec, strict=True))
+        sizes = [n * self._parts(axes) for n, axes in zip(part.shape, spec, strict=True)]
         shape = torch.Size(sizes)
         return xs.disable_manual_sharding(part, spec, shape, mesh=self.mesh).global_tensor
 

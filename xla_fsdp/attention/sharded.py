@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from models.blocks import combine_parts
+from models.blocks import attentions, combine_parts, use_product
 from xla_fsdp.attention import flash, whole
 from xla_fsdp.attention.kernels import Shards, autocast_dtype
 from xla_fsdp.attention.sizes import LANES
 from xla_fsdp.remat import SaveInput
 
 if TYPE_CHECKING:
+    from xla_fsdp.layout import MeshLayout
+    from xla_fsdp.resolve_xla import Recipe
     from xla_fsdp.sharding import Mark
 
 # ------------------------------------------------------------------------------------------------
@@ -317,3 +320,24 @@ class Gathered(TokensOverDevices):
         total = self.mark_tokens(x.float().unflatten(0, (self.devices, -1)).sum(0))
         parts = total.unflatten(2, (self.devices, -1)).permute(2, 0, 1, 3, 4)
         return self.mark_parts(parts.flatten(0, 1) * 1)
+
+
+def use_over_domain(block: nn.Module, recipe: Recipe, layout: MeshLayout) -> None:
+    """Let queries of timm's attention stay with their tokens, while keys go round the devices or
+    are gathered."""
+    mesh = recipe.mesh
+
+    def mark_tokens(x: torch.Tensor) -> torch.Tensor:
+        return layout.mark(x, mesh.logical_spec("batch", "width", "tokens", "width"))
+
+    def mark_parts(x: torch.Tensor) -> torch.Tensor:
+        return layout.mark(x, (mesh.domain_batch_axes, *((),) * (x.dim() - 1)))
+
+    products: PlainProducts | FlashProducts = PlainProducts()
+    if recipe.attention == "flash":
+        products = FlashProducts(layout.shards(mesh.domain_batch_axes))
+    given = mesh.domain, products, mark_tokens, mark_parts
+    gathers = recipe.domain_attention == "gather"
+    how = Gathered(*given, layout.mark_images) if gathers else Ring(*given)
+    for attention in attentions(block):
+        use_product(attention, how.attention)
