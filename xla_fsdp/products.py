@@ -1,9 +1,8 @@
 """Matrix products of a block as XLA computes them best: apart from what is around them.
 
 PyTorch's linear layer folds images and tokens into one dimension, of which the partitioner cannot
-shard the tokens alone: with several images on a device it gathers all of their tokens. Here they
-stay two. The sum that a bias' gradient is would be computed with the product that makes what is
-summed, which doubles the time of that product on a TPU (docs/tpu.md): here it is one of its own.
+shard the tokens alone: it would gather them. Here they stay two. And the sum that a bias' gradient
+is would double the time of the product that it is computed with (docs/tpu.md): here it is alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import nn
 
 from training.mesh import Spec
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.sharding import MarkAs
+from xla_fsdp.sharding import MarkAs, Marked
 from xla_fsdp.torch_xla_private import dot_general
 
 _SUM_ROWS = 8
@@ -79,7 +78,7 @@ def product(
         operand, weight = operand.to(dtype), weight if int8 else weight.to(dtype)
     if int8:
         return results.result(Int8Product.apply, equation, operand, weight, int8)
-    operand = _Apart.apply(operand)
+    operand = apart(operand)
     save.follow(operand, x)
     return results.result(_Product.apply, equation, operand, weight)
 
@@ -93,23 +92,15 @@ def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Te
 
 
 def apart(x: torch.Tensor) -> torch.Tensor:
-    """Keep what computes ``x`` out of the products with it, which would repeat it for each of
-    their tiles."""
+    """Keep what computes ``x``, but not its gradient, out of the products with it, which would
+    repeat it for each of their tiles."""
     import torch_xla.core.xla_model as xm  # here: what uses this is read without XLA, too
 
-    x = x * 1
-    xm.optimization_barrier_([x])
-    return x
+    def barrier(x: torch.Tensor) -> torch.Tensor:
+        xm.optimization_barrier_([x])
+        return x
 
-
-class _Apart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return apart(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
+    return Marked.apply(x, [barrier], [])
 
 
 class _Product(torch.autograd.Function):

@@ -1,8 +1,7 @@
 """What of a block is saved for the backward pass, and what is rematerialized: ``--grad_ckpt``.
 
-The backward loop over the blocks computes each block's forward pass once more, to have it recorded
-for autograd. What was saved then takes the place of what is computed, and XLA drops what only led
-there.
+The backward loop records each block's forward pass once more. What was saved then takes the place
+of what is computed, and XLA drops what only led there.
 """
 
 from __future__ import annotations
@@ -18,13 +17,16 @@ from timm.layers import RmsNorm
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from xla_fsdp.torch_xla_private import data_behind, moved_to, recorded_number
+from xla_fsdp.torch_xla_private import data_behind, recorded_number
 
 Tensors = list[torch.Tensor]
 
 
 class SaveInput:
     """Saves a block's input and rematerializes all else (``full``)."""
+
+    on_host = False
+    """Whether the input is saved in the host's memory."""
 
     def adapt(self, block: nn.Module) -> None:
         """Change how a block computes, if what is saved needs it."""
@@ -38,14 +40,6 @@ class SaveInput:
 
     def follow(self, result: torch.Tensor, x: torch.Tensor) -> None:
         """Rematerialize ``result`` if ``x`` is: it costs next to nothing to compute from it."""
-
-    def send(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a block's input as it goes to the memory that it is saved in."""
-        return x
-
-    def fetch(self, x: torch.Tensor) -> torch.Tensor:
-        """Return it as it comes back."""
-        return x
 
     @contextmanager
     def save(self, x: torch.Tensor) -> Iterator[Tensors]:
@@ -67,11 +61,7 @@ class SaveInput:
 class SaveInputOnHost(SaveInput):
     """Saves a block's input in the memory of the host that drives the device (``offload``)."""
 
-    def send(self, x: torch.Tensor) -> torch.Tensor:
-        return moved_to("pinned_host", x)
-
-    def fetch(self, x: torch.Tensor) -> torch.Tensor:
-        return moved_to("device", x)
+    on_host = True
 
 
 class SaveResults(SaveInput):
@@ -111,14 +101,13 @@ class SaveAll(SaveInput):
     """Saves what autograd saves, so that no product is computed again (``none``).
 
     Norms and activations are rematerialized from their inputs; weights are gathered again, and
-    random masks are drawn again: what does not come from the block's input is what both loops are
-    given.
+    random masks are drawn again.
     """
 
     def __init__(self) -> None:
         self._places: list[int | None] = []
         """Of each tensor that autograd saves, or that a result is rematerialized from, in order:
-        its place in what is saved, or None if it is not."""
+        its place in what is saved; None if it does not come from the block's input."""
         self._pack: Callable[[torch.Tensor], torch.Tensor] = _unchanged
         self._rematerialized: set[int] = set()
         """The numbers of results that are rematerialized."""
@@ -143,7 +132,12 @@ class SaveAll(SaveInput):
             if of_input in data_behind(tensor) and number not in self._rematerialized:
                 place = places.setdefault(number, len(saved_tensors) - 1)
                 if place == len(saved_tensors) - 1:
-                    shape = _unfolded(tensor.shape, x.shape)
+                    # As (images, tokens, ...): norms fold the two, and the partitioner could not
+                    # shard the tokens alone.
+                    shape, folded = tensor.shape, x.shape[:2].numel()
+                    first = next((i for i, size in enumerate(shape) if size != 1), None)
+                    if first is not None and shape[first] == folded:
+                        shape = torch.Size((*x.shape[:2], *shape[first + 1 :]))
                     saved_tensors.append(tensor.detach().reshape(shape))
             self._places.append(place)
             return tensor.detach()  # an output saved with what computes it would never be freed
@@ -204,18 +198,6 @@ class _FromInput(torch.autograd.Function):
             y = type(module).forward(module, x)
         grad_x, *grads = torch.autograd.grad(y, [x, *parameters], grad)
         return None, grad_x, None, *grads
-
-
-def _unfolded(shape: torch.Size, of_input: torch.Size) -> torch.Size:
-    """Return the shape as (images, tokens, ...) where both are folded into one dimension.
-
-    Norms fold them. The partitioner could not shard the tokens of what is saved alone.
-    """
-    images_and_tokens = of_input[:2]
-    first = next((i for i, size in enumerate(shape) if size != 1), None)
-    if first is None or shape[first] != images_and_tokens.numel():
-        return shape
-    return torch.Size((*images_and_tokens, *shape[first + 1 :]))
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,12 @@ from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 from models.initialize import fill_buffers
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.sharding import mark_both
-from xla_fsdp.torch_xla_private import call_computation, lowering_context, seed_parameter
+from xla_fsdp.torch_xla_private import (
+    call_computation,
+    lowering_context,
+    moved_to,
+    seed_parameter,
+)
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import MeshLayout
@@ -180,9 +185,9 @@ _Names = tuple[list[str], list[str]]
 
 
 class ScannedBlocks(nn.Module):
-    """All blocks in one module. ``block`` holds the parameters, (depth, *shape).
+    """All blocks in one module, called once for all (``ModelSpec.put_blocks``).
 
-    A model that computes with it calls it once for all blocks (``ModelSpec.put_blocks``).
+    ``block`` holds the parameters, (depth, *shape).
 
     ``adapt`` changes how a block computes; ``save`` says what is saved of it for the backward loop.
     ``layout`` places parameters and marks activations; ``gather(name, weight)`` marks where a
@@ -266,7 +271,8 @@ class ScannedBlocks(nn.Module):
             with self._save.save(x) as saved:
                 y = self._compute(names, x, shared, own, slices[count:])
             x, *results = saved
-            saved = [self._save.send(x), *(self._layout.mark_saved(same(each)) for each in results)]
+            x = moved_to("pinned_host", x) if self._save.on_host else x
+            saved = [x, *(self._layout.mark_saved(same(each)) for each in results)]
             return [y, *shared], saved
 
         inputs, state = [*of_each, *self._keep], [x, *shared]
@@ -283,7 +289,7 @@ class ScannedBlocks(nn.Module):
         def body(state, slices):
             grad, *shared = state
             (x, *results), rest = slices[:saved], slices[saved:]
-            x = self._save.fetch(x)
+            x = moved_to("device", x) if self._save.on_host else x
             results = [self._layout.mark_saved(same(each)) for each in results]
             x, *own = (each.detach().requires_grad_() for each in (x, *rest[:count]))
             with self._save.rematerialize(results):

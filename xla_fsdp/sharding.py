@@ -14,7 +14,7 @@ MarkAs = Callable[[torch.Tensor, Spec], torch.Tensor]
 """The same by a spec."""
 
 
-class _Marked(torch.autograd.Function):
+class Marked(torch.autograd.Function):
     """Some marks on a value, one after the other, and others on its gradient."""
 
     @staticmethod
@@ -33,7 +33,7 @@ class _Marked(torch.autograd.Function):
 
 def mark_both(x: torch.Tensor, mark: Mark) -> torch.Tensor:
     """Mark a value and its gradient alike."""
-    return _Marked.apply(x, [mark], [mark])
+    return Marked.apply(x, [mark], [mark])
 
 
 def gather(x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
@@ -42,12 +42,12 @@ def gather(x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
     Left to itself, the partitioner may compute with the shards and exchange activations, or reduce
     whole gradients.
     """
-    return _Marked.apply(x, [shard, whole], [shard])
+    return Marked.apply(x, [shard, whole], [shard])
 
 
 def scatter(x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
     """Scatter a sum over devices, and gather its gradient."""
-    return _Marked.apply(x, [shard], [shard, whole])
+    return Marked.apply(x, [shard], [shard, whole])
 
 
 # ------------------------------------------------------------------------------------------------
