@@ -140,23 +140,20 @@ class NestedBackend(XlaBackend):
             start, end = max(first - base, 0), min(last - base, shape.numel())
             chunks = []
             for offsets, sizes, flat in flat_range_boxes(shape, start, end):
-                at = flat + base - first
-                count = torch.Size(sizes).numel()
-                chunks.append(Chunk(offsets, values[at : at + count].view(sizes)))
+                rest = values[flat + base - first :]
+                chunks.append(Chunk(offsets, rest[: torch.Size(sizes).numel()].view(sizes)))
             saved[plain_name] = ShardedTensor(shape, values.dtype, chunks)
             base += shape.numel()
         return saved
 
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
-        values = tensor.detach().cpu()
-        if not isinstance(saved[0], ShardedTensor):  # unsharded: a plain parameter, or Adam's step
-            values = saved[0]
-        else:
+        values = saved[0]  # unsharded: a plain parameter, or Adam's step
+        sharded = [each for each in saved if isinstance(each, ShardedTensor)]
+        if sharded:
+            values = tensor.detach().cpu()
             flat, at = values.view(-1), 0  # chunks fill it from its front; padding comes last
-            for part in saved:
-                assert isinstance(part, ShardedTensor)
-                for chunk in part.chunks:
-                    flat[at : at + chunk.data.numel()] = chunk.data.flatten()
-                    at += chunk.data.numel()
+            for chunk in (chunk for part in sharded for chunk in part.chunks):
+                flat[at : at + chunk.data.numel()] = chunk.data.flatten()
+                at += chunk.data.numel()
         with torch.no_grad():
             tensor.copy_(values.to(tensor.device))

@@ -1,7 +1,5 @@
-"""What is known of TPUs before one is there: peak FLOP/s, chips, slices, and libtpu's flags.
-
-Three subjects: the figures of each kind of chip, slices by the names that ``--tpu_topology`` takes,
-and ``LIBTPU_INIT_ARGS``, which libtpu reads when it starts.
+"""What is known of TPUs before one is there: the figures of each kind of chip, slices by the names
+that ``--tpu_topology`` takes, and ``LIBTPU_INIT_ARGS``, which libtpu reads when it starts.
 """
 
 from __future__ import annotations
@@ -98,17 +96,17 @@ CHIPS = {
 }
 
 
-def _kind_here() -> str | None:
-    """Return the accelerator type of this host's chips; None where nothing names it."""
+def kind_here() -> str:
+    """Return the accelerator type of this host's chips, "v5p" say; "" where nothing names it."""
     try:
         return torch_xla_private.host_tpu().get_tpu_type()
     except (OSError, KeyError):  # no metadata server, or none that names the slice
-        return None
+        return ""
 
 
 def this_chip() -> Chip | None:
     """Return the figures of this host's TPU chips; None where their kind is unknown."""
-    kind = _kind_here()
+    kind = kind_here()
     return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
 
 
@@ -120,8 +118,7 @@ def peak_flops() -> float | None:
     """
     import torch_xla.runtime as xr
 
-    kind = _kind_here() if xr.device_type() == "TPU" else None
-    return peak_of(kind) if kind else None
+    return peak_of(kind_here()) if xr.device_type() == "TPU" else None
 
 
 # -- slices ---------------------------------------------------------------------------

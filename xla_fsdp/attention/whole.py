@@ -1,9 +1,8 @@
 """Attention of short sequences on TPUs (``--attention whole``): no score in HBM.
 
-Our own Pallas kernels (``whole_kernels.py``) hold whole sequences in vector memory. Queries, keys
-and values go to them as (batch, tokens, heads x width), which is how the products beside attention
-write and read them. What a model transposes for PyTorch's product is transposed back, and XLA drops
-both.
+Our own Pallas kernels (``whole_kernels.py``) hold whole sequences in vector memory. They take
+(batch, tokens, heads x width), as the products beside attention write and read. What a model
+transposes for PyTorch's product is transposed back, and XLA drops both.
 """
 
 from __future__ import annotations
