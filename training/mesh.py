@@ -8,7 +8,7 @@ mesh axes that shard it. All backends and the data loader share this module; it 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from training.config import ShardingConfig
@@ -151,29 +151,25 @@ class Mesh:
         others = [1 if d == tensor_dim else size for d, size in enumerate(shape)]
         shards = self.shard_count(self.spec(_PARAMETER_AXES))
         found = _largest(others, shards) if shards > 1 else None
+        along: dict[int, Axes] = {tensor_dim: ("tensor",)}
         if found is not None:
-            along: dict[int, Axes] = {tensor_dim: ("tensor",), found: _PARAMETER_AXES}
-            return self._sharded_along(along, len(shape))
-        both = shape[tensor_dim] % (self.tensor * shards) == 0
-        return self._sharded_along(
-            {tensor_dim: ("tensor", *_PARAMETER_AXES) if both else ("tensor",)}, len(shape)
-        )
+            along[found] = _PARAMETER_AXES
+        elif shape[tensor_dim] % (self.tensor * shards) == 0:
+            along[tensor_dim] = ("tensor", *_PARAMETER_AXES)
+        return self._sharded_along(along, len(shape))
 
     def position_embedding_spec(self, shape: Sequence[int]) -> Spec:
         """Return the spec of a parameter (1, tokens, width); tokens are a multiple of "domain".
 
         It is sharded as the tokens are, so no device ever holds all entries, and along "fsdp".
         """
-        along: dict[int, Axes] = {1: ("domain",)}
-        if shape[2] % self.fsdp == 0:
-            along[2] = ("fsdp",)
-        return self._sharded_along(along, len(shape))
+        width_axes = ("fsdp",) if shape[2] % self.fsdp == 0 else ()
+        return self._sharded_along({1: ("domain",), 2: width_axes}, len(shape))
 
     def unsharded_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
         """Return the spec of a parameter while its block computes: only "tensor" shards it."""
-        if tensor_dim is None or self.tensor == 1:
-            return self._sharded_along({}, len(shape))
-        return self._sharded_along({tensor_dim: ("tensor",)}, len(shape))
+        along = {} if tensor_dim is None else {tensor_dim: ("tensor",)}
+        return self._sharded_along(along, len(shape))
 
     @property
     def min_shards(self) -> int:
@@ -186,7 +182,7 @@ class Mesh:
         wanted: list[Axes] = [(*_PARAMETER_AXES, "tensor"), _PARAMETER_AXES, ("fsdp",)]
         return [axes for axes in self.spec(*wanted) if axes] or [()]
 
-    def _sharded_along(self, axes: dict[int, Axes], dimensions: int) -> Spec:
+    def _sharded_along(self, axes: Mapping[int, Axes], dimensions: int) -> Spec:
         return self.spec(*(axes.get(d, ()) for d in range(dimensions)))
 
 
