@@ -112,9 +112,10 @@ def with_saved_model(saved: SavedRun, asked: ModelConfig) -> ModelConfig:
 
 
 def agree(
-    start: Start, run: Run, data: DataSource, lock: files.FolderLock, *, is_main: bool
+    chosen: SavedRun | None, run: Run, data: DataSource, lock: files.FolderLock, *, is_main: bool
 ) -> tuple[SavedRun | None, BadImages, list[str]]:
-    """Make all processes start alike, or end all: until here each was for itself.
+    """Make all processes start alike, or end all: until here each was for itself, and has chosen a
+    checkpoint to resume (None: none).
 
     Returns the checkpoint that all resume, the unreadable images known so far, and lines for the
     log. Raises UsageError in all processes.
@@ -132,8 +133,8 @@ def agree(
         candidates, lambda each: check_resume(each, run, data), verify=config.verify_checkpoint
     )
     with exchange.failing_together():
-        if start.saved and not saved:
-            raise UsageError(f"{start.saved.path} was removed meanwhile: start again")
+        if chosen and not saved:
+            raise UsageError(f"{chosen.path} was removed meanwhile: start again")
     if saved and config.init_from:
         notes.append(f"note: --init_from {config.init_from} is ignored: this run is resumed")
     if saved and (difference := other_order(saved, run, data)):

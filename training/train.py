@@ -8,7 +8,7 @@ import os
 import platform
 import signal
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import nn
@@ -52,7 +52,8 @@ from training.weights import with_preprocessing, with_preprocessing_of
 class Prepared:
     """What was found before any device starts; it is sent to every process."""
 
-    start: begin.Start
+    saved: SavedRun | None
+    """The checkpoint that this process has chosen to resume."""
     data: DataSource
     progress: begin.Progress
     initial: InitialWeights | None
@@ -80,8 +81,7 @@ def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, 
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
     progress = begin.progress_of(start.saved, run, data, epoch_steps)
     initial = fit(weights, run, data) if weights else None
-    start = replace(start, weights=None)  # each process maps the files itself
-    prepared = Prepared(start, data, progress, initial, expected_s, process_start())
+    prepared = Prepared(start.saved, data, progress, initial, expected_s, process_start())
     return run, functools.partial(train, prepared)
 
 
@@ -96,11 +96,11 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
     with FolderLock(ckpt_dir, inside=run.log_dir, shared=shared) as lock:  # released at the end
         # Begin: agree on what is resumed, and where in the data that is.
         saved, bad_images, notes = begin.agree(
-            prepared.start, run, data, lock, is_main=backend.is_main
+            prepared.saved, run, data, lock, is_main=backend.is_main
         )
         loader = train_loader(data, backend, config.data.batch_size)
         progress = prepared.progress
-        if saved != prepared.start.saved:  # that one is damaged, or there is a newer one by now
+        if saved != prepared.saved:  # that one is damaged, or there is a newer one by now
             progress = begin.progress_of(saved, run, data, len(loader))
         at, last_step = progress.at, progress.last_step
         with exchange.failing_together():
