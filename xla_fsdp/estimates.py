@@ -1,12 +1,10 @@
 """Bytes and seconds of a training step on a TPU slice by arithmetic: nothing is compiled.
 
 ``--grad_ckpt auto`` chooses by it, and ``--plan`` ranks thousands of candidates by it, so that the
-compiler is asked about a few (``tools/plan/tpu_search.py`` corrects what is left by the figures of
-the steps that were compiled). It counts what the TPU compiler makes of this program's step: blocks
-run one after the other, a matrix product reaches a share of the chip's peak and has its sizes
-padded to the matrix unit, everything else runs at the bandwidth of HBM, and collectives run beside
-it as far as there is work to hide them. The constants were fitted on the compiler's figures
-(docs/planning.md).
+compiler is asked about a few. It counts what the TPU compiler makes of a step: blocks run one after
+the other, a matrix product reaches a share of the chip's peak and has its sizes padded to the
+matrix unit, all else runs at the bandwidth of HBM, and collectives run beside it as far as there is
+work to hide them. The constants were fitted on the compiler's figures (docs/planning.md).
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ Body = Callable[[XlaRun, Backend], None]
 class NoBackwardYet(TorchFunctionMode):
     """A context that refuses backward passes, for all before XLA has started.
 
-    Autograd makes its queues when it first runs, one for each device that exists. XLA's devices
-    exist once the runtime has started. After an earlier backward pass, even on meta, the first one
-    on XLA ends the process ("device_ready_queues_", torch 2.9.0).
+    Autograd makes a queue for each device when it first runs, even on meta; XLA's do not exist yet.
+    The first backward pass on XLA then ends the process ("device_ready_queues_", torch 2.9.0).
     """
 
     def __torch_function__(
@@ -115,10 +114,9 @@ def _run_nested(
     run: XlaRun,
     parent: int | None,
 ) -> None:
-    """Call the body in one of the processes.
+    """Call the body in one of the processes; ``parent`` starts them, None if it is the only one.
 
     Unpickling ``_installed`` and ``begun`` has installed signal handlers and the watch here.
-    ``parent`` is the process that starts the others, None if there are no others.
     """
     if parent is not None:
         end_with(parent)

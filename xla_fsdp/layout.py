@@ -124,8 +124,7 @@ class MeshLayout:
         return Int8Marks(at_rest, functools.partial(self.gathered_spec, name), self.mark)
 
     def gather_small(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """Gather a small parameter before use; one with an entry for each token stays sharded as
-        the tokens are."""
+        """Gather a small parameter before use; one with an entry a token stays sharded as these."""
         if not self._is_sharded_as_tokens(name, parameter):
             return mark_both(parameter, self.mark_replicated)
         spec = self.mesh.logical_spec("width", "tokens", "width")

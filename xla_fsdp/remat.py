@@ -65,10 +65,7 @@ class SaveInputOnHost(SaveInput):
 
 
 class SaveResults(SaveInput):
-    """Saves also the results that cost most to compute (``selective``).
-
-    They are known by the order in which they are computed, which is the same in both loops.
-    """
+    """Saves also the results that cost most to compute (``selective``), known by their order."""
 
     def __init__(self) -> None:
         self._saving: Tensors | None = None

@@ -1,8 +1,8 @@
 """Tensor parallelism in a timm block, as in Megatron: heads and MLP columns over devices.
 
-The first product of attention and of the MLP is sharded by columns, the second by rows: between
-them, devices exchange nothing. Between blocks, activations are sharded along "tensor" too; each
-half of a block gathers its input and scatters the sum of its output.
+The first product of attention and of the MLP is sharded by columns, the second by rows, with no
+exchange between them. Each half of a block gathers its input, whose tokens are sharded along
+"tensor" too, and scatters the sum of its output.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from xla_fsdp.sharding import gather, mark_both, scatter
 def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
     """Unfold what timm packs in one layer, (parts * rows, ...), to (parts, rows, ...).
 
-    Some of the rows then hold the queries, keys and values of the same heads, or both halves of a
-    gated MLP. ``packed`` are ``MeshLayout.packed``, by name the number of parts.
+    Some rows then hold queries, keys and values of the same heads, or both halves of a gated MLP.
+    ``packed`` has by name the number of parts.
     """
     for name, parts in packed.items():
         layer, _, key = name.rpartition(".")
@@ -46,9 +46,9 @@ def shard_heads_and_columns(
 ) -> None:
     """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns.
 
-    ``attention_product`` is ``attention_of_heads`` of timm's module, qkv and the table of a rotary
-    embedding. ``save`` may save the results of products by columns. ``int8`` returns the marks of a
-    weight by its name, if products are in int8. The batch is sharded into ``batch_parts``.
+    ``attention_product`` is ``attention_of_heads`` of timm's module, qkv and rope; ``save`` may
+    save results of products by columns; ``int8`` returns the marks of a weight by its name, if
+    products are in int8. The batch is sharded into ``batch_parts``.
     """
 
     def multiply(equation: str, x: torch.Tensor, linear: nn.Linear, name: str, **saving):

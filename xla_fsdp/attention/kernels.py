@@ -1,7 +1,7 @@
 """Pallas kernels in a PyTorch/XLA program: how one is lowered, and how each device calls it.
 
-Kernels are lowered by JAX on any machine (torch_xla's own way needs a TPU attached). What each of
-them costs is noted in its call, where ``--compile_only`` reads it.
+JAX lowers them on any machine (torch_xla's own way needs a TPU attached). What each of them costs
+is noted in its call, where ``--compile_only`` reads it.
 """
 
 from __future__ import annotations
