@@ -18,19 +18,9 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from data.loader import BatchLoader, Share
+from training import optimizers
 from training.backend import InitializeModule, State, pass_seed
-from training.optimizers import (
-    UPDATES,
-    Update,
-    Updates,
-    count_skipped,
-    key_of,
-    lr_factor,
-    no_counts,
-    not_finite,
-    ns_dtype,
-    orthogonalized,
-)
+from training.optimizers import UPDATES, Update, Updates
 from training.processes.stopping import largest_of_all
 from xla_fsdp import tpu
 from xla_fsdp.memory import DeviceMemory
@@ -164,9 +154,9 @@ class XlaBackend(abc.ABC):
         self._rounding_keys: torch.Tensor | None = None
         if self._rounds_moments:  # random bits follow from an int32 number for each parameter
             names = {parameter: name for name, parameter in self._named_parameters().items()}
-            keys = [key_of(self._run.config.seed, names[p], self._part) for p in trained]
+            keys = [optimizers.key_of(self._run.config.seed, names[p], self._part) for p in trained]
             self._rounding_keys = self.constant(torch.tensor(keys, dtype=torch.int32))
-        self._skipped = self.constant(no_counts())
+        self._skipped = self.constant(optimizers.no_counts())
         # The first step's graph must be that of all later ones. Views of a tensor that was never
         # written to are stored apart where the graph breaks, so all are written here. And a graph's
         # results are in the order in which their tensors were written, so those that train are
@@ -188,13 +178,14 @@ class XlaBackend(abc.ABC):
         momenta: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Return the directions of Muon's parameters, to be multiplied by the learning rate."""
-        dtype, whole = ns_dtype(self._sharding.precision), list[Momentum]()
+        dtype, whole = optimizers.ns_dtype(self._sharding.precision), list[Momentum]()
         for parameter, momentum in zip(parameters, momenta, strict=True):
             matrix = held[parameter][0].matrix
             assert matrix is not None
             whole.append(Momentum(parameter, momentum.to(dtype), matrix))
-        found = self._orthogonal(whole, functools.partial(orthogonalized, eps=eps))
-        return [x.float() * lr_factor(m.matrix) for x, m in zip(found, whole, strict=True)]
+        found = self._orthogonal(whole, functools.partial(optimizers.orthogonalized, eps=eps))
+        factors = (optimizers.lr_factor(momentum.matrix) for momentum in whole)
+        return [x.float() * factor for x, factor in zip(found, factors, strict=True)]
 
     # -- a step -----------------------------------------------------------------------
 
@@ -222,12 +213,12 @@ class XlaBackend(abc.ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         set_lr(self._optimizer, lr, self._scalar)
         norm = self._clip_grad_norm(max_norm if max_norm > 0 else float("inf"))
-        skipped = not_finite(loss, norm)
+        skipped = optimizers.not_finite(loss, norm)
         step_unless(self._optimizer, skipped > 0, self._rounding_keys)
         if self._ema is not None:
             self._ema.update(skipped)
         # A new tensor: the last step's may still wait to be read.
-        self._skipped = self._mark_replicated(count_skipped(self._skipped, skipped))
+        self._skipped = self._mark_replicated(optimizers.count_skipped(self._skipped, skipped))
         self._optimizer.zero_grad(set_to_none=True)
         del skipped  # or it would be a result of the step
         self.end_step()

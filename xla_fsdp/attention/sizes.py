@@ -104,14 +104,14 @@ def _round_up(size: int, multiple: int) -> int:
 _MOST_UNDIVIDED = 512
 """Queries that are computed at once; more are computed in blocks."""
 _QUERY_BLOCK = 256
-FORWARD_HEADS, BACKWARD_HEADS = 8, 4
+_FORWARD_HEADS, _BACKWARD_HEADS = 8, 4
 """Heads of 256 queries and keys that one program of the grid computes: while the units wait for one
 of them they work on another. By libtpu's schedules more gains little."""
 DEFAULT_VECTOR_MEMORY = 16 * 2**20
 """Bytes that libtpu gives a kernel which does not ask for more, and all that v4 has."""
 _LARGEST_VECTOR_MEMORY = 64 * 2**20
 """Bytes that a kernel may ask for on later chips."""
-FORWARD_BLOCKS, BACKWARD_BLOCKS = "qqkk", "qqqkkkk"
+_FORWARD_BLOCKS, _BACKWARD_BLOCKS = "qqkk", "qqqkkkk"
 """The blocks that a program holds: of its queries, "q", or of all tokens, "k"."""
 
 
@@ -169,22 +169,24 @@ class WholeSizes:
         """Shape of all three gradients."""
         return self.given if self.packed else (3, *self.shape)
 
-    def images(self, heads: int) -> int:
-        """Return how many images a program computes, a divisor of the batch, for ``heads``."""
+    def images(self, *, backward: bool) -> int:
+        """Return how many images a program computes, a divisor of the batch."""
+        heads = _BACKWARD_HEADS if backward else _FORWARD_HEADS
         most = heads * min(1.0, 256**2 / (self.queries * self.tokens)) * self.width / self.lanes
         return max(each for each in range(1, max(1, int(most)) + 1) if self.batch % each == 0)
 
-    def vector_memory(self, heads: int, blocks: str) -> int:
-        """Return bytes that are enough for programs of so many ``heads`` that hold ``blocks``.
+    def vector_memory(self, *, backward: bool) -> int:
+        """Return bytes that are enough for a program.
 
         Each block is there twice, as the next one arrives meanwhile; and scores in a few forms.
         """
-        images, rows = self.images(heads), {"q": self.queries, "k": self.tokens}
+        blocks = _BACKWARD_BLOCKS if backward else _FORWARD_BLOCKS
+        images, rows = self.images(backward=backward), {"q": self.queries, "k": self.tokens}
         held = sum(2 * rows[each] * self.lanes * self.dtype.itemsize for each in blocks)
         scores = 4 * self.queries * -(-self.tokens // LANES) * LANES
         return images * (held + self.lanes // self.width * scores * 2)
 
     def fits(self, generation: int) -> bool:
         """Return True if a TPU of this generation has the vector memory for all kernels."""
-        needed = self.vector_memory(BACKWARD_HEADS, BACKWARD_BLOCKS)
+        needed = self.vector_memory(backward=True)
         return needed <= (_LARGEST_VECTOR_MEMORY if generation > 4 else DEFAULT_VECTOR_MEMORY)

@@ -25,15 +25,7 @@ import torch
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xla_fsdp.attention.sizes import (
-    BACKWARD_BLOCKS,
-    BACKWARD_HEADS,
-    DEFAULT_VECTOR_MEMORY,
-    FORWARD_BLOCKS,
-    FORWARD_HEADS,
-    LANES,
-    WholeSizes,
-)
+from xla_fsdp.attention.sizes import DEFAULT_VECTOR_MEMORY, LANES, WholeSizes
 
 # ------------------------------------------------------------------------------------------------
 # The calls: grid, blocks and results.
@@ -41,14 +33,14 @@ from xla_fsdp.attention.sizes import (
 
 def forward_function(s: WholeSizes) -> Callable:
     """Return a function of JAX arrays that calls the kernel of the forward pass."""
-    images = s.images(FORWARD_HEADS)
+    images = s.images(backward=False)
     return pl.pallas_call(
         functools.partial(_forward, s),
         grid=(s.batch // images, s.groups, s.query_blocks),
         in_specs=[_argument(s, images, kind, place) for place, kind in enumerate("qkk")],
         out_specs=pl.BlockSpec((images, s.queries, s.lanes), lambda i, j, block: (i, block, j)),
         out_shape=jax.ShapeDtypeStruct(s.shape, _name(s.dtype)),
-        compiler_params=_compiler_params(3, s.vector_memory(FORWARD_HEADS, FORWARD_BLOCKS)),
+        compiler_params=_compiler_params(3, s.vector_memory(backward=False)),
         name="attention_forward",
     )
 
@@ -59,7 +51,7 @@ def backward_function(s: WholeSizes) -> Callable:
     Over the grid's third axis a program writes gradients: of queries, which it computes first with
     those of keys and values, then of keys, then of values. So all of them go to one array.
     """
-    images, groups = s.images(BACKWARD_HEADS), s.groups
+    images, groups = s.images(backward=True), s.groups
     rows = s.query_blocks * s.queries
     sums = pltpu.VMEM((images, rows, s.lanes), "float32" if s.query_blocks > 1 else _name(s.dtype))
     block = (images, s.queries, s.lanes)
@@ -74,7 +66,7 @@ def backward_function(s: WholeSizes) -> Callable:
         out_specs=written,
         out_shape=jax.ShapeDtypeStruct(s.gradients, _name(s.dtype)),
         scratch_shapes=[sums, sums],
-        compiler_params=_compiler_params(4, s.vector_memory(BACKWARD_HEADS, BACKWARD_BLOCKS)),
+        compiler_params=_compiler_params(4, s.vector_memory(backward=True)),
         name="attention_backward",
     )
 
