@@ -6,12 +6,13 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train train-domain test test-long test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
+.PHONY: help install data train train-domain test test-fast test-long test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
 	@echo "make train-domain  the same with each image over 4 virtual devices (about 5 minutes)"
 	@echo "make test    set up, then run the tests"
+	@echo "make test-fast  the tests that start no training (2 minutes), while one edits"
 	@echo "make test-long  the tests that compile, train or wait for long (an hour)"
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
 	@echo "make coverage  which lines no test executes, beside docs/hardware.md (an hour)"
@@ -55,8 +56,11 @@ train-domain: $(INSTALLED)
 test: $(INSTALLED) datasets/digits
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
+test-fast: $(INSTALLED) datasets/digits
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m fast tests
+
 test-long: $(INSTALLED) datasets/digits
-	$(BIN)/python -m pytest -m long tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long tests
 
 rehearse: $(INSTALLED) datasets/digits
 	$(BIN)/python -m pytest -m rehearse tests

@@ -91,12 +91,13 @@ def warm_python(xla: bool) -> str:
     return path
 
 
-def run_program(
-    *command: str, processes: int = 1, timeout: float = 300, warm: bool = True
-) -> subprocess.CompletedProcess[str]:
-    """A Python program; by torchrun if in several processes.
+def command_of(
+    *command: str, processes: int = 1, warm: bool = True
+) -> tuple[list[str], dict[str, str]]:
+    """The words and the environment of a Python program; by torchrun if in several processes.
 
-    ``warm`` saves the importing of PyTorch and changes nothing else; not used on GPUs.
+    ``warm`` saves the importing of PyTorch and changes nothing else; not used on GPUs. A program
+    that is started so and killed ends by SIGTERM, and its process is not the one that was started.
     """
     variables, python = environment(), []
     if warm and HIDE_GPUS:
@@ -105,8 +106,16 @@ def run_program(
     if processes > 1:
         torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
         command = (*torchrun, *python, *command)
+    return [sys.executable, *python, *command], variables
+
+
+def run_program(
+    *command: str, processes: int = 1, timeout: float = 300, warm: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """A Python program, to its end."""
+    words, variables = command_of(*command, processes=processes, warm=warm)
     return subprocess.run(
-        [sys.executable, *python, *command],
+        words,
         cwd=ROOT,
         env=variables,
         text=True,

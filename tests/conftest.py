@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from data.digits import write_digits
-from tests.cli import DIGITS
+from tests.cli import DIGITS, train_tiny, train_tiny_gpu
 from tests.rehearsed import Rehearsal
 from tests.short_runs import train_ten_steps
 from tests.stand_ins.pod_stand_in import StandIn
@@ -55,6 +55,23 @@ def slice_of(tmp_path):
     yield make
     for rehearsal in made:
         rehearsal.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_on_xla(tmp_path_factory):
+    """The run of train_tiny, one device, that those of other forms are compared with."""
+    return train_tiny(tmp_path_factory.mktemp("tiny_on_xla"))
+
+
+@pytest.fixture(scope="session")
+def tiny_on_xla_in_bf16(tmp_path_factory):
+    return train_tiny(tmp_path_factory.mktemp("tiny_on_xla_in_bf16"), "--precision", "bf16")
+
+
+@pytest.fixture(scope="session")
+def tiny_on_gpu(tmp_path_factory):
+    """The run of train_tiny_gpu, one process."""
+    return train_tiny_gpu(tmp_path_factory.mktemp("tiny_on_gpu"))
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """Runs of a few steps on the GPU backend, in one process: it starts at once."""
 
 import subprocess
-import sys
 
-from tests.cli import ROOT, environment, run_program, tiny, train_tiny_gpu
+from tests.cli import ROOT, command_of, run_program, tiny, train_tiny_gpu
 
 # Eleven steps an epoch, of 4 tokens an image; an evaluation has 3 batches.
 QUICK = "--patch_size 8 --batch_size 128 --num_epochs 3 --ckpt_epoch_interval 1".split()
@@ -17,11 +16,12 @@ def program(ckpt_dir, *flags, module="", **how):
     return run_program(*start, *flags, **how)
 
 
-def start(ckpt_dir, *flags):
+def start(ckpt_dir, *flags, warm=False):
     """The program on digits in a process of its own, still running: what it says can be read."""
-    command = [sys.executable, "run_vit_training.py", *tiny(ckpt_dir), *QUICK, "--backend", "cuda"]
+    command = ["run_vit_training.py", *tiny(ckpt_dir), *QUICK, "--backend", "cuda", *flags]
+    words, variables = command_of(*command, warm=warm)
     return subprocess.Popen(
-        [*command, *flags], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+        words, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

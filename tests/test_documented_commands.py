@@ -109,6 +109,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             r"^training completed: step 10, .*, checkpoint runs/vit_fsdp/step_10, log ",
         ),
         leaves=("runs/vit_fsdp/step_10", "runs/vit_fsdp/metrics.jsonl"),
+        long=True,
     ),
     "python3 run_vit_training.py --data_dir /datasets/imagenet-1k --model vit_large": Elsewhere(
         "300 epochs of ImageNet", trains
@@ -136,12 +137,15 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             r"^holiday/beach/1\.png\n( +\d+\.\d+%  \d\n){5}",
         ),
         trained=True,
+        long=True,
     ),
     "python3 run_vit_training.py --eval_only": Run(
         (r"^val loss: [\d.]+, accuracy on val: [\d.]+ % of 359 images, top-5: [\d.]+ %$",),
         trained=True,
         private=True,
+        long=True,
     ),
+    "make test-fast": Elsewhere("minutes of tests of their own", make_knows),
     "make test-long": Elsewhere("it runs this test", make_knows),
     # docs/contributing.md
     ".venv/bin/python -m pytest": Run((r"^\d+ passed in ",), long=True),
@@ -155,6 +159,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         leaves=("report/per_class.csv", "report/confusion.csv", "report/confusion.png"),
         trained=True,
         private=True,
+        long=True,
     ),
     "python3 run_vit_training.py --init_from ~/vit_large": Elsewhere("hours of training", trains),
     "python3 run_vit_training.py --init_from vit_base": Elsewhere("hours of training", trains),
@@ -196,7 +201,10 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     # docs/ema_and_schedules.md
     "python3 run_vit_training.py --model_ema": Elsewhere("300 epochs of ImageNet", trains),
     "python3 run_vit_training.py --use_ema": Run(
-        (r"top-5: [\d.]+ %$",), trained=True, private=True
+        (r"top-5: [\d.]+ %$",),
+        trained=True,
+        private=True,
+        long=True,
     ),
     "python3 run_vit_training.py --lr_schedule constant": Elsewhere("weeks of ImageNet", trains),
     "python3 run_vit_training.py --lr_schedule wsd": Elsewhere("days of ImageNet", trains),
@@ -207,6 +215,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 run_vit_training.py --self_check --fake_data": Run(
         (r"^pass  checkpoint read ", r"^skip  data +not read", r"^self check passed: 14 checks, "),
         private=True,
+        long=True,
     ),
     # docs/tpu.md
     "gcloud auth login": Elsewhere("a browser, and a person with an account", only_gclouds_words),
@@ -249,7 +258,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 run_vit_training.py --buckets": Elsewhere("ImageNet by a large model", trains),
     "python3 -m data.pack": Run((r"^2 shards: /datasets/\S+$",), trained=True, private=True),
     # docs/augmentation.md
-    "python3 -m tools.show_augmentations": Run(leaves=("augmented.png",)),
+    "python3 -m tools.show_augmentations": Run(leaves=("augmented.png",), long=True),
     # docs/planning.md
     "python3 run_vit_training.py --plan --model vit_10b": Elsewhere(
         "half an hour of TPU compilation", plans
@@ -261,6 +270,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             r"^cheapest: .*, by arithmetic, not compiled$",
         ),
         leaves=("runs/plan/gpu.png",),
+        long=True,
     ),
     "make plan-check": Elsewhere("hours, and it writes docs/planning.md", make_knows),
     # docs/reliability.md
@@ -273,13 +283,16 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         (r"^converted /\S+/vit_10b/step_1000: 31 tensors, 111,528 bytes, to vit_10b.safetensors$",),
         leaves=("vit_10b.safetensors",),
         trained=True,
+        long=True,
     ),
     "python3 -m tools.convert ~/vit_10b vit_10b_hf": Run(
-        leaves=("vit_10b_hf/model.safetensors", "vit_10b_hf/config.json"), trained=True
+        leaves=("vit_10b_hf/model.safetensors", "vit_10b_hf/config.json"), trained=True, long=True
     ),
-    "python3 -m tools.convert ~/vit_large": Run(leaves=("vit_large_bf16.pt",), trained=True),
+    "python3 -m tools.convert ~/vit_large": Run(
+        leaves=("vit_large_bf16.pt",), trained=True, long=True
+    ),
     "python3 -m tools.convert ~/downloads/vit_large": Run(
-        leaves=("vit_large_dcp/manifest.json", "vit_large_dcp/.metadata"), trained=True
+        leaves=("vit_large_dcp/manifest.json", "vit_large_dcp/.metadata"), trained=True, long=True
     ),
     "python3 -m tools.goodput": Run(
         (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  save every ", r"^picture: "), trained=True

@@ -2,8 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.cli import ROOT
 from tests.documented_commands import DOCUMENTS, broken_anchors, flags_and_paths, known_flags
+
+pytestmark = pytest.mark.fast
 
 
 def test_flags_and_files_that_documents_name_are_there():

@@ -9,6 +9,8 @@ import pytest
 
 from tests.cli import ROOT
 
+pytestmark = pytest.mark.fast
+
 MAY_IMPORT = {
     "config_fields": set(),
     "models": {"config_fields"},
@@ -79,3 +81,15 @@ def test_no_namespace_below_the_entrypoint():
 def test_nearly_all_is_formatted():
     marks = sum(path.read_text().count("# fmt" + ": skip") for path in sources())
     assert marks <= MOST_UNFORMATTED
+
+
+def test_fast_files_start_no_training():
+    """``make test-fast`` is for while one edits; nor have they tests that are long."""
+    slow = {"train_tiny", "train_tiny_gpu", "run_program", "short_runs", "long"}
+    texts = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    fast = {path: text for path, text in texts.items() if "\npytestmark = pytest.mark.fast" in text}
+    assert fast
+    for path, text in fast.items():
+        imported = set(re.findall(r"\w+", " ".join(re.findall(r"^from .*", text, re.MULTILINE))))
+        assert not imported & slow, path
+        assert "\n@pytest.mark.long" not in text, path

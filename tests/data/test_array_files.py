@@ -13,6 +13,8 @@ import tifffile
 from data.files import BrokenImageError, DataFolderError
 from data.volumes import check_packages, open_array
 
+pytestmark = pytest.mark.fast
+
 WINDOWS = [(0, 24, 0, 40), (5, 6, 0, 40), (3, 20, 7, 33), (23, 24, 39, 40)]
 
 

@@ -19,6 +19,8 @@ from tests.data.test_data import arguments, loaders
 from tests.usage_error import told_in_one_line
 from tools.show_augmentations import DRAWS, columns, main, read_run
 
+pytestmark = pytest.mark.fast
+
 PHOTOGRAPHS = [np.array(each) for each in load_sample_images().images]  # 427 x 640
 SIZE = (64, 80)
 TRIES = 12

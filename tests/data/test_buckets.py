@@ -20,6 +20,7 @@ from models.positions import Resampling
 from models.registry import open_model
 from models.timm_private import compute_on_grids
 from tests.cli import train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.usage_error import told_in_one_line
 from tools.show_augmentations import read_run
 from training.errors import UsageError
@@ -233,8 +234,8 @@ def flags(folder, *more):
     ("how", "devices", "graphs"),
     [
         ("--precision bf16 --optimizer_dtype bf16 --mixup 0.4", 2, 1),
-        pytest.param("--no-scan_blocks --mesh_tensor 2", 4, 1, marks=pytest.mark.long),
-        pytest.param("--xla_fsdp nested --grad_accum_steps 2", 1, 2, marks=pytest.mark.long),
+        long("--no-scan_blocks --mesh_tensor 2", 4, 1),
+        long("--xla_fsdp nested --grad_accum_steps 2", 1, 2),
     ],
 )
 def test_a_compilation_for_each_bucket_then_none(how, devices, graphs, folder, tmp_path):

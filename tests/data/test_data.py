@@ -25,6 +25,8 @@ from data.loader import DatasetLoader, GlobalBatchSampler, Share, workers_of_hos
 from data.source import DatasetRequest, open_data
 from models.config import VitConfig
 
+pytestmark = pytest.mark.fast
+
 CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)
 EVERYTHING = Share()
 

@@ -16,6 +16,8 @@ from data.decode import open_image
 from data.files import BrokenImageError
 from data.transforms import seeded
 
+pytestmark = pytest.mark.fast
+
 PHOTOGRAPHS = load_sample_images().images  # 427 x 640
 SIZE = (64, 80)
 GUARD = 2.0  # of 255, mean absolute difference

@@ -24,6 +24,8 @@ from models.config import VitConfig
 from tests.cli import ROOT
 from tests.data.test_data import arguments, loaders, wanted
 
+pytestmark = pytest.mark.fast
+
 CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from data.files import cache_folder
-from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny
+from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny_gpu
+from tests.marks import long
 from tests.usage_error import told_in_one_line
 from training.checkpoints.choose import checkpoint_around, remove
 from training.files import FolderLock
@@ -93,7 +94,7 @@ def test_a_run_writes_through_no_link(tmp_path):
     """Those that are there when it begins, and those that come while it runs."""
     data, outside, run = tmp_path / "data", tmp_path / "outside", tmp_path / "run"
     shutil.copytree(DIGITS, data)
-    next((data / "train" / "0").iterdir()).write_bytes(b"no image")
+    next((data / "val" / "0").iterdir()).write_bytes(b"no image")
     outside.mkdir()
     run.mkdir()
     for name in ("bad_images.txt", "curves.png"):
@@ -101,7 +102,7 @@ def test_a_run_writes_through_no_link(tmp_path):
         (run / name).symlink_to(outside / name)
     (outside / "folder").mkdir()
     (run / "tensorboard").symlink_to(outside / "folder")
-    done = train_tiny(run, "--data_dir", str(data), "--num_epochs", "1", "--max_steps", "89")
+    done = train_tiny_gpu(run, "--data_dir", str(data), "--max_steps", "2")
     assert not list((outside / "folder").iterdir())
     assert "TensorBoard's file cannot be written (" in done.stdout
     assert "bad_images.txt cannot be written (it is a link" in done.stdout
@@ -163,7 +164,7 @@ def test_a_group_shares_a_folder_if_it_says_so(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     os.chown(shared, OTHER, OTHER)
-    train_tiny(shared, "--max_steps", "2", "--shared_ckpt_dir")
+    train_tiny_gpu(shared, "--max_steps", "2", "--shared_ckpt_dir")
     assert (shared / "step_2" / "manifest.json").exists()
     assert stat.S_IMODE((shared / ".lock").stat().st_mode) == 0o666 & ~_umask()
 
@@ -192,8 +193,10 @@ def test_what_root_has_made_is_nobody_elses(everybodys):
 # -- a user without a home --------------------------------------------------------------
 
 
-def test_a_user_without_a_home_or_a_name_trains(tmp_path):
+@pytest.mark.parametrize("backend", ["cuda", long("xla")])
+def test_a_user_without_a_home_or_a_name_trains(backend, tmp_path):
     """As ``docker run --user 54321`` makes one."""
+    words = [sys.executable, "run_vit_training.py"]
     unshare = ["unshare", "--user", f"--map-user={OTHER}"]
     tried = subprocess.run([*unshare, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
@@ -201,7 +204,7 @@ def test_a_user_without_a_home_or_a_name_trains(tmp_path):
     left_out = {"HOME", "XDG_CACHE_HOME", "USER", "LOGNAME"}
     variables = {name: value for name, value in environment().items() if name not in left_out}
     done = subprocess.run(
-        [*unshare, sys.executable, "run_vit_training.py", *tiny(tmp_path / "run")],
+        [*unshare, *words, *tiny(tmp_path / "run"), "--backend", backend],
         cwd=ROOT,
         env=variables | {"TMPDIR": str(tmp_path)},
         text=True,

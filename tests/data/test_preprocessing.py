@@ -19,7 +19,7 @@ import run_vit_training
 from data.config import INTERPOLATIONS, Preprocessing
 from data.decode import Pixels
 from data.transforms import val_transform
-from tests.cli import TINY_MODEL, train_tiny
+from tests.cli import TINY_MODEL, train_tiny_gpu
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
 from training.checkpoints.format import read_saved_run
@@ -190,7 +190,7 @@ def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
     """In the checkpoint: training on it, --predict and --eval_only from it use the same."""
     flags = "--mean 0.1 0.2 0.3 --crop_pct 0.7 --interpolation nearest".split()
     flags += ["--test_interpolation", "box", "--crop_mode", "border"]
-    run = train_tiny(tmp_path, "--max_steps", "1", *flags)
+    run = train_tiny_gpu(tmp_path, "--max_steps", "1", *flags)
     saved = read_saved_run(tmp_path / "step_1")
     run_now = with_preprocessing(on_xla(TINY_MODEL), saved)
     expected = Preprocessing(

@@ -15,6 +15,8 @@ from data.source import DatasetRequest, open_data
 from data.volumes import open_array
 from tests.cli import DIGITS
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture(params=["pipe", "/dev/zero"])
 def endless(request, tmp_path):

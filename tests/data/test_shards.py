@@ -17,6 +17,8 @@ from models.config import VitConfig
 from tests.cli import DIGITS
 from tests.data.test_data import arguments, loaders, wanted
 
+pytestmark = pytest.mark.fast
+
 MODEL = VitConfig(img_size=16, patch_size=4, num_classes=10)
 
 

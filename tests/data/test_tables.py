@@ -22,6 +22,7 @@ from data.loader import WINDOW, RunSampler, Share
 from data.source import DatasetRequest, open_data
 from data.tables import ParquetSplit, split_files
 from tests.cli import DIGITS, ROOT, run_program, tiny, train_tiny, train_tiny_gpu
+from tests.marks import long
 
 SPLITS = {"train": "train", "validation": "val"}
 """The folders of digits by the names of splits in Hugging Face's data sets."""
@@ -90,7 +91,7 @@ def test_images_are_the_digits(source, tables):
         assert all(a.equal(b) for a, b in zip(theirs, ours, strict=True))
 
 
-@pytest.mark.parametrize("source", ["parquet", "huggingface"])
+@pytest.mark.parametrize("source", ["parquet", long("huggingface")])
 def test_each_image_once_an_epoch_over_processes_workers_and_resumes(source, tables):
     """The same global batches whoever loads what, of other images in each."""
     alone = opened(tables, source, scale=(1, 1), ratio=(1, 1), hflip=0)
@@ -159,7 +160,8 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
     assert {len(part) for part in loader._parts} == {64, 16}  # not 40, of as many runs
 
 
-@pytest.mark.parametrize("source", ["parquet", pytest.param("huggingface", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("source", ["parquet", "huggingface"])
 def test_training_on_both_backends(source, tables, tmp_path):
     """The same losses by FSDP2 as by nested FSDP, and then SPMD, which resumes within the epoch."""
     folder = tables / {"parquet": "parquet", "huggingface": "saved"}[source]

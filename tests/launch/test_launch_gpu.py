@@ -84,23 +84,26 @@ def one_node(tmp_path_factory):
     return folder / "my run"
 
 
+@pytest.mark.long
 def test_one_node(one_node):
     assert devices(one_node) == 2
     assert len(losses(one_node)) == 2
 
 
-def test_two_nodes_train_together(one_node, tmp_path):
+def test_two_nodes_train_together(tmp_path):
     port = free_port()
     nodes = [
-        start(TORCHRUN, *TWO_STEPS, "--ckpt_dir", tmp_path, NPROC_PER_NODE="1",
+        start(TORCHRUN, *TWO_STEPS, "--ckpt_dir", tmp_path / "two", NPROC_PER_NODE="1",
               NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         for rank in (0, 1)
     ]  # fmt: skip
     said = [succeed(node) for node in nodes]
     assert "training completed" in said[0]
     assert "training completed" not in said[1]
-    assert devices(tmp_path) == 2
-    assert losses(tmp_path) == pytest.approx(losses(one_node), rel=1e-6)
+    assert devices(tmp_path / "two") == 2
+    program = ["run_vit_training.py", "--backend", "cuda", *TWO_STEPS]
+    assert run_program(*program, "--ckpt_dir", str(tmp_path / "one"), processes=2).returncode == 0
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +210,7 @@ def slurm(tmp_path):
     return batch
 
 
+@pytest.mark.long
 def test_slurm_trains_on_two_nodes(slurm, one_node, tmp_path):
     ckpt_dir = tmp_path / "my run"
     assert "training completed" in succeed(slurm(*TWO_STEPS, "--ckpt_dir", ckpt_dir))

@@ -19,6 +19,7 @@ from launch import meet
 from launch.meet import Host, Refused, join, listen
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
 from tests.launch.test_launch_gpu import TORCHRUN, devices, finish, free_port, losses, start
+from tests.marks import long
 
 TWO_NODES = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -40,7 +41,7 @@ def test_a_node_that_never_comes(tmp_path):
     first, second, named = (
         start(TORCHRUN, *flags, **TWO_NODES | {"MASTER_PORT": free_port()} | more)
         for more in (
-            {"NODE_RANK": "0", "JOIN_TIMEOUT": "12"},
+            {"NODE_RANK": "0", "JOIN_TIMEOUT": "6"},
             {"NODE_RANK": "1"},
             {"RDZV_ID": "job 1", "NNODES": "3"},
         )
@@ -55,10 +56,11 @@ def test_a_node_that_never_comes(tmp_path):
     assert (code, stdout) == (1, "")
     told, limit = stderr.splitlines()
     assert told.startswith("torchrun.sh: waiting for node 1 of 2, ")
-    assert limit.startswith("torchrun.sh: error: node 1 of 2 did not come within 12 s")
+    assert limit.startswith("torchrun.sh: error: node 1 of 2 did not come within 6 s")
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_torchrun_of_a_node_that_never_comes(tmp_path):
     """The nodes have met, then the first one is gone: torchrun waits in compiled code."""
     port = free_port()
@@ -257,8 +259,8 @@ if "RANK" in os.environ:
     "nodes",
     [
         [{"NPROC_PER_NODE": "2"}],
-        pytest.param([{"NODE_RANK": "0"}, {"NODE_RANK": "1"}], marks=pytest.mark.long),
-        pytest.param([{"RDZV_ID": "job-1"}] * 2, marks=pytest.mark.long),
+        long([{"NODE_RANK": "0"}, {"NODE_RANK": "1"}]),
+        long([{"RDZV_ID": "job-1"}] * 2),
     ],
     ids=["one node", "NODE_RANK", "RDZV_ID"],
 )

@@ -10,9 +10,10 @@ import pytest
 
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN
 from tests.launch.test_launch_gpu import TORCHRUN, finish, free_port, start
+from tests.marks import long
 
 
-@pytest.mark.parametrize("moment", ["start", "training"])
+@pytest.mark.parametrize("moment", ["start", long("training")])
 def test_ranks_end_with_torchrun(moment, tmp_path):
     """Killed, it can tell them nothing; a restart would find them training in its folder."""
     endless = "--num_epochs 9999 --max_steps 99999 --num_workers 1 --test_epoch_interval 9999"
@@ -84,7 +85,7 @@ def test_checkpoint_may_take_longer_than_torchrun_waits(nodes, tmp_path):
         assert (tmp_path / f"saved{rank}").exists()
 
 
-@pytest.mark.parametrize(("code", "starts"), [(1, 2), (2, 1), (3, 1), (4, 1)])
+@pytest.mark.parametrize(("code", "starts"), [(1, 2), (2, 1), long(3, 1), long(4, 1)])
 def test_only_what_a_restart_may_help_is_restarted(code, starts, tmp_path):
     """A crash is; a mistake, a loss that is not finite and a full folder come again."""
     shutil.copytree(ROOT / "launch", tmp_path / "launch")

@@ -10,6 +10,8 @@ from torch import nn
 from models.registry import list_models, open_model
 from tests.stand_ins.filled import filled
 
+pytestmark = pytest.mark.fast
+
 NAME = "hybrid_vit"
 IMAGES = {"img_size": (32, 48), "patch_size": 8, "in_chans": 3}
 VOLUMES = {"dimension": 3, "img_size": (8, 16, 12), "patch_size": 4, "in_chans": 1}

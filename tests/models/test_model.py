@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import PRESETS
 from models.registry import open_model
+from tests.marks import long
 from tests.stand_ins.filled import filled
 from xla_fsdp.launch_xla import NoBackwardYet
 
@@ -35,7 +36,7 @@ def test_names_and_shapes_are_timms(name):
     assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in reference.items()}
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_base_patch16_224"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", long("vit_base_patch16_224")])
 def test_timms_state_dict_gives_timms_logits(name):
     torch.manual_seed(0)
     reference = timm.create_model(name).eval()

@@ -13,6 +13,8 @@ from models.registry import ModelError, list_models, open_model
 from tests.stand_ins.filled import SMALL, filled
 from xla_fsdp.resolve_xla import packed_parts, tensor_dims
 
+pytestmark = pytest.mark.fast
+
 FAMILIES = {
     "plain": "vit_base_patch16_224",
     "layer scale": "deit3_base_patch16_224",

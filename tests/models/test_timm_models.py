@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from data.loader import Share
 from data.source import open_data
 from tests.cli import DIGITS, TINY_RUN, run_program, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.references.normalized import normalized
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_xla
@@ -47,8 +48,8 @@ FORMS = {
 }
 CASES = [
     ("DINOv3", "scanned", "bf16"),
-    ("DINOv3, SwiGLU", "tensor", "fp32"),
-    ("EVA02", "fsdp2", "fp32"),
+    long("DINOv3, SwiGLU", "tensor", "fp32"),
+    long("EVA02", "fsdp2", "fp32"),
 ]
 
 

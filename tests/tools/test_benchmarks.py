@@ -72,6 +72,7 @@ def test_domain_parallel_on_two_processes(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_domain_parallel_on_two_virtual_devices(tmp_path):
     """Two images, a device each: XLA, in a forward pass alone."""
     flags = "--backend xla --processes 2 --batch_size 2 --inference_only".split()
@@ -81,6 +82,7 @@ def test_domain_parallel_on_two_virtual_devices(tmp_path):
     check_measured(row, batch=2, devices=2)
 
 
+@pytest.mark.long
 def test_domain_parallel_out_of_memory(tmp_path):
     """A real limit: a layer of 64 MB does not fit into 10 MB. The row says so, and the run ends."""
     large = "--processes 1 --inference_only --memory_limit_gb 0.01 --set embed_dim=2048".split()

@@ -9,6 +9,8 @@ from benchmarks import tpu_calibrate
 from benchmarks.tpu_calibrate import Outcome, Row, measure, rank_correlation, table
 from tests.tools.test_expected_step import fusion, module
 
+pytestmark = pytest.mark.fast
+
 SIZES = {"width": 1024, "depth": 2, "hidden": 4096, "batch": 1}
 ROW = Row("v5e-4", "v5e:2x2", "tiny", 50.0, recomputed="attention", **SIZES)
 

@@ -13,10 +13,11 @@ from tests.running import running_with
 STEP = "--tpu_topology v5e:2x2 --model vit_large_patch16_224 --batch_size 256"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [
-        pytest.param("--compile_only", signal.SIGKILL, -9, marks=pytest.mark.long),
+        ("--compile_only", signal.SIGKILL, -9),
         ("--plan --plan_dir {folder}", signal.SIGTERM, 143),
     ],
 )

@@ -7,8 +7,10 @@ import pytest
 
 from benchmarks import tpu_table
 from tests.cli import run_program
+from tests.marks import long
 from tools.compile_only.compiler import Compiled, hbm_needed
 from tools.compile_only.expected import Links, expect
+from tools.compile_only.explain import explain
 from tools.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
 from tools.compile_only.hlo import measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
@@ -66,7 +68,7 @@ def kept(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def v5e(kept):
-    return compile_for("v5e:2x2", "--precision", "bf16", "--hlo_dir", str(kept))
+    return compile_for("v5e:2x2", "--precision", "bf16", "--explain", "--hlo_dir", str(kept))
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +76,7 @@ def v5p():
     return compile_for("v5p:2x2x1")
 
 
-@pytest.mark.parametrize(
-    ("name", "chips"), [("v5e", 4), pytest.param("v5p", 4, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("name", "chips"), [("v5e", 4), long("v5p", 4)])
 def test_figures(name, chips, request):
     found = request.getfixturevalue(name)
     parameters = sum(parameter_sizes())
@@ -105,14 +105,30 @@ def test_figures(name, chips, request):
 
 
 def test_the_kept_module_is_the_one_that_was_told_of(v5e, kept):
-    (module,) = kept.iterdir()
-    assert module.name == "graph_1.hlo"
+    module = kept / "graph_1.hlo"
+    assert {path.name for path in kept.iterdir()} == {"graph_1.hlo", "explain.png"}
     traffic = measure(module.read_text(), 4)
     assert traffic.hbm_bytes == v5e["hbm_bytes"]
     assert (
         expect(module.read_text(), Links(parse_topology("v5e:2x2"))).seconds
         == v5e["expected_step_s"]
     )
+
+
+def test_names_reach_the_compiled_step(v5e, kept):
+    """By --explain: through the loop over the blocks, forward and backward."""
+    told = v5e["explained"]
+    by_module = told["seconds_by_module"]
+    assert sum(by_module.values()) == pytest.approx(v5e["expected_step_s"])
+    assert sum(told["seconds_by_kind"].values()) == pytest.approx(v5e["expected_step_s"])
+    linear = {f"blocks.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+    assert by_module.keys() >= linear | {"optimizer", "loss", "head", "norm", "patch_embed.proj"}
+    assert by_module.get("unknown", 0) < 0.1 * v5e["expected_step_s"]
+    assert len(told["costliest"]) == 20
+    costs = explain((kept / "graph_1.hlo").read_text(), Links(parse_topology("v5e:2x2")))
+    phases = {cost.scope.phase for cost in costs if cost.scope.module == "blocks.mlp.fc1"}
+    assert phases == {"forward", "recompute", "backward"}
+    assert (kept / "explain.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_weights_are_gathered_twice_in_bf16(v5e):
@@ -248,6 +264,7 @@ def test_too_large_is_told(tmp_path):
     assert found["hbm_capacity_bytes"] == math.floor(15.75 * 2**30)
 
 
+@pytest.mark.long
 def test_one_chip_and_the_users_limit(monkeypatch):
     """The compiler refuses what does not fit in 4 MiB; the exit code says so."""
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_max_hbm_size_mib=4")
@@ -309,14 +326,14 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
     assert "does not fit by 5.6 GB or more" in as_table(report)
 
 
-def test_table_and_picture(v5e, v5p, tmp_path):
+def test_table_and_picture(v5e, tmp_path):
     """What make tpu-table makes of such reports: replaced between its markers, nothing else."""
     document = tmp_path / "tpu.md"
     document.write_text(f"before\n{tpu_table.BEGIN}\nold\n{tpu_table.END}\nafter\n")
     small = v5e | {"fits": False, "peak_hbm_bytes": 20 * 2**30}
     reports = {
         ("v5e-64", "vit_10b"): v5e,
-        ("v5p-64", "vit_10b"): v5p,
+        ("v5p-64", "vit_10b"): v5e,
         ("v5e-64", "vit_60b"): small,
         ("v5p-64", "vit_60b"): None,
     }

@@ -196,6 +196,7 @@ print(json.dumps(sizes))
 """
 
 
+@pytest.mark.long
 def test_memory_is_the_largest_tensors(tmp_path):
     """In a process of its own; the first command converts nothing, after the imports."""
     largest, count, each = 100 << 20, 10, 32 << 20

@@ -7,6 +7,8 @@ import pytest
 from tools.compile_only.expected import Links, expect
 from xla_fsdp.tpu import CHIPS, parse_topology
 
+pytestmark = pytest.mark.fast
+
 LINKS = Links(parse_topology("v5e:2x2"))
 MILLISECOND = 1_503_000
 """Cycles, at the 1.503 GHz of v5e."""

@@ -4,13 +4,12 @@ import json
 import math
 import re
 import subprocess
-import sys
 import time
 
 import pytest
 from PIL import Image
 
-from tests.cli import ROOT, environment, tiny
+from tests.cli import ROOT, command_of, tiny
 from tools.goodput import main
 from training.logs.records import EVENTS_FILE, Events, read_events
 
@@ -101,16 +100,14 @@ def killed_and_resumed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     flags = "--ckpt_step_interval 4 --log_step_interval 3 --max_steps 14 --backend cuda".split()
     flags.append("--no_async_checkpoint")  # so that training stands for each of them
-    command = [sys.executable, "-m", "tests.stand_ins.slow_on_purpose", *tiny(folder), *flags]
+    words, variables = command_of("-m", "tests.stand_ins.slow_on_purpose", *tiny(folder), *flags)
     began = time.time()
     killed = subprocess.run(
-        command, cwd=ROOT, env=environment() | {"KILLED_AT": "11"}, capture_output=True
+        words, cwd=ROOT, env=variables | {"KILLED_AT": "11"}, capture_output=True
     )
     assert killed.returncode == -9, killed.stderr
     time.sleep(DOWN_S)
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(words, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = []
     for line in process.stdout:

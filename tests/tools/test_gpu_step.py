@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.cli import train_tiny_gpu
+from tests.marks import long
 from tests.stand_ins.count_at_work import CountReads
 
 
@@ -17,7 +18,7 @@ def test_the_counter_counts():
     assert mode.reads == 2
 
 
-@pytest.mark.parametrize("fsdp", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("fsdp", ["fsdp2", long("megatron")])
 def test_no_value_is_read_in_a_step_and_no_thread_is_left(fsdp, tmp_path):
     flags = f"--fsdp {fsdp} --grad_accum_steps 2 --fake_data --max_steps 4".split()
     program = {"processes": 2, "program": "tests.stand_ins.count_at_work"}
@@ -46,6 +47,7 @@ def test_profile_of_steps_that_were_not_run(tmp_path):
     assert not (tmp_path / "profile").exists()
 
 
+@pytest.mark.long
 def test_profile_cut_short_by_the_end(tmp_path):
     train_tiny_gpu(tmp_path, "--profile", "2:9", "--max_steps", "3")
     assert (tmp_path / "profile" / "trace_0.json.gz").stat().st_size > 1000

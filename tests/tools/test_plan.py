@@ -10,6 +10,7 @@ import pytest
 
 from run_vit_training import read_flags
 from tests.cli import run_program
+from tests.marks import long
 from tests.usage_error import told_in_one_line
 from tools.plan.gpu import candidates as gpu_candidates
 from tools.plan.plans import SHIPPED, Request, find_work, read_prices, words_of
@@ -131,7 +132,7 @@ PRICES = {"v4": 3.0, "v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
         (VIT_10B, "--tpu_topology v6e:16x16"),
         (VIT_10B, "--tpu_topology v5e:8x8,v6e:8x8,v5p:4x4x4"),
         (VIT_L, "--tpu_topology v5e:2x4"),
-        (VIT_L, "--chips_at_most 16"),
+        long(VIT_L, "--chips_at_most 16"),
     ],
 )
 def test_few_questions_find_the_best(model, flags, shapes):

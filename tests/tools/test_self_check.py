@@ -11,6 +11,7 @@ import pytest
 import run_vit_training
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, run_program
+from tests.marks import long
 from tests.resolved import on_xla
 from tools.self_check.check import CheckTable, check_decoding, check_disk, check_memory
 from training.backend import dataset_request
@@ -93,7 +94,7 @@ SOUND = {
         (2, "--backend cuda --zero_dp_strategy 2 --precision bf16 --qk_norm --global_pool max"),
     ],
 }
-QUICK = {("spmd", "stale weight"), ("fsdp2", "dropped all-reduce")}
+QUICK = {("fsdp2", "dropped all-reduce")}
 
 
 def check(ckpt_dir, *flags, processes=1, program="run_vit_training.py"):
@@ -114,7 +115,7 @@ def check(ckpt_dir, *flags, processes=1, program="run_vit_training.py"):
 @pytest.mark.parametrize(
     ("backend", "fault"),
     [
-        pytest.param(backend, fault, marks=[] if (backend, fault) in QUICK else pytest.mark.long)
+        (backend, fault) if (backend, fault) in QUICK else long(backend, fault)
         for backend in BACKENDS
         for fault in FAULTS
     ],
@@ -161,7 +162,7 @@ def test_folder_of_a_run_stays_as_it_is_and_another_job_is_noticed(tmp_path):
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / ".lock"])
     lock = FolderLock(tmp_path)
     lock.acquire(is_restart=False)
-    failed, rows, _ = check(tmp_path, "--backend", "cuda")
+    failed, rows, _ = check(tmp_path, "--backend", "cuda", "--fake_data")
     lock.release()
     assert failed == ["checkpoint folder"]
     assert any(f"is in use by process {os.getpid()}" in text for _, _, text in rows)

@@ -14,15 +14,10 @@ from torch_fsdp.optimizers import step_unless
 PROGRAM = "tests.stand_ins.made_up_device"
 
 
-@pytest.fixture(scope="module")
-def on_the_cpu(tmp_path_factory):
-    return train_tiny_gpu(tmp_path_factory.mktemp("cpu"), processes=2)
-
-
-def test_a_run_on_another_device(on_the_cpu, tmp_path):
+def test_a_run_on_another_device(tiny_on_gpu, tmp_path):
     """FSDP2 over two processes on a device that only this test knows."""
     result = train_tiny_gpu(tmp_path, processes=2, program=PROGRAM)
-    assert_same_training(result, on_the_cpu)
+    assert_same_training(result, tiny_on_gpu)
     assert "GPU: 2 Abacus 13 device(s), beads, FSDP2 ZeRO-3" in result.run_file["backend"]
     for record in result.steps.values():
         found = [record[f"memory_{name}"] for name in ("used", "peak", "limit")]
@@ -35,12 +30,13 @@ def test_a_run_on_another_device(on_the_cpu, tmp_path):
         assert calls == {f"start {rank}": 1, "TF32 False": 1, "seed": 6}
 
 
-def test_its_checkpoint_is_resumed_on_the_cpu(on_the_cpu, tmp_path):
+@pytest.mark.long
+def test_its_checkpoint_is_resumed_on_the_cpu(tiny_on_gpu, tmp_path):
     """AdamW's state without the fused kernel is the same, by name and by number."""
     stop = ("--max_steps", "3")
     train_tiny_gpu(tmp_path, *stop, processes=2, program=PROGRAM)
     resumed = train_tiny_gpu(tmp_path, "--ckpt_dir", str(tmp_path))
-    assert resumed.column("loss") == pytest.approx(on_the_cpu.column("loss"), rel=1e-5)
+    assert resumed.column("loss") == pytest.approx(tiny_on_gpu.column("loss"), rel=1e-5)
 
 
 @pytest.mark.parametrize(

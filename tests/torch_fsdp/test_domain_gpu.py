@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from tests.cli import train_tiny_gpu
+from tests.marks import long
 from tests.references.whole_images import SMALL, assert_like_whole, train_whole
 
 MOSAICS = "--data_source mosaics"
@@ -17,12 +18,12 @@ DINO = f"--model timm/vit_small_patch16_dinov3 {MOSAICS} --image_size 32"
 EPOCHS_OF_2 = "--batch_size 480 --num_epochs 3 --max_steps 6 --eval_batches 1"
 
 # (processes, what both do, how images are sharded): each combines several things.
-QUICK = [
+CASES = [
     (3, f"{HYBRID} --grad_accum_steps 2", "--mesh_domain 3 --grad_ckpt selective"),
-    (4, VOLUMES, "--mesh_domain 4 --grad_ckpt none"),
-    (8, f"{TOKENS} map", "--mesh_dcn 2 --mesh_fsdp 2 --mesh_domain 2 --domain_attention ring"),
-    (4, DINO, "--mesh_domain 2"),
-    (2, f"{TOKENS} avgmax --pool_include_prefix", "--mesh_domain 2 --run_without_fsdp"),
+    long(4, VOLUMES, "--mesh_domain 4 --grad_ckpt none"),
+    long(8, f"{TOKENS} map", "--mesh_dcn 2 --mesh_fsdp 2 --mesh_domain 2 --domain_attention ring"),
+    long(4, DINO, "--mesh_domain 2"),
+    long(2, f"{TOKENS} avgmax --pool_include_prefix", "--mesh_domain 2 --run_without_fsdp"),
 ]
 
 MODELS = {
@@ -61,7 +62,7 @@ def train(folder, processes, flags, how):
     return train_tiny_gpu(folder, *given, processes=processes)
 
 
-@pytest.mark.parametrize(("processes", "flags", "how"), QUICK)
+@pytest.mark.parametrize(("processes", "flags", "how"), CASES)
 def test_as_on_whole_images(processes, flags, how, tmp_path):
     result = train(tmp_path, processes, flags, how)
     assert_like_whole(result, whole(flags))
@@ -79,9 +80,9 @@ def test_every_model_on_every_mesh(model, sharded, tmp_path):
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param("--domain_attention ring", marks=pytest.mark.long),
-        pytest.param("--domain_attention ulysses", marks=pytest.mark.long),
-        pytest.param("--domain_attention ring --grad_ckpt none", marks=pytest.mark.long),
+        long("--domain_attention ring"),
+        long("--domain_attention ulysses"),
+        long("--domain_attention ring --grad_ckpt none"),
     ],
 )
 def test_compiled_beside_attention(how, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.cli import train_tiny_gpu
+from tests.marks import long
 from tests.references.plain_checkpoint import convert
 from tests.xla_fsdp.test_bad_steps_xla import BAD, COUNTS, assert_equal
 from torch_fsdp.optimizers import LossScale
@@ -20,11 +21,11 @@ def train(folder, monkeypatch, flags, processes, **variables):
 @pytest.mark.parametrize(
     ("flags", "processes"),
     [
-        ("--dp_outer 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
+        long("--dp_outer 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
         ("--fsdp megatron --grad_accum_steps 2", 2),
-        ("--optimizer muon --layer_decay 0.5 --no_decay norms biases", 2),
+        long("--optimizer muon --layer_decay 0.5 --no_decay norms biases", 2),
         *(
-            pytest.param(flags, processes, marks=pytest.mark.long)
+            long(flags, processes)
             for flags, processes in [
                 ("--zero_dp_strategy 2 --grad_accum_steps 2 --clip_grad_norm 0", 2),
                 ("--run_without_fsdp", 2),
@@ -61,16 +62,16 @@ def test_fp16(tmp_path, monkeypatch):
     """Against fp32's: an overflow is no bad step; a loss that is not finite does not change the
     scale, else other gradients would be rounded to zero."""
     bad = {"BAD_STEPS": "2:loss 3:loss"}
-    found, state = train(tmp_path / "spoiled", monkeypatch, "--precision fp16", 2, **bad)
+    found, state = train(tmp_path / "spoiled", monkeypatch, "--precision fp16", 1, **bad)
     left_out = {"BAD_STEPS_ARE": "left_out", **bad}
-    _, expected = train(tmp_path / "left_out", monkeypatch, "--precision fp16", 2, **left_out)
+    _, expected = train(tmp_path / "left_out", monkeypatch, "--precision fp16", 1, **left_out)
     assert found.column("skipped_steps") == [0, 1, 2, 2, 2, 2]
     assert_same_state(state, expected, steps=4)
     assert state["training"]["loss_scale"] == 2.0**16
     assert state["training"]["loss_scale_good_steps"] == 4
     monkeypatch.delenv("BAD_STEPS_ARE")
     norm = {"BAD_STEPS": "3:norm"}
-    overflown, state = train(tmp_path / "norm", monkeypatch, "--precision fp16", 2, **norm)
+    overflown, state = train(tmp_path / "norm", monkeypatch, "--precision fp16", 1, **norm)
     assert overflown.column("skipped_steps") == [0] * 6
     assert state["training"]["loss_scale"] == 2.0**15
     assert {entry["step"].item() for entry in state["optimizer"]["state"].values()} == {5}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu
+from tests.marks import long
 from tests.resolved import on_gpus
 from tests.stand_ins.filled import filled
 from tests.training.test_resume import DROPOUT, EPOCHS_OF_5
@@ -18,11 +19,6 @@ def train(folder, *flags, processes=2):
     return train_tiny_gpu(folder, *flags, processes=processes, program=program)
 
 
-@pytest.fixture(scope="module")
-def fsdp2(tmp_path_factory):
-    return train_tiny_gpu(tmp_path_factory.mktemp("fsdp2"))
-
-
 @pytest.mark.parametrize(
     ("processes", "flags", "told"),
     [
@@ -30,15 +26,15 @@ def fsdp2(tmp_path_factory):
         (2, "--zero_dp_strategy no_shard --no-overlap_grad_reduce", "no sharding"),
         (2, "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce", "ZeRO-1"),
         (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
-        (2, "--zero_dp_strategy 3 --meta_init", "fp32 weights, meta init"),
-        (2, "--dp_outer 2 --zero_dp_strategy 2", "mesh dcn 2"),
+        long(2, "--zero_dp_strategy 3 --meta_init", "fp32 weights, meta init"),
+        long(2, "--dp_outer 2 --zero_dp_strategy 2", "mesh dcn 2"),
         (4, "--dp_outer 2 --outer_dp_sharding_strategy optim", "optimizer sharded over dcn"),
-        (4, "--dp_outer 2 --meta_init", "mesh dcn 2 x fsdp 2"),
+        long(4, "--dp_outer 2 --meta_init", "mesh dcn 2 x fsdp 2"),
         # Accumulating over micro-batches equals the large batch, too.
-        (2, "--zero_dp_strategy 1 --no-overlap_grad_reduce --grad_accum_steps 2", "ZeRO-1"),
+        long(2, "--zero_dp_strategy 1 --no-overlap_grad_reduce --grad_accum_steps 2", "ZeRO-1"),
         (2, "--grad_accum_steps 2", "ZeRO-3"),
         *(
-            pytest.param(*case, marks=pytest.mark.long)
+            long(*case)
             for case in (
                 (2, "--dp_outer 2 --zero_dp_strategy 2 --grad_accum_steps 2", "dcn 2"),
                 (
@@ -50,13 +46,13 @@ def fsdp2(tmp_path_factory):
         ),
     ],
 )
-def test_form(processes, flags, told, fsdp2, tmp_path):
+def test_form(processes, flags, told, tiny_on_gpu, tmp_path):
     result = train(tmp_path, *flags.split(), processes=processes)
     assert told in result.run_file["backend"]
-    assert_same_training(result, fsdp2)
+    assert_same_training(result, tiny_on_gpu)
 
 
-@pytest.mark.parametrize("fsdp", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("fsdp", [long("fsdp2"), "megatron"])
 def test_clipped_like_plain_pytorch(fsdp, tmp_path):
     done = run_program("-m", "tests.references.plain_training", "0.1")
     reference = json.loads(done.stdout.splitlines()[-1])
@@ -72,11 +68,11 @@ def test_clipped_like_plain_pytorch(fsdp, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "flags"),
     [
-        (2, "--fsdp megatron"),
+        long(2, "--fsdp megatron"),
         (2, "--fsdp megatron --meta_init"),
-        (2, "--fsdp fsdp2"),
-        (2, "--fsdp megatron --zero_dp_strategy 0"),
-        (2, "--fsdp megatron --precision bf16"),
+        long(2, "--fsdp fsdp2"),
+        long(2, "--fsdp megatron --zero_dp_strategy 0"),
+        long(2, "--fsdp megatron --precision bf16"),
         # A width for which parts would begin inside rows of another parameter.
         (2, "--fsdp megatron --image_size 24 --embed_dim 140 --num_classes 70 --reg_tokens 4"),
     ],
@@ -98,38 +94,39 @@ def test_weights_after_sharding_are_those_before(processes, flags, tmp_path):
         assert not entry["exp_avg_sq"].any()
 
 
-@pytest.mark.parametrize(("flag", "width"), [("", 4), ("--no_preserve_fp32_weights", 2)])
-def test_bf16_is_near_fp32(flag, width, fsdp2, tmp_path):
+@pytest.mark.parametrize(("flag", "width"), [long("", 4), ("--no_preserve_fp32_weights", 2)])
+def test_bf16_is_near_fp32(flag, width, tiny_on_gpu, tmp_path):
     flags = f"--precision bf16 --reduce_dtype bf16 {flag}".split()
     result = train(tmp_path, *flags)
-    assert result.column("loss") != pytest.approx(fsdp2.column("loss"), rel=1e-6)
-    assert result.column("loss") == pytest.approx(fsdp2.column("loss"), rel=0.03)
-    assert result.column("grad_norm") == pytest.approx(fsdp2.column("grad_norm"), rel=0.05)
-    whole = fsdp2.run_file["state_bytes_per_device"]["parameters"]
+    assert result.column("loss") != pytest.approx(tiny_on_gpu.column("loss"), rel=1e-6)
+    assert result.column("loss") == pytest.approx(tiny_on_gpu.column("loss"), rel=0.03)
+    assert result.column("grad_norm") == pytest.approx(tiny_on_gpu.column("grad_norm"), rel=0.05)
+    whole = tiny_on_gpu.run_file["state_bytes_per_device"]["parameters"]
     size = result.run_file["state_bytes_per_device"]["parameters"]
     assert size == pytest.approx(width / 4 * whole / 2, rel=0.1)
 
 
-def test_evaluation_between_steps(fsdp2, tmp_path):
+@pytest.mark.long
+def test_evaluation_between_steps(tiny_on_gpu, tmp_path):
     result = train(tmp_path, "--test_step_interval", "2", "--ckpt_step_interval", "3")
     assert [record["step"] for record in result.evaluations] == [2, 4, 6]
-    assert result.column("loss") == pytest.approx(fsdp2.column("loss"), rel=1e-5)
+    assert result.column("loss") == pytest.approx(tiny_on_gpu.column("loss"), rel=1e-5)
 
 
 def test_mid_epoch_resume_is_exact(tmp_path):
     flags = [*EPOCHS_OF_5, *DROPOUT, "--max_steps"]
-    whole = train(tmp_path / "whole", *flags, "9")
+    whole = train(tmp_path / "whole", *flags, "9", "--ckpt_step_interval", "7")
     run = tmp_path / "run"
-    train(run, *flags, "7")
+    shutil.copytree(whole.ckpt_dir / "step_7", run / "step_7")
     resumed = train(run, *flags, "9")
     assert "at step 7, epoch 2" in resumed.stdout
     for name in ("loss", "grad_norm", "lr"):
-        assert resumed.column(name) == whole.column(name)
+        assert resumed.column(name) == whole.column(name)[7:]
     assert resumed.evaluations[-1] == whole.evaluations[-1]
 
 
 @pytest.mark.long
-def test_checkpoint_moves_between_forms(fsdp2, tmp_path):
+def test_checkpoint_moves_between_forms(tiny_on_gpu, tmp_path):
     """HSDP with a sharded outer dimension, FSDP2 in 3 processes, ZeRO-1: no loss changes."""
     flags = ["--batch_size", "48", "--max_steps"]
     reference = train_tiny_gpu(tmp_path / "reference", *flags, "6")
@@ -145,8 +142,8 @@ def test_checkpoint_moves_between_forms(fsdp2, tmp_path):
     )
 
 
-def test_a_mistake_found_before_there_is_a_model(fsdp2, tmp_path):
-    run = shutil.copytree(fsdp2.ckpt_dir, tmp_path / "run")
+def test_a_mistake_found_before_there_is_a_model(tiny_on_gpu, tmp_path):
+    run = shutil.copytree(tiny_on_gpu.ckpt_dir, tmp_path / "run")
     shard = next((run / "step_6").glob("*.distcp"))
     *rest, last = shard.read_bytes()
     shard.write_bytes(bytes([*rest, last ^ 1]))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.cli import ROOT, Result, environment, tiny, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.short_runs import QUICK, program
 from tests.training.test_checkpoints import left
 from training.checkpoints.format import SafeReader, damage, quiet_dcp
@@ -41,21 +42,11 @@ def assert_same_bits(folder, other):
 @pytest.mark.parametrize(
     ("train", "flags", "how"),
     [
-        (train_tiny, "", {"devices": 2}),
-        pytest.param(train_tiny, "--xla_fsdp nested --no-scan_blocks", {}, marks=pytest.mark.long),
-        (train_tiny_gpu, "--precision bf16 --grad_accum_steps 2", {"processes": 2}),
-        pytest.param(
-            train_tiny_gpu,
-            "--run_without_fsdp --ckpt_best --test_step_interval 4",
-            {},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            train_tiny_gpu,
-            "--fsdp megatron --grad_ckpt none",
-            {"processes": 2},
-            marks=pytest.mark.long,
-        ),
+        long(train_tiny, "", {"devices": 2}),
+        long(train_tiny, "--xla_fsdp nested --no-scan_blocks", {}),
+        (train_tiny_gpu, "--precision bf16 --grad_accum_steps 2", {}),
+        long(train_tiny_gpu, "--run_without_fsdp --ckpt_best --test_step_interval 4", {}),
+        long(train_tiny_gpu, "--fsdp megatron --grad_ckpt none", {"processes": 2}),
     ],
     ids=["spmd", "nested", "fsdp2", "without fsdp", "megatron"],
 )
@@ -91,7 +82,7 @@ def test_a_stop_finishes_what_is_being_written(tmp_path, monkeypatch):
     assert damage(tmp_path / "step_5") is damage(tmp_path / "step_6") is None
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, long(2)])
 def test_a_disk_that_is_full_for_one_process_ends_all(processes, tmp_path, monkeypatch):
     """Between two saves, as soon as it is known: the next one would be far away."""
     monkeypatch.setenv("SAVES", f"full 4 {processes - 1} 0.5")
@@ -107,6 +98,7 @@ def test_a_disk_that_is_full_for_one_process_ends_all(processes, tmp_path, monke
     assert left(tmp_path) == [2]
 
 
+@pytest.mark.long
 def test_killed_while_writing(trained, tmp_path, monkeypatch):
     """The older checkpoint is resumed; the evaluation beside the write is made again."""
     flags = "--ckpt_step_interval 5 --test_epoch_interval 1 --max_steps 13".split()
@@ -155,11 +147,11 @@ def test_ctrl_c_twice_waits_for_no_write(tmp_path, monkeypatch):
 
 
 def test_processes_save_after_the_same_step_by_the_clock(tmp_path):
-    flags = "--num_epochs 99 --max_steps 60 --ckpt_minutes_interval 0.005 --ckpt_epoch_interval 99"
+    flags = "--num_epochs 99 --max_steps 30 --ckpt_minutes_interval 0.005 --ckpt_epoch_interval 99"
     done = train_tiny_gpu(tmp_path, *QUICK, *flags.split(), processes=2)
     steps = left(done.ckpt_dir)
     assert len(steps) > 2
-    assert steps[-1] == 60
+    assert steps[-1] == 30
     for step in steps:
         assert damage(tmp_path / f"step_{step}") is None
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
-from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny
+from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny_gpu
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
 from torch_fsdp.devices import Cpu
@@ -364,7 +364,7 @@ def test_data_folders(capsys, tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
-    train_tiny(folder, "--max_steps", "1")
+    train_tiny_gpu(folder, "--max_steps", "1")
     return folder
 
 

@@ -35,6 +35,8 @@ from training.checkpoints.format import (
 from training.checkpoints.state import load_state, state_content, write_state
 from training.errors import UsageError
 
+pytestmark = pytest.mark.fast
+
 
 def write_checkpoint(ckpt_dir, step, *, with_manifest=True, **extra):
     """A small checkpoint as the program writes it, without a model."""

@@ -15,6 +15,7 @@ from torchvision.transforms.v2.functional import normalize
 from data.loader import Share
 from data.source import open_data
 from tests.cli import TINY_MODEL, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.references.plain_checkpoint import tiny_timm_model
 from tests.short_runs import mistake, program
 from tests.stand_ins.filled import filled
@@ -129,6 +130,7 @@ def test_soft_scanned_mixed_accumulated_and_resumed(teacher, monkeypatch, tmp_pa
         assert resumed.column(name) == result.column(name)[2:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("devices", "form", "flags"),
     [
@@ -144,9 +146,12 @@ def test_hard_in_bf16_in_other_forms(devices, form, flags, teacher, monkeypatch,
     assert_steady(result, executions=2 if "accum" in flags else 1)
 
 
-@pytest.mark.parametrize("zero", ["2", "3"])
-def test_on_fsdp2_by_a_checkpoint_of_this_program(zero, own_teacher, monkeypatch, tmp_path):
-    flags = [*own_teacher[1], *SOFT, "--grad_accum_steps", "2"]
+@pytest.mark.parametrize(
+    ("zero", "kind"), [long("2", SOFT), long("3", SOFT), ("3", ["--distillation_alpha", "0.7"])]
+)
+def test_on_fsdp2_by_a_checkpoint_of_this_program(zero, kind, own_teacher, monkeypatch, tmp_path):
+    """Of the two kinds hard distillation is the one without a flag."""
+    flags = [*own_teacher[1], *kind, "--grad_accum_steps", "2"]
     how = ["--max_steps", str(STEPS), "--eval_batches", "1", "--zero_dp_strategy", zero]
     result = train_tiny_gpu(tmp_path, *flags, *how, processes=2)
     assert_as_plain(result, monkeypatch, flags, own_teacher)

@@ -1,27 +1,49 @@
 """--expect: what --compile_only expects of a run's steps beside what they take."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
-from tests.cli import TINY_MODEL, TINY_RUN, run_program, tiny, train_tiny
+from tests.cli import TINY_MODEL, TINY_RUN, run_program, tiny, train_tiny, train_tiny_gpu
+from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
+from training.mesh import Mesh
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    """The file of the real command, for the steps of train_tiny."""
-    command = "run_vit_training.py --compile_only --json --tpu_topology v5e:1x1".split()
-    done = run_program(*command, *TINY_MODEL, *TINY_RUN, "--attention", "sdpa")
-    assert done.returncode == 0, done.stderr
-    path = tmp_path_factory.mktemp("expected") / "expected.json"
-    path.write_text(done.stdout)
+@pytest.fixture
+def expected(tmp_path):
+    """What the command writes for the steps of train_tiny, as far as it is read."""
+    content = {
+        "batch_size": 16,
+        "precision": "fp32",
+        "mesh": asdict(Mesh()),
+        "parameters": on_xla(TINY_MODEL).model.parameter_count,
+        "input_shape": [3, 16, 16],
+        "expected_step_s": 0.0125,
+    }
+    path = tmp_path / "expected.json"
+    path.write_text(json.dumps(content))
     return path
 
 
+@pytest.mark.long
+def test_measured_beside_what_the_command_expects(tmp_path):
+    command = "run_vit_training.py --compile_only --json --tpu_topology v5e:1x1".split()
+    done = run_program(*command, *TINY_MODEL, *TINY_RUN, "--attention", "sdpa")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "expected.json").write_text(done.stdout)
+    assert_compared(train_tiny, tmp_path)
+
+
 def test_measured_beside_expected(expected, tmp_path):
+    assert_compared(train_tiny_gpu, tmp_path)
+
+
+def assert_compared(train, tmp_path):
     """In the three log lines after the first, which has no pace, in the metrics and in run.json."""
-    run = train_tiny(tmp_path / "run", "--expect", str(expected))
+    expected = tmp_path / "expected.json"
+    run = train(tmp_path / "run", "--expect", str(expected))
     seconds = json.loads(expected.read_text())["expected_step_s"]
     compared = {n: r for n, r in run.steps.items() if "expected_sec_per_iter" in r}
     assert sorted(compared) == [2, 3, 4]

@@ -15,6 +15,7 @@ from timm.models.eva import Eva
 
 from models.registry import open_model
 from tests.cli import DIGITS, TINY_MODEL, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.usage_error import told_in_one_line
 from training.checkpoints.format import quiet_dcp
 from training.initial_weights import fit
@@ -157,12 +158,9 @@ def read(ckpt_dir, step):
 FIRST_STEP = "--batch_size 16 --max_steps 1 --eval_batches 1 --warmup_steps 4 --num_workers 0"
 FORMS = [
     (train_tiny, "--cpu_devices 2 --precision bf16 --grad_accum_steps 2", {}),
-    pytest.param(
-        *(train_tiny, "--cpu_devices 4 --mesh_tensor 2 --no-scan_blocks", {}),
-        marks=pytest.mark.long,
-    ),
-    (train_tiny, "--xla_fsdp nested --flatten_parameters", {}),
-    (train_tiny_gpu, "--mesh_domain 2 --dp_outer 2", {"processes": 4}),
+    long(train_tiny, "--cpu_devices 4 --mesh_tensor 2 --no-scan_blocks", {}),
+    long(train_tiny, "--xla_fsdp nested --flatten_parameters", {}),
+    long(train_tiny_gpu, "--mesh_domain 2 --dp_outer 2", {"processes": 4}),
     (
         train_tiny_gpu,
         "--fsdp megatron --precision bf16",

@@ -1,5 +1,6 @@
 """The command line: every flag there ever was, files of flags, help, and what is wrong in it."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ from tests import flags_page
 from tests.cli import ROOT
 from training.config import RunConfig
 from training.flags import build_parser, by_field, flat
+
+pytestmark = pytest.mark.fast
 
 # Every flag of commit 40b0636, the field it sets, its default there, and a value to give it.
 FLAGS_OF_40B0636 = [
@@ -341,17 +344,11 @@ def test_an_empty_word_is_no_value_of_any_flag(capsys):
         ("data.pack", ["in", ""]),
     ],
 )
-def test_an_empty_word_names_no_place_for_other_programs(program, words):
-    done = subprocess.run(
-        [sys.executable, "-m", program, *words],
-        cwd=ROOT,
-        env=os.environ,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert "must not be empty" in done.stderr.splitlines()[-1]
+def test_an_empty_word_names_no_place_for_other_programs(program, words, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [program, *words])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(program).main()
+    assert "must not be empty" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_environment_gives_defaults(monkeypatch, capsys):

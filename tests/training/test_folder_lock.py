@@ -12,6 +12,8 @@ from tests.cli import ROOT
 from training.errors import UsageError
 from training.files import FolderLock, check_same_folder
 
+pytestmark = pytest.mark.fast
+
 HOLD = """
 import sys, time
 from pathlib import Path

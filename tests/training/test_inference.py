@@ -17,6 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import run_vit_training
 from tests.cli import DIGITS, TINY_MODEL, run_program, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.usage_error import told_in_one_line
 from training.checkpoints.format import quiet_dcp, read_saved_run
 
@@ -366,7 +367,7 @@ def test_named_image_cannot_be_read(files, capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "processes", "allowed"),
-    [("--cpu_devices 2", 1, 2), ("--backend cuda", 2, 2), ("--backend cuda", 2, 1)],
+    [("--cpu_devices 2", 1, 2), long("--backend cuda", 2, 2), ("--backend cuda", 2, 1)],
 )
 def test_eval_only_leaves_out_what_it_cannot_read(
     flags, processes, allowed, trained, words, tmp_path

@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.cli import TINY_MODEL, run_program, train_tiny
+from tests.marks import long
 from tests.resolved import on_xla
 from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
 from training.errors import UsageError
@@ -27,8 +28,8 @@ def one_device(tmp_path_factory):
 @pytest.mark.parametrize(
     ("devices", "flags", "mesh"),
     [
-        (4, "--mesh_tensor 2", "mesh fsdp 2 x tensor 2"),
-        (4, "--mesh_dcn 2 --mesh_fsdp 2", "mesh dcn 2 x fsdp 2"),
+        long(4, "--mesh_tensor 2", "mesh fsdp 2 x tensor 2"),
+        long(4, "--mesh_dcn 2 --mesh_fsdp 2", "mesh dcn 2 x fsdp 2"),
         (8, "--mesh_dcn 2 --mesh_tensor 2", "mesh dcn 2 x fsdp 2 x tensor 2"),
     ],
 )
@@ -54,6 +55,7 @@ def test_dropout_bf16_and_accumulation(tmp_path):
     assert lower.column("loss") == pytest.approx(plain.column("loss"), rel=0.03)
 
 
+@pytest.mark.long
 def test_dropped_patches(tmp_path):
     """Of 16 patches 11 are left, which two devices share; XLA used to end the process."""
     flags = "--patch_drop_rate 0.3 --max_steps 3".split()
@@ -83,6 +85,7 @@ def assert_written_once(checkpoint, name, sizes):
     assert len({tuple(chunk.offsets) for chunk in found.chunks}) == len(sizes)
 
 
+@pytest.mark.long
 def test_state_is_sharded():
     """Bytes that really lie on the first of 8 devices, of two copies, against all there are."""
     mesh = "--mesh_dcn 2 --mesh_tensor 2".split()

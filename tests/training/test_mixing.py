@@ -16,6 +16,7 @@ from data.loader import Share
 from data.source import open_data
 from tests import cli
 from tests.cli import TINY_MODEL, tiny, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.resolved import on_xla
 from tests.stand_ins.filled import filled
 from tests.training.test_resume import EPOCHS_OF_5
@@ -148,7 +149,7 @@ def test_one_execution_a_step_and_an_exact_resume(everything, tmp_path):
     assert resumed.evaluations[-1]["val_loss"] == everything.evaluations[-1]["val_loss"]
 
 
-@pytest.mark.parametrize("form", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("form", ["fsdp2", long("megatron")])
 def test_other_forms_train_alike(form, everything, tmp_path):
     flags = [*ALL, "--max_steps", "4"]
     if form == "fsdp2":
@@ -164,8 +165,8 @@ def test_other_forms_train_alike(form, everything, tmp_path):
     ("devices", "form", "flags"),
     [
         (2, "", "--bce_loss --mixup 0.8 --cutmix 1"),
-        (1, "--xla_fsdp nested", "--cutmix_minmax 0.2 0.9 --smoothing 0.2"),
-        (2, "--no-scan_blocks", "--smoothing 0.2"),
+        long(1, "--xla_fsdp nested", "--cutmix_minmax 0.2 0.9 --smoothing 0.2"),
+        long(2, "--no-scan_blocks", "--smoothing 0.2"),
     ],
 )
 def test_first_steps_are_timms(devices, form, flags, monkeypatch, tmp_path):
@@ -215,6 +216,7 @@ def test_images_whose_rows_several_devices_share(tmp_path):
         assert_same_curves(result, whole, rel=1e-4)
 
 
+@pytest.mark.long
 def test_mixed_images_stay_on_their_devices(monkeypatch, tmp_path):
     """No collective in the compiled step has images, over two axes that divide the batch."""
     variables = cli.environment()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cli import TINY_MODEL, run_program, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_xla
 from tests.tools.test_plan import VIT_10B, asked
@@ -93,9 +94,9 @@ def test_resumed_and_moved(tmp_path):
     ("flags", "processes"),
     [
         ("--fsdp fsdp2 --dp_outer 2", 4),
-        ("--fsdp megatron --dp_outer 2", 4),
-        pytest.param("--fsdp fsdp2 --zero_dp_strategy 0", 2, marks=pytest.mark.long),
-        pytest.param("--fsdp megatron --zero_dp_strategy 0", 2, marks=pytest.mark.long),
+        long("--fsdp megatron --dp_outer 2", 4),
+        long("--fsdp fsdp2 --zero_dp_strategy 0", 2),
+        long("--fsdp megatron --zero_dp_strategy 0", 2),
     ],
 )
 def test_copies_stay_alike(flags, processes):

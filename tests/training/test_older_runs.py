@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.cli import DIGITS, ROOT, Result, run_program
+from tests.marks import long
 
 FLAGS = (
     "--num_classes 10 --model vit_tiny_patch16_224 --image_size 8 --patch_size 4 --embed_dim 16 "
@@ -65,14 +66,23 @@ RUNS = {
 }
 
 
-@pytest.fixture(params=RUNS)
+@pytest.fixture
 def older_run(request, tmp_path):
     with tarfile.open(ROOT / "tests" / "older_runs" / f"run_of_{request.param}.tar.xz") as archive:
         archive.extractall(tmp_path / "run", filter="data")
     return tmp_path / "run", RUNS[request.param]
 
 
-@pytest.mark.parametrize("backend", ["--cpu_devices 2", "--backend cuda"])
+@pytest.mark.parametrize(
+    ("older_run", "backend"),
+    [
+        long("40b0636", "--cpu_devices 2"),
+        ("40b0636", "--backend cuda"),
+        ("3f68fc3", "--cpu_devices 2"),
+        long("3f68fc3", "--backend cuda"),
+    ],
+    indirect=["older_run"],
+)
 def test_goes_on(backend, older_run):
     folder, older = older_run
     processes = 2 if "cuda" in backend else 1
@@ -90,6 +100,7 @@ def test_goes_on(backend, older_run):
     assert last == pytest.approx(older.at_step_8, rel=rel)
 
 
+@pytest.mark.parametrize("older_run", RUNS, indirect=True)
 def test_evaluates(older_run):
     folder, older = older_run
     flags = "--eval_only --json --cpu_devices 2 --batch_size 128".split()

@@ -11,6 +11,7 @@ from timm.optim import Lion, Muon, param_groups_layer_decay
 
 from models.registry import open_model
 from tests.cli import run_program, tiny, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.references import plain_optimizers
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_gpus, on_xla
@@ -109,9 +110,7 @@ ASKED = {
 }
 QUICK = [
     ("muon", "tensor"),
-    ("muon", "fsdp2"),
     ("lion", "scanned"),
-    ("adamw", "nested"),
     ("probe", "fsdp2"),
 ]
 
@@ -141,7 +140,7 @@ def plain(flags, form, steps=6):
 @pytest.mark.parametrize(
     ("asked", "form"),
     [
-        pytest.param(asked, form, marks=[] if (asked, form) in QUICK else pytest.mark.long)
+        (asked, form) if (asked, form) in QUICK else long(asked, form)
         for asked in ASKED
         for form in FORMS
         if not (asked == "probe" and form in ("megatron", "outer"))
@@ -178,21 +177,17 @@ def assert_same_state(saved, model, optimizer):
             assert (found[entry] - value).norm() <= 1e-3 * value.norm() + 1e-6, (name, entry)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("asked", "form"),
     [
         ("muon", "scanned"),
-        *(
-            pytest.param(asked, form, marks=pytest.mark.long)
-            for asked, form in [
-                ("muon", "nested"),
-                ("muon", "hsdp"),
-                ("muon", "megatron"),
-                ("lion", "fsdp2"),
-                ("probe", "nested"),
-                ("adamw", "unrolled"),
-            ]
-        ),
+        ("muon", "nested"),
+        ("muon", "hsdp"),
+        ("muon", "megatron"),
+        ("lion", "fsdp2"),
+        ("probe", "nested"),
+        ("adamw", "unrolled"),
     ],
 )
 def test_bf16_is_near_timms(asked, form, tmp_path):

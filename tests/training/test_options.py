@@ -14,6 +14,7 @@ from data.loader import Share
 from data.source import open_data
 from models.config import VitConfig
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.option_cases import DROPOUT, FORMS, HOW, MODEL, allowed, pairwise
 from tests.references.normalized import normalized
 from tests.resolved import on_xla
@@ -84,14 +85,20 @@ def name_of(case):
 
 
 BF16 = {"precision": "--precision bf16", "recompute": "--grad_ckpt full", "qk_norm": "--qk_norm"}
+SCALE, NORM = "--init_values 1", "--scale_attn_norm"
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        {"form": "scanned", **BF16, "pool": "--global_pool map", "layer_scale": "--init_values 1"},
-        {"form": "unrolled", **BF16, "positions": "--pos_embed none"},
-        {"form": "nested", **BF16, "mlp": "--scale_mlp_norm", "attention": "--scale_attn_norm"},
+        *map(
+            long,
+            [
+                {"form": "scanned", **BF16, "pool": "--global_pool map", "layer_scale": SCALE},
+                {"form": "unrolled", **BF16, "positions": "--pos_embed none"},
+                {"form": "nested", **BF16, "mlp": "--scale_mlp_norm", "attention": NORM},
+            ],
+        ),
         {"form": "tensor scanned", **BF16, "prefix": "--class_token --reg_tokens 3"},
     ],
     ids=name_of,

@@ -16,11 +16,11 @@ from tests.short_runs import ENDLESS, QUICK, program, start
 from tests.training.test_checkpoints import left
 
 
-def processes(*each, timeout=120, prefix=(), last_root=ROOT):
+def processes(*each, timeout=120, grace=20, prefix=(), last_root=ROOT):
     """Processes of one run, each with flags and a folder of its own: (flags, folder).
 
-    As torchrun does, ends the others soon after one has failed. ``prefix`` are words of a command
-    that starts the last one, whose program is that of ``last_root``.
+    As torchrun does, ends the others ``grace`` seconds after one has failed. ``prefix`` are words
+    of a command that starts the last one, whose program is that of ``last_root``.
     """
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -55,7 +55,7 @@ def processes(*each, timeout=120, prefix=(), last_root=ROOT):
     deadline = time.monotonic() + timeout
     while any(p.poll() is None for p in started) and time.monotonic() < deadline:
         if any(p.poll() for p in started):
-            deadline = min(deadline, time.monotonic() + 20)
+            deadline = min(deadline, time.monotonic() + grace)
         time.sleep(0.1)
     done = []
     for process in started:
@@ -112,6 +112,7 @@ def test_processes_that_differ_all_end(flags, told, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_node_with_other_code(tmp_path):
     """As where one of the nodes has not pulled: its program is another one."""
     other = tmp_path / "program"
@@ -146,6 +147,7 @@ def test_folders_that_nodes_do_not_share(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("step_*"))
 
 
+@pytest.mark.long
 def test_a_node_that_sees_other_checkpoints(run):
     """One folder, but for the newest checkpoint: on the second node another disk lies over it."""
     hide = 'mount -t tmpfs none "$1" && shift && exec "$@"'
@@ -161,11 +163,12 @@ def test_a_node_that_sees_other_checkpoints(run):
 
 
 def test_a_mistake_on_one_process_alone_is_told(tmp_path):
-    done = processes(([], tmp_path), (["--data_dir", "/does/not/exist"], tmp_path), timeout=60)
+    done = processes(([], tmp_path), (["--data_dir", "/does/not/exist"], tmp_path), grace=1)
     assert done[1].returncode == 2
     assert "/does/not/exist/train does not exist" in done[1].stderr
 
 
+@pytest.mark.long
 def test_sigkill_of_one_job_leaves_the_folder_free(run):
     """The lock goes with the process, and the next start goes on at once."""
     first = start(run, *ENDLESS, "--num_workers", "2")

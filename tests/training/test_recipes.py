@@ -5,6 +5,8 @@ import pytest
 from tests.cli import ROOT
 from tests.resolved import on_gpus, on_xla
 
+pytestmark = pytest.mark.fast
+
 RECIPES = sorted((ROOT / "recipes").glob("*.args"))
 # The parameters of each model, as it was published.
 PARAMETERS = {

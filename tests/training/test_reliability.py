@@ -22,6 +22,7 @@ from data.config import DataConfig
 from data.index import index_split
 from data.loader import GlobalBatchSampler
 from tests.cli import DIGITS, ROOT, Result, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.short_runs import ENDLESS, QUICK, mistake, program, start
 from tests.training.test_checkpoints import flip, left, truncate
 from tests.training.test_folder_lock import HOLD
@@ -94,7 +95,7 @@ def test_damaged_checkpoint_that_was_asked_for(run):
 
 
 def test_second_job_in_a_folder(run):
-    first = start(run, *ENDLESS)
+    first = start(run, *ENDLESS, warm=True)
     try:
         while "epoch 2 step" not in first.stdout.readline():
             assert first.poll() is None
@@ -115,6 +116,7 @@ def has_open(pid, path):
     return False
 
 
+@pytest.mark.long
 def test_restart_resumes_what_the_first_start_still_writes(run, trained, monkeypatch):
     """The new start looks for a checkpoint, then waits for the lock of the one that is ending."""
     (run / "step_10").rename(run / "aside")
@@ -181,10 +183,7 @@ def spoiled(tmp_path):
 
 @pytest.mark.parametrize(
     "form",
-    [
-        pytest.param(each, marks=pytest.mark.long if "xla" in FORMS[each][0] else ())
-        for each in FORMS
-    ],
+    [each if each == "FSDP2" else long(each) for each in FORMS],
 )
 def test_too_many_unreadable_images(form, spoiled, tmp_path):
     """A checkpoint is written before the run ends; with another limit it goes on as if it had not
@@ -251,7 +250,7 @@ def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
     assert done.stdout.count(f" % of {359 - count} of 359 images, class 3 has none left, top") == 2
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, long(2)])
 def test_images_that_have_gone(processes, tmp_path):
     """A disk goes while batches are ready: a checkpoint, and an end after which to start again."""
     data, run = shutil.copytree(DIGITS, tmp_path / "data"), tmp_path / "run"
@@ -457,22 +456,21 @@ def test_a_first_batch_that_is_never_read(run, monkeypatch):
 EVALUATED = "--test_epoch_interval 1 --max_steps".split()
 
 
-def test_signal_in_an_evaluation_and_the_evaluation_that_is_owed(trained, tmp_path, monkeypatch):
+@pytest.mark.parametrize("last", [13, long(11)])
+def test_signal_in_an_evaluation_and_the_evaluation_that_is_owed(last, tmp_path, monkeypatch):
     """Of 3 batches; at the end of epoch 1, and of the run."""
     whole = train_tiny_gpu(tmp_path / "whole", *QUICK, *EVALUATED, "13")
     assert [e["step"] for e in whole.evaluations] == [11, 13]
-    for last, step in (("13", 11), ("11", 11)):
-        run = tmp_path / last
-        monkeypatch.setenv("FAULT_AT", "evaluation 2 2")
-        stopped = program(run, *EVALUATED, last, module="tests.stand_ins.fault_at_step")
-        assert stopped.returncode == 143, stopped.stderr
-        assert f"training stopped by SIGTERM: step {step}, checkpoint {run}/step_" in stopped.stdout
-        assert Result(run).evaluations == []
-        resumed = train_tiny_gpu(run, *QUICK, *EVALUATED, last)
-        assert resumed.evaluations == whole.evaluations[: len(resumed.evaluations)]
-        assert [e["step"] for e in resumed.evaluations] == [11, 13][: 1 + (last == "13")]
-        expected = whole.column("loss")[: int(last)]
-        assert resumed.column("loss") == expected
+    run, last_flags = tmp_path / "run", [*EVALUATED, str(last)]
+    monkeypatch.setenv("FAULT_AT", "evaluation 2 2")
+    stopped = program(run, *last_flags, module="tests.stand_ins.fault_at_step")
+    assert stopped.returncode == 143, stopped.stderr
+    assert f"training stopped by SIGTERM: step 11, checkpoint {run}/step_" in stopped.stdout
+    assert Result(run).evaluations == []
+    resumed = train_tiny_gpu(run, *QUICK, *last_flags)
+    assert resumed.evaluations == whole.evaluations[: 1 + (last == 13)]
+    assert [e["step"] for e in resumed.evaluations] == [11, 13][: 1 + (last == 13)]
+    assert resumed.column("loss") == whole.column("loss")[:last]
 
 
 def test_crash_between_saving_and_evaluating(trained, run):

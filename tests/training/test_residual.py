@@ -5,28 +5,24 @@ import json
 import pytest
 
 from tests.cli import run_program, train_tiny
-
-
-@pytest.fixture(scope="module")
-def in_fp32(tmp_path_factory):
-    return train_tiny(tmp_path_factory.mktemp("fp32"))
+from tests.marks import long
 
 
 @pytest.mark.parametrize(
     ("devices", "flags"),
     [
-        (1, ""),
-        (2, "--no-scan_blocks"),
+        long(1, ""),
+        long(2, "--no-scan_blocks"),
         (2, "--grad_ckpt selective --mesh_tensor 2"),
-        (2, "--mesh_domain 2 --no_grad_ckpt"),
+        long(2, "--mesh_domain 2 --no_grad_ckpt"),
     ],
 )
-def test_training(devices, flags, in_fp32, tmp_path):
+def test_training(devices, flags, tiny_on_xla, tmp_path):
     rounded = ["--precision", "bf16", "--residual_dtype", "bf16"]
     found = train_tiny(tmp_path, *rounded, *flags.split(), devices=devices)
     assert "residuals in bf16" in found.run_file["backend"]
-    assert found.column("loss") == pytest.approx(in_fp32.column("loss"), rel=0.02)
-    assert found.column("loss") != in_fp32.column("loss")
+    assert found.column("loss") == pytest.approx(tiny_on_xla.column("loss"), rel=0.02)
+    assert found.column("loss") != tiny_on_xla.column("loss")
 
 
 @pytest.mark.long

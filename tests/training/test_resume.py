@@ -43,7 +43,8 @@ RUN_5 = [*EPOCHS_OF_5, *DROPOUT]
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    return train_tiny(folder, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "12", devices=2)
+    flags = [*RUN_5, "--ckpt_step_interval", "7", "--max_steps", "12"]
+    return train_tiny(folder, *flags, devices=2)
 
 
 @pytest.fixture(scope="module")
@@ -58,37 +59,40 @@ def copy_of_stopped(stopped, tmp_path):
     return shutil.copytree(stopped.ckpt_dir, tmp_path / "run")
 
 
-def test_mid_epoch_resume_is_exact(uninterrupted, copy_of_stopped):
-    resumed = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "12", devices=2)
+def test_mid_epoch_resume_is_exact(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted.ckpt_dir / "step_7", tmp_path / "step_7")
+    resumed = train_tiny(tmp_path, *RUN_5, "--max_steps", "12", devices=2)
     assert "at step 7, epoch 2" in resumed.stdout
-    assert list(resumed.steps) == list(range(1, 13))
+    assert list(resumed.steps) == list(range(8, 13))
     for name in ("loss", "grad_norm", "lr"):
-        assert resumed.column(name) == uninterrupted.column(name)
+        assert resumed.column(name) == uninterrupted.column(name)[7:]
     assert resumed.evaluations[-1] == uninterrupted.evaluations[-1]
-    assert sorted(p.name for p in copy_of_stopped.glob("step_*")) == [
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == [
         "step_10",
         "step_12",
-        "step_5",
         "step_7",
     ]
 
 
-def test_the_model_is_the_checkpoints(uninterrupted, copy_of_stopped, tmp_path):
+def test_the_model_is_the_checkpoints(tmp_path):
     """Without flags of the model, dropout among them; in the run's own folder and in another."""
     flags = [*EPOCHS_OF_5[2:], "--max_steps", "8"]
-    own = train_without_model(copy_of_stopped, *flags)
-    other = train_without_model(tmp_path / "other", *flags, "--resume", copy_of_stopped / "step_7")
-    assert own.steps[8]["loss"] == other.steps[8]["loss"] == uninterrupted.steps[8]["loss"]
+    whole = train_tiny_gpu(tmp_path / "whole", *RUN_5, *flags, "--ckpt_step_interval", "7")
+    step_7 = whole.ckpt_dir / "step_7"
+    shutil.copytree(step_7, tmp_path / "own" / "step_7")
+    own = train_without_model(tmp_path / "own", *flags)
+    other = train_without_model(tmp_path / "other", *flags, "--resume", step_7)
+    assert own.steps[8]["loss"] == other.steps[8]["loss"] == whole.steps[8]["loss"]
     model = ("patch_size", "embed_dim", "drop_path_rate", "num_classes")
     arguments = {name: own.run_file["arguments"][name] for name in model}
-    assert arguments == {name: uninterrupted.run_file["arguments"][name] for name in model}
-    again = train_without_model(copy_of_stopped, *flags, "--drop_path_rate", "0")
+    assert arguments == {name: whole.run_file["arguments"][name] for name in model}
+    again = train_without_model(tmp_path / "own", *flags, "--drop_path_rate", "0")
     assert again.run_file["arguments"]["drop_path_rate"] == 0  # what may change, does
 
 
 def train_without_model(ckpt_dir, *flags):
     words = ["--data_dir", DIGITS, "--hflip", "0", *TINY_RUN, "--ckpt_dir", ckpt_dir, *flags]
-    done = run_program("run_vit_training.py", *map(str, words), "--cpu_devices", "2")
+    done = run_program("run_vit_training.py", *map(str, words), "--backend", "cuda")
     assert done.returncode == 0, done.stderr
     return Result(ckpt_dir, done.stdout, done.stderr)
 
@@ -104,11 +108,12 @@ def test_gradient_checkpointing_repeats_the_dropout(tmp_path):
 def test_dropout_differs_from_step_to_step_and_seed_to_seed(tmp_path):
     """With a learning rate of 0 and one and the same batch, only the masks change the loss."""
     flags = "--fake_data --batch_size 500 --lr 0 --max_steps 4 --pos_dropout 0.5".split()
-    flags += ["--image_size", "8"]  # the 50,000 images of the evaluation are most of the time
+    flags += ["--image_size", "8", "--eval_batches", "1"]  # of 50,000 images
     runs = [train_tiny(tmp_path / seed, *flags, "--seed", seed).column("loss") for seed in "01"]
     assert len(set(runs[0] + runs[1])) == 8
 
 
+@pytest.mark.long
 def test_resume_epoch_and_keep_checkpoints(uninterrupted, copy_of_stopped):
     flags = ["--resume_epoch", "1", "--keep_checkpoints", "2", "--max_steps", "12"]
     resumed = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, *flags, devices=2)
@@ -120,15 +125,15 @@ def test_resume_epoch_and_keep_checkpoints(uninterrupted, copy_of_stopped):
     assert sorted(p.name for p in aside.iterdir()) == ["metrics.jsonl", "step_7"]
 
 
-def test_rerun_of_a_finished_run_changes_nothing(copy_of_stopped, stopped):
+def test_rerun_of_a_finished_run_changes_nothing(run, trained):
     """Nor with a --max_steps below what is reached."""
-    for max_steps in ("7", "5"):
-        again = train_tiny(copy_of_stopped, *RUN_5, "--max_steps", max_steps, devices=2)
-        assert "nothing is left to train: step 7 is reached" in again.stdout
-        assert again.records == stopped.records
-        told = f"val top-1 {stopped.evaluations[-1]['val_top1']:.2f} %, checkpoint {again.ckpt_dir}"
-        assert f"training completed: step 7, {told}/step_7" in again.stdout
-        assert len(list(copy_of_stopped.glob("step_*"))) == 2
+    for max_steps in ("10", "5"):
+        again = train_tiny_gpu(run, *QUICK, "--max_steps", max_steps)
+        assert "nothing is left to train: step 10 is reached" in again.stdout
+        assert again.records == trained.records
+        told = f"val top-1 {trained.evaluations[-1]['val_top1']:.2f} %, checkpoint {run}/step_10"
+        assert f"training completed: step 10, {told}" in again.stdout
+        assert len(list(run.glob("step_*"))) == 2
 
 
 @pytest.mark.long
@@ -169,20 +174,20 @@ def test_changed_batch_size_keeps_place_in_data_and_schedule(copy_of_stopped):
     assert [e["step"] for e in again.evaluations] == [7, 8, 9, steps]
 
 
-def test_unfinished_checkpoint_is_not_resumed(copy_of_stopped, stopped):
+def test_unfinished_checkpoint_is_not_resumed(run):
     """A crash while writing leaves one without a manifest; the older, complete one counts."""
-    for step, lacks in ((8, ".metadata"), (9, "manifest.json")):
-        broken = copy_of_stopped / f"step_{step}"
-        shutil.copytree(copy_of_stopped / "step_7", broken)
+    for step, lacks in ((11, ".metadata"), (12, "manifest.json")):
+        broken = run / f"step_{step}"
+        shutil.copytree(run / "step_10", broken)
         (broken / lacks).unlink()
-    (copy_of_stopped / "step_8" / "manifest.json").unlink()
-    again = train_tiny(copy_of_stopped, *EPOCHS_OF_5, *DROPOUT, "--max_steps", "7", devices=2)
-    assert "step_7 at step 7" in again.stdout
+    (run / "step_11" / "manifest.json").unlink()
+    again = train_tiny_gpu(run, *QUICK, "--max_steps", "10")
+    assert "step_10 at step 10" in again.stdout
 
 
-def test_pytorch_converts_the_checkpoint(stopped, tmp_path):
+def test_pytorch_converts_the_checkpoint(uninterrupted, tmp_path):
     """PyTorch's own tool makes one plain file of it, with timm's names and all arguments."""
-    state = convert(stopped.ckpt_dir / "step_7", tmp_path / "plain.pt")
+    state = convert(uninterrupted.ckpt_dir / "step_7", tmp_path / "plain.pt")
     model = tiny_timm_model(patch_size=8)
     model.load_state_dict(state["model"])
     assert set(state["optimizer"]["state"]) == set(dict(model.named_parameters()))

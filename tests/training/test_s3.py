@@ -4,15 +4,13 @@ In one process of the GPU backend (FSDP2) where it does not matter which: it sta
 """
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.cli import DIGITS, ROOT, Result, environment, run_program, tiny, train_tiny
+from tests.cli import DIGITS, Result, run_program, tiny, train_tiny
 from tests.s3_server import BUCKET, S3Server
-from tests.short_runs import QUICK, mistake, program
+from tests.short_runs import mistake, program, start
 from tests.training.test_async_checkpoints import assert_same_bits
 from tests.usage_error import told_in_one_line
 
@@ -45,16 +43,6 @@ def download(s3, prefix, folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         s3.client.download_file(BUCKET, prefix + name, str(target))
     return folder
-
-
-def start(*flags):
-    """The program in a process of its own, still running."""
-    command = [sys.executable, "run_vit_training.py", *tiny(URL), *QUICK, "--backend", "cuda"]
-    command += [*EVERY_TWO, *flags]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True
-    )
 
 
 def on_xla(*flags):
@@ -92,6 +80,7 @@ def test_a_run_on_xla_is_that_of_a_folder(s3, tmp_path):
     assert there.column("loss") == here.column("loss")
 
 
+@pytest.mark.long
 def test_two_processes_of_fsdp2(s3):
     flags = [*EVERY_TWO, "--keep_checkpoints", "1"]
     first = program(URL, *flags, "--max_steps", 4, processes=2)
@@ -106,7 +95,7 @@ def test_two_processes_of_fsdp2(s3):
 
 def test_killed_in_the_middle_of_an_upload(s3):
     s3.stuck = [r"PUT /shelf/run/step_4/__0_0\.distcp"]
-    killed = start("--max_steps", "20")
+    killed = start(URL, *EVERY_TWO, "--max_steps", "20")
     try:
         s3.wait_until_stuck()
     finally:
@@ -124,7 +113,7 @@ def test_killed_in_the_middle_of_an_upload(s3):
 @pytest.mark.long
 def test_a_server_that_goes_away_and_comes_back(s3):
     """For 12 s, from the first checkpoint on: no more than one save in a row fails."""
-    run = start("--max_steps", "11", "--max_failed_saves", "3")
+    run = start(URL, *EVERY_TWO, "--max_steps", "11", "--max_failed_saves", "3")
     try:
         # Its own checkpoint is asked for: a late request of the test before may be in the list.
         while "manifest.json" not in s3.names("run/step_2/"):
@@ -153,6 +142,7 @@ def warnings_of(done):
     return [line for line in done.stdout.splitlines() if line.startswith("warning: an old")]
 
 
+@pytest.mark.long
 def test_without_the_right_to_remove_on_xla(s3):
     """Checkpoints are written; that old ones stay is a line each time."""
     s3.forbidden = ["DELETE .*"]
@@ -192,6 +182,7 @@ def test_what_can_be_neither_completed_nor_removed(s3):
     assert "manifest.json" in s3.names("run/step_4/")
 
 
+@pytest.mark.long
 def test_going_back_without_the_right_to_remove(s3):
     """Nothing is copied that the next start would copy again."""
     assert program(URL, *EVERY_TWO, "--max_steps", 4).returncode == 0

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny, train_tiny_gpu
 from tests.launch.test_launch_gpu import TORCHRUN, finish, start
+from tests.marks import long
 from training.errors import NOT_FINITE, SIGNAL
 from training.processes.stopping import StopRequest, process_signals
 
@@ -64,9 +65,9 @@ def whole_runs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("backend", "name", "workers", "code"),
     [
-        ("xla", "SIGTERM", "1", 143),
+        long("xla", "SIGTERM", "1", 143),
         ("cuda", "SIGTERM", "1", 143),
-        ("cuda", "SIGINT", "0", 130),
+        long("cuda", "SIGINT", "0", 130),
     ],
 )
 def test_stop_and_resume(backend, name, workers, code, whole_runs, tmp_path, monkeypatch):
@@ -102,7 +103,8 @@ def test_nested_stops(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_6"]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_torchrun_told_to_end(name, tmp_path):
     """It tells all processes of all process groups, loaders too, and waits."""
     source = ["--data_dir", DIGITS, "--ckpt_dir", tmp_path, *TINY_MODEL, *TINY_RUN]
@@ -184,6 +186,7 @@ def test_a_failure_counts_for_more_than_a_signal():
         process_signals.restore()
 
 
+@pytest.mark.long
 def test_signals_are_noted_in_the_processes_of_nested_fsdp():
     assert pickle.loads(pickle.dumps(process_signals)) is process_signals
     process_signals.restore()

@@ -27,6 +27,8 @@ from training.logs.records import Evaluation, plot_curves, read_metrics
 from training.logs.reports import Reports, StepTimer
 from xla_fsdp.tpu import peak_of
 
+pytestmark = pytest.mark.fast
+
 # -- shards ---------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from data.config import DataConfig
 from data.mosaics import MosaicsSplit
 from data.source import DatasetRequest
 from tests.cli import train_tiny, train_tiny_gpu
+from tests.marks import long
 
 SIZE = (16, 24, 32)
 MODEL = (
@@ -40,18 +41,19 @@ def flags(volumes, *more):
     return [*source, *MODEL, "--max_steps", "4", *more]
 
 
-def test_the_same_training_on_parts_of_volumes(volumes, tmp_path):
-    """On one device, on two of XLA's, and on two processes that have other slices each."""
-    one = train_tiny(tmp_path / "one", *flags(volumes))
-    two = train_tiny(tmp_path / "two", *flags(volumes, "--mesh_domain", "2"), devices=2)
+@pytest.mark.parametrize(
+    ("train", "how"), [long(train_tiny, {"devices": 2}), (train_tiny_gpu, {"processes": 2})]
+)
+def test_the_same_training_on_parts_of_volumes(train, how, volumes, tmp_path):
+    """In one process, and on two devices or processes that have other slices each."""
+    one = train_tiny_gpu(tmp_path / "one", *flags(volumes))
     ring = flags(volumes, "--mesh_domain", "2", "--domain_attention", "ring")
-    others = train_tiny_gpu(tmp_path / "processes", *ring, processes=2)
-    for result in (two, others):
-        assert result.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
-        assert result.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
-        (found,), (expected,) = result.evaluations, one.evaluations
-        assert found["val_images"] == expected["val_images"] == 30
-        assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+    two = train(tmp_path / "two", *ring, **how)
+    assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
+    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
+    (found,), (expected,) = two.evaluations, one.evaluations
+    assert found["val_images"] == expected["val_images"] == 30
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.cli import train_tiny
+from tests.marks import long
 from tests.references.plain_checkpoint import convert
 
 BAD = "2:loss 4:norm 5:loss"
@@ -21,10 +22,10 @@ def train(folder, monkeypatch, flags, devices, **variables):
     ("flags", "devices"),
     [
         ("", 2),
-        ("--xla_fsdp nested --precision bf16 --optimizer_dtype bf16", 1),
-        ("--optimizer muon --layer_decay 0.5 --no_decay norms biases", 2),
+        long("--xla_fsdp nested --precision bf16 --optimizer_dtype bf16", 1),
+        long("--optimizer muon --layer_decay 0.5 --no_decay norms biases", 2),
         *(
-            pytest.param(flags, devices, marks=pytest.mark.long)
+            long(flags, devices)
             for flags, devices in [
                 ("--precision bf16", 1),
                 ("--mesh_tensor 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from models.blocks import combine_parts
 from tests.cli import run_program
+from tests.marks import long
 from torch_fsdp import domain
 from xla_fsdp.attention import sharded
 from xla_fsdp.attention.sharded import PlainProducts, Ring
@@ -28,7 +29,7 @@ def assert_near(found, expected, rel=REL):
         assert (a - b).norm() <= rel * b.norm(), number
 
 
-@pytest.mark.parametrize("processes", [3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("processes", [3, long(4)])
 def test_over_processes(processes):
     """Ring and Ulysses, even and uneven parts, with and without prefix and own queries."""
     done = run_program(
@@ -135,6 +136,7 @@ def test_ring_in_one_graph(devices, tokens, value_width):
     )
 
 
+@pytest.mark.long
 def test_ring_of_kernels():
     """Pallas kernels, by JAX's interpreter; padded widths, padded and whole parts."""
     done = run_program("-m", "tests.stand_ins.ring_on_cpu")

@@ -4,6 +4,8 @@ import pytest
 
 from tests.usage_error import told_in_one_line
 
+pytestmark = pytest.mark.fast
+
 SMALL = (
     "--data_source mosaics --image_size 32 --patch_size 8 --embed_dim 48 --num_heads 3 "
     "--num_blocks 1 --num_classes 10 --batch_size 16"

@@ -7,27 +7,20 @@ from itertools import pairwise
 import pytest
 
 from tests.cli import train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.references.whole_images import SMALL, assert_like_whole, train_whole
 from tests.torch_fsdp.test_domain_gpu import EPOCHS_OF_2, HYBRID, MODELS, TOKENS, VOLUMES
 
 RING = "--domain_attention ring"
 # (devices, what both do, how images are sharded): each combines several things.
-QUICK = [
+CASES = [
     (3, f"{HYBRID} --grad_accum_steps 2", f"--mesh_domain 3 {RING}"),
-    (4, VOLUMES, f"--mesh_domain 4 --no-scan_blocks {RING}"),
-    pytest.param(
-        8,
-        f"{TOKENS} map",
-        "--mesh_dcn 2 --mesh_fsdp 2 --mesh_domain 2 --domain_attention gather",
-        marks=pytest.mark.long,
+    long(4, VOLUMES, f"--mesh_domain 4 --no-scan_blocks {RING}"),
+    long(
+        8, f"{TOKENS} map", "--mesh_dcn 2 --mesh_fsdp 2 --mesh_domain 2 --domain_attention gather"
     ),
-    (4, MODELS["DINOv3"], f"--mesh_domain 2 --no_grad_ckpt {RING}"),
-    pytest.param(
-        2,
-        MODELS["RoPE, mixed"],
-        "--mesh_domain 2 --domain_attention gather",
-        marks=pytest.mark.long,
-    ),
+    long(4, MODELS["DINOv3"], f"--mesh_domain 2 --no_grad_ckpt {RING}"),
+    long(2, MODELS["RoPE, mixed"], "--mesh_domain 2 --domain_attention gather"),
 ]
 SHARDED = {
     "ring of 2": (2, f"--mesh_domain 2 {RING}"),
@@ -59,7 +52,7 @@ def train(folder, devices, flags, how):
     return result
 
 
-@pytest.mark.parametrize(("devices", "flags", "how"), QUICK)
+@pytest.mark.parametrize(("devices", "flags", "how"), CASES)
 def test_as_on_whole_images(devices, flags, how, tmp_path):
     result = train(tmp_path, devices, flags, how)
     assert_like_whole(result, whole(flags))
@@ -75,16 +68,9 @@ def test_every_model_on_every_mesh(model, sharded, tmp_path):
     assert_like_whole(train(tmp_path, devices, flags, how), whole(flags))
 
 
-@pytest.mark.parametrize(
-    ("model", "form"),
-    [
-        ("hybrid, 2-D", "ring"),
-        *(
-            pytest.param(model, form, marks=pytest.mark.long)
-            for model, form in itertools.product(MODELS, ("ring", "gather"))
-        ),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["ring", "gather"])
+@pytest.mark.parametrize("model", MODELS)
 def test_bf16_is_near_fp32(model, form, tmp_path):
     flags = MODELS[model]
     how = f"--mesh_domain 2 --domain_attention {form} --precision bf16"

@@ -1,5 +1,6 @@
 """--grad_ckpt: every value trains alike, in one graph; auto is decided before a device starts."""
 
+import functools
 import json
 from itertools import pairwise
 
@@ -7,6 +8,7 @@ import pytest
 
 from run_vit_training import read_flags
 from tests.cli import run_program, train_tiny, train_tiny_gpu
+from tests.marks import long
 from tests.resolved import on_xla
 from tools.plan.tpu_search import TpuCandidate
 from training.step_sizes import step_sizes
@@ -20,24 +22,31 @@ ON = {"one device": (1, ""), "four devices": (4, "--mesh_tensor 2")}
 
 @pytest.fixture(scope="module")
 def in_full(tmp_path_factory):
-    """Runs with --grad_ckpt full, by where."""
+    """The run with --grad_ckpt full, by where."""
     folder = tmp_path_factory.mktemp("full")
-    return {
-        where: train_tiny(folder / where, *DROPOUT, *flags.split(), devices=devices)
-        for where, (devices, flags) in ON.items()
-    }
+
+    @functools.cache
+    def run(where):
+        devices, flags = ON[where]
+        return train_tiny(folder / where, *DROPOUT, *flags.split(), devices=devices)
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("where", "policy"),
-    [("one device", "none"), ("four devices", "none"), ("four devices", "selective")],
+    [
+        long("one device", "none"),
+        long("four devices", "none"),
+        ("four devices", "selective"),
+    ],
 )
 def test_what_is_kept_changes_nothing(where, policy, in_full, tmp_path):
     devices, flags = ON[where]
     found = train_tiny(tmp_path, *DROPOUT, *flags.split(), "--grad_ckpt", policy, devices=devices)
     assert "scanned" in found.run_file["backend"]
-    assert found.column("loss") == pytest.approx(in_full[where].column("loss"), rel=1e-6)
-    assert found.column("grad_norm") == pytest.approx(in_full[where].column("grad_norm"), rel=1e-5)
+    assert found.column("loss") == pytest.approx(in_full(where).column("loss"), rel=1e-6)
+    assert found.column("grad_norm") == pytest.approx(in_full(where).column("grad_norm"), rel=1e-5)
     assert len(set(found.column("compilations")[1:])) == 1
     assert {b - a for a, b in pairwise(found.column("executions")[1:])} == {1}
 

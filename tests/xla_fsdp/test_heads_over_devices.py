@@ -15,21 +15,17 @@ def plain(tmp_path_factory):
     return train_tiny(tmp_path_factory.mktemp("plain"), *WIDE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "flags"),
     [
         ("whole", "--grad_ckpt selective"),
         ("flash", ""),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("whole", "--mesh_dcn 2 --mesh_fsdp 1"),
-                ("whole", ""),
-                ("whole", "--no-scan_blocks"),
-                ("flash", "--grad_ckpt selective"),
-                ("whole", "--grad_ckpt none --grad_accum_steps 2"),
-            )
-        ),
+        ("whole", "--mesh_dcn 2 --mesh_fsdp 1"),
+        ("whole", ""),
+        ("whole", "--no-scan_blocks"),
+        ("flash", "--grad_ckpt selective"),
+        ("whole", "--grad_ckpt none --grad_accum_steps 2"),
     ],
 )
 def test_same_training(form, flags, plain, tmp_path):
@@ -44,7 +40,8 @@ def test_same_training(form, flags, plain, tmp_path):
     assert "Involuntary full rematerialization" not in result.stderr
 
 
-@pytest.mark.parametrize("form", [pytest.param("whole", marks=pytest.mark.long), "flash"])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["whole", "flash"])
 def test_narrow_heads_with_norms(form, tmp_path):
     """Queries and keys that are normalised come one by one; heads of 16 share a register."""
     flags = "--qk_norm --scale_attn_norm --num_heads 4 --embed_dim 64".split()

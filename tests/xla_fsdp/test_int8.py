@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.cli import run_program, train_tiny
+from tests.marks import long
 
 INT8 = "--precision bf16 --matmul int8".split()
 
@@ -21,25 +22,20 @@ def test_product():
         assert case["rows of zeros"] == 0
 
 
-@pytest.fixture(scope="module")
-def in_bf16(tmp_path_factory):
-    return train_tiny(tmp_path_factory.mktemp("bf16"), "--precision", "bf16")
-
-
 @pytest.mark.parametrize(
     ("devices", "flags"),
     [
-        (1, "--grad_accum_steps 2"),
+        long(1, "--grad_accum_steps 2"),
         (2, "--grad_ckpt selective --mesh_tensor 2"),
-        (4, "--mesh_domain 2 --residual_dtype bf16"),
-        (2, "--run_without_fsdp --drop_path_rate 0.0"),
+        long(4, "--mesh_domain 2 --residual_dtype bf16"),
+        long(2, "--run_without_fsdp --drop_path_rate 0.0"),
     ],
 )
-def test_training(devices, flags, in_bf16, tmp_path):
+def test_training(devices, flags, tiny_on_xla_in_bf16, tmp_path):
     found = train_tiny(tmp_path, *INT8, *flags.split(), devices=devices)
     assert "linear layers in int8" in found.run_file["backend"]
-    assert found.column("loss") == pytest.approx(in_bf16.column("loss"), rel=0.02)
-    assert found.column("loss") != in_bf16.column("loss")
+    assert found.column("loss") == pytest.approx(tiny_on_xla_in_bf16.column("loss"), rel=0.02)
+    assert found.column("loss") != tiny_on_xla_in_bf16.column("loss")
     passes = 2 if "accum" in flags else 1
     compiled, run = found.column("compilations"), found.column("executions")
     assert compiled[-1] == compiled[-2]

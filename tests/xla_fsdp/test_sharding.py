@@ -5,11 +5,7 @@ import json
 import pytest
 
 from tests.cli import TINY_MODEL, run_program, train_tiny
-
-
-@pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    return train_tiny(tmp_path_factory.mktemp("one_device"))
+from tests.marks import long
 
 
 def assert_same_curves(result, reference, rel):
@@ -25,11 +21,11 @@ def assert_same_training(result, reference, rel=1e-5):
     assert got["val_images"] == expected["val_images"] == 359
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_spmd_on_several_devices(devices, one_device, tmp_path):
+@pytest.mark.parametrize("devices", [long(2), 4])
+def test_spmd_on_several_devices(devices, tiny_on_xla, tmp_path):
     result = train_tiny(tmp_path, devices=devices)
     assert result.run_file["devices"] == devices
-    assert_same_training(result, one_device)
+    assert_same_training(result, tiny_on_xla)
 
 
 @pytest.mark.parametrize(
@@ -37,16 +33,16 @@ def test_spmd_on_several_devices(devices, one_device, tmp_path):
     [
         "--xla_fsdp nested",
         "--flatten_parameters --shard_on_cpu",
-        "--no_reshard_after_forward",
-        "--xla_fsdp nested --run_without_fsdp",
-        "--no-scan_blocks",
-        "--no-scan_blocks --no_grad_ckpt",
-        "--mark_step_after_forward",
-        "--mark_step_every_n_blocks 1 --mark_step_after_forward --xla_fsdp nested",
-        pytest.param("--mark_step_every_n_blocks 1", marks=pytest.mark.long),
+        long("--no_reshard_after_forward"),
+        long("--xla_fsdp nested --run_without_fsdp"),
+        long("--no-scan_blocks"),
+        long("--no-scan_blocks --no_grad_ckpt"),
+        long("--mark_step_after_forward"),
+        long("--mark_step_every_n_blocks 1 --mark_step_after_forward --xla_fsdp nested"),
+        long("--mark_step_every_n_blocks 1"),
     ],
 )
-def test_form_on_one_device(flags, one_device, tmp_path):
+def test_form_on_one_device(flags, tiny_on_xla, tmp_path):
     result = train_tiny(tmp_path, *flags.split())
     if "run_without" in flags:
         expected = "a process a device"
@@ -55,29 +51,29 @@ def test_form_on_one_device(flags, one_device, tmp_path):
     else:
         expected = "SPMD FSDP"
     assert expected in result.run_file["backend"]
-    assert_same_training(result, one_device)
+    assert_same_training(result, tiny_on_xla)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        "--run_without_fsdp",
+        long("--run_without_fsdp"),
         "--run_without_fsdp --no-scan_blocks",
-        "--no-scan_blocks",
+        long("--no-scan_blocks"),
         "--mark_step_every_n_blocks 1 --no_grad_ckpt",
         "--grad_accum_steps 4",
-        "--grad_ckpt selective --mesh_tensor 2",
+        long("--grad_ckpt selective --mesh_tensor 2"),
     ],
 )
-def test_form_on_two_devices(flags, one_device, tmp_path):
-    assert_same_training(train_tiny(tmp_path, *flags.split(), devices=2), one_device)
+def test_form_on_two_devices(flags, tiny_on_xla, tmp_path):
+    assert_same_training(train_tiny(tmp_path, *flags.split(), devices=2), tiny_on_xla)
 
 
-def test_same_as_plain_pytorch_and_timm(one_device, tmp_path):
+def test_same_as_plain_pytorch_and_timm(tiny_on_xla, tmp_path):
     """Losses and gradient norms, clipping active, of timm's model trained by PyTorch alone."""
     clipped = train_tiny(tmp_path, "--clip_grad_norm", "0.1", devices=2)
     assert min(clipped.column("grad_norm")) > 0.1
-    for result, max_norm in ((one_device, "1.0"), (clipped, "0.1")):
+    for result, max_norm in ((tiny_on_xla, "1.0"), (clipped, "0.1")):
         done = run_program("-m", "tests.references.plain_training", max_norm)
         assert done.returncode == 0, done.stderr
         reference = json.loads(done.stdout.splitlines()[-1])
@@ -88,17 +84,19 @@ def test_same_as_plain_pytorch_and_timm(one_device, tmp_path):
         assert evaluation["val_top1"] == pytest.approx(reference["val_top1"], abs=0.3)  # an image
 
 
-def test_no_clipping(one_device, tmp_path):
+def test_no_clipping(tiny_on_xla, tmp_path):
     result = train_tiny(tmp_path, "--clip_grad_norm", "0", "--max_steps", "3")
     # Before any clipping could matter the norms agree; AdamW forgives later differences.
-    assert result.column("grad_norm")[:2] == pytest.approx(one_device.column("grad_norm")[:2])
+    assert result.column("grad_norm")[:2] == pytest.approx(tiny_on_xla.column("grad_norm")[:2])
 
 
-@pytest.mark.parametrize("form", ["spmd", "nested"])
-def test_bf16_computes_in_bf16_near_fp32(form, one_device, tmp_path):
-    result = train_tiny(tmp_path, "--precision", "bf16", "--xla_fsdp", form)
-    assert result.column("loss") != pytest.approx(one_device.column("loss"), rel=1e-6)
-    assert result.column("loss") == pytest.approx(one_device.column("loss"), rel=0.03)
+@pytest.mark.parametrize("form", ["spmd", long("nested")])
+def test_bf16_computes_in_bf16_near_fp32(form, tiny_on_xla, tiny_on_xla_in_bf16, tmp_path):
+    result = tiny_on_xla_in_bf16
+    if form == "nested":
+        result = train_tiny(tmp_path, "--precision", "bf16", "--xla_fsdp", form)
+    assert result.column("loss") != pytest.approx(tiny_on_xla.column("loss"), rel=1e-6)
+    assert result.column("loss") == pytest.approx(tiny_on_xla.column("loss"), rel=0.03)
 
 
 def test_state_is_sharded_evenly():

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from tests.cli import train_tiny
+from tests.marks import long
 
 FLAGS = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
 READ_PER_LOG = 3  # loss, gradient norm, counts of skipped steps
@@ -20,20 +21,20 @@ def deltas(result, name):
     ("flags", "devices", "graphs"),
     [
         ("", 2, 1),
-        (
+        long(
             "--drop_path_rate 0.2 --mlp_dropout 0.1 --precision bf16 --optimizer_dtype bf16 "
             "--gather_dtype fp8",
             2,
             1,
         ),
         # The rate, 0.01 in step 9, comes to be a number that smoothed labels have.
-        ("--xla_fsdp nested --optimizer_dtype bf16 --mixup 1 --smoothing 0.1", 1, 1),
-        ("--optimizer muon --layer_decay 0.9 --no_decay norms biases embeddings", 2, 1),
-        pytest.param("--linear_probe", 2, 1, marks=pytest.mark.long),
-        ("--mark_step_after_forward", 2, 2),
-        ("--grad_accum_steps 4", 2, 4),
+        long("--xla_fsdp nested --optimizer_dtype bf16 --mixup 1 --smoothing 0.1", 1, 1),
+        long("--optimizer muon --layer_decay 0.9 --no_decay norms biases embeddings", 2, 1),
+        long("--linear_probe", 2, 1),
+        long("--mark_step_after_forward", 2, 2),
+        long("--grad_accum_steps 4", 2, 4),
         # 3 forward, 2 back and update
-        pytest.param("--mark_step_every_n_blocks 1 --num_blocks 3", 2, 5, marks=pytest.mark.long),
+        long("--mark_step_every_n_blocks 1 --num_blocks 3", 2, 5),
     ],
 )
 def test_counters(flags, devices, graphs, tmp_path):
@@ -46,6 +47,7 @@ def test_counters(flags, devices, graphs, tmp_path):
     assert "new compilation" not in result.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", ["--model_ema", "--optimizer muon --layer_decay 0.5"])
 def test_the_first_step_is_like_all_others(flags, tmp_path):
     """Parameters are updated group after group, not in the model's order; nothing compiles anew."""

@@ -4,6 +4,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from tests.cli import run_program, tiny, train_tiny
+from tests.marks import long
 from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
 from tools.compile_only.hlo import group_of, parse_module
 
@@ -47,6 +48,7 @@ def test_same_training(one_device, tmp_path):
     assert_no_replicas(result)
 
 
+@pytest.mark.long
 def test_checkpoint_moves_between_meshes(one_device, tmp_path):
     """Both halves of a packed SwiGLU, whose biases' parts "fsdp" shards, of stacked and of single
     blocks."""
@@ -91,7 +93,7 @@ def test_policies_with_dropout(model, how, tmp_path):
     assert lower.column("loss") == pytest.approx(plain.column("loss"), rel=0.03)
 
 
-@pytest.mark.parametrize("form", ["whole", pytest.param("flash", marks=pytest.mark.long)])
+@pytest.mark.parametrize("form", ["whole", long("flash")])
 def test_kernels(form, one_device, tmp_path):
     """Rotated queries and keys, computed by each device for its own heads."""
     given = ["--mesh_tensor", "2", "--attention", form, "--max_steps", "3"]
@@ -101,6 +103,7 @@ def test_kernels(form, one_device, tmp_path):
         assert result.column(name) == pytest.approx(one_device.column(name)[:3], rel=1e-5)
 
 
+@pytest.mark.long
 def test_no_weight_is_gathered_over_tensor(tmp_path):
     """Between devices that share images go tokens alone; weights go between those that do not."""
     flags = [*flags_of(PACKED), "--mesh_tensor", "2", "--max_steps", "1", "--eval_batches", "0"]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.cli import run_program
+from tests.marks import long
 
 COMPILE = "run_vit_training.py --compile_only --json --precision bf16".split()
 SMALL = (
@@ -33,17 +34,15 @@ def compiled(*flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--tpu_topology v5e:2x2 --image_size 112",
-        *(
-            pytest.param(flags, marks=pytest.mark.long)
-            for flags in (
-                "--tpu_topology v6e:2x2 --image_size 112 --class_token",
-                "--tpu_topology v5e:2x2 --image_size 112 --xla_fsdp nested",
-                "--tpu_topology v5e:2x2 --image_size 112 --mesh_tensor 2",
-                "--tpu_topology v5e:2x2 --image_size 112 --mesh_tensor 2 --grad_ckpt selective",
-                "--tpu_topology v5e:1x1 --image_size 112 --class_token --no-scan_blocks",
-            )
-        ),
+        long(flags)
+        for flags in (
+            "--tpu_topology v5e:2x2 --image_size 112",
+            "--tpu_topology v6e:2x2 --image_size 112 --class_token",
+            "--tpu_topology v5e:2x2 --image_size 112 --xla_fsdp nested",
+            "--tpu_topology v5e:2x2 --image_size 112 --mesh_tensor 2",
+            "--tpu_topology v5e:2x2 --image_size 112 --mesh_tensor 2 --grad_ckpt selective",
+            "--tpu_topology v5e:1x1 --image_size 112 --class_token --no-scan_blocks",
+        )
     ],
 )
 def test_auto_takes_it(flags):

@@ -1,0 +1,10 @@
+"""Marks of single cases of a test."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def long(*values: object):
+    """A case for ``make test-long`` alone."""
+    return pytest.param(*values, marks=pytest.mark.long)
