@@ -12,7 +12,7 @@ from tools.compile_only.compiler import Compiled, hbm_needed
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import explain
 from tools.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
-from tools.compile_only.hlo import measure
+from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
 from xla_fsdp.tpu import parse_topology
 
@@ -212,6 +212,44 @@ def test_broken_graph():
     expected += 4 * (32 * SIDE**2 * 3 + 3 * PATCH**2 * WIDTH)
     expected += 2 * 4 * 32 * TOKENS * WIDTH
     assert found["argument_bytes"] == pytest.approx(expected / 4, rel=0.02)
+
+
+TRACED = """HloModule step
+
+%body (state: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %state = (s32[], bf16[8,4]) parameter(0)
+  %x = bf16[8,4] get-tuple-element(%state), index=1
+  %w = bf16[4,4] constant({...})
+  %y = bf16[8,4] dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %unused = bf16[4,4] dot(%x, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %count = s32[] get-tuple-element(%state), index=0
+  ROOT %next = (s32[], bf16[8,4]) tuple(%count, %y)
+}
+
+%condition (given: (s32[], bf16[8,4])) -> pred[] {
+  %given = (s32[], bf16[8,4]) parameter(0)
+  %reached = s32[] get-tuple-element(%given), index=0
+  %bound = s32[] constant(3)
+  ROOT %is_less = pred[] compare(%reached, %bound), direction=LT
+}
+
+ENTRY %main (p: (s32[], bf16[8,4])) -> s8[2,2] {
+  %p = (s32[], bf16[8,4]) parameter(0)
+  %loop = (s32[], bf16[8,4]) while(%p), condition=%condition, body=%body
+  %whole = bf16[8,4] get-tuple-element(%loop), index=1
+  %part = bf16[2,4] custom-call(%whole), custom_call_target="SPMDFullToShardShape"
+  %keys = bf16[1,4] slice(%part), slice={[0:1], [0:4]}
+  %kernel = s8[2,2] custom-call(%keys), custom_call_target="tpu_custom_call", backend_config=CONFIG
+  ROOT %last = s8[2,2] dot(%kernel, %kernel), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_flops_of_a_traced_step():
+    """A loop as often as it runs, nothing that is not used, a kernel on each of four devices."""
+    config = '{"custom_call_config": {"body": "x", "cost_estimate": {"flops": 1000, "b": 1}}}'
+    found = count_flops(TRACED.replace("CONFIG", config), int8_speedup=2)
+    assert found == 3 * 2 * 8 * 4 * 4 + 4 * 1000 + 2 * 2 * 2 * 2 / 2
 
 
 def test_equal_graphs_are_compiled_once():

@@ -363,8 +363,10 @@ def _flops_of(computation: list[Instruction], int8_speedup: int) -> float:
         # A Pallas kernel declares those of a device (xla_fsdp.attention.kernels).
         declared = _FLOPS_OF_KERNEL.search(each.text)
         if declared:
-            part, devices = each.operands[0], 1.0
-            if part.opcode == "custom-call":  # a shard of a sharded tensor
+            part, devices = each, 1.0
+            while part.operands and "SPMDFullToShardShape" not in part.text:
+                part = part.operands[0]
+            if part.operands:  # a shard of a sharded tensor
                 devices = array_bytes(part.operands[0].shape) / array_bytes(part.shape)
             total += devices * int(declared[1])
     return total
