@@ -1,12 +1,10 @@
 """Let the nodes of a run meet, then run torchrun in this process; ``launch/torchrun.sh`` calls it.
 
-One node meets nobody. Of several, torchrun waits for the others in compiled code: it prints
-nothing, and Ctrl-C does not reach it. (Its own join timeout names no missing node.) Here they meet
-first, on the port that torchrun takes afterwards: one node has the port, the others connect, and it
+Of several nodes, torchrun would wait for the others in compiled code: it prints nothing, Ctrl-C
+does not reach it, and its join timeout names no missing node. So they meet first, on the port that
+torchrun takes afterwards: one node has the port, the others connect and send lines of JSON, and it
 lets them start. Every ten seconds each node prints who is missing; signals and JOIN_TIMEOUT end
 it at once, until torchrun has started its processes and looks after both itself.
-
-What is sent are lines of JSON, over plain sockets.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import json
 import os
 import re
 import select
-import selectors
 import signal
 import socket
 import sys
@@ -27,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 if not __package__:  # run by its path: the folder of the project, in place of its own
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -72,13 +69,14 @@ class Watch:
     """
 
     def __init__(self, limit: float) -> None:
-        self._limit = limit
+        self._limit, self._handler = limit, lambda number, frame: None
         self.wait_for("")
         self._reader, writer = os.pipe()
         os.set_blocking(writer, False)
         for number in (signal.SIGTERM, signal.SIGINT):
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._ignore)
+                # Only what Python's own handler does before this one is needed.
+                signal.signal(number, self._handler)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._follow, daemon=True).start()
 
@@ -90,16 +88,11 @@ class Watch:
         self._begin = self._said = time.monotonic()
         self.waiting_for = what
 
-    def _ignore(self, number: int, frame: object) -> None:
-        """Do nothing: only what Python's own handler does before this is needed."""
-
-    @property
-    def ended(self) -> bool:
-        """Return True if torchrun has started its processes, and installed its own handlers."""
-        return signal.getsignal(signal.SIGTERM) != self._ignore
-
     def _follow(self) -> None:
-        while not self.ended:
+        def is_needed() -> bool:  # not once torchrun has started, and installed its own handlers
+            return signal.getsignal(signal.SIGTERM) == self._handler
+
+        while is_needed():
             now = time.monotonic()
             if self.waiting_for and now - self._said >= SAY_SECONDS:
                 self._said = now
@@ -112,56 +105,34 @@ class Watch:
                 )
             if select.select([self._reader], [], [], 0.5)[0]:
                 number = os.read(self._reader, 1)[0]
-                if number in (signal.SIGTERM, signal.SIGINT) and not self.ended:
+                if number in (signal.SIGTERM, signal.SIGINT) and is_needed():
                     end(128 + number, f"ended by {signal.Signals(number).name}")
 
 
 # -- What is sent over a connection ----------------------------------------------------------------
 
 
-class Line:
-    """A connection over which each side sends JSON objects, one a line."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+def keep_alive(connection: socket.socket) -> None:
+    """Notice a machine at the other end that crashed, and so closes nothing."""
+    with contextlib.suppress(OSError):  # it has hung up already
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in KEEP_ALIVE.items():  # a machine that crashed closes nothing
+        for option, seconds in KEEP_ALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
-        self.began = time.monotonic()
-        self._rest = b""
-        self.name = ""
-        """The node at its other end, once that has sent its greeting."""
-
-    def send(self, **message: Any) -> None:
-        """Send an object; a peer that is gone is noticed when it is read from."""
-        with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """Return the objects that have come; None at the end, and for what no node would send."""
-        try:
-            data = self.socket.recv(LONGEST_LINE)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        *complete, self._rest = (self._rest + data).split(b"\n")
-        if not data or len(self._rest) > LONGEST_LINE:
-            return None
-        try:
-            messages = [json.loads(line) for line in complete]
-        except (ValueError, RecursionError):
-            return None
-        return messages if all(isinstance(message, dict) for message in messages) else None
 
 
-def greeting(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "name": args.name,
-        "nodes": args.nodes,
-        "rdzv_id": args.rdzv_id,
-        "who": f"{socket.gethostname()} (process {os.getpid()})",
-    }
+def send(connection: socket.socket, **message: Any) -> None:
+    """Send an object; a peer that is gone is noticed when it is read from."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive(lines: BinaryIO) -> dict[str, Any] | None:
+    """Wait for the next object; None at the end, and for what no node would send."""
+    try:
+        message = json.loads(lines.readline(LONGEST_LINE))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def plain(text: object) -> str:
@@ -225,82 +196,85 @@ class Host:
 
     def __init__(self, listener: socket.socket, args: argparse.Namespace, watch: Watch) -> None:
         self._listener, self._args, self._watch = listener, args, watch
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._lines: set[Line] = set()
-        self._sent_missing = ""
+        self._here: dict[str, socket.socket | None] = {args.name: None}
+        """The connections of the nodes that are here, by name; None for this one."""
+        self._are_all_here = False
+        self._changed = threading.Condition()
+        """Held by whoever reads or changes these two."""
 
     def wait(self) -> str:
         """Wait for all nodes; return the job's name, which all of them got."""
-        while len(self._here()) < self._args.nodes:
+        threading.Thread(target=self._accept, daemon=True).start()
+        with self._changed:
             self._report_missing()
-            for key, _ in self._selector.select(timeout=1):
-                if key.fileobj is not self._listener:
-                    self._hear(key.data)
-                    continue
-                with contextlib.suppress(OSError):
-                    connection, _ = self._listener.accept()
-                    connection.setblocking(False)
-                    line = Line(connection)
-                    self._lines.add(line)
-                    self._selector.register(connection, selectors.EVENT_READ, line)
-            for line in [line for line in self._lines if not line.name]:
-                if time.monotonic() - line.began > GREETING_SECONDS:
-                    self._drop(line)
-        job = f"{plain(socket.gethostname())}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self._listener.close()
-        for line in self._lines:
-            line.socket.settimeout(5)
-            line.send(go=job)
-        for line in self._lines:
+            self._changed.wait_for(lambda: len(self._here) == self._args.nodes)
+            self._are_all_here = True
+            job = f"{plain(socket.gethostname())}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            self._listener.shutdown(socket.SHUT_RDWR)  # lets the thread go that accepts
+            self._listener.close()
+            for connection in filter(None, self._here.values()):
+                send(connection, go=job)
             # They close first: the side that does keeps the port for a minute.
-            while line.receive():
-                pass
-            line.socket.close()
+            self._changed.wait_for(lambda: len(self._here) == 1, timeout=5)
         return job
 
-    def _here(self) -> set[str]:
-        return {self._args.name} | {line.name for line in self._lines if line.name}
-
     def _report_missing(self) -> None:
-        """Set what this node waits for, and send it to the others if it has changed."""
-        nodes, here = self._args.nodes, self._here()
+        """Set what this node waits for, and send it to the others; wake the one that waits."""
+        self._changed.notify_all()
+        nodes = self._args.nodes
+        if self._are_all_here or len(self._here) == nodes:
+            return
         if self._args.rdzv_id:
-            names = few(sorted(name.partition("/")[0] for name in here))
-            missing = f"{nodes - len(here)} of {nodes} nodes (here: {names})"
+            names = few(sorted(name.partition("/")[0] for name in self._here))
+            missing = f"{nodes - len(self._here)} of {nodes} nodes (here: {names})"
         else:
-            ranks = [str(rank) for rank in range(nodes) if str(rank) not in here]
+            ranks = [str(rank) for rank in range(nodes) if str(rank) not in self._here]
             missing = f"node{'s' * (len(ranks) > 1)} {few(ranks)} of {nodes}"
         self._watch.waiting_for = missing
-        if missing != self._sent_missing:
-            self._sent_missing = missing
-            for line in self._lines:
-                line.send(missing=missing)
+        for connection in filter(None, self._here.values()):
+            send(connection, missing=missing)
 
-    def _hear(self, line: Line) -> None:
-        messages = line.receive()
-        if messages is None:
-            self._drop(line)
-            return
-        for message in messages:
-            if line.name:
-                continue
-            if refusal := self._refusal(message):
-                line.send(refused=refusal)
-                say(f"{plain(message.get('who'))} was refused: {refusal}")
-                self._drop(line)
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed: all are here
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Let one node in, and out if it leaves; refuse whoever is none."""
+        with connection, connection.makefile("rb") as lines:
+            keep_alive(connection)
+            connection.settimeout(GREETING_SECONDS)
+            message = receive(lines)
+            if message is None:
                 return
-            line.name = plain(message.get("name"))
-            self._sent_missing = ""  # send it to this one, too
+            name = plain(message.get("name"))
+            with self._changed:
+                if self._are_all_here:
+                    return
+                refusal = self._refusal(message)
+                if not refusal:
+                    self._here[name] = connection
+                    self._report_missing()
+            if refusal:
+                send(connection, refused=refusal)
+                say(f"{plain(message.get('who'))} was refused: {refusal}")
+                return
+            connection.settimeout(None)
+            while receive(lines) is not None:
+                pass
+            with self._changed:
+                del self._here[name]
+                self._report_missing()
 
     def _refusal(self, message: dict[str, Any]) -> str:
         """Return why the sender of this message cannot be one of the nodes; else ""."""
-        mine = greeting(self._args)
         for key, variable in (("nodes", "NNODES"), ("rdzv_id", "RDZV_ID")):
-            if message.get(key) != mine[key]:
-                return f"{variable} is '{plain(message.get(key))}' there and '{mine[key]}' here"
+            there, here = message.get(key), getattr(self._args, key)
+            if there != here:
+                return f"{variable} is '{plain(there)}' there and '{here}' here"
         name = plain(message.get("name"))
-        if name in self._here():
+        if name in self._here:
             return (
                 f"NODE_RANK={name} is here already; another run on this "
                 "machine needs another MASTER_PORT"
@@ -309,11 +283,6 @@ class Host:
             return f"NODE_RANK={name} is not 0 to {self._args.nodes - 1}"
         return ""
 
-    def _drop(self, line: Line) -> None:
-        self._selector.unregister(line.socket)
-        self._lines.discard(line)
-        line.socket.close()
-
 
 def join(args: argparse.Namespace, watch: Watch) -> str | None:
     """Connect to the node that has the port; return the job's name when all nodes are there.
@@ -321,6 +290,12 @@ def join(args: argparse.Namespace, watch: Watch) -> str | None:
     None if torchrun runs there already: this node is to join it. Raises Refused.
     """
     host = "the node that has" if args.rdzv_id else "node 0 at"
+    greeting = {
+        "name": args.name,
+        "nodes": args.nodes,
+        "rdzv_id": args.rdzv_id,
+        "who": f"{socket.gethostname()} (process {os.getpid()})",
+    }
     watch.waiting_for = f"{host} {args.address}:{args.port}"
     while True:
         try:
@@ -328,39 +303,25 @@ def join(args: argparse.Namespace, watch: Watch) -> str | None:
         except OSError as error:
             why = error.strerror or str(error)
         else:
-            connection.settimeout(None)
-            line = Line(connection)
-            with connection:
-                job = converse(line, args, watch)
-            if job:
-                return job
-            if args.rdzv_id and not line.name:
+            why = ""
+            with connection, connection.makefile("rb") as lines:
+                keep_alive(connection)
+                connection.settimeout(GREETING_SECONDS)  # no host of a meeting keeps silent
+                send(connection, **greeting)
+                while (message := receive(lines)) is not None:
+                    why = "it left"
+                    connection.settimeout(None)
+                    if "refused" in message:
+                        raise Refused(plain(message["refused"]))
+                    if "missing" in message:
+                        watch.waiting_for = plain(message["missing"])
+                    if message.get("go"):
+                        return plain(message["go"])
+            if args.rdzv_id and not why:
                 return None
-            why = "it left" if line.name else "another program answers there"
+            why = why or "another program answers there"
         watch.waiting_for = f"{host} {args.address}:{args.port} ({why})"
         time.sleep(1)
-
-
-def converse(line: Line, args: argparse.Namespace, watch: Watch) -> str | None:
-    """Talk to the host until it sends the start; return the job's name, None if it leaves.
-
-    Raises Refused.
-    """
-    line.send(**greeting(args))
-    while True:
-        if not line.name and not select.select([line.socket], [], [], GREETING_SECONDS)[0]:
-            return None  # no host of a meeting keeps silent
-        messages = line.receive()
-        if messages is None:
-            return None
-        for message in messages:
-            line.name = args.address
-            if "refused" in message:
-                raise Refused(plain(message["refused"]))
-            if "missing" in message:
-                watch.waiting_for = plain(message["missing"])
-            if message.get("go"):
-                return plain(message["go"])
 
 
 # -- torchrun --------------------------------------------------------------------------------------

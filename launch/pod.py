@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 _LONGEST_LINE = 65536
@@ -23,11 +22,6 @@ _BAR_SECONDS = 10.0
 """The seconds between shown lines of a progress bar, which ends its lines with \\r."""
 _CLIENT_SECONDS = 15.0
 """The seconds that a client has to report that its program was killed; then it is disconnected."""
-
-
-def _no_link(path: str, flags: int) -> int:
-    """Open a file, but no link, which may lead anywhere; an ``opener`` for ``open``."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def lines(source: IO[bytes]) -> Iterator[bytes]:
@@ -72,24 +66,24 @@ class Worker:
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
+        def copy(source: IO[bytes], target: IO[str]) -> None:
+            for line in lines(source):
+                with contextlib.suppress(OSError):  # a full disk here stops no training there
+                    self._log.write(line + b"\n")
+                self._pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
+
         client = self._client
         assert client.stdout is not None
         assert client.stderr is not None
         with self._log:
             arguments = ((client.stdout, sys.stdout), (client.stderr, sys.stderr))
-            readers = [threading.Thread(target=self._copy, args=each) for each in arguments]
+            readers = [threading.Thread(target=copy, args=each) for each in arguments]
             for reader in readers:
                 reader.start()
             for reader in readers:
                 reader.join()
         code = client.wait()
         self._pod.events.put((self, code if code >= 0 else 128 - code))
-
-    def _copy(self, source: IO[bytes], target: IO[str]) -> None:
-        for line in lines(source):
-            with contextlib.suppress(OSError):  # a full disk here stops no training there
-                self._log.write(line + b"\n")
-            self._pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
 
     def send(self, number: int) -> None:
         """Send the program a signal, over the connection or as soon as there is one."""
@@ -118,22 +112,25 @@ class Pod:
         """When to send SIGKILL; with 0 instead of the signal: when to disconnect."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, self._note)
+                signal.signal(number, lambda number, frame: self.events.put(number))
 
     def open_log(self, index: int) -> IO[bytes]:
         """Open a worker's log or, if that cannot be written any more, /dev/null."""
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             path = self.log_dir / f"worker_{index}.log"
-            return open(path, "ab", buffering=0, opener=_no_link)
+            # No link, which may lead anywhere.
+            return open(
+                path,
+                "ab",
+                buffering=0,
+                opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW, 0o666),
+            )
         except OSError as error:
             if not self._lacks_logs:
                 self.say(f"continuing without logs: {self.log_dir}: {error.strerror}")
             self._lacks_logs = True
             return open(os.devnull, "ab", buffering=0)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.events.put(number)
 
     def write(self, text: str, target: IO[str]) -> None:
         with self._writing, contextlib.suppress(OSError):  # a closed terminal stops no training
@@ -157,8 +154,19 @@ class Pod:
             except queue.Empty:
                 self._kill()
                 continue
-            if isinstance(event, int):
-                self._pass_on(event)
+            if isinstance(event, int):  # a signal
+                if self.stopped and event == signal.SIGINT:
+                    self.say("Ctrl-C again: killing the programs on the workers")
+                    self._kill()
+                    continue
+                if not self.stopped:
+                    self.say(
+                        f"{signal.Signals(event).name} passed on to {len(self._running)} "
+                        "worker(s), which may write a checkpoint and end by themselves; Ctrl-C "
+                        "(again) kills them"
+                    )
+                self.stopped = True
+                self._send(signal.SIGINT if event == signal.SIGINT else signal.SIGTERM)
                 continue
             worker, code = event
             self._running.remove(worker)
@@ -173,20 +181,6 @@ class Pod:
                     self._send(signal.SIGTERM)
                     self._deadline = time.monotonic() + self._grace, signal.SIGKILL
         return failed
-
-    def _pass_on(self, number: int) -> None:
-        name = signal.Signals(number).name
-        if self.stopped and number == signal.SIGINT:
-            self.say("Ctrl-C again: killing the programs on the workers")
-            self._kill()
-            return
-        if not self.stopped:
-            self.say(
-                f"{name} passed on to {len(self._running)} worker(s), which may write a "
-                "checkpoint and end by themselves; Ctrl-C (again) kills them"
-            )
-        self.stopped = True
-        self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _kill(self) -> None:
         if self._deadline and self._deadline[1] == 0:

@@ -25,11 +25,18 @@ LOST = 254
 
 
 def main(task: dict) -> int:
-    claimed = claim(f"{task['job']}-{task['attempt']}")
+    # Only the first connection of a run starts the program: after a break, gcloud makes another.
+    folder = os.path.join(tempfile.gettempdir(), f"xla_dist-{os.getuid()}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    try:
+        os.mkdir(os.path.join(folder, f"{task['job']}-{task['attempt']}"))
+        is_first = True
+    except FileExistsError:
+        is_first = False
     ended = end_programs(None if task["end_all"] else task["job"], task["grace"])
     if ended:
         say(f"ended {ended} process(es) that were left here")
-    if not claimed:
+    if not is_first:
         say("the connection to this worker broke; its program was stopped")
         return LOST
     try:
@@ -62,17 +69,6 @@ def main(task: dict) -> int:
         thread.join(10)  # unless a process that left the group holds the pipe
     # gcloud takes 255 for a broken connection, and would start the program again.
     return min(code if code >= 0 else 128 - code, LOST)
-
-
-def claim(name: str) -> bool:
-    """Return True for the first connection of a run: after a break, gcloud makes another."""
-    folder = os.path.join(tempfile.gettempdir(), f"xla_dist-{os.getuid()}")
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    try:
-        os.mkdir(os.path.join(folder, name))
-    except FileExistsError:
-        return False
-    return True
 
 
 def end_programs(job: str | None, grace: float) -> int:

@@ -86,22 +86,6 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line. Raises Mistake."""
-    own, command = list(argv), []
-    if "--" in own:
-        at = own.index("--")
-        own, command = own[:at], own[at + 1 :]
-    if not command and not {"-h", "--help"} & set(own):
-        raise Mistake(
-            "no command: give it after --, as in --tpu=NAME -- python3 -u run_vit_training.py"
-        )
-    args = build_parser().parse_args(own)
-    if command and not command[0]:
-        raise Mistake("the command after -- starts with an empty word")
-    args.command = command
-    return args
-
-
-def build_parser() -> argparse.ArgumentParser:
     parser = PodParser(
         prog="python3 -m launch.xla_dist",
         allow_abbrev=False,
@@ -177,7 +161,18 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the gcloud commands, quoted for a shell, and run nothing",
     )
-    return parser
+    own, command = list(argv), []
+    if "--" in own:
+        at = own.index("--")
+        own, command = own[:at], own[at + 1 :]
+    if not command and not {"-h", "--help"} & set(own):
+        raise Mistake(
+            "no command: give it after --, as in --tpu=NAME -- python3 -u run_vit_training.py"
+        )
+    args = parser.parse_args(own, argparse.Namespace(command=command))
+    if command and not command[0]:
+        raise Mistake("the command after -- starts with an empty word")
+    return args
 
 
 def variable(text: str) -> tuple[str, str]:
