@@ -6,7 +6,6 @@ while it is made. The loss is divided here and gradients are only summed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from gpu_fsdp.parallelize import (
 )
 from torch_fsdp.devices import Device
 from torch_fsdp.parallelize import OUTER, SHARD
-from torch_fsdp.recipe import ZERO_NAMES, TorchRun
+from torch_fsdp.recipe import TorchRun
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
@@ -46,7 +45,7 @@ class MegatronBackend(TorchBackend):
         self._meta_init = False
 
     def _describe_form(self) -> str:
-        form = f"Megatron-FSDP {ZERO_NAMES[self._zero]}"
+        form = f"Megatron-FSDP {f'ZeRO-{self._zero}' if self._zero else 'no sharding'}"
         if self._own.outer_dp_sharding_strategy:
             form += f", optimizer sharded over {OUTER} too"
         form += ", each block a unit"
@@ -93,19 +92,15 @@ class MegatronBackend(TorchBackend):
             assert grad is not None or not local.numel(), f"{name} got no gradient"
             local.grad = torch.empty_like(local) if grad is None else grad.to_local()
 
-    def _update(self, skipped: torch.Tensor) -> None:
-        super()._update(skipped)
+    def _update(self, lr: float, skipped: torch.Tensor) -> None:
+        super()._update(lr, skipped)
         self._model.install_optimized_model_weights()
         if self._zero and not self._own.overlap_param_gather:
             self._model.start_param_sync(force_sync=True)
 
     def _drop_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        super()._drop_gradients()
         self._model.zero_grad_buffer()
-
-    def _squares(self) -> Iterator[torch.Tensor]:
-        yield self._square(self._locals, self._shard_groups())
 
     def close(self) -> None:
         super().close()

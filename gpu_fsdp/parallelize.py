@@ -50,7 +50,7 @@ def parallelize(
     ``group`` that of all its processes. With ``meta_init`` the package has the weights filled part
     by part while it shards them, so that no device has all of them.
     """
-    recipe = run.recipe
+    own, recipe = run.own, run.recipe
     initial = InitialValues(model, units, initialize, recipe.blocks)
 
     # Each block: TransformerEngine's or timm's, recomputation, torch.compile.
@@ -61,13 +61,43 @@ def parallelize(
     _fill(model, initial, recipe.dtype, device, meta_init=meta_init)
     model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(recipe.dtype),))
 
-    # Shards. With the patch embedding a unit of its own, no part begins inside a row of another
-    # parameter, on which the package fails for some widths.
-    fsdp_units = [type(blocks[0]), PatchEmbed]
-    options = _options(run, mesh, group, device, meta_init=meta_init)
-    sharded = fully_shard_model(model, fsdp_unit_modules=fsdp_units, **options)
-    if recipe.dtype != torch.float32 and run.own.preserve_fp32_weights:
-        _restore_fp32_values(sharded, initial, run)
+    # Shards. Without fp32 weights gradients have the weights' precision.
+    policy = MixedPrecisionPolicy(None, None, None)
+    if own.preserve_fp32_weights:
+        policy = MixedPrecisionPolicy(torch.float32, torch.float32, recipe.reduce_dtype)
+    outer: dict[str, Any] = {}
+    if run.mesh.dcn > 1:
+        outer = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": group}
+    sharded = fully_shard_model(
+        model,
+        # With the patch embedding a unit of its own, no part begins inside a row of another
+        # parameter, on which the package fails for some widths.
+        fsdp_unit_modules=[type(blocks[0]), PatchEmbed],
+        device_mesh=mesh,
+        dp_shard_dim=SHARD,
+        tp_dim=TENSOR,
+        **outer,
+        zero_dp_strategy=recipe.zero,
+        outer_dp_sharding_strategy=own.outer_dp_sharding_strategy,
+        device=device,
+        init_model_with_meta_device=meta_init,
+        mixed_precision_policy=policy,
+        overlap_grad_reduce=own.overlap_grad_reduce,
+        overlap_param_gather=own.overlap_param_gather,
+        sync_model_each_microbatch=False,
+        preproc_state_dict_for_dcp_ckpt=False,
+        # Gradients are summed, the loss is divided by the backend: the package's own scaling in
+        # 0.6.1 is wrong for a sharded outer dimension.
+        calculate_per_token_loss=True,
+    )
+
+    # The exact values of fp32 weights: the package took them from ones rounded to bf16.
+    if recipe.dtype != torch.float32 and own.preserve_fp32_weights:
+        with torch.no_grad():
+            for name, parameter in optimizer_parameters(sharded, recipe.blocks).items():
+                local, part = parameter.to_local(), megatron_private.own_range(parameter)
+                local.copy_(initial[name].flatten()[part.start : part.stop].view(local.shape))
+            install_weights(sharded, recipe.zero)
     recipe.blocks.wrap_model(sharded)
     return sharded
 
@@ -126,50 +156,6 @@ def _fill(
             part.to_empty(device=device, recurse=False)
             fill(name, part)
     fill_buffers_below("", model)
-
-
-def _options(
-    run: TorchRun,
-    mesh: DeviceMesh,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    meta_init: bool,
-) -> dict[str, Any]:
-    own, recipe = run.own, run.recipe
-    # Without fp32 weights gradients have the weights' precision.
-    policy = MixedPrecisionPolicy(None, None, None)
-    if own.preserve_fp32_weights:
-        policy = MixedPrecisionPolicy(torch.float32, torch.float32, recipe.reduce_dtype)
-    outer = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": group} if run.mesh.dcn > 1 else {}
-    return {
-        "device_mesh": mesh,
-        "dp_shard_dim": SHARD,
-        "tp_dim": TENSOR,
-        **outer,
-        "zero_dp_strategy": recipe.zero,
-        "outer_dp_sharding_strategy": own.outer_dp_sharding_strategy,
-        "device": device,
-        "init_model_with_meta_device": meta_init,
-        "mixed_precision_policy": policy,
-        "overlap_grad_reduce": own.overlap_grad_reduce,
-        "overlap_param_gather": own.overlap_param_gather,
-        "sync_model_each_microbatch": False,
-        "preproc_state_dict_for_dcp_ckpt": False,
-        # Gradients are summed, the loss is divided by the backend: the package's own scaling in
-        # 0.6.1 is wrong for a sharded outer dimension.
-        "calculate_per_token_loss": True,
-    }
-
-
-@torch.no_grad()
-def _restore_fp32_values(sharded: MegatronFSDP, initial: InitialValues, run: TorchRun) -> None:
-    """Give fp32 weights their exact values: the package took them from ones rounded to bf16."""
-    for name, parameter in optimizer_parameters(sharded, run.recipe.blocks).items():
-        local = parameter.to_local()
-        part = megatron_private.own_range(parameter)
-        local.copy_(initial[name].flatten()[part.start : part.stop].view(local.shape))
-    install_weights(sharded, run.recipe.zero)
 
 
 class InitialValues:

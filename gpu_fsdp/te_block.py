@@ -16,7 +16,6 @@ from torch import nn
 
 from models.blocks import why_no_transformer_engine
 from models.config import ModelError
-from models.spec import ModelSizes
 from torch_fsdp.config import FP8_MULTIPLE
 from torch_fsdp.recipe import TimmBlocks, TorchRun
 from training.errors import UsageError
@@ -68,9 +67,30 @@ class TeBlocks(TimmBlocks):
                 f"--block te cannot be this model's blocks: {reason}: use --block timm"
             )
         te = import_te()
-        if self._fp8 != "none":
-            images = run.config.data.pass_size // run.mesh.batch_parts
-            _check_fp8(te, self._fp8, run.model.sizes, images)
+        if self._fp8 == "none":
+            return
+        # FP8 products: can this GPU, model and number of images a pass have them?
+        fp8, sizes, multiple = self._fp8, run.model.sizes, FP8_MULTIPLE[self._fp8]
+        kind = "mxfp8" if fp8 == "mxfp8" else "fp8"
+        if hasattr(te, f"is_{kind}_available"):
+            ok, reason = getattr(te, f"is_{kind}_available")(return_reason=True)
+        else:  # before 2.10, as in NVIDIA's image 25.10
+            from transformer_engine.pytorch import fp8 as of_fp8
+
+            ok, reason = getattr(of_fp8.FP8GlobalStateManager, f"is_{kind}_available")()
+        if not ok:
+            other = "--fp8 delayed" if fp8 == "mxfp8" else "--fp8 none"
+            raise UsageError(f"--fp8 {fp8}: {reason.splitlines()[0]}: use {other}")
+        for what, size in (("--embed_dim", sizes.embed_dim), ("the MLP's width", sizes.hidden)):
+            if size % multiple:
+                raise UsageError(f"--fp8 {fp8}: {what} {size} is no multiple of {multiple}")
+        images = run.config.data.pass_size // run.mesh.batch_parts
+        if images * sizes.num_tokens % multiple:
+            raise UsageError(
+                f"--fp8 {fp8}: {images} images a pass and GPU x {sizes.num_tokens} tokens is no "
+                f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
+                f"{multiple} images"
+            )
 
     def replace(self, block: nn.Module, device: str) -> nn.Module:
         """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
@@ -157,27 +177,3 @@ def import_te() -> Any:
     if not torch.cuda.is_available():
         raise UsageError("--block te requires a CUDA GPU: on the CPU use --block timm")
     return te
-
-
-def _check_fp8(te: Any, fp8: str, sizes: ModelSizes, images: int) -> None:
-    """Raises UsageError if this GPU, model or number of images a pass cannot have such products."""
-    kind = "mxfp8" if fp8 == "mxfp8" else "fp8"
-    if hasattr(te, f"is_{kind}_available"):
-        ok, reason = getattr(te, f"is_{kind}_available")(return_reason=True)
-    else:  # before 2.10, as in NVIDIA's image 25.10
-        from transformer_engine.pytorch import fp8 as of_fp8
-
-        ok, reason = getattr(of_fp8.FP8GlobalStateManager, f"is_{kind}_available")()
-    if not ok:
-        other = "--fp8 delayed" if fp8 == "mxfp8" else "--fp8 none"
-        raise UsageError(f"--fp8 {fp8}: {reason.splitlines()[0]}: use {other}")
-    multiple = FP8_MULTIPLE[fp8]
-    for what, size in (("--embed_dim", sizes.embed_dim), ("the MLP's width", sizes.hidden)):
-        if size % multiple:
-            raise UsageError(f"--fp8 {fp8}: {what} {size} is no multiple of {multiple}")
-    if images * sizes.num_tokens % multiple:
-        raise UsageError(
-            f"--fp8 {fp8}: {images} images a pass and GPU x {sizes.num_tokens} tokens is no "
-            f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
-            f"{multiple} images"
-        )

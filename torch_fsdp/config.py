@@ -9,6 +9,11 @@ from typing import ClassVar, Literal
 from config_fields import count, flag
 
 _ZERO_NAMES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ZERO_FLAGS = {
+    "--run_without_fsdp": ("run_without_fsdp", True, 0),
+    "--no_reshard_after_forward": ("reshard_after_forward", False, 2),
+}
+"""Older flags, common to all backends: field, value, and the ``--zero_dp_strategy`` they mean."""
 FP8_MULTIPLE = {"none": 1, "delayed": 16, "current": 16, "mxfp8": 32}
 """Every dimension of an FP8 matrix product must be a multiple of this, by recipe."""
 

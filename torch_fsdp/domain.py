@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce, all_to_all_single
 
 from data.loader import BadImage, Batch, BatchLoader, Share
 from models.blocks import attentions, combine_parts, use_product
 from models.timm_private import has_own_queries
-from training.mesh import Mesh
 from training.resolve import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -45,21 +45,15 @@ class DomainGroup:
     def size(self) -> int:
         return len(self.patches)
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """Return the sum over all of them."""
-        return _Sum.apply(x, self.group)
+        return all_reduce(x, group=self.group)
 
-    def largest(self, x: torch.Tensor) -> torch.Tensor:
+    def largest(self, x: Tensor) -> Tensor:
         """Return the element-wise maximum over all of them."""
         return _Largest.apply(x, self.group)
 
-    def exchange(
-        self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
-        """Send one of ``parts`` to each of them; return what each sends, of these shapes."""
-        return list(_Exchange.apply(self.group, [tuple(shape) for shape in shapes], *parts))
-
-    def rotate(self, x: torch.Tensor, step: int) -> Callable[[], torch.Tensor]:
+    def rotate(self, x: Tensor, step: int) -> Callable[[], Tensor]:
         """Start to send ``x``, (batch, heads, patches, width), to the next process.
 
         Returns a function that waits for what the process before sends: what belongs, in a ring's
@@ -76,80 +70,42 @@ class DomainGroup:
                 dist.P2POp(dist.irecv, received, before, self.group),
             ]
         )
-        return functools.partial(_wait, works, received, sent)
 
+        def arrived(_sent: Tensor = sent) -> Tensor:  # which must live until then
+            for work in works:
+                work.wait()
+            return received
 
-def domain_group(run: Run[Any], group: dist.ProcessGroup) -> DomainGroup:
-    """Return ``group``, the processes that share an image with this one, as a ``DomainGroup``."""
-    mesh, sizes = run.mesh, run.model.sizes
-    places, index = places_of_part(mesh, dist.get_rank())
-    patches = (len(mesh.rows_of(sizes.grid[0], p)) * sizes.row_patches for p in places)
-    return DomainGroup(group, index, tuple(patches))
-
-
-def _wait(works: list[dist.Work], received: torch.Tensor, _sent: torch.Tensor) -> torch.Tensor:
-    """Wait for what is received; what is sent must live until then."""
-    for work in works:
-        work.wait()
-    return received
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return _all_reduce(grad, ctx.group), None
+        return arrived
 
 
 class _Largest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        largest = _all_reduce(x, group, dist.ReduceOp.MAX)
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        largest = all_reduce(x, dist.ReduceOp.MAX, group)
         ctx.group = group
         ctx.save_for_backward(x == largest)
         return largest
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: Tensor):
         (here,) = ctx.saved_tensors
         here = here.to(grad.dtype)
-        equal = _all_reduce(here, ctx.group)  # divided among equals, as amax does
-        return _all_reduce(grad, ctx.group) * here / equal, None
-
-
-def _all_reduce(
-    x: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> torch.Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, op=op, group=group)
-    return total
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, group: dist.ProcessGroup, shapes: list[tuple[int, ...]], *parts):
-        ctx.group, ctx.sent = group, [tuple(part.shape) for part in parts]
-        return all_to_all(parts, shapes, group)
-
-    @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
-        return None, None, *all_to_all(grads, ctx.sent, ctx.group)
+        equal = all_reduce(here, group=ctx.group)  # divided among equals, as amax does
+        return all_reduce(grad, group=ctx.group) * here / equal, None
 
 
 def all_to_all(
-    parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup
-) -> tuple[torch.Tensor, ...]:
+    parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
+) -> list[Tensor]:
     """Send one of ``parts`` to each process of ``group``; return what each sends, of ``shapes``."""
     sent = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
-    received = sent.new_empty(sum(sizes))
-    dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group=group)
+    received = all_to_all_single(
+        sent.new_empty(sum(sizes)), sent, sizes, [part.numel() for part in parts], group
+    )
     split = received.split(sizes)
-    return tuple(part.view(shape) for part, shape in zip(split, shapes, strict=True))
+    return [part.view(tuple(shape)) for part, shape in zip(split, shapes, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -168,16 +124,15 @@ _QUERIES = 1024
 """How many queries' scores the plain products hold at a time."""
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return softmax(scale q k') v and, in fp32, log(sum(exp(scale q k'))).
 
     Queries, keys and values are (batch, heads, tokens, width), statistics (batch, heads, tokens).
     """
-    if _on_cpu(q, v):
+    kernels = _kernels(q, v)
+    if kernels == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
-    if _on_cuda(q, v):
+    if kernels == "cuda":
         output, statistics, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
         return output, statistics
     outputs, statistics = [], []
@@ -190,23 +145,24 @@ def forward(
 
 
 def backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    statistics: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    statistics: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of k and v, and what these keys contribute to that of q.
 
     ``output`` and ``statistics`` are over all keys, ``grad`` is the gradient of ``output``.
     """
-    if _on_cpu(q, v):
+    kernels = _kernels(q, v)
+    if kernels == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, output, statistics, 0.0, False, scale=scale
         )
-    if _on_cuda(q, v):
+    if kernels == "cuda":
         none = torch.empty((), dtype=torch.int64, device=q.device)  # nothing is drawn at random
         return _aten._scaled_dot_product_flash_attention_backward(
             *(grad, q, k, v, output, statistics, None, None, q.shape[2], k.shape[2]),
@@ -226,13 +182,14 @@ def backward(
     return torch.cat(grads_q, dim=2), grad_k, grad_v
 
 
-def _on_cpu(q: torch.Tensor, v: torch.Tensor) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
-
-
-def _on_cuda(q: torch.Tensor, v: torch.Tensor) -> bool:
-    halves = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and halves and q.shape[-1] == v.shape[-1] <= _WIDEST_HEAD
+def _kernels(q: Tensor, v: Tensor) -> str | None:
+    """Return which of PyTorch's flash kernels can be used, "cpu" or "cuda"; None: none."""
+    if q.shape[-1] != v.shape[-1]:
+        return None
+    if q.is_cuda:
+        halves = q.dtype in (torch.bfloat16, torch.float16)
+        return "cuda" if halves and q.shape[-1] <= _WIDEST_HEAD else None
+    return "cpu" if q.device.type == "cpu" else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -244,8 +201,8 @@ def _on_cuda(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float, group: DomainGroup
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, prefix: int, scale: float, group: DomainGroup
+) -> Tensor:
     """Compute attention of this process's queries to the keys of all processes of ``group``.
 
     Each tensor is (batch, heads, tokens, width); the first ``prefix`` keys are those of class and
@@ -264,19 +221,18 @@ class _Ring(torch.autograd.Function):
         # Keys and values of the patches are sent in one tensor.
         here = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
         keys, values = k, v  # in the first step with the prefix
-        output, statistics = None, None
+        output: Any = None
+        statistics: Any = None
         for step in range(1, group.size + 1):
             coming = group.rotate(here, step) if step < group.size else None
             found, total = forward(q, keys, values, scale)
-            found = found.float()
-            if output is None or statistics is None:
-                output, statistics = found, total
+            if output is None:
+                output, statistics = found.float(), total
             else:
-                output, statistics = combine_parts(output, statistics, found, total)
+                output, statistics = combine_parts(output, statistics, found.float(), total)
             if coming is not None:
                 here = coming()
                 keys, values = _split(here, k.shape[-1])
-        assert output is not None
         output = output.to(v.dtype)
         ctx.save_for_backward(q, k, v, output, statistics)
         ctx.prefix, ctx.scale, ctx.group = prefix, scale, group
@@ -290,7 +246,7 @@ class _Ring(torch.autograd.Function):
         here = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
         keys, values, before = k, v, prefix  # in the first step with the prefix
         grad_q, so_far = torch.zeros_like(q, dtype=torch.float32), None
-        prefix_grads: list[torch.Tensor] = []
+        prefix_grads: list[Tensor] = []
         for step in range(1, group.size + 1):
             coming = group.rotate(here, step) if step < group.size else None
             own_q, own_k, own_v = backward(grad, q, keys, values, output, statistics, ctx.scale)
@@ -314,7 +270,7 @@ class _Ring(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-def _split(joined: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(joined: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return keys, of this width, and values."""
     return joined[..., :width].contiguous(), joined[..., width:].contiguous()
 
@@ -327,19 +283,20 @@ def _split(joined: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def ulysses_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     prefix: tuple[int, int],
     scale: float,
     group: DomainGroup,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute attention of this process's queries to the keys of all processes of ``group``.
 
     Each tensor is (batch, heads, tokens, width). ``prefix``: how many of the queries, and of the
     keys, come first that are the same in all processes.
     """
     first, before = prefix
+    exchange = functools.partial(all_to_all, group=group.group)
     heads = k.shape[1] // group.size
     mine = slice(group.index * heads, (group.index + 1) * heads)
     # Of all heads of the patches here to some heads of all patches.
@@ -350,7 +307,7 @@ def ulysses_attention(
     here = torch.cat(patches, dim=-1)
     batch, width = len(here), here.shape[-1]
     shapes = [(batch, heads, count, width) for count in group.patches]
-    whole = torch.cat(group.exchange(here.split(heads, dim=1), shapes), dim=2)
+    whole = torch.cat(exchange(here.split(heads, dim=1), shapes), dim=2)
     *queries, keys, values = whole.split(widths, dim=-1)
 
     keys = torch.cat([k[:, mine, :before], keys], dim=2)
@@ -361,12 +318,12 @@ def ulysses_attention(
     output = []
     if first:
         part = found[:, :, :first]
-        parts = group.exchange([part] * group.size, [part.shape] * group.size)
+        parts = exchange([part] * group.size, [part.shape] * group.size)
         output.append(torch.cat(parts, dim=1))
     if queries:  # and back
         own = (batch, heads, group.patches[group.index], found.shape[-1])
         given = found[:, :, first:].split(group.patches, dim=2)
-        output.append(torch.cat(group.exchange(given, [own] * group.size), dim=1))
+        output.append(torch.cat(exchange(given, [own] * group.size), dim=1))
     return torch.cat(output, dim=2)
 
 
@@ -376,7 +333,7 @@ def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> No
     ``form`` is "ring" or "ulysses".
     """
 
-    def product(own_queries: bool, q, k, v) -> torch.Tensor:
+    def product(own_queries: bool, q, k, v) -> Tensor:
         scale, before = q.shape[-1] ** -0.5, k.shape[2] - group.patches[group.index]
         first = q.shape[2] if own_queries else before
         q, k = q.to(v.dtype), k.to(v.dtype)
@@ -402,34 +359,24 @@ def image_rows(run: Run[Any], place: int) -> range:
     return range(rows.start * patch, rows.stop * patch)
 
 
-def places_of_part(mesh: Mesh, here: int) -> tuple[range, int]:
-    """Return the places in the mesh of those that share images with the one at ``here``, and which
-    of them that is."""
-    part = mesh.batch_part(here)
-    places = range(part * mesh.domain, (part + 1) * mesh.domain)
-    return places, here - places.start
-
-
 def open_loader(
     run: Run[Any], open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
 ) -> BatchLoader:
     """Open this process's loader, as ``training.backend.Backend.loader`` says."""
     mesh, here = run.mesh, dist.get_rank()
     part, of_host = mesh.batch_part(here), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if mesh.domain == 1:
-        return open_share(Share(part, mesh.batch_parts, of_host=of_host))
-    if reads_rows:
-        return open_share(Share(part, mesh.batch_parts, image_rows(run, here), of_host=of_host))
+    if mesh.domain == 1 or reads_rows:
+        own = None if mesh.domain == 1 else image_rows(run, here)
+        return open_share(Share(part, mesh.batch_parts, own, of_host=of_host))
     of_part = images // mesh.batch_parts
-    sources = math.gcd(mesh.domain, of_part)
-    places, index = places_of_part(mesh, here)
+    sources, index = math.gcd(mesh.domain, of_part), here % mesh.domain
     share = Share(
         part * sources + min(index, sources - 1),
         mesh.batch_parts * sources,
         loads=index < sources,
         of_host=of_host,
     )
-    rows = [image_rows(run, place) for place in places]
+    rows = [image_rows(run, place) for place in range(mesh.domain)]
     # A group of its own, for tensors on the CPU.
     ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
     group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
@@ -471,7 +418,7 @@ class SharedImages:
             shape = (images.shape[1], mine, *images.shape[3:])
             yield self._exchange(parts, shape), self._exchange([labels] * len(self.rows), ())
 
-    def _exchange(self, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    def _exchange(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Send each process its part; return those of all sources, of ``shape`` each image."""
         others = len(self.rows) - self.sources
         shapes = [(self.each, *shape)] * self.sources + [(0, *shape)] * others

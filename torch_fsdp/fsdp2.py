@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -13,26 +13,22 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from models.positions import PartOfPositions
 from torch_fsdp.devices import Device
-from torch_fsdp.optimizers import LossScale
 from torch_fsdp.parallelize import DOMAIN, SHARD, make_device_meshes, parallelize
-from torch_fsdp.recipe import ZERO_NAMES, TorchRun
+from torch_fsdp.recipe import TorchRun
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
-from training.optimizers import not_finite
 
 
 class Fsdp2Backend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
-        is_fp16 = self._sharding.precision == "fp16"
-        self._loss_scale = LossScale(device.where) if is_fp16 else None
-        self._meshes = make_device_meshes(run, device.where)
+        self._mesh, self._image_mesh = make_device_meshes(run, device.where)
         self._parameters: dict[str, DTensor] = {}
         self._positions: dict[str, PartOfPositions] = {}
 
     def _describe_form(self) -> str:
-        form = f"FSDP2 {ZERO_NAMES[self._zero]}, each block a unit"
+        form = f"FSDP2 ZeRO-{self._zero}, each block a unit"
         if self._zero == 0:
             form = "FSDP2 as data parallel (no sharding)"
         if self._recipe.domain_attention:
@@ -42,8 +38,9 @@ class Fsdp2Backend(TorchBackend):
     def _parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
+        meshes = (self._mesh, self._image_mesh)
         self._positions = parallelize(
-            model, units, initialize, self._run, self._meshes, self._device.where
+            model, units, initialize, self._run, meshes, self._device.where
         )
         self._model = model
         positions = {id(part.values): name for name, part in self._positions.items()}
@@ -54,7 +51,7 @@ class Fsdp2Backend(TorchBackend):
         return model
 
     def _shard_groups(self) -> list[dist.ProcessGroup]:
-        return [self._meshes.parameters.get_group(SHARD)]
+        return [self._mesh.get_group(SHARD)]
 
     # -- a step -----------------------------------------------------------------------
 
@@ -75,38 +72,13 @@ class Fsdp2Backend(TorchBackend):
             if isinstance(parameter.grad, DTensor):
                 self._locals[name].grad = parameter.grad.to_local()
 
-    def _drop_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        if self._loss_scale is not None:
-            parts = self._locals.values()
-            self._loss_scale.unscale([part.grad for part in parts if part.grad is not None])
-        return super()._clip_grad_norm(max_norm)
-
-    def _count_as_bad(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
-        """Count no overflow of fp16 gradients as a bad step while the scale can still shrink."""
-        if self._loss_scale is None:
-            return skipped
-        bad_loss = not_finite(loss, loss)
-        bad = torch.maximum(bad_loss, skipped * self._loss_scale.is_least())
-        self._loss_scale.update(overflowed=skipped, counts=1 - bad_loss)
-        return bad
-
-    def _squares(self) -> Iterator[torch.Tensor]:
+    def _sharded_alike(self) -> list[tuple[Collection[str], list[dist.ProcessGroup]]]:
         # Without sharding all parameters are replicated, but positions differ along "domain".
-        divided: set[str] = set(self._positions) if self._zero == 0 else set()
-        yield self._square(self._locals.keys() - divided, self._shard_groups())
-        if divided:
-            yield self._square(divided, [self._meshes.images.get_group(DOMAIN)])
-
-    def _step_state(self) -> dict[str, torch.Tensor]:
-        return {} if self._loss_scale is None else self._loss_scale.state()
-
-    def _restore_step_state(self, state: dict[str, torch.Tensor]) -> None:
-        if self._loss_scale is not None and "loss_scale" in state:
-            self._loss_scale.restore(state)
+        if self._zero != 0 or not self._positions:
+            return super()._sharded_alike()
+        others = self._locals.keys() - self._positions.keys()
+        over_domain = [self._image_mesh.get_group(DOMAIN)]
+        return [(others, self._shard_groups()), (self._positions.keys(), over_domain)]
 
     # -- checkpoints ------------------------------------------------------------------
 

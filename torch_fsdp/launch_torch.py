@@ -22,10 +22,8 @@ from training.backend import Backend
 from training.errors import UsageError, is_first_of_torchrun
 from training.processes.exchange import without_greetings
 
-Body = Callable[[TorchRun, Backend], None]
 
-
-def launch(body: Body, run: TorchRun) -> None:
+def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
     """Call ``body(run, backend)`` in this process, one of a process group's."""
     device = devices.choose()
     device.start()
@@ -48,13 +46,33 @@ def launch(body: Body, run: TorchRun) -> None:
 
 
 def _init_process_group(device: Device) -> None:
-    """Make the process group of the processes that torchrun started, or of a lone one."""
+    """Make the process group of the processes that torchrun started, or of a lone one.
+
+    Raises UsageError in all processes if some have an accelerator and some not. Its collectives
+    would wait for all, and ``--fsdp auto`` might even choose different forms.
+    """
+    rank, world_size = 0, 1
+    store: Store = dist.HashStore()
     if "RANK" in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store: dist.Store = join(rank, world_size)
-        _check_devices_alike(store, world_size, device)
-    else:
-        rank, world_size, store = 0, 1, dist.HashStore()
+        store = join(rank, world_size)
+        if device.is_host:
+            store.set("without", socket.gethostname())
+        else:
+            store.add("with", 1)
+            store.set("accelerator", device.noun)
+            store.set("status_command", device.status_command)
+        if store.add("told_device", 1) == world_size:
+            store.set("all_told_device", "")
+        store.wait(["all_told_device"])
+        if 0 < store.add("with", 0) < world_size:
+            keys = ("without", "accelerator", "status_command")
+            host, wanted, command = (store.get(key).decode() for key in keys)
+            raise UsageError(
+                f"PyTorch finds no {wanted} on {host}, but on other nodes: see what {command} says "
+                "there, or start without that node",
+                agreed=True,
+            )
     dist.init_process_group(
         device.collectives,
         store=store,
@@ -62,31 +80,6 @@ def _init_process_group(device: Device) -> None:
         world_size=world_size,
         device_id=device.bound_to,
     )
-
-
-def _check_devices_alike(store: dist.Store, world_size: int, device: Device) -> None:
-    """Raises UsageError in all processes if some have an accelerator and some not.
-
-    Its collectives would wait for all, and ``--fsdp auto`` might even choose different forms.
-    """
-    if device.is_host:
-        store.set("without", socket.gethostname())
-    else:
-        store.add("with", 1)
-        store.set("accelerator", device.noun)
-        store.set("status_command", device.status_command)
-    if store.add("told_device", 1) == world_size:
-        store.set("all_told_device", "")
-    store.wait(["all_told_device"])
-    if 0 < store.add("with", 0) < world_size:
-        host, wanted, command = (
-            store.get(key).decode() for key in ("without", "accelerator", "status_command")
-        )
-        raise UsageError(
-            f"PyTorch finds no {wanted} on {host}, but on other nodes: see what {command} says "
-            "there, or start without that node",
-            agreed=True,
-        )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -107,39 +100,23 @@ def join(rank: int, world_size: int) -> Store:
     store when it restarts processes (pytorch #135712), and the new ones would read the addresses of
     the old ones there: so each start has a prefix of its own.
     """
-    # By torchrun's own count, which is a node's: where nodes restart together, as with
-    # launch/meet.py and --rdzv-id, they number their starts in common.
-    count = os.environ.get("RENDEZVOUS_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    start = int(count or 0)
-    patience = _Patience(rank)
-    store = _open_store(rank, world_size, patience)
-    here = PrefixStore(f"start_{start}", store)
-    later = PrefixStore(f"start_{start + 1}", store)
-    here.set(f"rank_{rank}", socket.gethostname())
-    here.add("count", 1)
-    pause = 0.01
-    while here.add("count", 0) < world_size:
-        if later.check(["count"]):
-            patience.end("other nodes have started their processes once more since: ending this")
-        patience.wait(lambda: _missing(here, rank, world_size))
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
-    return here
-
-
-def _open_store(rank: int, world_size: int, patience: _Patience) -> Store:
+    began = time.monotonic()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = rank == 0 and not by_agent
-    while not serves:  # TCPStore would wait for its server deaf to signals
+    serves, why_not = rank == 0 and not by_agent, ""
+
+    def answers() -> bool:
+        nonlocal why_not
         try:
             socket.create_connection((address, port), timeout=5).close()
-            break
         except OSError as error:
-            who = f"rank 0 at {address}:{port} ({error.strerror or error})"
-            patience.wait(lambda who=who: who)  # type: ignore[misc]
-            time.sleep(0.5)
-    return TCPStore(
+            why_not = error.strerror or str(error)
+            return False
+        return True
+
+    if not serves:  # TCPStore would wait for its server deaf to signals
+        _wait_until(answers, lambda: f"rank 0 at {address}:{port} ({why_not})", rank, began)
+    store = TCPStore(
         address,
         port,
         world_size,
@@ -148,46 +125,62 @@ def _open_store(rank: int, world_size: int, patience: _Patience) -> Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
+    # By torchrun's own count, which is a node's: where nodes restart together, as with
+    # launch/meet.py and --rdzv-id, they number their starts in common.
+    count = os.environ.get("RENDEZVOUS_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    start = int(count or 0)
+    here, later = (PrefixStore(f"start_{number}", store) for number in (start, start + 1))
+    here.set(f"rank_{rank}", socket.gethostname())
+    here.add("count", 1)
+
+    def all_are_here() -> bool:
+        if here.add("count", 0) >= world_size:
+            return True
+        if later.check(["count"]):
+            _say(rank, "other nodes have started their processes once more since: ending this")
+            sys.exit(1)
+        return False
+
+    def missing() -> str:
+        first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+        if any(here.check([f"rank_{other}"]) for other in range(first, rank)):
+            return ""  # another process of this node says it
+        ranks = [str(other) for other in range(world_size) if not here.check([f"rank_{other}"])]
+        names, more = ", ".join(ranks[:_NAMES_SHOWN]), len(ranks) - _NAMES_SHOWN
+        names += f" and {more} more" if more > 0 else ""
+        return f"rank{'s' * (len(ranks) > 1)} {names} of {world_size}"
+
+    _wait_until(all_are_here, missing, rank, began)
+    return here
 
 
-def _missing(store: Store, rank: int, world_size: int) -> str:
-    """Return which ranks are missing; "" where another process of this node says it."""
-    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
-    if any(store.check([f"rank_{other}"]) for other in range(first, rank)):
-        return ""
-    ranks = [other for other in range(world_size) if not store.check([f"rank_{other}"])]
-    more = len(ranks) - _NAMES_SHOWN
-    names = ", ".join(map(str, ranks[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {names} of {world_size}"
+def _wait_until(
+    arrived: Callable[[], bool], missing: Callable[[], str], rank: int, began: float
+) -> None:
+    """Print now and then who is ``missing``, until all have ``arrived``.
 
-
-class _Patience:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._limit = int(os.environ.get("JOIN_TIMEOUT") or _LIMIT_SECONDS)
-        self._begin = self._said = time.monotonic()
-
-    def wait(self, missing: Callable[[], str]) -> None:
-        """Print now and then who is ``missing``, and end at the limit; to be called repeatedly."""
-        now = time.monotonic()
-        if now - self._said >= SAY_SECONDS:
-            self._said = now
+    Ends the process at the limit, counted from ``began``: by a failure, not as for a wrong flag, so
+    launchers try again.
+    """
+    limit, pause = int(os.environ.get("JOIN_TIMEOUT") or _LIMIT_SECONDS), 0.01
+    said = time.monotonic() - began
+    while not arrived():
+        seconds = time.monotonic() - began
+        if limit and seconds >= limit:
             if who := missing():
-                self._say(f"waiting for {who}, {now - self._begin:.0f} s so far")
-        if self._limit and now - self._begin >= self._limit:
-            who = missing()
-            self.end(
-                f"{who} did not come within {self._limit} s (JOIN_TIMEOUT): the log of "
-                "their node says why"
-                if who
-                else ""
-            )
+                _say(
+                    rank,
+                    f"{who} did not come within {limit} s (JOIN_TIMEOUT): the log of their node "
+                    "says why",
+                )
+            sys.exit(1)
+        if seconds - said >= SAY_SECONDS:
+            said = seconds
+            if who := missing():
+                _say(rank, f"waiting for {who}, {seconds:.0f} s so far")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
 
-    def end(self, reason: str) -> None:
-        """End the process with code 1: a failure, not a wrong flag, so launchers try again."""
-        if reason:
-            self._say(reason)
-        sys.exit(1)
 
-    def _say(self, text: str) -> None:
-        print(f"run_vit_training.py: rank {self._rank}: {text}", file=sys.stderr, flush=True)
+def _say(rank: int, text: str) -> None:
+    print(f"run_vit_training.py: rank {rank}: {text}", file=sys.stderr, flush=True)

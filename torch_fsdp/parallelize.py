@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from models.initialize import cast_buffers
 from models.positions import PartOfPositions, TokenPart
-from torch_fsdp.domain import DomainGroup, attend_over_processes, domain_group
+from torch_fsdp.domain import DomainGroup, attend_over_processes
 from torch_fsdp.recipe import TorchRun, parallelize_block
 from training.backend import InitializeModule
 
@@ -31,28 +30,21 @@ OUTER, SHARD, DOMAIN = "dcn", "fsdp", "domain"
 """The axes: of replicas, of the shards of a replica, and of the rows of an image."""
 
 
-@dataclass(frozen=True)
-class DeviceMeshes:
-    """The mesh of a run as PyTorch's device meshes."""
+def make_device_meshes(run: TorchRun, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
+    """Make the run's mesh as PyTorch's; all processes must call it.
 
-    parameters: DeviceMesh
-    """(dcn, fsdp): processes that share an image shard parameters like all others."""
-    images: DeviceMesh
-    """(dcn, fsdp, domain); the same as ``parameters`` where no processes share an image."""
-
-
-def make_device_meshes(run: TorchRun, device: torch.device) -> DeviceMeshes:
-    """Make the device meshes; all processes must call it."""
+    Returns (dcn, fsdp), over which parameters are sharded: processes that share an image shard them
+    like all others. And (dcn, fsdp, domain), the same one where no processes share an image.
+    """
     mesh = run.mesh
     shape: tuple[int, ...] = (mesh.dcn, mesh.fsdp * mesh.domain)
     if run.recipe.zero == 0:
         shape = (mesh.devices, 1)
     parameters = init_device_mesh(device.type, shape, mesh_dim_names=(OUTER, SHARD))
     if mesh.domain == 1:
-        return DeviceMeshes(parameters, parameters)
+        return parameters, parameters
     shape = (mesh.dcn, mesh.fsdp, mesh.domain)
-    images = init_device_mesh(device.type, shape, mesh_dim_names=(OUTER, SHARD, DOMAIN))
-    return DeviceMeshes(parameters, images)
+    return parameters, init_device_mesh(device.type, shape, mesh_dim_names=(OUTER, SHARD, DOMAIN))
 
 
 def parallelize(
@@ -60,21 +52,24 @@ def parallelize(
     units: list[tuple[str, nn.Module]],
     initialize: InitializeModule,
     run: TorchRun,
-    meshes: DeviceMeshes,
+    meshes: tuple[DeviceMesh, DeviceMesh],
     device: torch.device,
 ) -> dict[str, PartOfPositions]:
     """Fill, change and shard ``model``, which is on the meta device, in place.
 
     ``units``: each block with its name, then the model around them. The host holds one of them at
     a time: it is filled on the CPU, and ``fully_shard`` moves this process's part to the device.
-    Returns the position embeddings that were divided over the processes that share an image, by
-    their names.
+    ``meshes`` are of ``make_device_meshes``. Returns the position embeddings that were divided over
+    the processes that share an image, by their names.
     """
-    recipe = run.recipe
+    recipe, (mesh, image_mesh) = run.recipe, meshes
 
     # Attention sees the tokens of all processes that share an image.
     if recipe.domain_attention:
-        group = domain_group(run, meshes.images.get_group(DOMAIN))
+        index = image_mesh.get_local_rank(DOMAIN)
+        rows, across = run.model.sizes.grid[0], run.model.sizes.row_patches
+        patches = [len(run.mesh.rows_of(rows, place)) * across for place in range(run.mesh.domain)]
+        group = DomainGroup(image_mesh.get_group(DOMAIN), index, tuple(patches))
         attend_over_processes(model, recipe.domain_attention, group)
 
     # Each block: its weights; TransformerEngine's or timm's block, recomputation, torch.compile;
@@ -84,16 +79,34 @@ def parallelize(
         initialize(block, name)
         block = parallelize_block(model, name, block, recipe, device)
         cast_buffers(block, recipe.dtype)
-        blocks.append(_shard(block, run, meshes.parameters))
+        blocks.append(_shard(block, run, mesh))
 
     # What is around the blocks. Processes that share an image have the positions of their tokens.
     initialize(model, "")
-    positions = {}
+    positions: dict[str, PartOfPositions] = {}
     if recipe.domain_attention:
-        positions = _divide_tokens(model, run, meshes.images, group)
-    _shard(model, run, meshes.parameters, is_root=True)
+        first, here = sum(patches[:index]), patches[index]
+        part = TokenPart(first, here, sum(patches), group.sum, group.largest)
+        positions = run.model.compute_on_part(model, part)
+    for module in positions.values():
+        # Processes along "domain" have other positions: those along "dcn" and "fsdp" alone hold,
+        # and reduce, the same ones.
+        fully_shard(module, **_options(run, image_mesh))
+        # A mean is taken over those; all others' gradients are of a mean over "domain", too.
+        module.register_forward_hook(
+            lambda _, __, values: _ScaleGradient.apply(values, 1 / group.size)
+        )
+    _shard(model, run, mesh, is_root=True)
 
-    _set_prefetch(blocks, recipe.forward_prefetch, recipe.backward_prefetch)
+    # How many blocks are unsharded ahead of the one that computes.
+    for i, sharded in enumerate(blocks):
+        if recipe.forward_prefetch:
+            after = blocks[i + 1 : i + 1 + recipe.forward_prefetch]
+            sharded.set_modules_to_forward_prefetch(after)
+        before = blocks[max(0, i - recipe.backward_prefetch) : i][::-1]
+        # An empty list means PyTorch's own order, one ahead. The block itself, which is unsharded
+        # already, means none.
+        sharded.set_modules_to_backward_prefetch(before or [sharded])
     recipe.blocks.wrap_model(model)
     return positions
 
@@ -134,35 +147,6 @@ def _placement(parameter: nn.Parameter, parts: int) -> Shard | None:
     if parameter.dim() != 3 or parameter.shape[0] != 1:
         return None
     return next((Shard(d) for d in (1, 2) if parameter.shape[d] % parts == 0), None)
-
-
-def _set_prefetch(blocks: list[FSDPModule], forward: int, backward: int) -> None:
-    """Unshard so many blocks ahead of the one that computes."""
-    for index, block in enumerate(blocks):
-        if forward:
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + forward])
-        before = blocks[max(0, index - backward) : index][::-1]
-        # An empty list means PyTorch's own order, one ahead. The block itself, which is unsharded
-        # already, means none.
-        block.set_modules_to_backward_prefetch(before or [block])
-
-
-def _divide_tokens(
-    model: nn.Module, run: TorchRun, mesh: DeviceMesh, group: DomainGroup
-) -> dict[str, PartOfPositions]:
-    """Let the model, which has its values, compute with the tokens of this process."""
-    here, before = group.patches[group.index], sum(group.patches[: group.index])
-    part = TokenPart(before, here, sum(group.patches), group.sum, group.largest)
-    positions = run.model.compute_on_part(model, part)
-    for module in positions.values():
-        # Processes along "domain" have other positions: those along "dcn" and "fsdp" alone hold,
-        # and reduce, the same ones.
-        fully_shard(module, **_options(run, mesh))
-        # A mean is taken over those; all others' gradients are of a mean over "domain", too.
-        module.register_forward_hook(
-            lambda _, __, values: _ScaleGradient.apply(values, 1 / group.size)
-        )
-    return positions
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,12 +21,10 @@ from torch.utils.checkpoint import (
 
 from torch_fsdp.config import TorchConfig
 from torch_fsdp.devices import Device
-from training.backend import Backend
 from training.config import RunConfig
 from training.mesh import Mesh
 from training.resolve import Run
 
-ZERO_NAMES = ("no sharding", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _aten: Any = torch.ops.aten
@@ -90,20 +88,14 @@ class TorchRecipe:
     """FSDP2: shards are in host memory."""
 
 
-class ClosableBackend(Backend, Protocol):
-    """A backend whose process groups end before the process does."""
-
-    def close(self) -> None:
-        """Free all that uses a process group."""
-
-
 @dataclass(frozen=True)
 class Form:
     """One form of FSDP."""
 
     check: Callable[[RunConfig, TorchConfig, Mesh, Device], None]
     """Raises UsageError for flags that this form cannot follow."""
-    open_backend: Callable[[TorchRun, Device], ClosableBackend]
+    open_backend: Callable[[TorchRun, Device], Any]
+    """Returns a ``TorchBackend``, whose modules are imported only then."""
     written_for: Mapping[str, str] = field(default_factory=dict)
     """The versions of packages whose private names it uses."""
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from models.config import ModelError
 from torch_fsdp import devices
-from torch_fsdp.config import TorchConfig
+from torch_fsdp.config import ZERO_FLAGS, TorchConfig
 from torch_fsdp.devices import Device
 from torch_fsdp.recipe import DTYPES, Form, TimmBlocks, TorchRecipe, TorchRun
 from training.config import RunConfig
@@ -26,6 +26,7 @@ from training.resolve import (
     check_batch,
     check_rows,
     resolve_common,
+    resolve_domain,
     resolve_model,
 )
 from training.teacher import with_teacher
@@ -78,8 +79,7 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
     _check_precision(config, own, device)
 
     config, model = resolve_model(config)  # after what is known at once: timm takes a second
-    if mesh.domain > 1:
-        config = resolve_domain(config, own, mesh, model)
+    config = _resolve_domain(config, own, mesh, model)
     recipe = TorchRecipe(
         domain_attention=config.sharding.domain_attention if mesh.domain > 1 else None,
         blocks=blocks,
@@ -110,21 +110,17 @@ def _check_devices(device: Device) -> None:
 
 
 def _zero_dp_strategy(config: RunConfig, own: TorchConfig) -> int:
-    """Return 0 to 3, by ``--zero_dp_strategy`` or the two older flags for 0 and 2.
+    """Return 0 to 3, by ``--zero_dp_strategy`` or an older flag.
 
     Raises UsageError where they contradict each other, or the mesh.
     """
-    shortcuts = {
-        "--run_without_fsdp": (config.sharding.run_without_fsdp, 0),
-        "--no_reshard_after_forward": (not config.sharding.reshard_after_forward, 2),
-    }
     strategy = own.zero_dp_strategy
-    for flag, (given, means) in shortcuts.items():
-        if given and own.zero_dp_strategy not in (None, means):
-            raise UsageError(
-                f"{flag} means --zero_dp_strategy {means}, not {own.zero_dp_strategy}: drop one"
-            )
-        if given and strategy is None:
+    for flag, (field, value, means) in ZERO_FLAGS.items():
+        if getattr(config.sharding, field) == value:
+            if strategy not in (None, means):
+                raise UsageError(
+                    f"{flag} means --zero_dp_strategy {means}, not {strategy}: drop one"
+                )
             strategy = means
     for name in ("mesh_dcn", "mesh_fsdp"):
         if strategy == 0 and getattr(config.sharding, name) not in (None, 1):
@@ -143,11 +139,10 @@ def _check_precision(config: RunConfig, own: TorchConfig, device: Device) -> Non
         raise UsageError("--reduce_dtype fp16 requires --precision fp16, whose loss is scaled")
 
 
-def resolve_domain(config: RunConfig, own: TorchConfig, mesh: Mesh, model: ModelSpec) -> RunConfig:
-    """Return the configuration with ``--domain_attention`` decided, for a mesh with a domain axis.
-
-    Raises UsageError.
-    """
+def _resolve_domain(config: RunConfig, own: TorchConfig, mesh: Mesh, model: ModelSpec) -> RunConfig:
+    """Decide ``--domain_attention``, if processes share images. Raises UsageError."""
+    if mesh.domain == 1:
+        return config
     given = f"--mesh_domain {mesh.domain}"
     check_rows(mesh, model)
     if own.block == "te":
@@ -165,16 +160,13 @@ def resolve_domain(config: RunConfig, own: TorchConfig, mesh: Mesh, model: Model
     if reason:
         reason = ModelError(reason).told(MODEL_FLAG)
         raise UsageError(f"{given} on GPUs is incompatible with --model {model.name}: {reason}")
-    form, heads = config.sharding.domain_attention, model.sizes.num_heads
-    if form == "gather":
-        raise UsageError("--domain_attention gather requires --backend xla: use ring or ulysses")
-    if form == "ulysses" and heads % mesh.domain:
-        raise UsageError(
-            f"--domain_attention ulysses requires heads that {given} divides, not {heads}: use ring"
-        )
-    if form == "auto":
-        form = "ring" if heads % mesh.domain else "ulysses"
-    return replace(config, sharding=replace(config.sharding, domain_attention=form))
+    heads, refused = (
+        model.sizes.num_heads,
+        {"gather": "requires --backend xla: use ring or ulysses"},
+    )
+    if heads % mesh.domain:
+        refused["ulysses"] = f"requires heads that {given} divides, not {heads}: use ring"
+    return resolve_domain(config, mesh, refused, auto="ring" if "ulysses" in refused else "ulysses")
 
 
 # FSDP2, which every device can run.

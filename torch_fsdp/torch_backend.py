@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,13 +14,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from data.loader import Batch, BatchLoader, Share
-from torch_fsdp import optimizers
 from torch_fsdp.devices import Device
 from torch_fsdp.domain import image_rows, open_loader
-from torch_fsdp.optimizers import Muon, PartsAverage
+from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.recipe import DTYPES, TorchRun
 from training.backend import InitializeModule, State, pass_seed
-from training.optimizers import Updates, count_skipped, key_of, no_counts, not_finite, ns_dtype
+from training.optimizers import (
+    UPDATES,
+    Updates,
+    WeightAverage,
+    count_skipped,
+    no_counts,
+    not_finite,
+)
 from training.processes.stopping import largest_of_all
 from training.resolve import Run
 
@@ -48,9 +54,11 @@ class TorchBackend(abc.ABC):
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._locals: dict[str, nn.Parameter] = {}
         """This process's part of each parameter, by names in the plain model."""
-        self._ema: PartsAverage | None = None
+        self._ema: WeightAverage | None = None
         self._frozen: TorchBackend | None = None
         self._skipped = no_counts().to(device.where)
+        is_fp16 = run.config.sharding.precision == "fp16"
+        self._loss_scale = LossScale(device.where) if is_fp16 else None
 
     # -- the form of FSDP -------------------------------------------------------------
 
@@ -65,14 +73,6 @@ class TorchBackend(abc.ABC):
         """Give each of ``_locals`` its part of the complete gradient."""
 
     @abc.abstractmethod
-    def _drop_gradients(self) -> None:
-        """Free or zero the gradients that ``_collect_gradients`` read."""
-
-    @abc.abstractmethod
-    def _squares(self) -> Iterator[torch.Tensor]:
-        """Yield sums of squares, scalars, which add up to that of all gradients; see _square."""
-
-    @abc.abstractmethod
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return ``values``, laid out as a local parameter, as a part of the global tensor."""
 
@@ -83,15 +83,18 @@ class TorchBackend(abc.ABC):
     @abc.abstractmethod
     def _describe_form(self) -> str: ...
 
-    def _step_state(self) -> dict[str, torch.Tensor]:
-        """Return what else the next step depends on, to be saved with the optimizer's state."""
-        return {}
-
-    def _after_load(self) -> None:  # noqa: B027
+    @abc.abstractmethod
+    def _after_load(self) -> None:
         """Update what the model computes with: ``_locals`` have new values."""
 
-    def _restore_step_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
-        """Restore what ``_step_state`` returned, as far as a checkpoint has it."""
+    def _drop_gradients(self) -> None:
+        """Free the gradients that ``_collect_gradients`` read."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _sharded_alike(self) -> list[tuple[Collection[str], list[dist.ProcessGroup]]]:
+        """Return all parameters' names, in groups, with the processes that shard each group."""
+        return [(self._locals.keys(), self._shard_groups())]
 
     # -- model and optimizer ----------------------------------------------------------
 
@@ -113,41 +116,19 @@ class TorchBackend(abc.ABC):
         return self._frozen.shard(model, list(run.model.units(model)), initialize)
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
-        self._optimizer = optimizers.build_optimizer(
+        self._optimizer = PartsOptimizer(
             self._locals,
+            lambda name: self._global_view(name, self._locals[name].detach()),
             updates,
-            betas=betas,
+            self._run.config,
             eps=eps,
-            fused=self._device.fused_adamw and not self._rounds_moments,
-            dtype=torch.bfloat16 if self._rounds_moments else None,
+            betas=betas,
+            fused=self._device.fused_adamw,
+            group=next(iter(self._shard_groups()), None),
         )
-        self._rounding_keys = self._make_rounding_keys() if self._rounds_moments else None
-        rules = {update.rule for update in updates.values()}
-        self._is_lion = "lion" in rules
-        self._muon: Muon | None = None
-        if "muon" in rules:
-            self._muon = Muon(
-                self._optimizer,
-                self._locals,
-                lambda name: self._global_view(name, self._locals[name].detach()),
-                updates,
-                next(iter(self._shard_groups()), None),
-                ns_dtype(self._sharding.precision),
-                eps,
-            )
         if self._run.config.ema.model_ema:
-            self._ema = PartsAverage(self._locals, self._run.config.ema)
-
-    def _make_rounding_keys(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the key of the random bits that round each part's moments: the same for the same
-        part of a parameter in all replicas, which would diverge otherwise."""
-        keys: dict[torch.Tensor, torch.Tensor] = {}
-        for name, part in self._locals.items():
-            view = self._global_view(name, part.detach())
-            offsets = [chunk.offsets for chunk in getattr(view, "chunks", ())]
-            key = key_of(self._run.config.seed, name, *offsets)
-            keys[part] = torch.tensor(key, dtype=torch.int32, device=part.device)
-        return keys
+            updates_seen = torch.zeros((), device=next(iter(self._locals.values())).device)
+            self._ema = WeightAverage(self._locals, self._run.config.ema, updates_seen)
 
     # -- a step -----------------------------------------------------------------------
 
@@ -179,8 +160,10 @@ class TorchBackend(abc.ABC):
     def optimizer_step(
         self, lr: float, max_norm: float, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        optimizers.set_lr(self._optimizer, lr)
         self._collect_gradients()
+        if self._loss_scale is not None:
+            parts = self._locals.values()
+            self._loss_scale.unscale([part.grad for part in parts if part.grad is not None])
         norm = self._clip_grad_norm(max_norm)
         skipped = not_finite(loss, norm)
         mesh = self._run.mesh
@@ -188,8 +171,14 @@ class TorchBackend(abc.ABC):
             # Several processes hold the same part of a parameter, or compute the loss of the same
             # images: each has computed a norm of its own, and they must decide alike.
             dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
-        self._skipped = count_skipped(self._skipped, self._count_as_bad(loss, skipped))
-        self._update(skipped)
+        bad = skipped
+        if self._loss_scale is not None:
+            # No overflow of gradients is a bad step while the scale can still shrink.
+            bad_loss = not_finite(loss, loss)
+            bad = torch.maximum(bad_loss, skipped * self._loss_scale.is_least())
+            self._loss_scale.update(overflowed=skipped, counts=1 - bad_loss)
+        self._skipped = count_skipped(self._skipped, bad)
+        self._update(lr, skipped)
         if self._ema is not None:
             self._ema.update(skipped)
         for part in self._locals.values():
@@ -197,47 +186,27 @@ class TorchBackend(abc.ABC):
         self._drop_gradients()
         return norm, self._skipped
 
-    def _update(self, skipped: torch.Tensor) -> None:
+    def _update(self, lr: float, skipped: torch.Tensor) -> None:
         """Take the optimizer's step, unless ``skipped`` is 1.0."""
-        if self._is_lion:
-            optimizers.step_lion_unless(self._optimizer, skipped)
-            return
-        if self._muon is not None:
-            self._muon.step_unless(skipped)
-        if self._rounding_keys is not None or not self._device.fused_adamw:
-            optimizers.step_unless(self._optimizer, skipped, self._rounding_keys)
-            return
-        optimizer: Any = self._optimizer
-        # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:
-        # it must be there now, AdamW's own copying would not wait.
-        part = next(iter(self._locals.values()))
-        optimizer.found_inf = skipped.to(part.device)
-        optimizer.step()
-
-    def _count_as_bad(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
-        """Return 1.0 if the step counts as a bad one, else 0.0; called before the update."""
-        return skipped
+        self._optimizer.step_unless(lr, skipped)
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scale gradients down to ``max_norm``, if above 0; returns their norm before, a scalar.
 
         PyTorch's own clips by each DTensor's norm; uneven parts need one sum of squares.
         """
-        parts = list(self._locals.values())
-        first, *others = self._squares()
-        norm = sum(others, start=first).sqrt()
+        squares = []
+        for names, groups in self._sharded_alike():
+            parts = (self._locals[name].grad for name in self._locals if name in names)
+            gradients = [grad for grad in parts if grad is not None]
+            square = nn.utils.get_total_norm(gradients, foreach=True).to(self._device.where)
+            squares.append(square.square())
+            for group in groups:
+                dist.all_reduce(squares[-1], group=group)
+        norm = sum(squares[1:], start=squares[0]).sqrt()
         if max_norm > 0:
-            nn.utils.clip_grads_with_norm_(parts, max_norm, norm, foreach=True)
+            nn.utils.clip_grads_with_norm_(self._locals.values(), max_norm, norm, foreach=True)
         return norm
-
-    def _square(self, names: Collection[str], groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
-        """Return the sum of squares of these parameters' gradients, which ``groups`` shard."""
-        parts = (self._locals[name].grad for name in self._locals if name in names)
-        gradients = [grad for grad in parts if grad is not None]
-        square = nn.utils.get_total_norm(gradients, foreach=True).to(self._device.where).square()
-        for group in groups:
-            dist.all_reduce(square, group=group)
-        return square
 
     def ema_weights(self) -> AbstractContextManager[None]:
         assert self._ema is not None
@@ -274,8 +243,7 @@ class TorchBackend(abc.ABC):
     def barrier(self) -> None:
         dist.barrier()
 
-    def largest_of_all(self, value: int) -> Callable[[], int]:
-        return largest_of_all(value)
+    largest_of_all = staticmethod(largest_of_all)
 
     # -- reports ----------------------------------------------------------------------
 
@@ -296,7 +264,8 @@ class TorchBackend(abc.ABC):
             "channels last": own.channels_last,
             "CPU offload": own.cpu_offload,
         }
-        return "GPU: " + ", ".join(parts + [name for name, on in flags.items() if on])
+        used = [name for name, on in flags.items() if on]
+        return f"{self._device.noun}: {', '.join(parts + used)}"
 
     def counters(self) -> dict[str, int]:
         if not self._own.compile:
@@ -308,18 +277,15 @@ class TorchBackend(abc.ABC):
 
     def state_bytes(self) -> dict[str, int]:
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
-        sizes = {
-            "parameters": self._parameter_bytes(),
-            "optimizer": sum(tensor.nbytes for tensor in state),
+        tensors: dict[str, Iterable[torch.Tensor]] = {
+            "parameters": self._locals.values(),
+            "optimizer": state,
         }
         if self._ema is not None:
-            sizes["ema"] = sum(average.nbytes for average in self._ema.values.values())
+            tensors["ema"] = self._ema.values.values()
         if self._frozen is not None:
-            sizes["teacher"] = self._frozen._parameter_bytes()
-        return sizes
-
-    def _parameter_bytes(self) -> int:
-        return sum(part.nbytes for part in self._locals.values())
+            tensors["teacher"] = self._frozen._locals.values()
+        return {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
 
     def unit_roundoff(self) -> float:
         own, precision = self._own, self._sharding.precision
@@ -351,11 +317,18 @@ class TorchBackend(abc.ABC):
                 }
         if not with_optimizer:
             return State(model, None, {})
-        state = State(model, optimizer, self._step_state())
-        return state if self._ema is None else self._ema.added_to(state, self._global_view)
+        step = {} if self._loss_scale is None else self._loss_scale.state()
+        ema = None
+        if self._ema is not None:
+            step[UPDATES] = self._ema.updates.cpu()
+            ema = {name: self._global_view(name, t) for name, t in self._ema.values.items()}
+        return State(model, optimizer, step, ema)
 
     def load_state(self, state: State) -> None:
-        self._restore_step_state(state.step)
-        if self._ema is not None:
-            self._ema.restore(state)
+        if self._loss_scale is not None and "loss_scale" in state.step:
+            self._loss_scale.restore(state.step)
+        if self._ema is not None and state.ema is None:
+            self._ema.start()
+        elif self._ema is not None:
+            self._ema.updates.copy_(state.step[UPDATES])
         self._after_load()

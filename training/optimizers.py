@@ -16,16 +16,16 @@ from typing import Literal
 
 import torch
 from timm.optim.muon import DEFAULT_NS_STEPS, get_lr_scale, zeropower_via_newtonschulz
+from torch import Tensor
 
 from models.spec import ModelSpec
 from models.timm_private import MUON_COEFFICIENTS, is_suitable_for_muon
-from training.config import OptimizerConfig
+from training.config import EmaConfig, OptimizerConfig
 
 # -- How each parameter is updated ----------------------------------------------------------------
 #
-# It follows from a parameter's name and shape in the plain model. Groups are timm's:
-# ``timm.optim.param_groups_layer_decay``, ``param_groups_weight_decay`` and the rule by which
-# ``timm.optim.Muon`` leaves a parameter to AdamW.
+# By its name and shape in the plain model, as timm's ``param_groups_layer_decay``,
+# ``param_groups_weight_decay`` and ``Muon`` decide it.
 
 Rule = Literal["adamw", "lion", "muon"]
 MOMENTS: dict[Rule, tuple[str, ...]] = {
@@ -83,6 +83,22 @@ def all_by_adamw(model: ModelSpec, weight_decay: float) -> Updates:
     return {name: Update("adamw", weight_decay) for name, _ in model.meta.named_parameters()}
 
 
+def allocate_state(
+    optimizer: torch.optim.Optimizer,
+    zeros_like: Callable[[Tensor], Tensor],
+    scalar: Callable[[Tensor], Tensor],
+) -> None:
+    """Give each parameter of an optimizer its state: zeros, by the "rule" of its group.
+
+    ``zeros_like`` and ``scalar`` return moments and a counter for a parameter.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            counter = {"step": scalar(parameter)} if group["rule"] == "adamw" else {}
+            moments = {name: zeros_like(parameter) for name in MOMENTS[group["rule"]]}
+            optimizer.state[parameter] = counter | moments
+
+
 def undecayed(
     shapes: Mapping[str, torch.Size], kinds: Collection[str], embeddings: Collection[str]
 ) -> set[str]:
@@ -110,12 +126,11 @@ MOMENTUM = 0.95
 
 
 def ns_dtype(precision: str) -> torch.dtype:
-    """Return the dtype that matrices are orthogonalized in: timm's bf16 where a run computes in
-    bf16, else fp32."""
+    """Return the dtype that matrices are orthogonalized in: bf16 as in timm, or fp32."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def orthogonalized(matrices: torch.Tensor, eps: float) -> torch.Tensor:
+def orthogonalized(matrices: Tensor, eps: float) -> Tensor:
     """Return matrices, (..., rows, columns) with at most one dimension before, made nearly
     orthogonal by as many Newton-Schulz iterations as ``timm.optim.Muon`` makes by default."""
     return zeropower_via_newtonschulz(
@@ -129,36 +144,80 @@ def lr_factor(matrix: tuple[int, int]) -> float:
     return get_lr_scale(torch.Size(matrix))
 
 
-# -- The moving average of the weights (EMA): timm's formula --------------------------------------
+# -- The moving average of the weights (EMA) ------------------------------------------------------
 
 UPDATES = "ema_updates"
 """The name, in ``State.step``, of the number of updates of the average."""
 _WARMUP_POWER = 2 / 3  # timm's default
 
 
-def weight_of_newest(updates: torch.Tensor, decay: float, *, warmup: bool) -> torch.Tensor:
-    """Return the weight, from 0 to 1, of the newest weights in the average.
+class WeightAverage:
+    """An fp32 average of each parameter, laid out like it, by timm's formula (``ModelEmaV3``)."""
 
-    ``updates``, a scalar, is the number of the update, from 1 on; all is computed on its device.
-    This is 1 - ``ModelEmaV3.get_decay`` of timm 1.0.31: 1 in the first update, then 1 - ``decay``;
-    with ``warmup`` n^(-2/3) in update n, where that is more.
-    """
-    weight = torch.full_like(updates, 1 - decay)
-    if warmup:
-        weight = torch.maximum(weight, updates.clamp(min=1) ** -_WARMUP_POWER)
-    return torch.where(updates > 1, weight, 1.0)
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        config: EmaConfig,
+        updates: Tensor,
+        zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
+    ) -> None:
+        """Start with the values of ``weights``; ``updates`` is a scalar 0.0 on the device."""
+        self._weights, self._config = dict(weights), config
+        self.values = {name: zeros_like(values) for name, values in weights.items()}
+        self.updates = updates
+        """How many updates the average has seen."""
+        self.start()
 
+    @torch.no_grad()
+    def start(self) -> None:
+        """Set the average to the present weights."""
+        for name, weights in self._weights.items():
+            self.values[name].copy_(weights * 1.0)  # XLA would share the weights themselves
 
-@contextlib.contextmanager
-def exchanged_inside(exchange: Callable[[], None], then: Callable[[], None]) -> Iterator[None]:
-    """Swap weights and average for the body by ``exchange``; after each swap call ``then``."""
-    exchange()
-    then()
-    try:
-        yield
-    finally:
+    @torch.no_grad()
+    def update(self, skipped: Tensor) -> None:
+        """Average the weights after an update; no change if it was ``skipped``: 1.0, else 0.0.
+
+        The newest weights count 1 in the first update, then 1 - decay; with warmup n^(-2/3) in
+        update n, where that is more.
+        """
+        takes = 1 - skipped.to(self.updates.device)  # with --cpu_offload the host
+        self.updates.add_(takes)
+        newest = torch.full_like(self.updates, 1 - self._config.model_ema_decay)
+        if self._config.model_ema_warmup:
+            newest = torch.maximum(newest, self.updates.clamp(min=1) ** -_WARMUP_POWER)
+        newest = torch.where(self.updates > 1, newest, 1.0) * takes
+        for name, weights in self._weights.items():
+            self._lerp(self.values[name], weights, newest)
+
+    @contextlib.contextmanager
+    def in_place_of_weights(self, exchanged: Callable[[], None]) -> Iterator[None]:
+        """Let the model compute with the average inside.
+
+        ``exchanged`` is called after weights and average were swapped, at the start and at the end.
+        """
+
+        def exchange() -> None:
+            with torch.no_grad():
+                for name, weights in self._weights.items():
+                    self._swap(self.values[name], weights)
+            exchanged()
+
         exchange()
-        then()
+        try:
+            yield
+        finally:
+            exchange()
+
+    @staticmethod
+    def _lerp(average: Tensor, weights: Tensor, share: Tensor) -> None:
+        average.lerp_(weights, share)
+
+    @staticmethod
+    def _swap(average: Tensor, weights: Tensor) -> None:
+        old = weights.detach().clone()
+        weights.copy_(average)
+        average.copy_(old)
 
 
 # -- Stochastic rounding to bf16 ------------------------------------------------------------------
@@ -179,7 +238,7 @@ _KEY_STRIDE = -1640531527
 """Between the keys of successive steps: 2**32 divided by the golden ratio, as int32."""
 _RUN = 1 << 12
 """The longest range computed at once, along a dimension."""
-Bitcast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+Bitcast = Callable[[Tensor, torch.dtype], Tensor]
 """Returns the numbers of a dtype that have the same bits."""
 
 
@@ -188,9 +247,7 @@ def key_of(seed: int, *names: object) -> int:
     return zlib.crc32(repr((seed, names)).encode()) - 2**31
 
 
-def random_bits(
-    shape: Sequence[int], device: torch.device, key: torch.Tensor, step: torch.Tensor
-) -> torch.Tensor:
+def random_bits(shape: Sequence[int], device: torch.device, key: Tensor, step: Tensor) -> Tensor:
     """Return 32 random bits for each entry of a tensor, int32, on the device.
 
     They follow from the entry's index, from ``key`` and from the number of the ``step``: scalars on
@@ -210,9 +267,7 @@ def random_bits(
     return _hash(index + _hash(key + step.to(torch.int32) * _KEY_STRIDE))
 
 
-def to_bf16(
-    x: torch.Tensor, bits: torch.Tensor, same_bits: Bitcast = torch.Tensor.view
-) -> torch.Tensor:
+def to_bf16(x: Tensor, bits: Tensor, same_bits: Bitcast = Tensor.view) -> Tensor:
     """Round fp32 numbers to one of their two neighbours in bf16, the nearer one more often.
 
     ``bits`` are random, int32: the lower 16 are used. Numbers that bf16 has are unchanged, and what
@@ -225,12 +280,29 @@ def to_bf16(
     return torch.where(x.isnan(), x, rounded).to(torch.bfloat16)
 
 
-def upper(bits: torch.Tensor) -> torch.Tensor:
+def upper(bits: Tensor) -> Tensor:
     """Return the other half of random bits, those that ``to_bf16`` does not use."""
     return _shifted_right(bits, 16)
 
 
-def _hash(x: torch.Tensor) -> torch.Tensor:
+def round_moments(
+    moments: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    key: Tensor,
+    same_bits: Bitcast = Tensor.view,
+) -> None:
+    """Write AdamW's new moments in fp32, ``exact``, into those in bf16.
+
+    The random bits follow from ``key`` and the step's number. A step that was skipped changes
+    nothing: its moments are bf16 numbers.
+    """
+    mean = exact["exp_avg"]
+    bits = random_bits(mean.shape, mean.device, key, exact["step"])
+    moments["exp_avg"].copy_(to_bf16(mean, bits, same_bits))
+    moments["exp_avg_sq"].copy_(to_bf16(exact["exp_avg_sq"], upper(bits), same_bits))
+
+
+def _hash(x: Tensor) -> Tensor:
     """Return a hash of each int32 number, as int32; different numbers have different hashes."""
     first, second = _MURMUR
     x = (x ^ _shifted_right(x, 16)) * first
@@ -238,7 +310,7 @@ def _hash(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shifted_right(x, 16)
 
 
-def _shifted_right(x: torch.Tensor, count: int) -> torch.Tensor:
+def _shifted_right(x: Tensor, count: int) -> Tensor:
     """Shift bits right by ``count``, with zeros from the left."""
     # Not ``>>``, which torch_xla 2.9 turns into a division, rounded towards zero.
     places = torch.full((), count, dtype=torch.int32, device=x.device)
@@ -254,18 +326,18 @@ COUNTS = ("total", "in_a_row", "longest_row")
 """The names of the elements of the counts, in their order."""
 
 
-def not_finite(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+def not_finite(loss: Tensor, norm: Tensor) -> Tensor:
     """Return 1.0 if either scalar is infinite or not a number, else 0.0, as float32."""
     both = torch.stack([loss.detach().float(), norm.detach().float()])
     return 1.0 - torch.isfinite(both).all().float()
 
 
-def no_counts() -> torch.Tensor:
+def no_counts() -> Tensor:
     """Return the counts before the first step: zeros, float32 (3,), on the CPU."""
     return torch.zeros(len(COUNTS))
 
 
-def count_skipped(counts: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+def count_skipped(counts: Tensor, skipped: Tensor) -> Tensor:
     """Return the counts after one more step, a new tensor (3,); ``skipped`` is 1.0 or 0.0."""
     total, row, longest = counts.unbind()
     row = (row + 1) * skipped

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
@@ -299,6 +299,26 @@ def check_rows(mesh: Mesh, model: ModelSpec) -> None:
         raise UsageError(
             f"--mesh_domain {mesh.domain} is more than the {rows} rows of patches of an image"
         )
+
+
+def resolve_domain(
+    config: RunConfig,
+    mesh: Mesh,
+    refused: Mapping[str, str | None],
+    auto: Literal["ring", "ulysses", "gather"],
+) -> RunConfig:
+    """Return the configuration with ``--domain_attention`` decided, if devices share images.
+
+    ``refused``: the reason why a form cannot be used here; ``auto``: the form that auto becomes.
+    Raises UsageError.
+    """
+    form = config.sharding.domain_attention
+    if mesh.domain == 1:
+        return config
+    if reason := refused.get(form):
+        raise UsageError(f"--domain_attention {form} {reason}")
+    sharding = replace(config.sharding, domain_attention=auto if form == "auto" else form)
+    return replace(config, sharding=sharding)
 
 
 def check_batch(run: Run) -> None:

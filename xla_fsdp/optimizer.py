@@ -1,14 +1,12 @@
 """Optimizers and the average of the weights, whose whole update is one unchanging XLA graph.
 
-So the learning rate is a tensor on the device, and so are the counters and, where AdamW's moments
-are bf16, the random bits that they are rounded with.
+So learning rate, counters and the random bits that round moments are tensors on the device.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +16,8 @@ import torch_xla.core.xla_model as xm
 from timm.optim.lion import Lion
 from torch import nn
 
-from training.config import EmaConfig
 from training.mesh import Axes, Spec
-from training.optimizers import (
-    MOMENTS,
-    MOMENTUM,
-    Update,
-    exchanged_inside,
-    random_bits,
-    to_bf16,
-    upper,
-    weight_of_newest,
-)
+from training.optimizers import MOMENTUM, Update, WeightAverage, allocate_state, round_moments
 from xla_fsdp.torch_xla_private import call_computation
 
 _SMALLEST_LR = 1e-30
@@ -73,9 +61,8 @@ def parameter_groups(
 
 def build_optimizer(
     groups: list[dict[str, Any]],
-    empty_like: Callable[[torch.Tensor], torch.Tensor],
+    zeros_like: Callable[[torch.Tensor], torch.Tensor],
     scalar: Callable[[float], torch.Tensor],
-    directions: Directions,
     *,
     betas: tuple[float, float],
     eps: float,
@@ -83,60 +70,18 @@ def build_optimizer(
     """Return the optimizer of these groups, with its state allocated.
 
     Counters and learning rates are on the device: host numbers in the update would be uploaded one
-    by one, or compiled in. ``empty_like`` returns zeros laid out like a parameter, for the moments,
-    ``scalar`` a device scalar; ``directions`` is for Muon.
+    by one, or compiled in. ``zeros_like`` returns zeros laid out like a parameter, for the moments,
+    ``scalar`` a device scalar. Muon's parameters are in groups of AdamW, too, but ``step_unless``
+    takes their step.
     """
     optimizer: torch.optim.Optimizer
-    rules = {group["rule"] for group in groups}
-    if "lion" in rules:
+    if any(group["rule"] == "lion" for group in groups):
         optimizer = Lion(groups, betas=betas, foreach=False)
-    elif "muon" in rules:
-        optimizer = MuonAndAdamW(groups, directions, betas=betas, eps=eps)
     else:
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, capturable=True, foreach=False)
     set_lr(optimizer, 0.0, scalar)  # only now: the constructor would read a tensor back
-    for group in optimizer.param_groups:
-        rule = group["rule"]
-        for parameter in group["params"]:
-            step = {"step": scalar(0.0)} if rule == "adamw" else {}
-            moments = {name: empty_like(parameter) for name in MOMENTS[rule]}
-            optimizer.state[parameter] = step | moments
+    allocate_state(optimizer, zeros_like, lambda _: scalar(0.0))
     return optimizer
-
-
-class MuonAndAdamW(torch.optim.AdamW):
-    """PyTorch's AdamW, but with Muon's step for the groups whose "rule" is "muon"."""
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        directions: Directions,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        super().__init__(groups, betas=betas, eps=eps, capturable=True, foreach=False)
-        self._directions = directions
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters; the gradients of Muon's are gone afterwards."""
-        chosen = [
-            (parameter, group)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if group["rule"] == "muon"
-        ]
-        momenta = [self.state[parameter]["momentum_buffer"] for parameter, _ in chosen]
-        for (parameter, _), momentum in zip(chosen, momenta, strict=True):
-            assert parameter.grad is not None
-            momentum.lerp_(parameter.grad, 1 - MOMENTUM)
-            parameter.grad = None  # AdamW skips it
-        found = self._directions([parameter for parameter, _ in chosen], momenta)
-        for (parameter, group), direction in zip(chosen, found, strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.sub_(direction * group["lr"])
-        super().step()
 
 
 def set_lr(
@@ -154,39 +99,52 @@ def set_lr(
 
 @torch.no_grad()
 def step_unless(
-    optimizer: torch.optim.Optimizer, skip: torch.Tensor, keys: torch.Tensor | None = None
+    optimizer: torch.optim.Optimizer,
+    skip: torch.Tensor,
+    keys: torch.Tensor | None = None,
+    directions: Directions | None = None,
 ) -> None:
     """Update the parameters, or change nothing if ``skip``, a boolean device scalar, is true.
 
     Both are one graph, which chooses between the old value and the new one as it writes it.
     ``keys`` are for moments in bf16: an int32 number on the device for each parameter. From it and
-    the step's number follow the random bits that the moments are rounded with.
+    the step's number follow the random bits that the moments are rounded with. ``directions`` are
+    for Muon.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = [t for p in parameters for t in optimizer.state[p].values()]
     tensors = [*parameters, *state]
     before = [tensor.detach().clone() for tensor in tensors]  # of the recording: no copy is made
+    if directions is not None:
+        _step_muon(optimizer, directions)
     if keys is None:
         optimizer.step()
-    else:
-        _step_in_fp32(optimizer, parameters, keys)
+    else:  # in fp32
+        moments = [optimizer.state[parameter] for parameter in parameters]
+        for parameter in parameters:
+            exact = {name: tensor.float() for name, tensor in optimizer.state[parameter].items()}
+            optimizer.state[parameter] = exact
+        optimizer.step()
+        for parameter, rounded, key in zip(parameters, moments, keys.unbind(), strict=True):
+            round_moments(rounded, optimizer.state[parameter], key, same_bits)
+            optimizer.state[parameter] = rounded
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(skip, old, tensor))
 
 
-def _step_in_fp32(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], keys: torch.Tensor
-) -> None:
-    states = [optimizer.state[parameter] for parameter in parameters]
-    for parameter, state in zip(parameters, states, strict=True):
-        optimizer.state[parameter] = {name: tensor.float() for name, tensor in state.items()}
-    optimizer.step()
-    for parameter, state, key in zip(parameters, states, keys.unbind(), strict=True):
-        new = optimizer.state[parameter]
-        bits = random_bits(parameter.shape, parameter.device, key, new["step"])
-        state["exp_avg"].copy_(to_bf16(new["exp_avg"], bits, same_bits))
-        state["exp_avg_sq"].copy_(to_bf16(new["exp_avg_sq"], upper(bits), same_bits))
-        optimizer.state[parameter] = state
+def _step_muon(optimizer: torch.optim.Optimizer, directions: Directions) -> None:
+    """Update Muon's parameters. Their gradients are None afterwards, so that AdamW skips them."""
+    groups = [group for group in optimizer.param_groups if group["rule"] == "muon"]
+    chosen = [(parameter, group) for group in groups for parameter in group["params"]]
+    momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter, _ in chosen]
+    for (parameter, _), momentum in zip(chosen, momenta, strict=True):
+        assert parameter.grad is not None
+        momentum.lerp_(parameter.grad, 1 - MOMENTUM)
+        parameter.grad = None
+    found = directions([parameter for parameter, _ in chosen], momenta)
+    for (parameter, group), direction in zip(chosen, found, strict=True):
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(direction * group["lr"])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -211,6 +169,10 @@ class Momentum:
     matrix: tuple[int, int]
     """Rows and columns of each matrix, all devices together."""
 
+    @property
+    def is_stacked(self) -> bool:
+        return self.values.numel() > self.matrix[0] * self.matrix[1]
+
 
 Momenta = Sequence[Momentum]
 
@@ -229,47 +191,40 @@ def orthogonalized_by_marks(
     ``axes``, all of the mesh's, which has ``devices``.
     """
 
-    def as_batch(each: Momentum) -> torch.Tensor:
-        # A matrix may have three dimensions here: queries, keys and values.
-        shard = mark(each.values * 1, specs[each.parameter])
-        return shard if _count(each) > 1 else shard.unsqueeze(0)
-
     def of_one_block(each: Momentum) -> tuple[torch.Size, Spec]:
-        stacked = _count(each) > 1
-        return each.values.shape[stacked:], specs[each.parameter][stacked:]
+        return each.values.shape[each.is_stacked :], specs[each.parameter][each.is_stacked :]
 
     found: dict[nn.Parameter, torch.Tensor] = {}
     for alike in _by_shape(momenta, of_one_block):
-        batches = [as_batch(each) for each in alike]
+        # A matrix may have three dimensions here: queries, keys and values.
+        shards = [mark(each.values * 1, specs[each.parameter]) for each in alike]
+        batches = [
+            shard if each.is_stacked else shard.unsqueeze(0)
+            for each, shard in zip(alike, shards, strict=True)
+        ]
         batch = torch.cat(batches) if len(batches) > 1 else batches[0]
         count, first = len(batch), axes if len(batch) > 1 else ()
         if first:  # unequal parts would come back by way of the whole, too
             batch = torch.cat([batch, batch.new_zeros(-count % devices, *batch.shape[1:])])
-        way = _to_first_dimension(((), *of_one_block(alike[0])[1]), first)
+        # To dimension 0 along one axis after the other: all at once, the partitioner would gather
+        # the batch on each device.
+        _, own = of_one_block(alike[0])
+        way = [
+            (first[:n], *(tuple(axis for axis in each if axis not in first[:n]) for each in own))
+            for n in range(len(first))
+        ]
+        way.append((first, *((),) * (batch.dim() - 1)))
         for spec in way:
             batch = mark(batch * 1, spec)
-        whole = mark(batch * 1, (first, *((),) * (batch.dim() - 1)))
-        matrices = mark(whole.reshape(len(batch), *alike[0].matrix) * 1, (first, (), ()))
+        matrices = mark(batch.reshape(len(batch), *alike[0].matrix) * 1, (first, (), ()))
         results = mark(orthogonalize(matrices) * 1, (first, (), ())).reshape(batch.shape)
-        results = mark(results * 1, (first, *((),) * (batch.dim() - 1)))
         for spec in reversed(way):
             results = mark(results * 1, spec)
         parts = results[:count].split([len(b) for b in batches])
         for each, part in zip(alike, parts, strict=True):
-            own = part.reshape(each.values.shape) * 1
-            found[each.parameter] = mark(own, specs[each.parameter])
+            shard = part.reshape(each.values.shape) * 1
+            found[each.parameter] = mark(shard, specs[each.parameter])
     return [found[each.parameter] for each in momenta]
-
-
-def _to_first_dimension(spec: Spec, axes: Axes) -> list[Spec]:
-    """Return the specs on the way from ``spec`` to dimension 0 sharded along ``axes``.
-
-    One axis after the other: all at once, the partitioner would gather it on each device.
-    """
-    return [
-        (axes[:count], *(tuple(a for a in each if a not in axes[:count]) for each in spec[1:]))
-        for count in range(len(axes))
-    ]
 
 
 def orthogonalized_by_all_to_all(
@@ -301,11 +256,6 @@ def orthogonalized_by_all_to_all(
     return [found[each.parameter] for each in momenta]
 
 
-def _count(each: Momentum) -> int:
-    rows, columns = each.matrix
-    return each.values.numel() // (rows * columns)
-
-
 def _by_shape(momenta: Momenta, shape: Callable[[Momentum], object]) -> list[list[Momentum]]:
     alike: dict[tuple, list[Momentum]] = {}
     for each in momenta:
@@ -317,63 +267,18 @@ def _by_shape(momenta: Momenta, shape: Callable[[Momentum], object]) -> list[lis
 # The moving average of the weights (EMA).
 
 
-class WeightAverage:
-    """Holds an fp32 average of each parameter, laid out like it."""
+class XlaWeightAverage(WeightAverage):
+    """The average by operations that torch_xla runs exactly, and without a copy or a new graph."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        zeros_like: Callable[[torch.Tensor], torch.Tensor],
-        scalar: Callable[[float], torch.Tensor],
-        config: EmaConfig,
-    ) -> None:
-        """Start with the parameters' values.
+    @staticmethod
+    def _lerp(average: torch.Tensor, weights: torch.Tensor, share: torch.Tensor) -> None:
+        # torch_xla 2.9's own lerp rounds at weight 1, where this is exactly ``weights``.
+        way = weights - average
+        average.copy_(torch.where(share < 0.5, average + share * way, weights - way * (1 - share)))
 
-        ``zeros_like`` returns zeros laid out like a parameter, ``scalar`` a device scalar.
-        """
-        self._parameters, self._config = dict(parameters), config
-        self.values = {name: zeros_like(parameter) for name, parameter in parameters.items()}
-        self.updates = scalar(0.0)
-        """How many updates the average has seen."""
-        self.start()
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Set the average to the present weights."""
-        for name, parameter in self._parameters.items():
-            self.values[name].copy_(parameter * 1.0)  # the parameter itself would be shared
-
-    @torch.no_grad()
-    def update(self, skipped: torch.Tensor) -> None:
-        """Average the weights after an update; no change if it was ``skipped``: 1.0, else 0.0."""
-        takes = 1 - skipped
-        self.updates.add_(takes)
-        how = self._config
-        weight = weight_of_newest(self.updates, how.model_ema_decay, warmup=how.model_ema_warmup)
-        weight = weight * takes
-        for name, parameter in self._parameters.items():
-            average = self.values[name]
-            average.copy_(_lerp(average, parameter, weight))
-
-    def in_place_of_weights(self, exchanged: Callable[[], None]) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with the average.
-
-        Nothing is copied and no graph changes: parameter and average exchange their data on the
-        devices. ``exchanged`` is called after that, at the start and at the end.
-        """
-
-        def exchange() -> None:
-            for name, parameter in self._parameters.items():
-                average = self.values[name]
-                parameter.data, average.data = average.data, parameter.data
-
-        return exchanged_inside(exchange, exchanged)
-
-
-def _lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``torch.lerp``: exactly ``end`` at weight 1, where torch_xla 2.9's own lerp rounds."""
-    way = end - start
-    return torch.where(weight < 0.5, start + weight * way, end - way * (1 - weight))
+    @staticmethod
+    def _swap(average: torch.Tensor, weights: torch.Tensor) -> None:
+        weights.data, average.data = average.data, weights.data
 
 
 # ------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from training.resolve import (
     check_batch,
     check_rows,
     resolve_common,
+    resolve_domain,
     resolve_model,
     sizes_of_largest,
 )
@@ -280,21 +281,14 @@ def _resolve_attention(
 
 def _resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfig:
     """Decide ``--domain_attention``, if tokens are sharded. Raises UsageError."""
-    if mesh.domain == 1:
-        return config
-    form, hindered = config.sharding.domain_attention, None
+    hindered = None
     if model.sizes.attn_drop_rate:
-        hindered = f"has no dropout, here --att_dropout {model.sizes.attn_drop_rate}"
+        hindered = f"has no dropout, here --att_dropout {model.sizes.attn_drop_rate}: use gather"
     if mesh.tensor > 1:
-        hindered = f"is incompatible with --mesh_tensor {mesh.tensor}"
-    if form == "ulysses":
-        raise UsageError("--domain_attention ulysses requires --backend cuda: use ring or gather")
-    if form == "ring" and hindered:
-        raise UsageError(f"--domain_attention ring {hindered}: use gather")
-    if form == "auto":
-        few = model.sizes.num_tokens <= GATHER_UP_TO
-        form = "gather" if hindered or few else "ring"
-    return replace(config, sharding=replace(config.sharding, domain_attention=form))
+        hindered = f"is incompatible with --mesh_tensor {mesh.tensor}: use gather"
+    few = model.sizes.num_tokens <= GATHER_UP_TO
+    refused = {"ring": hindered, "ulysses": "requires --backend cuda: use ring or gather"}
+    return resolve_domain(config, mesh, refused, auto="gather" if hindered or few else "ring")
 
 
 def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:

@@ -20,7 +20,7 @@ from torch import nn
 from data.loader import BatchLoader, Share
 from training import optimizers
 from training.backend import InitializeModule, State, pass_seed
-from training.optimizers import UPDATES, Update, Updates
+from training.optimizers import UPDATES, Update, Updates, WeightAverage
 from training.processes.stopping import largest_of_all
 from xla_fsdp import tpu
 from xla_fsdp.memory import DeviceMemory
@@ -28,7 +28,7 @@ from xla_fsdp.optimizer import (
     Momenta,
     Momentum,
     Orthogonalize,
-    WeightAverage,
+    XlaWeightAverage,
     build_optimizer,
     parameter_groups,
     set_lr,
@@ -146,10 +146,10 @@ class XlaBackend(abc.ABC):
             parameter_groups(held.items(), self.constant),
             functools.partial(self._zeros_like, dtype=dtype),
             self._scalar,
-            functools.partial(self._directions, held, eps),
             betas=betas,
             eps=eps,
         )
+        self._directions = functools.partial(self._muon_directions, held, eps)
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._rounding_keys: torch.Tensor | None = None
         if self._rounds_moments:  # random bits follow from an int32 number for each parameter
@@ -167,10 +167,10 @@ class XlaBackend(abc.ABC):
         if self._run.config.ema.model_ema:
             zeros_like = functools.partial(self._zeros_like, dtype=torch.float32)
             parameters, config = self._named_parameters(), self._run.config.ema
-            self._ema = WeightAverage(parameters, zeros_like, self._scalar, config)
+            self._ema = XlaWeightAverage(parameters, config, self._scalar(0.0), zeros_like)
         self._break_graph(wait=True)
 
-    def _directions(
+    def _muon_directions(
         self,
         held: Mapping[nn.Parameter, Sequence[Update]],
         eps: float,
@@ -214,7 +214,7 @@ class XlaBackend(abc.ABC):
         set_lr(self._optimizer, lr, self._scalar)
         norm = self._clip_grad_norm(max_norm if max_norm > 0 else float("inf"))
         skipped = optimizers.not_finite(loss, norm)
-        step_unless(self._optimizer, skipped > 0, self._rounding_keys)
+        step_unless(self._optimizer, skipped > 0, self._rounding_keys, self._directions)
         if self._ema is not None:
             self._ema.update(skipped)
         # A new tensor: the last step's may still wait to be read.

@@ -72,7 +72,6 @@ def optimizers(values, device, dtype):
         parameter_groups([(each, [update]) for each in on_device], torch.Tensor.contiguous),
         lambda p: torch.zeros(p.shape, dtype=dtype, device=device),
         lambda value: torch.tensor(value).to(device),
-        lambda *_: [],
         betas=HOW["betas"],
         eps=HOW["eps"],
     )

@@ -9,7 +9,7 @@ from tests.cli import ROOT, run_program, tiny, train_tiny_gpu
 from tests.xla_fsdp.test_sharding import assert_same_training
 from torch_fsdp import devices
 from torch_fsdp.devices import Cpu, Cuda
-from torch_fsdp.optimizers import step_unless
+from torch_fsdp.optimizers import adamw_unless
 
 PROGRAM = "tests.stand_ins.made_up_device"
 
@@ -18,7 +18,7 @@ def test_a_run_on_another_device(tiny_on_gpu, tmp_path):
     """FSDP2 over two processes on a device that only this test knows."""
     result = train_tiny_gpu(tmp_path, processes=2, program=PROGRAM)
     assert_same_training(result, tiny_on_gpu)
-    assert "GPU: 2 Abacus 13 device(s), beads, FSDP2 ZeRO-3" in result.run_file["backend"]
+    assert "abacus: 2 Abacus 13 device(s), beads, FSDP2 ZeRO-3" in result.run_file["backend"]
     for record in result.steps.values():
         found = [record[f"memory_{name}"] for name in ("used", "peak", "limit")]
         assert found == [13, 26, 39]
@@ -97,7 +97,7 @@ def test_adamw_is_the_fused_one(first_is_skipped):
             optimizer.param_groups[0]["lr"] = 0.01 * number
         plain.grad, fused.grad = grad.clone(), grad.clone()
         before = [plain.detach().clone(), *(t.clone() for t in ours.state[plain].values())]
-        step_unless(ours, skipped)
+        adamw_unless(ours, skipped)
         theirs.found_inf = skipped
         theirs.step()
         after = [plain.detach(), *ours.state[plain].values()]
