@@ -100,10 +100,10 @@ def parallelize(
 
     # How many blocks are unsharded ahead of the one that computes.
     for i, sharded in enumerate(blocks):
-        if recipe.forward_prefetch:
-            after = blocks[i + 1 : i + 1 + recipe.forward_prefetch]
+        if run.own.forward_prefetch:
+            after = blocks[i + 1 : i + 1 + run.own.forward_prefetch]
             sharded.set_modules_to_forward_prefetch(after)
-        before = blocks[max(0, i - recipe.backward_prefetch) : i][::-1]
+        before = blocks[max(0, i - run.own.backward_prefetch) : i][::-1]
         # An empty list means PyTorch's own order, one ahead. The block itself, which is unsharded
         # already, means none.
         sharded.set_modules_to_backward_prefetch(before or [sharded])
@@ -137,7 +137,7 @@ def _options(run: TorchRun, mesh: DeviceMesh, *, is_root: bool = False) -> dict[
             reduce_dtype=recipe.reduce_dtype if lower else None,
             output_dtype=torch.float32 if is_root else None,
         ),
-        "offload_policy": CPUOffloadPolicy() if recipe.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if run.own.cpu_offload else OffloadPolicy(),
     }
 
 

@@ -64,7 +64,10 @@ class TimmBlocks:
 
 @dataclass(frozen=True)
 class TorchRecipe:
-    """How the plain model becomes a parallel one, in the order in which it is done."""
+    """How the plain model becomes a parallel one, in the order in which it is done.
+
+    What only one form of FSDP has, it takes from ``TorchRun.own``.
+    """
 
     domain_attention: str | None
     """How attention sees the tokens of all processes that share an image: "ring" or "ulysses"; None
@@ -81,11 +84,6 @@ class TorchRecipe:
     """Of gradients while they are reduced."""
     zero: int
     """What is sharded: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
-    forward_prefetch: int
-    """FSDP2: blocks to unshard ahead of the one that computes."""
-    backward_prefetch: int
-    cpu_offload: bool
-    """FSDP2: shards are in host memory."""
 
 
 @dataclass(frozen=True)

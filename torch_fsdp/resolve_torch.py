@@ -65,7 +65,18 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
             f"--mesh_tensor {sharding.mesh_tensor} requires --backend xla, this is cuda"
         )
     _check_devices(device)
-    zero = _zero_dp_strategy(config, own)
+
+    # What is sharded, by --zero_dp_strategy or an older flag for 0 or 2.
+    zero = own.zero_dp_strategy
+    for flag, (field, value, means) in ZERO_FLAGS.items():
+        if getattr(sharding, field) == value:
+            if zero not in (None, means):
+                raise UsageError(f"{flag} means --zero_dp_strategy {means}, not {zero}: drop one")
+            zero = means
+    for name in ("mesh_dcn", "mesh_fsdp"):
+        if zero == 0 and getattr(sharding, name) not in (None, 1):
+            raise UsageError(f"--{name} shapes sharding, --zero_dp_strategy 0 has none: drop one")
+    zero = 3 if zero is None else zero
     own = replace(own, zero_dp_strategy=zero, fsdp="fsdp2" if own.fsdp == "auto" else own.fsdp)
     check_rules(config, own)
     mesh = make_mesh(
@@ -88,9 +99,6 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
         dtype=DTYPES[sharding.precision],
         reduce_dtype=DTYPES[own.reduce_dtype],
         zero=zero,
-        forward_prefetch=own.forward_prefetch,
-        backward_prefetch=own.backward_prefetch,
-        cpu_offload=own.cpu_offload,
     )
     run = TorchRun(config, own, model, mesh, form=form, recipe=recipe)
     check_batch(run)
@@ -107,25 +115,6 @@ def _check_devices(device: Device) -> None:
             f"torchrun started {here} processes on this node, which has {there_are} x "
             f"{device.noun}: a process each, --nproc-per-node {there_are} or fewer"
         )
-
-
-def _zero_dp_strategy(config: RunConfig, own: TorchConfig) -> int:
-    """Return 0 to 3, by ``--zero_dp_strategy`` or an older flag.
-
-    Raises UsageError where they contradict each other, or the mesh.
-    """
-    strategy = own.zero_dp_strategy
-    for flag, (field, value, means) in ZERO_FLAGS.items():
-        if getattr(config.sharding, field) == value:
-            if strategy not in (None, means):
-                raise UsageError(
-                    f"{flag} means --zero_dp_strategy {means}, not {strategy}: drop one"
-                )
-            strategy = means
-    for name in ("mesh_dcn", "mesh_fsdp"):
-        if strategy == 0 and getattr(config.sharding, name) not in (None, 1):
-            raise UsageError(f"--{name} shapes sharding, --zero_dp_strategy 0 has none: drop one")
-    return 3 if strategy is None else strategy
 
 
 def _check_precision(config: RunConfig, own: TorchConfig, device: Device) -> None:

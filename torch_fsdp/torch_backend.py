@@ -20,11 +20,11 @@ from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.recipe import DTYPES, TorchRun
 from training.backend import InitializeModule, State, pass_seed
 from training.optimizers import (
+    COUNTS,
     UPDATES,
     Updates,
     WeightAverage,
     count_skipped,
-    no_counts,
     not_finite,
 )
 from training.processes.stopping import largest_of_all
@@ -56,7 +56,7 @@ class TorchBackend(abc.ABC):
         """This process's part of each parameter, by names in the plain model."""
         self._ema: WeightAverage | None = None
         self._frozen: TorchBackend | None = None
-        self._skipped = no_counts().to(device.where)
+        self._skipped = torch.zeros(len(COUNTS)).to(device.where)
         is_fp16 = run.config.sharding.precision == "fp16"
         self._loss_scale = LossScale(device.where) if is_fp16 else None
 

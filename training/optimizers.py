@@ -323,18 +323,13 @@ def _shifted_right(x: Tensor, count: int) -> Tensor:
 # with a log step's loss.
 
 COUNTS = ("total", "in_a_row", "longest_row")
-"""The names of the elements of the counts, in their order."""
+"""The names of the elements of the counts, in their order: float32 (3,), zeros at first."""
 
 
 def not_finite(loss: Tensor, norm: Tensor) -> Tensor:
     """Return 1.0 if either scalar is infinite or not a number, else 0.0, as float32."""
     both = torch.stack([loss.detach().float(), norm.detach().float()])
     return 1.0 - torch.isfinite(both).all().float()
-
-
-def no_counts() -> Tensor:
-    """Return the counts before the first step: zeros, float32 (3,), on the CPU."""
-    return torch.zeros(len(COUNTS))
 
 
 def count_skipped(counts: Tensor, skipped: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 from data.loader import BatchLoader, Share
 from training import optimizers
 from training.backend import InitializeModule, State, pass_seed
-from training.optimizers import UPDATES, Update, Updates, WeightAverage
+from training.optimizers import COUNTS, UPDATES, Update, Updates, WeightAverage
 from training.processes.stopping import largest_of_all
 from xla_fsdp import tpu
 from xla_fsdp.memory import DeviceMemory
@@ -156,7 +156,7 @@ class XlaBackend(abc.ABC):
             names = {parameter: name for name, parameter in self._named_parameters().items()}
             keys = [optimizers.key_of(self._run.config.seed, names[p], self._part) for p in trained]
             self._rounding_keys = self.constant(torch.tensor(keys, dtype=torch.int32))
-        self._skipped = self.constant(optimizers.no_counts())
+        self._skipped = self.constant(torch.zeros(len(COUNTS)))
         # The first step's graph must be that of all later ones. Views of a tensor that was never
         # written to are stored apart where the graph breaks, so all are written here. And a graph's
         # results are in the order in which their tensors were written, so those that train are
