@@ -20,7 +20,6 @@ from gpu_fsdp.parallelize import (
     install_weights,
     optimizer_parameters,
     parallelize,
-    wants_meta_init,
 )
 from torch_fsdp.devices import Device
 from torch_fsdp.parallelize import OUTER, SHARD
@@ -28,6 +27,9 @@ from torch_fsdp.recipe import TorchRun
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
+
+_META_SHARE = 0.25
+"""The share of the device's memory above which a model is not put there whole before sharding."""
 
 
 class MegatronBackend(TorchBackend):
@@ -55,7 +57,11 @@ class MegatronBackend(TorchBackend):
     def _parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        self._meta_init = wants_meta_init(model, self._run, self._device)
+        limit = self._device.memory().get("limit")
+        self._meta_init = bool(self._own.meta_init)
+        if self._own.meta_init is None and self._zero and limit is not None:
+            size = 4 * sum(parameter.numel() for parameter in model.parameters())
+            self._meta_init = size > _META_SHARE * limit
         self._model = parallelize(
             model,
             units,

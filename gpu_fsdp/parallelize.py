@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from gpu_fsdp import megatron_private
 from models.initialize import cast_buffers, fill_buffers
-from torch_fsdp.devices import Device
 from torch_fsdp.parallelize import OUTER, SHARD
 from torch_fsdp.recipe import TimmBlocks, TorchRun, parallelize_block
 from training.backend import InitializeModule
@@ -29,8 +28,6 @@ with warnings.catch_warnings():  # that it does without TransformerEngine and Ap
     from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 
 TENSOR = "tp"
-_META_SHARE = 0.25
-"""The share of the device's memory above which a model is not put there whole before sharding."""
 
 
 def parallelize(
@@ -100,15 +97,6 @@ def parallelize(
             install_weights(sharded, recipe.zero)
     recipe.blocks.wrap_model(sharded)
     return sharded
-
-
-def wants_meta_init(model: nn.Module, run: TorchRun, device: Device) -> bool:
-    """Return whether the model is filled part by part: as asked for, else if it is large."""
-    limit = device.memory().get("limit")
-    if run.own.meta_init is not None or run.recipe.zero == 0 or limit is None:
-        return bool(run.own.meta_init)
-    size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    return size > _META_SHARE * limit
 
 
 def optimizer_parameters(sharded: MegatronFSDP, blocks: TimmBlocks) -> dict[str, DTensor]:

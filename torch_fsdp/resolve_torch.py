@@ -66,11 +66,11 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
         )
     _check_devices(device)
 
-    # What is sharded, by --zero_dp_strategy or an older flag for 0 or 2.
+    # What is sharded, by --zero_dp_strategy or an older flag for 0 or 2 (not both: check_rules).
     zero = own.zero_dp_strategy
     for flag, (field, value, means) in ZERO_FLAGS.items():
         if getattr(sharding, field) == value:
-            if zero not in (None, means):
+            if own.zero_dp_strategy not in (None, means):
                 raise UsageError(f"{flag} means --zero_dp_strategy {means}, not {zero}: drop one")
             zero = means
     for name in ("mesh_dcn", "mesh_fsdp"):
