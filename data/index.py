@@ -31,19 +31,9 @@ from safetensors.numpy import save
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
+from data import files
 from data.config import DataConfig
-from data.files import (
-    DataFolderError,
-    cache_folder,
-    find_files,
-    is_url,
-    make_folder,
-    printable,
-    reason_of,
-    regular,
-    replace_file,
-    subfolders,
-)
+from data.files import DataFolderError, is_url, printable, reason_of
 
 SPLITS = ("train", "val")
 
@@ -141,7 +131,7 @@ def load_or_build(
         paths = [Path(config.index_dir) / marked]
     else:
         beside = [] if is_url(root) else [Path(root) / ".vit_fsdp_index" / name]
-        paths = [*beside, cache_folder() / marked]
+        paths = [*beside, files.cache_folder() / marked]
 
     def load() -> tuple[Table | None, str | None]:
         """Return the saved table, or why it is unusable; neither if there is none."""
@@ -186,8 +176,8 @@ def load_or_build(
         for path in paths:
             unfinished = f"{socket.gethostname()}.{os.getpid()}"
             try:
-                make_folder(path.parent)
-                replace_file(path, content, unfinished=unfinished)
+                files.make_folder(path.parent)
+                files.replace_file(path, content, unfinished=unfinished)
                 saved = _read(path)  # mapped from its file
             except OSError as error:
                 why = reason_of(error)
@@ -308,7 +298,7 @@ def class_folders(root: str, split: str) -> list[str] | None:
     """
     path = os.path.join(root, split)
     if is_url(root):
-        return subfolders(path)
+        return files.subfolders(path)
     if not os.path.isdir(path):
         return None
     return [entry.name for entry in _scan(path) if _is_folder(entry)]
@@ -373,10 +363,10 @@ def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSION
     names, labels, empty = [], array("i"), []
 
     def images() -> Iterator[str]:
-        for label, (name, files) in enumerate(classes):
+        for label, (name, inside) in enumerate(classes):
             names.append(name)
             before = len(labels)
-            for path, may_be_read in files:
+            for path, may_be_read in inside:
                 if may_be_read and path.lower().endswith(suffixes):
                     labels.append(label)
                     yield path[len(top) + 1 :]
@@ -401,7 +391,7 @@ _Class = tuple[str, Iterable[tuple[str, bool]]]
 def _classes_at_url(top: str, left_out: Counter[str]) -> Iterator[_Class]:
     """Yield the classes at a URL, with their files in the order of a folder's."""
     by_class: dict[str, list[tuple[str, str]]] = {}
-    for file in find_files(top):
+    for file in files.find_files(top):
         folder, _, name = file.rpartition("/")
         if folder:
             by_class.setdefault(folder.partition("/")[0], []).append((folder, name))
@@ -431,7 +421,7 @@ def _classes(top: str, left_out: Counter[str], reached: dict[str, str]) -> Itera
         # Reading a pipe would wait for ever. What a link leads to is checked when it is read.
         yield (
             folder.name,
-            ((e.path, e.is_symlink() or e.is_file()) for _, files in found for e in files),
+            ((e.path, e.is_symlink() or e.is_file()) for _, inside in found for e in inside),
         )
 
 
@@ -451,13 +441,13 @@ def _walk(
             "twice, remove one"
         )
     reached[real] = folder.path
-    files = []
+    inside = []
     for entry in _scan(folder.path):
         if _is_folder(entry):
             yield from _walk(entry, reached)
         else:
-            files.append(entry)
-    yield folder.path, files
+            inside.append(entry)
+    yield folder.path, inside
 
 
 def _scan(path: str) -> list[os.DirEntry[str]]:
@@ -493,7 +483,7 @@ def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -
     """
     rows: dict[str, tuple[str, str, str]] = {}
     try:
-        with open(file, newline="", encoding="utf-8-sig", opener=regular) as stream:
+        with open(file, newline="", encoding="utf-8-sig", opener=files.regular) as stream:
             table = csv.DictReader(stream)
             missing = [name for name in _COLUMNS if name not in (table.fieldnames or ())]
             if missing:

@@ -194,8 +194,27 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
     if not timm.is_model(name):
         return None
     full_name = f"timm/{name}"
-    model, arguments = _timms_model(name)
-    kind = type(model)
+    try:
+        with timm_private.arguments_given_to(*KINDS) as arguments:
+            model = timm.create_model(name, device="meta")
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise ModelError(f"timm cannot build {name}: {error}") from None
+    kind, embed = type(model), type(getattr(model, "patch_embed", None))
+    if kind not in KINDS:
+        raise ModelError(
+            f"{full_name} is no Vision Transformer that is known here: it is timm's {kind.__name__}"
+        )
+    if embed is not PatchEmbed:
+        raise ModelError(f"{full_name} has a patch embedding that is not known: {embed.__name__}")
+    if difference := blocks_differ(list(model.blocks), settings=False):
+        raise ModelError(f"{full_name} has blocks that differ: {difference}")
+    try:
+        check_buffers(model)
+    except ModelError as error:
+        raise ModelError(f"{full_name}: {error}") from None
+
+    # Its own arguments, and those that are given.
+    del arguments["device"]
     taken = timm_private.taken_arguments(kind)
     given = {
         EVA_NAMES.get(key, key) if kind is Eva else key: value for key, value in overrides.items()
@@ -235,32 +254,3 @@ def preprocessing_of(pretrained: Any) -> dict[str, Any] | None:
     if pretrained is None:
         return None
     return {key: getattr(pretrained, key) for key in _PREPROCESSING}
-
-
-def _timms_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Return timm's model on meta, and the arguments that it was made with.
-
-    Raises ModelError if it is not one that can be sharded block by block.
-    """
-    try:
-        with timm_private.arguments_given_to(*KINDS) as arguments:
-            model = timm.create_model(name, device="meta")
-    except (NotImplementedError, RuntimeError, TypeError) as error:
-        raise ModelError(f"timm cannot build {name}: {error}") from None
-    if type(model) not in KINDS:
-        raise ModelError(
-            f"timm/{name} is no Vision Transformer that is known here: "
-            f"it is timm's {type(model).__name__}"
-        )
-    embed = type(model.patch_embed)
-    if embed is not PatchEmbed:
-        raise ModelError(f"timm/{name} has a patch embedding that is not known: {embed.__name__}")
-    difference = blocks_differ(list(model.blocks), settings=False)
-    if difference:
-        raise ModelError(f"timm/{name} has blocks that differ: {difference}")
-    try:
-        check_buffers(model)
-    except ModelError as error:
-        raise ModelError(f"timm/{name}: {error}") from None
-    del arguments["device"]
-    return model, arguments

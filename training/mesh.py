@@ -31,7 +31,7 @@ LOGICAL_AXIS_RULES: dict[str, Axes] = {
     "glu": (),
 }
 """The mesh axes that shard each logical axis: of activations, and of unsharded parameters while a
-block computes. ``ModelSpec.logical_axes`` gives the logical axes of a model's parameters. At
+block computes. ``models.blocks.logical_axes`` gives the logical axes of its parameters. At
 rest, parameters are sharded along "fsdp" and "domain" too (``Mesh.parameter_spec``)."""
 
 _PARAMETER_AXES: Axes = ("fsdp", "domain")

@@ -72,7 +72,7 @@ class Recipe:
 def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Return by a block parameter's name the dimension that "tensor" shards; others are not named.
 
-    ``dimensions`` are ``ModelSpec.logical_axes``; parameters are as ``pack`` makes them.
+    ``dimensions`` are ``models.blocks.logical_axes``; parameters are as ``pack`` makes them.
     """
     return {
         name: index
