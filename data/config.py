@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from config_fields import (
     bounded,
@@ -44,8 +44,9 @@ NOT_AUGMENTED = (*GIVE_FLOATS, "fake")
 ALWAYS_ALIKE = ("mosaics", "fake")
 """Sources that give the same image in each epoch, so that repeating it in a batch is of no use."""
 
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
-CROP_MODES = ("center", "squash", "border")
+Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+CropMode = Literal["center", "squash", "border"]
+INTERPOLATIONS, CROP_MODES = get_args(Interpolation), get_args(CropMode)
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,6 @@ def policy(text: str) -> str:
 
 _NEW = Preprocessing()
 """The preprocessing that new weights are trained with."""
-Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class DataConfig:
         kind=bounded(float, 0.1, 1),
         metavar="SHARE",
     )
-    crop_mode: Literal["center", "squash", "border"] | None = flag(
+    crop_mode: CropMode | None = flag(
         None,
         "what is resized in validation before the center crop; center: the shorter side; squash: "
         "each side, which changes the proportions; border: the longer side, with a border of the "

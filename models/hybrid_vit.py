@@ -8,6 +8,7 @@ the mean over all tokens, a linear head. It has 126,907,624 parameters for image
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -160,9 +161,11 @@ class HybridVitSpec(ModelSpec):
     def token_parameters(self) -> dict[str, int]:
         return {"pos_embed": 0}
 
-    def _sizes(self, model: nn.Module) -> ModelSizes:
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        model, config = self.meta, self._config
         assert isinstance(model, HybridViT)
-        config, tokens = self._config, model.pos_embed.shape[1]
+        tokens = model.pos_embed.shape[1]
         assert isinstance(config.img_size, tuple)
         head_dim = config.embed_dim // config.num_heads
         return ModelSizes(

@@ -101,9 +101,10 @@ class ModelSpec(abc.ABC):
         keyword arguments of each block, the same for all or one for each along dimension 0.
         """
 
+    @property
     @abc.abstractmethod
-    def _sizes(self, model: nn.Module) -> ModelSizes:
-        """Return the sizes of a model on meta."""
+    def sizes(self) -> ModelSizes:
+        """The model's sizes, read off ``meta``."""
 
     @abc.abstractmethod
     def why_no_token_part(self) -> str | None:
@@ -168,10 +169,6 @@ class ModelSpec(abc.ABC):
     def meta(self) -> nn.Module:
         """The model on the meta device, to read facts from: do not change or fill it."""
         return self.build()
-
-    @functools.cached_property
-    def sizes(self) -> ModelSizes:
-        return self._sizes(self.meta)
 
     @functools.cached_property
     def parameter_count(self) -> int:

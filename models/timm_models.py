@@ -111,7 +111,9 @@ class TimmSpec(ModelSpec):
         positions = {each: Resampling((rows, columns), each, prefix, constant) for each in others}
         timm_private.compute_on_grids(model, positions)
 
-    def _sizes(self, model: nn.Module) -> ModelSizes:
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        model = self.meta
         assert isinstance(model, VisionTransformer | Eva)
         height, width = model.patch_embed.img_size
         patches, drop_rate = model.patch_embed.num_patches, self.settings["patch_drop_rate"]
