@@ -24,24 +24,15 @@ import xxhash
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
+from data import files
 from data.buckets import source_of
 from data.config import DataConfig
-from data.files import (
-    HEAD,
-    BrokenImageError,
-    DataFolderError,
-    find_files,
-    is_url,
-    open_system,
-    read_bytes,
-    reason_of,
-    regular,
-)
+from data.files import BrokenImageError, DataFolderError, is_url, reason_of
 from data.index import Strings, Table, load_or_build
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
 
-Files = Mapping[str, Mapping[str, Any]]
+Listing = Mapping[str, Mapping[str, Any]]
 """What the file system knows of each file in ``--data_dir``, by its name there."""
 
 
@@ -54,16 +45,16 @@ def open_shards(request: DatasetRequest) -> DataSource:
     config, root = request.config, request.config.data_dir
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder or URL that holds the shards")
-    files = find_files(root)
-    chosen = {split: choose_shards(config, split, files) for split in request.splits}
+    listing = files.find_files(root)
+    chosen = {split: choose_shards(config, split, listing) for split in request.splits}
     twice = sorted(set(chosen["val"]).intersection(chosen.get("train", ())))
     if twice:
         raise DataFolderError(
             f"{twice[0]} in {root} would be in train and in val: give --train_shards and "
             "--val_shards"
         )
-    tables = {split: _index(config, split, shards, files) for split, shards in chosen.items()}
-    classes = _classes(root, tables, files)
+    tables = {split: _index(config, split, shards, listing) for split, shards in chosen.items()}
+    classes = _classes(root, tables, listing)
     splits = {
         split: ShardSplit(request, split, transforms[split], table, classes)
         for split, table in tables.items()
@@ -114,10 +105,10 @@ class ShardSplit(ImageSplit):
     def read(self, number: int, most: int | None = None) -> bytes:
         start, size = (int(self._places[name][number]) for name in ("start", "size"))
         size = min(size, most or size)
-        return read_bytes(self._shards[self._places["shard"][number]], start, size)
+        return files.read_bytes(self._shards[self._places["shard"][number]], start, size)
 
     def head(self, number: int) -> bytes:
-        return self.read(number, HEAD)
+        return self.read(number, files.HEAD)
 
     def digest(self) -> str:
         digest = xxhash.xxh3_64(self._keys.content.data)
@@ -128,7 +119,7 @@ class ShardSplit(ImageSplit):
 # -- which files are the shards, and what are the classes ------------------------------
 
 
-def choose_shards(config: DataConfig, split: str, files: Files) -> list[str]:
+def choose_shards(config: DataConfig, split: str, listing: Listing) -> list[str]:
     """Return which of the files of ``--data_dir`` are the split's shards, sorted.
 
     Raises DataFolderError if there are none, or if one is missing that a pattern numbers.
@@ -140,29 +131,29 @@ def choose_shards(config: DataConfig, split: str, files: Files) -> list[str]:
         numbers = range(int(first), int(last) + 1)
         chosen = [f"{head}{number:0{len(first)}}{tail}" for number in numbers]
         for name in chosen:
-            if name not in files:
+            if name not in listing:
                 raise DataFolderError(f"{config.data_dir} has no {name} of {flag} {pattern}")
         if chosen:
             return chosen
     patterns = [pattern] if pattern else [f"{split}/*.tar", f"*{split}*.tar"]
     for each in patterns:
-        if chosen := sorted(fnmatch.filter(files, each)):
+        if chosen := sorted(fnmatch.filter(listing, each)):
             return chosen
     raise DataFolderError(
         f"{config.data_dir} has no shards {' or '.join(patterns)}: name them with {flag}"
     )
 
 
-def _classes(root: str, tables: Mapping[str, Table], files: Files) -> list[str] | None:
+def _classes(root: str, tables: Mapping[str, Table], listing: Listing) -> list[str] | None:
     """Return the classes' names by label: of the file beside the shards, or else of the labels.
 
     None if neither names any. Raises DataFolderError.
     """
     for file in ("classes.json", "classes.txt"):
-        if file not in files:
+        if file not in listing:
             continue
         try:
-            text = read_bytes(os.path.join(root, file)).decode()
+            text = files.read_bytes(os.path.join(root, file)).decode()
             names = json.loads(text) if file.endswith(".json") else text.splitlines()
         except (BrokenImageError, ValueError) as error:
             raise DataFolderError(f"{root}/{file} cannot be read: {reason_of(error)}") from None
@@ -187,7 +178,7 @@ _KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
 _LABEL_FIELDS = ("label", "cls")
 
 
-def _index(config: DataConfig, split: str, shards: list[str], files: Files) -> Table:
+def _index(config: DataConfig, split: str, shards: list[str], listing: Listing) -> Table:
     """Return where each image of the shards is, and its label: from an index file if the shards
     have not changed since, or else read from all shards.
 
@@ -200,7 +191,7 @@ def _index(config: DataConfig, split: str, shards: list[str], files: Files) -> T
     # File systems differ in which field shows a change of a file: the first known is used.
     fields = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "created")
     for shard in shards:
-        info = files[shard]
+        info = listing[shard]
         changed = next((info[name] for name in fields if info.get(name) is not None), "")
         stamps.append([shard, f"{info.get('size')} {changed}"])
 
@@ -298,8 +289,8 @@ def _scan(path: str) -> tuple[_Found, Counter[str]]:
 
 def _open(path: str) -> IO[bytes]:
     if not is_url(path):
-        return open(path, "rb", opener=regular)
-    system, there = open_system(path)
+        return open(path, "rb", opener=files.regular)
+    system, there = files.open_system(path)
     return system.open(there, "rb")
 
 

@@ -144,9 +144,6 @@ class HybridVitSpec(ModelSpec):
 
         initialize(module, name, seed=seed, scheme=scheme)
 
-    def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
-        model.blocks = blocks
-
     def why_no_token_part(self) -> str | None:
         return None
 

@@ -93,14 +93,6 @@ class ModelSpec(abc.ABC):
         names alone, not on the order of the calls or on what else is there.
         """
 
-    @abc.abstractmethod
-    def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
-        """Let ``model`` compute with ``blocks``, one module, instead of all of its blocks.
-
-        It is called as ``blocks(x, shared=..., stacked=...)``, x being (batch, tokens, width):
-        keyword arguments of each block, the same for all or one for each along dimension 0.
-        """
-
     @property
     @abc.abstractmethod
     def sizes(self) -> ModelSizes:
@@ -125,6 +117,14 @@ class ModelSpec(abc.ABC):
 
         The values: how many entries come before those of the patches.
         """
+
+    def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
+        """Let ``model`` compute with ``blocks``, one module, instead of all of its blocks.
+
+        It is called as ``blocks(x, shared=..., stacked=...)``, x being (batch, tokens, width):
+        keyword arguments of each block, the same for all or one for each along dimension 0.
+        """
+        model.blocks = blocks
 
     def why_one_grid(self) -> str | None:
         """Return why the model computes with images of its own size only; None if not only."""
