@@ -19,14 +19,7 @@ from torch_fsdp.domain import image_rows, open_loader
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.recipe import DTYPES, TorchRun
 from training.backend import InitializeModule, State, pass_seed
-from training.optimizers import (
-    COUNTS,
-    UPDATES,
-    Updates,
-    WeightAverage,
-    count_skipped,
-    not_finite,
-)
+from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage, count_skipped, not_finite
 from training.processes.stopping import largest_of_all
 from training.resolve import Run
 
