@@ -24,23 +24,8 @@ BRANCHES: dict[str, int] = {}
 compiled program meets its kernels as code alone."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A lowered kernel: its call's configuration, and its results' shapes and dtypes."""
-
-    config: str
-    shapes: list[tuple[int, ...]]
-    dtypes: list[torch.dtype]
-    branches: int = 1
-    """Of how many branches a program takes one, each as often as the others."""
-
-    def __post_init__(self) -> None:
-        BRANCHES[json.loads(self.config)["custom_call_config"]["body"]] = self.branches
-
-    def __call__(self, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-        return torch_xla_private.call_tpu_kernel(
-            arguments, self.config, [list(shape) for shape in self.shapes], self.dtypes
-        )
+Kernel = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""Puts the call of a lowered kernel into the graph; returns its results."""
 
 
 def lower(
@@ -53,7 +38,10 @@ def lower(
     bytes_accessed: int,
     branches: int = 1,
 ) -> Kernel:
-    """Lower a JAX function of one Pallas kernel, for arrays of these shapes and dtypes."""
+    """Lower a JAX function of one Pallas kernel, for arrays of these shapes and dtypes.
+
+    A program of it takes one of so many ``branches``, each as often as the others.
+    """
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is torch_xla's
@@ -67,8 +55,10 @@ def lower(
         "transcendentals": transcendentals,
         "bytes_accessed": bytes_accessed,
     }
-    shapes, dtypes = zip(*results, strict=True)
-    return Kernel(json.dumps(config), list(shapes), list(dtypes), branches)
+    BRANCHES[config["custom_call_config"]["body"]] = branches
+    shapes, dtypes = [list(shape) for shape, _ in results], [dtype for _, dtype in results]
+    text = json.dumps(config)
+    return lambda given: torch_xla_private.call_tpu_kernel(given, text, shapes, dtypes)
 
 
 MeshAxes = str | tuple[str, ...] | None
@@ -97,8 +87,8 @@ class Shards:
         import torch_xla.distributed.spmd as xs
 
         spec = self._spec(part, heads)
-        sizes = [n * self._parts(axes) for n, axes in zip(part.shape, spec, strict=True)]
-        shape = torch.Size(sizes)
+        whole = (n * self._parts(axes) for n, axes in zip(part.shape, spec, strict=True))
+        shape = torch.Size(whole)
         return xs.disable_manual_sharding(part, spec, shape, mesh=self.mesh).global_tensor
 
     @property
