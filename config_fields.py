@@ -8,8 +8,6 @@
 project, so that ``data/`` and ``models/`` can declare flags.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Train and use a Vision Transformer; ``--help`` lists the flags, README.md the first commands."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools

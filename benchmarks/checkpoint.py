@@ -20,8 +20,6 @@ training and writing share the cores: of the disk itself little can be hidden th
 run_vit_training.py can be added.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -5,8 +5,6 @@
 FLAGS are those of run_vit_training.py. A RATE is in MB/s, 0 is the disk itself. Prints a JSON line.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

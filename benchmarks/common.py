@@ -1,7 +1,5 @@
 """The parts that benchmarks share: processes to measure in, and what names a measurement."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """The parts that benchmarks by the TPU compiler share: its reports, and flags of their tables."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -12,8 +12,6 @@ means a second of CPU time of all loader processes and of the one that takes the
 programs on the machine change little. Medians of the repeats, and the ratio's lowest and highest.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -19,8 +19,6 @@ With --tpu_topology nothing runs: the TPU compiler tells memory and expected ste
   largest of all processes
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ process a device; on XLA this one has them all. What cannot run here ends with t
 {"reason": ...}.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

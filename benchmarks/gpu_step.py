@@ -19,8 +19,6 @@ run_vit_training.py can be added; --precision bf16, --grad_ckpt none and a small
 are preset.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ FLAGS are those of run_vit_training.py. Under torchrun each process takes its sh
 batch. What cannot run here ends with the line {"reason": ...}.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

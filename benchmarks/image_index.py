@@ -7,8 +7,6 @@ the first time, and with the index that is there then. Memory is the proportiona
 the process and its loader processes, less that of the same with a few images.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

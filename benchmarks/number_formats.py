@@ -7,8 +7,6 @@ by the real command line; the rows are the flags added to it. Prints top-1 on va
 each seed. Formats are computed as on a TPU, at the pace of a CPU: times say nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

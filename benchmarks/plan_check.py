@@ -8,8 +8,6 @@ runs/plan-check, so that a check that was ended goes on where it was. The table 
 markers in docs/planning.md; the exit code is 1 if a plan is more than 2 % behind the grid's best.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

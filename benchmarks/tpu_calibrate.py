@@ -9,8 +9,6 @@ compiles a row anew. The table goes between the markers in docs/tpu.md, the pict
 docs/tpu_calibrate.png.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -9,8 +9,6 @@ it goes on where it was. The table goes between the markers in docs/benchmarks.m
 docs/tpu_peer.png.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ in fp32, as the program's. It is compiled by the same libtpu with the same flags
 that expects as one line of JSON. LIBTPU_INIT_ARGS is that of the program, if the caller sets it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ program can be added; --precision bf16 and --batch_size 1024 are preset. The tab
 markers in docs/tpu.md, the picture to docs/tpu_table.png.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

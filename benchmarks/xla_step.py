@@ -12,8 +12,6 @@ blocks, ``wrapper`` torch_xla's SpmdFullyShardedDataParallel in place of our own
 sharding marks, for comparison.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -4,8 +4,6 @@ A batch holds images of one bucket. So a model sees whole images of any aspect r
 is only one shape of batches, and on XLA one compiled program, for each bucket.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ writes them as an image folder.
 Of both, four fifths are for training and one fifth for validation.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.resources

@@ -1,7 +1,5 @@
 """A source of all-zero images with label 0, as many as ImageNet has: for smoke runs and timing."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 A URL is any that fsspec knows: gs://, s3://, file://, ...
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

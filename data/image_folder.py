@@ -3,8 +3,6 @@
 The root is a folder, or a URL such as gs://bucket/folder (``data/files.py``).
 """
 
-from __future__ import annotations
-
 from data.buckets import source_of
 from data.files import HEAD, read_bytes
 from data.index import cached_split, check_folder

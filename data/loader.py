@@ -7,8 +7,6 @@
   process, and no more is in memory than the parts in flight. Lost processes are replaced.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import queue

@@ -8,8 +8,6 @@ The cells of a volume are 8 slices deep: each digit is in all of them, in some d
 others. Mosaics are not augmented.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

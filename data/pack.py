@@ -6,8 +6,6 @@ Files are copied as they are: broken ones stay broken, and images stay in their 
 run trains on the same as from the folder. The same folder gives the same shards, byte by byte.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

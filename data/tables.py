@@ -11,8 +11,6 @@ Arrow files are mapped into memory: any image is read alone, so their order is a
 folder's. ``datasets`` runs no code that such a folder brings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -4,8 +4,6 @@ Normalising comes later, on the devices. What is drawn at random depends on the 
 and the image alone (``seeded``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -9,8 +9,6 @@ that any part can be read without the rest. An unreadable file raises BrokenImag
 opened if its header, size or table of contents shows the damage, and else when it is read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

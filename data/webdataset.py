@@ -7,8 +7,6 @@ A sample is the files of one name, its key, up to the first dot after the last s
 https://github.com/webdataset/webdataset has it: KEY.jpg and KEY.cls, say.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import os

@@ -4,8 +4,6 @@ The optimizer is this program's, on each process's parts: the package's own wrap
 while it is made. The loss is divided here and gradients are only summed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ heads, then k, then v. Checkpoints keep timm's names, so they move between the t
 differs is GELU: TransformerEngine has only the tanh approximation (at most 5e-4 off).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

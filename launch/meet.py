@@ -7,8 +7,6 @@ lets them start. Every ten seconds each node prints who is missing; signals and 
 it at once, until torchrun has started its processes and looks after both itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

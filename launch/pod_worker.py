@@ -6,8 +6,6 @@ group; its end, by a broken connection or a dead launcher, stops the program. Ne
 it otherwise: ssh passes no signals on, and sshd lets programs live when a connection breaks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ takes the place, and the command line, of ``torch_xla.distributed.xla_dist``, wh
 longer has. ``launch/pod_worker.py`` is its other end.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import json

@@ -1,8 +1,6 @@
 """What a block is made of: its attention's product, whether blocks are alike, the logical axes of
 its parameters, and whether TransformerEngine's layer may take its place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Imports nothing heavy, so that ``--help`` and the checks stay fast.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace

@@ -6,8 +6,6 @@ the mean over all tokens, a linear head. It has 126,907,624 parameters for image
 1000 classes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace

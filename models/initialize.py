@@ -1,7 +1,5 @@
 """Initial weights, unit by unit: they depend on the seed and on modules' names, on nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

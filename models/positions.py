@@ -1,7 +1,5 @@
 """Positions and pooling where a model computes with some rows of an image, or with another grid."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

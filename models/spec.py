@@ -1,7 +1,5 @@
 """What the rest of the program knows about a model of any family: a ``ModelSpec``."""
 
-from __future__ import annotations
-
 import abc
 import functools
 import math

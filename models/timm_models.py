@@ -1,7 +1,5 @@
 """The family of timm's Vision Transformers by their names: ``--model timm/NAME``."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 With another version than it was written for, read these against timm's sources again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

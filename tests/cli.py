@@ -1,7 +1,5 @@
 """Run the real command line and read what it wrote."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """The commands that README.md, docs/ and ``make help`` tell a user to type."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

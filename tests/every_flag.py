@@ -4,8 +4,6 @@ A flag that is a switch or takes one of some words is in it by itself. ``VALUES`
 of the others; a new flag without values there fails the test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterable, Mapping

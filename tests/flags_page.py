@@ -1,7 +1,5 @@
 """Writes docs/flags.md, the page of all flags, from their fields: python -m tests.flags_page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from run_vit_training import OWN

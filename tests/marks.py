@@ -1,7 +1,5 @@
 """Marks of single cases of a test."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Model options, precision, form and recomputation, combined so that every pair meets once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from itertools import combinations

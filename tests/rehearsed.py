@@ -1,7 +1,5 @@
 """Start the real command line on the hosts of a TPU slice that tests/rehearsal stands in for."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

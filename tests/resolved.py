@@ -1,7 +1,5 @@
 """Runs as the command line resolves them, for tests of what is below it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from run_vit_training import read_flags

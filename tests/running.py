@@ -1,7 +1,5 @@
 """Which processes of this machine belong to a test, whoever has started them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 What s3fs and botocore do with a network, with access rights and with errors is their own here.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import threading

@@ -1,7 +1,5 @@
 """The trained models and images that documents speak of, on a new user's machine."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The command is typed all the same, with a stand-in for what is not here; see
 tests/test_documented_commands.py.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -4,8 +4,6 @@ Reads what ``make coverage`` has collected. DOCUMENT names such functions, each 
 ``path::function``. Exit code 1: one is not named there, or one is that has no such line.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

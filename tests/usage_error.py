@@ -1,7 +1,5 @@
 """A user's mistake, told by the program in one line."""
 
-from __future__ import annotations
-
 import sys
 
 import run_vit_training

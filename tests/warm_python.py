@@ -8,8 +8,6 @@ the program as ``__main__`` and ends as Python ends.
 same without ``tests/warm_python.py``, where WARM_PYTHON names the socket of a server.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json

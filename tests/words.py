@@ -5,8 +5,6 @@ Names between backquotes, commands and links of the documents do not count. Prin
 where it is; exits with code 1 if there is one.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

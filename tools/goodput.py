@@ -4,8 +4,6 @@
 suggests how often to save.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -4,8 +4,6 @@ The flags are those of a training. Each row is one image, first unchanged, then 
 times; with mixup or cutmix, the images of a column are mixed with each other.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 docs/contributing.md says how to add another one.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Attention must see the tokens of all processes that share the image (ring or Uly
 each process loads its rows, alone or for all of them.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

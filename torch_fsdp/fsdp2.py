@@ -1,7 +1,5 @@
 """The step and the checkpoints of FSDP2, PyTorch's ``fully_shard``: each block a unit."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

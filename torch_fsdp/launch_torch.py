@@ -1,7 +1,5 @@
 """Connect the processes that torchrun started, and run a function on a backend in each."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

@@ -4,8 +4,6 @@ Each takes ``skipped``, a scalar on the device, 1.0 or 0.0: at 1.0 weights, mome
 keep all their bits. The host reads nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 (Megatron-FSDP's is ``gpu_fsdp/parallelize.py``.)
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every form of FSDP shares: steps, transfers, reports, checkpoints."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -4,8 +4,6 @@
 ``progress_of`` says where in the data it continues. Between them: what must hold for that.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

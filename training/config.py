@@ -4,8 +4,6 @@ A field is a flag (``config_fields.flag``). None means that the program decides:
 ``training/resolve.py`` then replaces it, so a resolved configuration has no None that a run uses.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 

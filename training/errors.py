@@ -1,7 +1,5 @@
 """The errors that end a run early, with their exit codes, and a warning about package versions."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The training loop, the same for every backend, and the hooks that it calls around each step."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

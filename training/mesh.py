@@ -5,8 +5,6 @@ what a dimension counts ("tokens", "heads"). A *spec* lists, for each dimension 
 mesh axes that shard it. All backends and the data loader share this module; it needs no device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

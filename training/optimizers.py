@@ -4,8 +4,6 @@ In this order: how each parameter is updated (AdamW, Lion or Muon), Muon's arith
 average of the weights (EMA), stochastic rounding to bf16, and the count of skipped steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import math

@@ -3,8 +3,6 @@
 Writes no file unless asked.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

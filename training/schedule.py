@@ -1,7 +1,5 @@
 """The learning rate of each step: a linear warmup, then one of several curves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

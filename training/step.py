@@ -1,7 +1,5 @@
 """One training step, and the batches that steps take; used by training, tools and benchmarks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """The sizes of a model from which the bytes and seconds of a training step are estimated."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

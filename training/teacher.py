@@ -1,7 +1,5 @@
 """The run of ``--teacher``: on the same devices, of another model; decided before any starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

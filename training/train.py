@@ -1,7 +1,5 @@
 """A whole training, as one narrative: prepare before any device starts, then start, train, end."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

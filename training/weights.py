@@ -3,8 +3,6 @@
 They are in a checkpoint folder, or in a file of any program: of torch.save, or .safetensors.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

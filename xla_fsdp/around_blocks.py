@@ -1,7 +1,5 @@
 """Changes what modules compute, from outside: bf16, breaks of the graph, parts around blocks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

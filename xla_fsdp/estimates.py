@@ -7,8 +7,6 @@ matrix unit, all else runs at the bandwidth of HBM, and collectives run beside i
 work to hide them. The constants were fitted on the compiler's figures (docs/planning.md).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Which devices belong to a host, and which part of a batch they need. Imports no torch_xla."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ JAX is imported when these are called, and not before: ``compile_only`` first se
 that keeps it off the TPU. Modules, operations and values of MLIR are jaxlib's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Starts XLA, and calls a function with a backend in every process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -4,8 +4,6 @@ Marks are set directly rather than by torch_xla's SpmdFullyShardedDataParallel: 
 5 % (docs/benchmarks.md), and parameters keep the names of the plain model.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Device memory in use, where it is known; reading it never ends a run or delays it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

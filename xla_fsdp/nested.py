@@ -5,8 +5,6 @@ compiler from gathering weights early or holding on to them. bf16 is autocast, a
 the SPMD form, not FSDP's compute_dtype: with that, convolutions fail (torch_xla 2.9).
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -3,8 +3,6 @@
 So learning rate, counters and the random bits that round moments are tensors on the device.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ around them. They fill, change and send one after the other, so that the host ne
 one. Modules keep timm's names; what they compute is changed from outside.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

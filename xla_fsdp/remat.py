@@ -4,8 +4,6 @@ The backward loop records each block's forward pass once more. What was saved th
 of what is computed, and XLA drops what only led there.
 """
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Marks for the partitioner that hold in the backward pass too: on a value and on its gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """SPMD FSDP: one program for all devices, weights sharded by marks on a plain model."""
 
-from __future__ import annotations
-
 import math
 
 import torch

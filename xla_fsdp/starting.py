@@ -4,8 +4,6 @@ It waits in compiled code that holds Python's lock. So another process prints (t
 program), and signals have their default action meanwhile: no handler would run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -5,8 +5,6 @@ exchange between them. Each half of a block gathers its input, whose tokens are 
 "tensor" too, and scatters the sum of its output.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -2,8 +2,6 @@
 that ``--tpu_topology`` takes, and ``LIBTPU_INIT_ARGS``, which libtpu reads when it starts.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

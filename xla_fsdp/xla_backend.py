@@ -1,7 +1,5 @@
 """What both forms of FSDP on XLA share: steps, transfers, counters, checkpoints."""
 
-from __future__ import annotations
-
 import abc
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ run, bit by bit. Results are saved in runs/faults/COMMIT: started again, it cont
 The files of a try that is not survived stay there, too; the exit code is then 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import shutil

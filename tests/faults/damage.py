@@ -1,7 +1,5 @@
 """Faults of files: damaged checkpoints, a full disk, images that cannot be read."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

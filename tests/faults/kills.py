@@ -1,7 +1,5 @@
 """Faults that are signals at random moments, to all processes of a run or to one of them."""
 
-from __future__ import annotations
-
 import signal
 import time
 

@@ -1,7 +1,5 @@
 """Faults of steps and of processes: NaN, hangs, two jobs, processes that do not match."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal

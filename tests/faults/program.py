@@ -1,7 +1,5 @@
 """The program under test: its start on each backend, its processes, what it leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Results of the tries, the table of docs/reliability.md, and its picture."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

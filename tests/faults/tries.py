@@ -1,7 +1,5 @@
 """A try: one fault in one run, which is started again until it completes."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """What a plain PyTorch user makes of a checkpoint: PyTorch's own tool, timm's own model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

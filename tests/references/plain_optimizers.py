@@ -1,7 +1,5 @@
 """The reference for test_optimizers: timm's model, optimizers and parameter groups, whole."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

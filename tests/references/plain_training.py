@@ -3,8 +3,6 @@
 Prints one JSON line. Takes the clipping norm; everything else is as in tests/cli.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

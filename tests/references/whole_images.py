@@ -1,7 +1,5 @@
 """Training in plain PyTorch on whole images, in this process: the reference for sharded images."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

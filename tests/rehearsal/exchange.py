@@ -1,7 +1,5 @@
 """What the hosts of a slice know of each other's devices, through a store on this machine."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

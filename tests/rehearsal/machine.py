@@ -1,7 +1,5 @@
 """What a program sees of the machine before any device starts."""
 
-from __future__ import annotations
-
 import glob
 import importlib.abc
 import importlib.machinery

@@ -1,7 +1,5 @@
 """torch_xla's runtime on a host of a TPU slice; file and line are those of torch_xla 2.9.0."""
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A slice of TPU chips: what its metadata servers say, and how its chips are numbered."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import threading

@@ -5,8 +5,6 @@ daemons use any port and any name, two "machines" of this one have each their ow
 nothing is left when the tests end, however they end.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -4,8 +4,6 @@ Run by torchrun on the CPU. Tokens in front of the patches are the same in all p
 and register tokens are: of their gradients those of all processes count.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 

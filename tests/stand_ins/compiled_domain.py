@@ -4,8 +4,6 @@ The types of instructions' results, of those that are a token dimension of the w
 size that is a multiple of the number of tokens that is given first.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

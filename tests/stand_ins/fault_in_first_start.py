@@ -4,8 +4,6 @@ Only in a first start: what torchrun starts again is the program as it is. FAULT
 processes that have the fault, by default all.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

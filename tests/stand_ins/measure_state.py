@@ -3,8 +3,6 @@
 Takes the number of devices and model flags; prints one JSON line.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -4,8 +4,6 @@ Where a command names absolute paths, it runs in a mount namespace of its own, i
 /datasets are folders of that machine.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex

@@ -4,8 +4,6 @@ As in flash_on_cpu.py, JAX's interpreter runs the kernels, on CPU tensors. All d
 are rows of one batch here, marks do nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 

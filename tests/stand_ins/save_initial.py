@@ -3,8 +3,6 @@
 Takes the program's flags; ``--fsdp megatron`` runs without CUDA, as in megatron_on_cpu.
 """
 
-from __future__ import annotations
-
 import sys
 
 from tests.cli import TINY_MODEL

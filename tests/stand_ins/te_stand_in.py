@@ -7,8 +7,6 @@ them) and the order of rows in qkv. The real layer needs CUDA: tests/gpu has it.
 As a program: run_vit_training.py with this in place of TransformerEngine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from types import SimpleNamespace

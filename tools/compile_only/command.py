@@ -1,7 +1,5 @@
 """``--compile_only``: trace the training step, compile it for a TPU slice, print the figures."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

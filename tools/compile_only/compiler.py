@@ -4,8 +4,6 @@ libtpu ends its process where a check of its own fails, so each compilation runs
 its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 It gives the costliest instructions as a table or JSON, and a picture of the time by module.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass

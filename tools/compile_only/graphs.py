@@ -3,8 +3,6 @@
 Shardings are in XLA's notation.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ where blocks are traced apart, as the body of a loop. The compiler copies the na
 of the operations (``metadata`` of the HLO).
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Backends without devices: they trace a step and save its graphs instead of running them."""
 
-from __future__ import annotations
-
 import abc
 import gc
 from collections.abc import Callable, Iterable

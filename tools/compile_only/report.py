@@ -1,7 +1,5 @@
 """The compiler's figures of one training step, as a table to read and as JSON."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The backend runs as it does in training, except that what would be data on the d
 placeholder, and that a graph is saved where it would be run (``recorder``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

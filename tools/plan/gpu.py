@@ -5,8 +5,6 @@ traffic and its exchanges take, at the shares below of what the data sheets prom
 assumptions of what PyTorch reaches with bf16, not fitted on anything.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ candidates from tables of values for a few flags, and plans from candidates. The
 as a table or JSON, and drawn.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

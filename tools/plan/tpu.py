@@ -1,7 +1,5 @@
 """``--plan`` for TPUs: search by arithmetic, ask the compiler about a few, print the plans."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -6,8 +6,6 @@ compiled that would be it if it were as good as it may be. When none may beat wh
 search is over.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

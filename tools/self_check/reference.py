@@ -3,8 +3,6 @@
 And what is allowed: how far rounding alone may take the devices from there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

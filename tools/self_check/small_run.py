@@ -1,7 +1,5 @@
 """The small run of the self-check: the user's flags and devices, a model and a batch of seconds."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The checkpoints in a run's folder: which one to resume, which ones to remove or set aside."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -22,8 +22,6 @@ folder cannot be renamed at once (buckets). Sizes are compared whenever a checkp
 checksums before it is resumed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Writes checkpoints, all processes together, while training waits or asynchronously."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import shutil

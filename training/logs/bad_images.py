@@ -1,7 +1,5 @@
 """The images of a run that cannot be read: listed, counted over all processes, limited."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 All that is written during training goes through ``Guarded``: a log that fails never ends a run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Shows a run to a person: progress bar, log lines, TensorBoard, metrics.jsonl, curves."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -4,8 +4,6 @@ Uses PyTorch's default process group, which every backend makes where there are 
 What is sent is JSON, so nothing that arrives is run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """How a process ends with the one that started it, however that ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -5,8 +5,6 @@ torch_xla's blocks are fixed; here they are large and divide the padded sequence
 timm's: what it asks of ``scaled_dot_product_attention`` is computed by the kernels.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sizes that the kernels of attention are given: padded, and divided into blocks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

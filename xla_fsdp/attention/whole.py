@@ -5,8 +5,6 @@ Our own Pallas kernels (``whole_kernels.py``) hold whole sequences in vector mem
 transposes for PyTorch's product is transposed back, and XLA drops both.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import types

@@ -12,8 +12,6 @@ would pad it to as much.
 Imports JAX: import it where a kernel is lowered, and not before.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
