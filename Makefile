@@ -15,7 +15,7 @@ help:
 	@echo "make test-fast  the tests that start no training (2 minutes), while one edits"
 	@echo "make test-long  the tests that compile, train or wait for long (an hour)"
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
-	@echo "make coverage  which lines no test executes, beside docs/hardware.md (an hour)"
+	@echo "make coverage  test, test-long and rehearse; then which lines no test executes (hours)"
 	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"
 	@echo "make lint    ruff, mypy, and words that help, messages and docs do not use"
 	@echo "make format  let ruff format the code"
@@ -53,23 +53,28 @@ train-domain: $(INSTALLED)
 	$(BIN)/python -u run_vit_training.py @recipes/mosaics.args --cpu_devices 4 --mesh_domain 4 \
 		--num_workers 1 --ckpt_dir $(subst digits,mosaics,$(RUN)) $(ARGS)
 
+# COVERAGE=1 notes which lines are executed, for make coverage. TESTS="tests/data": only these.
+PYTEST = $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest
+TWO_AT_A_TIME := -n 2 --dist worksteal
+TESTS ?= tests
+SUITES ?= test test-long rehearse
+
 test: $(INSTALLED) datasets/digits
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	$(PYTEST) $(TWO_AT_A_TIME) $(TESTS)
 
 test-fast: $(INSTALLED) datasets/digits
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m fast tests
+	$(PYTEST) $(TWO_AT_A_TIME) -m fast $(TESTS)
 
 test-long: $(INSTALLED) datasets/digits
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m long tests
+	$(PYTEST) $(TWO_AT_A_TIME) -m long $(TESTS)
 
 rehearse: $(INSTALLED) datasets/digits
-	$(BIN)/python -m pytest -m rehearse tests
+	$(PYTEST) -m rehearse $(TESTS)
 
-# TESTS="tests/data/test_data.py": what these execute. MARKS="not gpu and not long": in less time.
+# SUITES="test rehearse": in less time.
 coverage: $(INSTALLED) datasets/digits
 	rm -rf runs/coverage
-	-$(BIN)/python -m coverage run -m pytest -n 2 --dist worksteal -q -m "$(or $(MARKS),not gpu)" \
-		$(or $(TESTS),tests)
+	-for suite in $(SUITES); do $(MAKE) $$suite COVERAGE=1; done
 	$(BIN)/python -m tests.unexecuted docs/hardware.md
 
 test-slurm: $(INSTALLED) datasets/digits

@@ -151,7 +151,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     ".venv/bin/python -m pytest": Run((r"^\d+ passed in ",), long=True),
     # docs/slurm.md
     "make rehearse": Elsewhere("minutes of tests of their own", make_knows),
-    "make coverage": Elsewhere("an hour of all tests", make_knows),
+    "make coverage": Elsewhere("hours of all tests", make_knows),
     "make test-slurm": Elsewhere("needs root, and Slurm installed", make_knows),
     # docs/evaluation_and_finetuning.md, docs/recipes.md
     "python3 run_vit_training.py --eval_only --eval_report": Run(
