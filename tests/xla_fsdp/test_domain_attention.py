@@ -51,7 +51,7 @@ def whole_attention(q, k, v):
 def test_parts_of_keys_by_process(by_kernel, value_width, monkeypatch):
     """Outputs of two parts put together; each part's share of the gradients, given the whole's."""
     if not by_kernel:
-        monkeypatch.setattr(domain, "_on_cpu", lambda q, v: False)
+        monkeypatch.setattr(domain, "_kernels", lambda q, v: None)
         monkeypatch.setattr(domain, "_QUERIES", 4)  # of 10, so that the last are fewer
     q, k, v, grad = drawn((2, 3, 10, 8), (2, 3, 12, 8), (2, 3, 12, value_width), (10, value_width))
     output = whole_attention(q, k, v)
@@ -76,7 +76,7 @@ def test_parts_of_keys_by_process(by_kernel, value_width, monkeypatch):
 
 def test_lower_precision_by_process(monkeypatch):
     """Plain products of bf16 are as near to fp32 as PyTorch's own are."""
-    monkeypatch.setattr(domain, "_on_cpu", lambda q, v: False)
+    monkeypatch.setattr(domain, "_kernels", lambda q, v: None)
     inputs = drawn(*[(2, 3, 40, 16)] * 3)
     lower = [x.detach().bfloat16() for x in inputs]
     found, statistics = domain.forward(*lower, SCALE)
