@@ -3,23 +3,17 @@
 `make test-long` runs every family on every form.
 """
 
-import itertools
-
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 
-from data.loader import Share
-from data.source import open_data
 from tests.cli import DIGITS, TINY_RUN, run_program, train_tiny, train_tiny_gpu
 from tests.marks import long
-from tests.references.normalized import normalized
+from tests.references import plain_steps
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_xla
 from tests.stand_ins.filled import filled
 from tests.usage_error import told_in_one_line
-from training.backend import dataset_request
 
 STEPS = 2
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "num_heads": 2, "depth": 2}
@@ -80,17 +74,7 @@ def plain(family, precision):
     model = timm.create_model(name, num_classes=10, **SIZES, **scale)
     model.load_state_dict(filled(run.model, run.config.seed).state_dict(), strict=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
-    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, Share())
-    losses = []
-    for images, labels in itertools.islice(loader.epoch(0), STEPS):
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            logits = model(normalized(images, run))
-        loss = F.cross_entropy(logits.float(), labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+    losses, _ = plain_steps.train(model, optimizer, run, STEPS, bf16=precision == "bf16")
     return losses
 
 

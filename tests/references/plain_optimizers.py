@@ -5,17 +5,13 @@ from typing import Any
 
 import timm.optim.muon
 import torch
-import torch.nn.functional as F
 from timm.optim import Lion, Muon, param_groups_layer_decay
 from torch import nn
 
-from data.loader import Share
-from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
-from tests.references.normalized import normalized
+from tests.references import plain_steps
 from tests.resolved import on_xla
 from tests.stand_ins.filled import filled
-from training.backend import dataset_request
 from training.config import OptimizerConfig
 from training.schedule import Schedule
 
@@ -58,22 +54,12 @@ def train(*flags: str, steps: int = 6) -> tuple[dict[str, list[float]], nn.Modul
         timm.optim.muon.zeropower_via_newtonschulz = functools.partial(
             newton_schulz, dtype=torch.float32
         )
-    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, Share())
-    schedule = Schedule(how.lr, how.warmup_steps, len(loader) * run.config.num_epochs)
-    found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+
+    def rate(step: int, total: int) -> float:
+        return Schedule(how.lr, how.warmup_steps, total).lr(step)
+
     try:
-        for step, (images, labels) in zip(range(steps), loader.epoch(0), strict=False):
-            for group in optimizer.param_groups:
-                group["lr"] = schedule.lr(step) * group["lr_scale"]
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                logits = model(normalized(images, run))
-            loss = F.cross_entropy(logits.float(), labels)
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm)
-            found["loss"].append(loss.item())
-            found["grad_norm"].append(norm.item())
-            optimizer.step()
-            optimizer.zero_grad()
+        losses, norms = plain_steps.train(model, optimizer, run, steps, rate, bf16)
     finally:
         timm.optim.muon.zeropower_via_newtonschulz = newton_schulz
-    return found, model, optimizer
+    return {"loss": losses, "grad_norm": norms}, model, optimizer

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from timm.utils import ModelEmaV3
 
 from data.loader import Share
@@ -16,6 +15,7 @@ from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, tiny, train_tin
 from tests.marks import long
 from tests.references.normalized import normalized
 from tests.references.plain_checkpoint import convert, tiny_timm_model
+from tests.references.plain_steps import evaluate
 from tests.resolved import on_xla
 from tests.short_runs import mistake
 from tests.usage_error import told_in_one_line
@@ -64,20 +64,6 @@ def assert_same(found, expected, *, rtol=0.0, atol=0.0):
 def plain_run():
     source = ["--data_dir", str(DIGITS), "--hflip", "0"]
     return on_xla([*source, *TINY_MODEL, *TINY_RUN])
-
-
-@torch.no_grad()
-def plain_val_loss(model):
-    """The mean loss on val/ in plain PyTorch."""
-    run = plain_run()
-    data = open_data(dataset_request(run))
-    total = count = 0.0
-    for images, labels in data.val_loader(64, Share()).epoch(0):
-        images, labels = images[labels >= 0], labels[labels >= 0]
-        logits = model(normalized(images, run))
-        total += F.cross_entropy(logits, labels, reduction="sum").item()
-        count += len(labels)
-    return total / count
 
 
 XLA = [
@@ -133,7 +119,7 @@ def test_as_timm(train, flags, devices, how, bad, tmp_path, monkeypatch):
     off = 1e-3 if "--precision bf16" in " ".join(flags) else 1e-5
     for evaluation in run.evaluations:
         folder = tmp_path / f"step_{evaluation['step']}"
-        losses = [plain_val_loss(read(folder, part)) for part in ("model", "ema")]
+        losses = [evaluate(read(folder, part), plain_run())[0] for part in ("model", "ema")]
         found = [evaluation["val_loss"], evaluation["ema_val_loss"]]
         assert found == pytest.approx(losses, rel=off)
         assert found[0] - found[1] == pytest.approx(losses[0] - losses[1], rel=0.2), losses

@@ -7,19 +7,15 @@ from dataclasses import fields
 
 import pytest
 import torch
-import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
-from data.loader import Share
-from data.source import open_data
 from models.config import VitConfig
 from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.option_cases import DROPOUT, FORMS, HOW, MODEL, allowed, pairwise
-from tests.references.normalized import normalized
+from tests.references import plain_steps
 from tests.resolved import on_xla
 from tests.stand_ins.filled import filled
-from training.backend import dataset_request
 
 STEPS = 2
 RUN = [*f"--max_steps {STEPS} --warmup_steps 0 --lr 1e-3 --scale 0.8 1".split()]
@@ -51,18 +47,7 @@ def plain(case):
     model = VisionTransformer(**arguments | {"weight_init": "skip"})
     model.load_state_dict(filled(run.model, run.config.seed).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
-    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, Share())
-    losses, norms = [], []
-    for _, (images, labels) in zip(range(STEPS), loader.epoch(0), strict=False):
-        with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in case["precision"]):
-            logits = model(normalized(images, run))
-        loss = F.cross_entropy(logits.float(), labels)
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms
+    return plain_steps.train(model, optimizer, run, STEPS, bf16="bf16" in case["precision"])
 
 
 def assert_like_plain_pytorch(folder, case):

@@ -1,0 +1,76 @@
+"""Training and evaluation in plain PyTorch, on the images of a run: what references share."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data.loader import Share
+from data.source import open_data
+from tests.references.normalized import normalized
+from training.backend import dataset_request
+from training.config import OptimizerConfig
+from training.resolve import Run
+
+Rate = Callable[[int, int], float]
+"""The learning rate of a step, of so many in all."""
+
+
+def warm_cosine(how: OptimizerConfig) -> Rate:
+    """Half a cosine after a linear warmup from 0."""
+
+    def rate(step: int, total: int) -> float:
+        part = (step - how.warmup_steps) / (total - how.warmup_steps)
+        if part < 0:
+            return how.lr * step / how.warmup_steps
+        return how.lr * 0.5 * (1 + math.cos(math.pi * part))
+
+    return rate
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: Run,
+    steps: int,
+    rate: Rate | None = None,
+    bf16: bool = False,
+) -> tuple[list[float], list[float]]:
+    """The losses and gradient norms of the first steps, clipped; in bf16 under autocast."""
+    how = run.config.optimizer
+    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, Share())
+    epochs = (loader.epoch(epoch) for epoch in range(run.config.num_epochs))
+    batches = itertools.islice(itertools.chain.from_iterable(epochs), steps)
+    losses, norms = [], []
+    for step, (images, labels) in enumerate(batches):
+        if rate:
+            for group in optimizer.param_groups:
+                lr = rate(step, len(loader) * run.config.num_epochs)
+                group["lr"] = lr * group.get("lr_scale", 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = model(normalized(images, run))
+        loss = F.cross_entropy(logits.float(), labels)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm).item())
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, run: Run) -> tuple[float, float]:
+    """The mean loss on val/ and the percentage of images that are classified right."""
+    model.eval()
+    loader = open_data(dataset_request(run)).val_loader(run.config.data.pass_size, Share())
+    loss = right = count = 0.0
+    for images, labels in itertools.islice(loader.epoch(0), run.config.log.eval_batches or None):
+        images, labels = images[labels >= 0], labels[labels >= 0]
+        logits = model(normalized(images, run))
+        loss += F.cross_entropy(logits, labels, reduction="sum").item()
+        right += (logits.argmax(1) == labels).sum().item()
+        count += len(labels)
+    return loss / count, 100 * right / count
