@@ -1,4 +1,6 @@
-"""Marks of single cases of a test."""
+"""Marks of single cases of a test, and tables of cases."""
+
+from collections.abc import Iterable
 
 import pytest
 
@@ -6,3 +8,14 @@ import pytest
 def long(*values: object):
     """A case for ``make test-long`` alone."""
     return pytest.param(*values, marks=pytest.mark.long)
+
+
+def spread(rows: Iterable, columns: Iterable, every: int) -> list[tuple]:
+    """One of so many pairs of a table, in diagonals: some of each row, and of each column."""
+    columns = list(columns)
+    return [
+        (row, column)
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
+        if (i + j) % every == 0
+    ]

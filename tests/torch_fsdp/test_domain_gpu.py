@@ -1,12 +1,11 @@
 """Images whose rows several processes share, on the GPU backend with gloo: as on whole images."""
 
 import functools
-import itertools
 
 import pytest
 
 from tests.cli import train_tiny_gpu
-from tests.marks import long
+from tests.marks import long, spread
 from tests.references.whole_images import SMALL, assert_like_whole, train_whole
 
 MOSAICS = "--data_source mosaics"
@@ -70,8 +69,8 @@ def test_as_on_whole_images(processes, flags, how, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "sharded"), [*itertools.product(MODELS, SHARDED)])
-def test_every_model_on_every_mesh(model, sharded, tmp_path):
+@pytest.mark.parametrize(("model", "sharded"), spread(MODELS, SHARDED, every=3))
+def test_models_on_meshes(model, sharded, tmp_path):
     processes, how = SHARDED[sharded]
     flags = f"{MODELS[model]} --grad_accum_steps 2"
     assert_like_whole(train(tmp_path, processes, flags, how), whole(flags))
@@ -95,8 +94,7 @@ def test_compiled_beside_attention(how, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", ["ring", "ulysses"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "form"), spread(MODELS, ["ring", "ulysses"], every=2))
 def test_bf16_is_near_fp32(model, form, tmp_path):
     flags = MODELS[model]
     how = f"--mesh_domain 2 --domain_attention {form} --precision bf16 --reduce_dtype bf16"

@@ -1,13 +1,12 @@
 """Images whose rows several devices share, on XLA's SPMD backend: as on whole images."""
 
 import functools
-import itertools
 from itertools import pairwise
 
 import pytest
 
 from tests.cli import train_tiny, train_tiny_gpu
-from tests.marks import long
+from tests.marks import long, spread
 from tests.references.whole_images import SMALL, assert_like_whole, train_whole
 from tests.torch_fsdp.test_domain_gpu import EPOCHS_OF_2, HYBRID, MODELS, TOKENS, VOLUMES
 
@@ -61,16 +60,15 @@ def test_as_on_whole_images(devices, flags, how, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "sharded"), [*itertools.product(MODELS, SHARDED)])
-def test_every_model_on_every_mesh(model, sharded, tmp_path):
+@pytest.mark.parametrize(("model", "sharded"), spread(MODELS, SHARDED, every=3))
+def test_models_on_meshes(model, sharded, tmp_path):
     devices, how = SHARDED[sharded]
     flags = f"{MODELS[model]} --grad_accum_steps 2"
     assert_like_whole(train(tmp_path, devices, flags, how), whole(flags))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", ["ring", "gather"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "form"), spread(MODELS, ["ring", "gather"], every=2))
 def test_bf16_is_near_fp32(model, form, tmp_path):
     flags = MODELS[model]
     how = f"--mesh_domain 2 --domain_attention {form} --precision bf16"
