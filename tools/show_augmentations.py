@@ -132,7 +132,7 @@ def draw(found: Sequence[Column], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the images of these flags into the file named last; return the exit code."""
-    *flags, name = sys.argv[1:] if argv is None else argv or [""]
+    *flags, name = (sys.argv[1:] if argv is None else argv) or [""]
     try:
         if not name.endswith(".png"):
             raise UsageError("the last word must be the picture to write, a .png")
