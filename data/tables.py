@@ -11,6 +11,8 @@ Arrow files are mapped into memory: any image is read alone, so their order is a
 folder's. ``datasets`` runs no code that such a folder brings.
 """
 
+from __future__ import annotations  # pyarrow may not be installed
+
 import contextlib
 import importlib
 import json
