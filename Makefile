@@ -11,8 +11,8 @@ RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
 	@echo "make train-domain  the same with each image over 4 virtual devices (about 5 minutes)"
-	@echo "make test    set up, then run the tests"
-	@echo "make test-fast  the tests that start no training (2 minutes), while one edits"
+	@echo "make test    set up, then run the tests (15 minutes)"
+	@echo "make test-fast  the tests that start no training (a minute or two), while one edits"
 	@echo "make test-long  the tests that compile, train or wait for long (an hour)"
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
 	@echo "make coverage  test, test-long and rehearse; then which lines no test executes (hours)"
