@@ -149,10 +149,8 @@ def _resolve_domain(config: RunConfig, own: TorchConfig, mesh: Mesh, model: Mode
     if reason:
         reason = ModelError(reason).told(MODEL_FLAG)
         raise UsageError(f"{given} on GPUs is incompatible with --model {model.name}: {reason}")
-    heads, refused = (
-        model.sizes.num_heads,
-        {"gather": "requires --backend xla: use ring or ulysses"},
-    )
+    heads = model.sizes.num_heads
+    refused = {"gather": "requires --backend xla: use ring or ulysses"}
     if heads % mesh.domain:
         refused["ulysses"] = f"requires heads that {given} divides, not {heads}: use ring"
     return resolve_domain(config, mesh, refused, auto="ring" if "ulysses" in refused else "ulysses")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from timm.data.mixup import cutmix_bbox_and_lam
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
+from data.transforms import drawn_from
 from training.backend import Backend, pass_seed
 from training.begin import check_weights
 from training.config import LossConfig
@@ -188,10 +189,8 @@ class Mixing:
 
         They follow from the seed and the number of the pass since the start of training.
         """
-        before = np.random.get_state()
-        np.random.seed(pass_seed(self._seed, pass_index, _SEED_STREAM) % 2**32)
-        mix = _draw_mix(self._config, *self._spatial[-2:])
-        np.random.set_state(before)
+        with drawn_from(pass_seed(self._seed, pass_index, _SEED_STREAM) % 2**32):
+            mix = _draw_mix(self._config, *self._spatial[-2:])
         # One tensor: one transfer, and no Python number that a graph would be compiled for.
         return self._constant(torch.tensor(mix, dtype=torch.float32))
 
