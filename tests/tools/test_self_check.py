@@ -11,7 +11,7 @@ import pytest
 import run_vit_training
 from data.source import open_data
 from tests.cli import DIGITS, TINY_MODEL, run_program
-from tests.marks import long
+from tests.marks import long, spread
 from tests.resolved import on_xla
 from tools.self_check.check import CheckTable, check_decoding, check_disk, check_memory
 from training.backend import dataset_request
@@ -116,8 +116,7 @@ def check(ckpt_dir, *flags, processes=1, program="run_vit_training.py"):
     ("backend", "fault"),
     [
         (backend, fault) if (backend, fault) in QUICK else long(backend, fault)
-        for backend in BACKENDS
-        for fault in FAULTS
+        for backend, fault in dict.fromkeys([*QUICK, *spread(BACKENDS, FAULTS, every=2)])
     ],
 )
 def test_fault_is_found(backend, fault, tmp_path, monkeypatch):

@@ -60,7 +60,7 @@ def test_as_on_whole_images(devices, flags, how, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "sharded"), spread(MODELS, SHARDED, every=3))
+@pytest.mark.parametrize(("model", "sharded"), spread(MODELS, SHARDED, every=6))
 def test_models_on_meshes(model, sharded, tmp_path):
     devices, how = SHARDED[sharded]
     flags = f"{MODELS[model]} --grad_accum_steps 2"
