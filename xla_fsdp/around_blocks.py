@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.sharding import Mark, mark_both
 
@@ -35,6 +36,11 @@ _library.impl("scaled_dot_product_attention", _lowered, "AutocastXLA", with_keys
 # -- around ``forward`` ----------------------------------------------------------------
 
 
+def before_forward(module: nn.Module, apply: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Pass the module's first input through ``apply``."""
+    module.register_forward_pre_hook(lambda _, args: (apply(args[0]), *args[1:]))
+
+
 def after_forward(module: nn.Module, apply: Callable[[Any], Any]) -> None:
     """Pass the module's output through ``apply``."""
     module.register_forward_hook(lambda _, __, output: apply(output))
@@ -50,7 +56,7 @@ def add_in_bf16(blocks: nn.Module) -> None:
 
     Then residuals are added in bf16 too: products have that dtype.
     """
-    blocks.register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16), *args[1:]))
+    before_forward(blocks, lambda x: x.to(torch.bfloat16))
 
 
 def break_graph_every(n: int, blocks: list[nn.Module], break_graph: Callable[[], None]) -> None:
@@ -123,6 +129,31 @@ def drop_patches_of_whole_images(model: nn.Module, mark_images: Mark) -> None:
 
     drop.register_forward_pre_hook(lambda _, args: mark(args[0]))
     after_forward(drop, mark)
+
+
+def find_largest_by_place(model: Any) -> None:
+    """Let timm's pooling by "max" and "avgmax" pass its gradient to the place of a largest value.
+
+    ``amax`` passes it to the values that are equal to the largest one. XLA may compute the values
+    once for either side of that comparison, rounded differently, so that none is: 0 / 0.
+    """
+    if getattr(model, "global_pool", None) in ("max", "avgmax"):
+        pool = model.pool
+
+        def pool_by_place(*args, **kwargs) -> torch.Tensor:
+            with _LargestByPlace():
+                return pool(*args, **kwargs)
+
+        model.pool = pool_by_place
+
+
+class _LargestByPlace(TorchFunctionMode):
+    """Replaces ``amax`` as far as timm's pooling uses it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.amax:
+            return torch.Tensor.max(*args, **(kwargs or {})).values
+        return func(*args, **(kwargs or {}))
 
 
 class _Forward(nn.Module):

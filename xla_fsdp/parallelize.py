@@ -20,7 +20,7 @@ from xla_fsdp.attention import sharded
 from xla_fsdp.attention.flash import use_flash
 from xla_fsdp.attention.whole import use_whole
 from xla_fsdp.layout import MeshLayout
-from xla_fsdp.products import linear_weights, multiply_unfolded
+from xla_fsdp.products import linear_weights, multiply_unfolded, normalize_unfolded
 from xla_fsdp.remat import SAVED_BY
 from xla_fsdp.resolve_xla import Recipe
 from xla_fsdp.scan import ScannedBlocks
@@ -43,6 +43,12 @@ def parallelize_spmd(
     mesh, logical = recipe.mesh, recipe.mesh.logical_spec
     blocks = units[:-1]
     batch_parts = mesh.shard_count(logical("batch"))
+    token_parts = mesh.shard_count(logical("tokens between the halves of a block"))
+    # A norm that folds a device's one image with its tokens would take their padding for tokens.
+    # And along "domain" the partitioner may replicate what comes after it.
+    drops = recipe.model.settings.get("patch_drop_rate")
+    uneven = bool(drops) or recipe.model.sizes.num_tokens % token_parts > 0
+    unfolds_norms = uneven and (mesh.domain > 1 or recipe.pass_size == batch_parts)
     save = SAVED_BY[recipe.remat if recipe.scan else "full"]()
     in_int8 = linear_weights(blocks[0][1]) if recipe.int8 else set[str]()
 
@@ -76,6 +82,8 @@ def parallelize_spmd(
             multiply_unfolded(block, save=save, parts=batch_parts, int8=int8)
         elif mesh.domain > 1 and mesh.tensor == 1:
             multiply_unfolded(block, lambda w: layout.gather("", w), parts=batch_parts)
+        if unfolds_norms:
+            normalize_unfolded(block)
 
     # Scan: the loop computes with one block that has the parameters of all of them, stacked. It
     # rematerializes, gathers weights and marks tokens itself, in each round.
@@ -122,8 +130,19 @@ def parallelize_spmd(
     fill_buffers(model, layout.constant)
     layout.place(model, {})
     around_blocks.convolve_by_product(model, layout.mark_rows)
+    around_blocks.find_largest_by_place(model)
+    if unfolds_norms:
+        normalize_unfolded(model)
+    if token_parts > 1 and (pool := getattr(model, "attn_pool", None)) is not None:
+        multiply_unfolded(pool.kv, lambda w: layout.gather("", w), parts=batch_parts)
+        for part in (each for each in pool.modules() if isinstance(each, nn.Linear)):
+            mark = layout.mark_rows if part is pool.kv else layout.mark_images
+            around_blocks.before_forward(part, functools.partial(mark_both, mark=mark))
+            around_blocks.after_forward(part, functools.partial(mark_both, mark=mark))
     if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
         around_blocks.gather_small_parameters(model, layout.gather_small)
+        head = model.get_submodule("head")
+        around_blocks.before_forward(head, lambda x: mark_both(x, layout.mark_images))
         around_blocks.after_forward(model, lambda logits: mark_both(logits, layout.mark_images))
     if mesh.tensor > 1:
         around_blocks.drop_patches_of_whole_images(model, layout.mark_images)
@@ -170,6 +189,7 @@ def parallelize_nested(
     initialize(model, units[-1][0])
     fill_buffers(model, constant)
     around_blocks.convolve_by_product(model, torch.Tensor.contiguous)
+    around_blocks.find_largest_by_place(model)
     root = _nested_unit(model, recipe, device)
     if recipe.bf16:
         around_blocks.compute_in_bf16(root)

@@ -1,8 +1,9 @@
 """Matrix products of a block as XLA computes them best: apart from what is around them.
 
 PyTorch's linear layer folds images and tokens into one dimension, of which the partitioner cannot
-shard the tokens alone: it would gather them. Here they stay two. And the sum that a bias' gradient
-is would double the time of the product that it is computed with (docs/tpu.md): here it is alone.
+shard the tokens alone: it would gather them, or compute what is wrong (docs/findings.md). Here they
+stay two, and in norms as well. And the sum that a bias' gradient is would double the time of the
+product that it is computed with (docs/tpu.md): here it is alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import timm.layers
 import torch
 from torch import nn
 
@@ -54,6 +56,48 @@ def multiply_unfolded(
     for name, part in block.named_modules():
         if type(part) is nn.Linear:
             part.forward = types.MethodType(compute(name), part)  # type: ignore[method-assign]
+
+
+class _UnfoldedLayerNorm(nn.LayerNorm):
+    """A norm over the last dimension alone, in fp32 under autocast, as PyTorch's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("xla"):
+            x = x.float()
+        y = _Normalize.apply(x, self.eps)
+        y = y if self.weight is None else y * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) over the last dimension (Ba et al., arXiv:1607.06450)."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, eps: float) -> torch.Tensor:
+        centered = x - x.mean(-1, keepdim=True)
+        scale = (centered.square().mean(-1, keepdim=True) + eps).rsqrt()
+        y = centered * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, scale = ctx.saved_tensors
+        along = (grad * y).mean(-1, keepdim=True)
+        return (grad - grad.mean(-1, keepdim=True) - y * along) * scale, None
+
+
+def normalize_unfolded(module: nn.Module) -> None:
+    """Let the norms of ``module`` keep images and tokens apart.
+
+    torch_xla's folds them into one dimension. Where a device has one image and an uneven part of
+    its tokens, the partitioner then takes padding for tokens (docs/findings.md).
+    """
+    for part in module.modules():
+        if type(part).forward in (nn.LayerNorm.forward, timm.layers.LayerNorm.forward):
+            assert isinstance(part, nn.LayerNorm)
+            assert len(part.normalized_shape) == 1, part
+            part.__class__ = _UnfoldedLayerNorm  # saved activations are found by it, too (remat)
 
 
 def product(

@@ -11,9 +11,17 @@ from tests.references.whole_images import SMALL, assert_like_whole, train_whole
 from tests.torch_fsdp.test_domain_gpu import EPOCHS_OF_2, HYBRID, MODELS, TOKENS, VOLUMES
 
 RING = "--domain_attention ring"
+SMALL_BATCH = "--batch_size 2 --num_heads 4"
+ONE_IMAGE = f"--class_token --global_pool token {SMALL_BATCH}"
 # (devices, what both do, how images are sharded): each combines several things.
 CASES = [
     (3, f"{HYBRID} --grad_accum_steps 2", f"--mesh_domain 3 {RING}"),
+    # One image a replica, whose tokens are uneven.
+    (4, ONE_IMAGE, f"--mesh_domain 2 {RING}"),
+    long(4, ONE_IMAGE, f"--mesh_domain 2 --no-scan_blocks --no_grad_ckpt {RING}"),
+    long(6, f"{TOKENS} map {SMALL_BATCH}", f"--mesh_domain 3 {RING}"),
+    (4, ONE_IMAGE, "--mesh_tensor 2"),
+    long(4, f"{TOKENS} map --qk_norm {SMALL_BATCH}", "--mesh_tensor 2 --no-scan_blocks"),
     long(4, VOLUMES, f"--mesh_domain 4 --no-scan_blocks {RING}"),
     long(
         8, f"{TOKENS} map", "--mesh_dcn 2 --mesh_fsdp 2 --mesh_domain 2 --domain_attention gather"
