@@ -334,11 +334,11 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_requirements_agree():
+    """But for PyTorch itself, which torch_xla's last release holds back."""
     tpu, gpu = pins("requirements-tpu.txt"), pins("requirements-gpu.txt")
     assert set(tpu) - set(gpu) == {"torch_xla", "libtpu", "jax", "jaxlib"}
-    assert {name: gpu[name] for name in set(tpu) & set(gpu)} == {
-        name: version for name, version in tpu.items() if name in gpu
-    }
+    others = {name for name in set(tpu) & set(gpu) if tpu[name] != gpu[name]}
+    assert others == {"torch", "torchvision"}
 
 
 def test_one_node_without_gpu(tmp_path):

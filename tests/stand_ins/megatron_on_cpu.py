@@ -19,7 +19,8 @@ class OneThreadGloo(distributed_c10d.ProcessGroupGloo):
     Megatron-FSDP asks for that, and outside of tests of NCCL.
     """
 
-    def __init__(self, store, rank, size, timeout):
+    def __init__(self, store, rank, size, timeout, enable_reconfigure=False):
+        assert not enable_reconfigure  # PyTorch 2.14 passes it; options without it mean the same
         options = self._Options()
         options._devices = [self.create_default_device()]
         options._threads = 1
