@@ -6,12 +6,13 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train train-domain test test-fast test-long test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
+.PHONY: help install data train train-domain test test-gpu-path test-fast test-long test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
 	@echo "make train-domain  the same with each image over 4 virtual devices (about 5 minutes)"
 	@echo "make test    set up, then run the tests (15 minutes)"
+	@echo "make test-gpu-path  the tests of FSDP2 and Megatron-FSDP on PyTorch 2.14, in .venv-newer"
 	@echo "make test-fast  the tests that start no training (a minute or two), while one edits"
 	@echo "make test-long  the tests that compile, train or wait for long (an hour)"
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
@@ -28,7 +29,7 @@ help:
 	@echo "make tpu-peer   the step beside the same one in JAX, for docs/benchmarks.md (half an hour)"
 	@echo "make plan-check  compare --plan with exhaustive grids, for docs/planning.md (hours)"
 	@echo "make faults  spoil real runs in every way, for docs/reliability.md (hours)"
-	@echo "make clean   remove .venv, datasets/ and runs/"
+	@echo "make clean   remove .venv, .venv-newer, datasets/ and runs/"
 
 install: $(INSTALLED)
 
@@ -61,6 +62,21 @@ SUITES ?= test test-long rehearse
 
 test: $(INSTALLED) datasets/digits
 	$(PYTEST) $(TWO_AT_A_TIME) $(TESTS)
+
+# GPUs' PyTorch has no torch_xla: tests that train on XLA are skipped. No GPU: gloo on the CPU.
+NEWER := .venv-newer
+GPU_PATH ?= tests/torch_fsdp tests/models tests/training tests/tools/test_gpu_step.py \
+	tests/launch/test_launch_gpu.py tests/launch/test_launch_meet.py
+
+$(NEWER)/installed: requirements-gpu.txt tests/requirements.txt
+	test -x $(NEWER)/bin/python || $(PYTHON) -m venv $(NEWER)
+	@echo "Installing into $(NEWER) (7 GB, a few minutes, once) ..."
+	$(NEWER)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r requirements-gpu.txt -r tests/requirements.txt
+	touch $@
+
+test-gpu-path: $(NEWER)/installed
+	$(NEWER)/bin/python -m pytest $(TWO_AT_A_TIME) $(GPU_PATH)
 
 test-fast: $(INSTALLED) datasets/digits
 	$(PYTEST) $(TWO_AT_A_TIME) -m fast $(TESTS)
@@ -123,4 +139,4 @@ faults: $(INSTALLED) datasets/digits
 	$(BIN)/python -m tests.faults $(ARGS)
 
 clean:
-	rm -rf .venv datasets runs
+	rm -rf .venv .venv-newer datasets runs

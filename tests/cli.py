@@ -1,6 +1,7 @@
 """Run the real command line and read what it wrote."""
 
 import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DIGITS = ROOT / "datasets" / "digits"
@@ -59,6 +62,8 @@ WARM_MODULES = (
     "matplotlib.pyplot fsspec safetensors.torch simplejpeg PIL.PngImagePlugin"
 ).split()
 WARM_XLA = "torch_xla torch_xla.distributed.fsdp torch_xla.utils.checkpoint".split()
+HAS_XLA = importlib.util.find_spec("torch_xla") is not None
+"""False in the environment of PyTorch's newest version, for which there is no torch_xla."""
 
 HIDE_GPUS = True
 """Tests run on the CPU, in as many processes as they like; those in tests/gpu set this."""
@@ -83,8 +88,9 @@ def warm_python(xla: bool) -> str:
     path = f"{tempfile.mkdtemp()}/socket"
     modules = [*WARM_MODULES, *(WARM_XLA if xla else [])]
     command = [sys.executable, WARM_PYTHON, "--serve", path, str(os.getpid()), *modules]
-    subprocess.Popen(command, cwd=ROOT, env=environment())
+    server = subprocess.Popen(command, cwd=ROOT, env=environment())
     while not os.path.exists(path):
+        assert server.poll() is None, f"{WARM_PYTHON} has ended"
         time.sleep(0.05)
     return path
 
@@ -99,7 +105,7 @@ def command_of(
     """
     variables, python = environment(), []
     if warm and HIDE_GPUS:
-        variables["WARM_PYTHON"] = warm_python(xla="cuda" not in command)
+        variables["WARM_PYTHON"] = warm_python(xla=HAS_XLA and "cuda" not in command)
         python = [WARM_PYTHON]
     if processes > 1:
         torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
@@ -123,6 +129,12 @@ def run_program(
     )
 
 
+def need_xla() -> None:
+    """Skip a test where there is no torch_xla."""
+    if not HAS_XLA:
+        pytest.skip("no torch_xla for this version of PyTorch")
+
+
 def tiny(ckpt_dir: Path) -> list[str]:
     """The flags of six steps of a two-block model on digits."""
     source = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(ckpt_dir)]
@@ -136,6 +148,7 @@ def train_tiny(
 
     ``program`` is a module to run in place of run_vit_training.py.
     """
+    need_xla()
     return _train(ckpt_dir, "--cpu_devices", str(devices), *flags, program=program, warm=warm)
 
 

@@ -146,6 +146,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         long=True,
     ),
     "make test-fast": Elsewhere("minutes of tests of their own", make_knows),
+    "make test-gpu-path": Elsewhere("an environment of its own", make_knows),
     "make test-long": Elsewhere("it runs this test", make_knows),
     # docs/contributing.md
     ".venv/bin/python -m pytest": Run((r"^\d+ passed in ",), long=True),
