@@ -1,6 +1,7 @@
 """``--backend cuda``: the one place where NVIDIA's parts take the place of PyTorch's.
 
-``--fsdp megatron`` replaces FSDP2, ``--block te`` timm's blocks. All else is ``torch_fsdp``'s.
+``--fsdp megatron`` replaces FSDP2, ``--block te`` timm's blocks, ``--fp8`` their products. All else
+is ``torch_fsdp``'s.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpu_fsdp import megatron_private
+from gpu_fsdp.float8 import Float8Blocks
 from gpu_fsdp.te_block import TeBlocks
 from torch_fsdp import devices, resolve_torch
 from torch_fsdp.config import TorchConfig
 from torch_fsdp.devices import Device
-from torch_fsdp.recipe import Form, TorchRun
+from torch_fsdp.recipe import Form, TimmBlocks, TorchRun
 from torch_fsdp.resolve_torch import FSDP2
 from training.config import RunConfig
 from training.errors import UsageError
@@ -29,16 +31,21 @@ def resolve(config: RunConfig, own: TorchConfig) -> TorchRun:
 
     Raises UsageError.
     """
+    device = devices.choose()
     if own.fsdp == "auto":
         needs_fsdp2 = (
             config.sharding.mesh_domain > 1
             or config.optimizer.linear_probe
             or config.loss.teacher is not None
         )
-        megatron = devices.choose().runs_megatron and not needs_fsdp2
+        megatron = device.runs_megatron and not needs_fsdp2
         own = replace(own, fsdp="megatron" if megatron else "fsdp2")
     form = MEGATRON if own.fsdp == "megatron" else FSDP2
-    blocks = TeBlocks(own.fp8) if own.block == "te" else None
+    blocks: TimmBlocks | None = None
+    if own.block == "te":
+        blocks = TeBlocks(own.fp8)
+    elif own.fp8 != "none":
+        blocks = Float8Blocks(own.fp8, device)
     return resolve_torch.resolve(config, own, form, blocks)
 
 

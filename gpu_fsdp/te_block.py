@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpu_fsdp.float8 import check_sizes
 from models.blocks import why_no_transformer_engine
 from models.config import ModelError
-from torch_fsdp.config import FP8_MULTIPLE
 from torch_fsdp.recipe import TimmBlocks, TorchRun
 from training.errors import UsageError
 from training.resolve import MODEL_FLAG
@@ -67,28 +67,14 @@ class TeBlocks(TimmBlocks):
         te = import_te()
         if self._fp8 == "none":
             return
-        # FP8 products: can this GPU, model and number of images a pass have them?
-        fp8, sizes, multiple = self._fp8, run.model.sizes, FP8_MULTIPLE[self._fp8]
-        kind = "mxfp8" if fp8 == "mxfp8" else "fp8"
-        if hasattr(te, f"is_{kind}_available"):
-            ok, reason = getattr(te, f"is_{kind}_available")(return_reason=True)
-        else:  # before 2.10, as in NVIDIA's image 25.10
-            from transformer_engine.pytorch import fp8 as of_fp8
-
-            ok, reason = getattr(of_fp8.FP8GlobalStateManager, f"is_{kind}_available")()
+        if self._fp8 == "rowwise":
+            raise UsageError("--fp8 rowwise requires --block timm: with te use current")
+        kind = "mxfp8" if self._fp8 == "mxfp8" else "fp8"
+        ok, reason = getattr(te, f"is_{kind}_available")(return_reason=True)
         if not ok:
-            other = "--fp8 delayed" if fp8 == "mxfp8" else "--fp8 none"
-            raise UsageError(f"--fp8 {fp8}: {reason.splitlines()[0]}: use {other}")
-        for what, size in (("--embed_dim", sizes.embed_dim), ("the MLP's width", sizes.hidden)):
-            if size % multiple:
-                raise UsageError(f"--fp8 {fp8}: {what} {size} is no multiple of {multiple}")
-        images = run.config.data.pass_size // run.mesh.batch_parts
-        if images * sizes.num_tokens % multiple:
-            raise UsageError(
-                f"--fp8 {fp8}: {images} images a pass and GPU x {sizes.num_tokens} tokens is no "
-                f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
-                f"{multiple} images"
-            )
+            other = "--fp8 delayed" if kind == "mxfp8" else "--fp8 none"
+            raise UsageError(f"--fp8 {self._fp8}: {reason.splitlines()[0]}: use {other}")
+        check_sizes(run, self._fp8)
 
     def replace(self, block: nn.Module, device: str) -> nn.Module:
         """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
@@ -144,14 +130,10 @@ class TeBlocks(TimmBlocks):
             "current": recipe.Float8CurrentScaling,
             "mxfp8": recipe.MXFP8BlockScaling,
         }[self._fp8]()
-        if hasattr(te, "autocast"):
-            autocast = functools.partial(te.autocast, enabled=True, recipe=chosen)
-        else:  # before 2.10
-            autocast = functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=chosen)
         forward = model.forward
 
         def forward_in_fp8(*args: Any, **kwargs: Any) -> Any:
-            with autocast():
+            with te.autocast(enabled=True, recipe=chosen):
                 return forward(*args, **kwargs)
 
         model.forward = forward_in_fp8

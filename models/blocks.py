@@ -1,5 +1,5 @@
 """What a block is made of: its attention's product, whether blocks are alike, the logical axes of
-its parameters, and whether TransformerEngine's layer may take its place."""
+its parameters, and whether TransformerEngine's layer or FP8 products may take their place."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -213,3 +213,13 @@ def why_no_transformer_engine(block: nn.Module) -> str | None:
         != (attention.proj.bias is None),
     }
     return next((text for text, found in unsupported.items() if found), None)
+
+
+def why_no_linear_products(block: nn.Module) -> str | None:
+    """Return why a product with weights is not a call of an ``nn.Linear`` in ``block``; or None."""
+    attention = getattr(block, "attn", None)
+    if not isinstance(attention, EvaAttention) or attention.q_bias is None:
+        return None
+    if attention.qkv_bias_separate:
+        return None
+    return "its attention calls no nn.Linear for queries, keys and values (<qkv_bias>)"

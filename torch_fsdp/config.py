@@ -14,7 +14,7 @@ ZERO_FLAGS = {
     "--no_reshard_after_forward": ("reshard_after_forward", False, 2),
 }
 """Older flags, common to all backends: field, value, and the ``--zero_dp_strategy`` they mean."""
-FP8_MULTIPLE = {"none": 1, "delayed": 16, "current": 16, "mxfp8": 32}
+FP8_MULTIPLE = {"none": 1, "delayed": 16, "current": 16, "rowwise": 16, "mxfp8": 32}
 """Every dimension of an FP8 matrix product must be a multiple of this, by recipe."""
 
 
@@ -121,10 +121,13 @@ class TorchConfig:
         "implementation of the transformer block; timm: timm's; te: TransformerLayer of NVIDIA's "
         "TransformerEngine",
     )
-    fp8: Literal["none", "delayed", "current", "mxfp8"] = flag(
+    fp8: Literal["none", "delayed", "current", "rowwise", "mxfp8"] = flag(
         "none",
-        "recipe of TransformerEngine's FP8 matrix products, with --block te",
-        requires=("block=te", "precision=bf16"),
+        "FP8 matrix products in the blocks, by TransformerEngine with --block te, else by torchao, "
+        "which requires --compile; current: a scale for each tensor, of its values; delayed: of "
+        "those in the steps before (te); rowwise: a scale for each row (timm); mxfp8: for every 32 "
+        "numbers (te, Blackwell)",
+        requires=("backend=cuda", "precision=bf16"),
     )
     compile: bool = flag(False, "compile each block with torch.compile", common=True)
     channels_last: bool = flag(

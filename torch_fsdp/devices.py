@@ -59,7 +59,7 @@ class Device:
         return None
 
     def lacks(self, precision: str) -> str | None:
-        """Return the message if it cannot compute in "fp32", "bf16" or "fp16", else None."""
+        """Return the message if it cannot compute in "fp32", "bf16", "fp16" or "fp8", else None."""
         return None
 
     def set_tf32(self, allowed: bool) -> None:
@@ -107,7 +107,7 @@ class Cpu(Device):
     def lacks(self, precision: str) -> str | None:
         if precision == "fp16":
             return "--precision fp16 requires CUDA: on the CPU use bf16 or fp32"
-        return None
+        return "--fp8 requires CUDA" if precision == "fp8" else None
 
 
 class Cuda(Device):
@@ -141,6 +141,8 @@ class Cuda(Device):
     def lacks(self, precision: str) -> str | None:
         if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
             return f"{self.name} has no bf16: use --precision fp16 or fp32"
+        if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+            return f"{self.name} has no FP8: use --fp8 none"
         return None
 
     @property

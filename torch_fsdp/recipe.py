@@ -34,7 +34,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
-_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default}
 
 
 class TimmBlocks:

@@ -19,6 +19,7 @@ from tests.data.test_tables import write_tables
 from tests.every_flag import command_lines, complaint_of, items
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
+from torch_fsdp.config import FP8_MULTIPLE
 from training.config import RunConfig
 from training.flags import MODE_FLAGS, by_field, check_rules
 from xla_fsdp.resolve_xla import resolve_for_slice
@@ -147,7 +148,7 @@ NOT_ON_GPUS = {
     "--cpu_offload": CUDA_ONLY,
     "--tf32": CUDA_ONLY,
     "--block te": CUDA_ONLY,
-    **{f"--fp8 {recipe}": CUDA_ONLY for recipe in ("none", "delayed", "current", "mxfp8")},
+    **{f"--fp8 {recipe}": CUDA_ONLY for recipe in FP8_MULTIPLE},
 }
 NOT_IN_FORM = {
     "fsdp2": dict.fromkeys(("--zero_dp_strategy 1", "--no-meta_init"), "Megatron-FSDP only"),
