@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce, all_to_all_single
 
 from data.loader import BadImage, Batch, BatchLoader, Share
 from models.blocks import attentions, combine_parts, use_product
@@ -45,7 +44,7 @@ class DomainGroup:
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over all of them."""
-        return all_reduce(x, group=self.group)
+        return _Sum.apply(x, self.group)
 
     def largest(self, x: Tensor) -> Tensor:
         """Return the element-wise maximum over all of them."""
@@ -77,10 +76,31 @@ class DomainGroup:
         return arrived
 
 
+# PyTorch's own collectives with gradients, torch.distributed.nn.functional, are deprecated in 2.14,
+# for names that are private.
+
+
+def _reduced(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    result = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, op, group)
+    return result
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduced(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _reduced(grad, ctx.group), None
+
+
 class _Largest(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        largest = all_reduce(x, dist.ReduceOp.MAX, group)
+        largest = _reduced(x, group, dist.ReduceOp.MAX)
         ctx.group = group
         ctx.save_for_backward(x == largest)
         return largest
@@ -89,8 +109,24 @@ class _Largest(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (here,) = ctx.saved_tensors
         here = here.to(grad.dtype)
-        equal = all_reduce(here, group=ctx.group)  # divided among equals, as amax does
-        return all_reduce(grad, group=ctx.group) * here / equal, None
+        equal = _reduced(here, ctx.group)  # divided among equals, as amax does
+        return _reduced(grad, ctx.group) * here / equal, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, sent: Tensor, sizes: list[int], received_sizes: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sizes, ctx.received_sizes, ctx.group = sizes, received_sizes, group
+        received = sent.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, sent, received_sizes, sizes, group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        back = _AllToAll.apply(grad.contiguous(), ctx.received_sizes, ctx.sizes, ctx.group)
+        return back, None, None, None
 
 
 def all_to_all(
@@ -99,9 +135,7 @@ def all_to_all(
     """Send one of ``parts`` to each process of ``group``; return what each sends, of ``shapes``."""
     sent = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
-    received = all_to_all_single(
-        sent.new_empty(sum(sizes)), sent, sizes, [part.numel() for part in parts], group
-    )
+    received = _AllToAll.apply(sent, [part.numel() for part in parts], sizes, group)
     split = received.split(sizes)
     return [part.view(tuple(shape)) for part, shape in zip(split, shapes, strict=True)]
 
