@@ -47,6 +47,8 @@ VARIANTS = {
     "megatron": "--fsdp megatron",
     "fsdp2+compile": "--fsdp fsdp2 --compile",
     "megatron+compile": "--fsdp megatron --compile",
+    "fsdp2+compile+fp8": "--fsdp fsdp2 --compile --fp8 current",
+    "fsdp2+compile+fp8-rowwise": "--fsdp fsdp2 --compile --fp8 rowwise",
     "te": "--fsdp fsdp2 --block te",
     "megatron+te": "--fsdp megatron --block te",
     "te+fp8": "--fsdp fsdp2 --block te --fp8 delayed",
@@ -63,7 +65,7 @@ BATCH_SIZES = {
     "vit_gigantic_patch14_224": 32,
 }
 DEFAULT_MODELS = [name for name in BATCH_SIZES if re.search("base|large|huge|giant_", name)]
-PACKAGES = ("torch", "timm", "megatron-fsdp", "transformer-engine")
+PACKAGES = ("torch", "timm", "megatron-fsdp", "transformer-engine", "torchao")
 COLUMNS = ("model", "variant", "batch a GPU", "s/step", "images/s", "ratio", "MFU", "peak GiB")
 
 

@@ -75,15 +75,15 @@ def check_sizes(run: TorchRun, fp8: str) -> None:
 
 
 def import_float8() -> Any:
-    """Return the package torchao.float8. Raises UsageError where it is missing."""
+    """Return the package torchao.float8. Raises UsageError where it cannot be imported."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # what it and PyTorch say of each other's versions
     try:
         import torchao.float8
     except ImportError:
         raise UsageError(
-            "--fp8 with timm's blocks requires the package torchao: python3 -m pip install "
-            "-r requirements-gpu.txt"
+            "--fp8 with timm's blocks requires the package torchao and its PyTorch: python3 -m pip "
+            "install -r requirements-gpu.txt"
         ) from None
     finally:
         logging.disable(disabled)

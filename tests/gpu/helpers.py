@@ -5,7 +5,8 @@
 
 import pytest
 
-from gpu_fsdp import resolve_gpu, te_block
+from gpu_fsdp import float8, resolve_gpu, te_block
+from torch_fsdp.devices import Cuda
 from training.errors import UsageError
 
 LEARNED_STEPS = 240
@@ -37,3 +38,13 @@ def need_fp8():
     ok, reason = need_te().is_fp8_available(return_reason=True)
     if not ok:
         pytest.skip(f"no FP8: {reason}")
+
+
+def need_torchao():
+    """torchao, and a GPU with FP8."""
+    try:
+        float8.import_float8()
+    except UsageError as error:
+        pytest.skip(str(error))
+    if reason := Cuda().lacks("fp8"):
+        pytest.skip(reason)

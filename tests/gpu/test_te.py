@@ -9,7 +9,7 @@ from torch import nn
 
 from gpu_fsdp.te_block import TeBlocks
 from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
-from tests.gpu.helpers import LEARN, LEARNED_STEPS, need_form, need_fp8, need_te
+from tests.gpu.helpers import LEARN, LEARNED_STEPS, need_form, need_fp8, need_te, need_torchao
 from tests.torch_fsdp.test_te_block import shaken
 
 pytestmark = pytest.mark.gpu
@@ -95,6 +95,20 @@ def test_fp8_near_bf16(form, recipe, learned, tmp_path):
     _, bf16 = go_on(learned, tmp_path / "bf16", *flags)
     result, fp8 = go_on(learned, tmp_path / "fp8", *flags, "--fp8", recipe)
     assert f"te blocks in FP8 ({recipe})" in result.run_file["backend"]
+    assert fp8 != bf16
+    assert fp8 == pytest.approx(bf16, rel=0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("form", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_fp8_of_timms_blocks_near_bf16(form, recipe, learned, tmp_path):
+    """By torchao, without TransformerEngine."""
+    need_torchao()
+    need_form(form)
+    flags = ("--fsdp", form, *BF16, "--compile")
+    _, bf16 = go_on(learned, tmp_path / "bf16", *flags)
+    result, fp8 = go_on(learned, tmp_path / "fp8", *flags, "--fp8", recipe)
+    assert f"timm blocks in FP8 ({recipe})" in result.run_file["backend"]
     assert fp8 != bf16
     assert fp8 == pytest.approx(bf16, rel=0.1, abs=0.02)
 

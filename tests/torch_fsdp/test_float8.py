@@ -1,6 +1,7 @@
 """--fp8 with timm's blocks: torchao's products, emulated on the CPU, against plain PyTorch."""
 
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.stand_ins.float8_on_cpu import emulate
 from torch_fsdp.devices import Cpu
 from training.errors import UsageError
 
-pytest.importorskip("torchao", reason="torchao is not installed")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALL = {
@@ -58,6 +59,7 @@ class Products(torch.autograd.Function):
         return grad_x, grad_w, None
 
 
+@needs_torchao
 @pytest.mark.parametrize("fp8", ["current", "rowwise"])
 def test_products_and_gradients(fp8, monkeypatch):
     """Of each Linear of a block: against products of operands that are rounded here."""
@@ -95,6 +97,7 @@ BF16 = ("--precision", "bf16")
 PROGRAM = "tests.stand_ins.float8_on_cpu"
 
 
+@needs_torchao
 @pytest.mark.parametrize(
     ("fp8", "flags"),
     [
@@ -116,6 +119,7 @@ def test_trains_near_bf16(fp8, flags, tmp_path):
     assert result.column("grad_norm") == pytest.approx(bf16.column("grad_norm"), rel=0.2)
 
 
+@needs_torchao
 def test_a_checkpoint_goes_on_without(tmp_path):
     """Its names and values are those of bf16."""
     train_tiny_gpu(tmp_path, *BF16, "--fp8", "rowwise", "--max_steps", "3", program=PROGRAM)
@@ -137,7 +141,7 @@ def test_a_checkpoint_goes_on_without(tmp_path):
             "--fp8 current --compile --model timm/eva02_tiny_patch14_224 --batch_size 32",
             "calls no nn.Linear for queries, keys and values (--qkv_bias)",
         ),
-        ("--fp8 current --compile", "requires the package torchao"),
+        ("--fp8 current --compile", "requires the package torchao and its PyTorch: python3 -m pip"),
     ],
 )
 def test_refused(flags, words, monkeypatch):
