@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import functools
 import getpass
+import importlib.util
 import os
 import signal
 import sys
@@ -13,15 +14,15 @@ from typing import Any
 
 from torch_fsdp.config import TorchConfig
 from training import errors
-from training.config import RunConfig
+from training.config import BackendChoice, RunConfig
 from training.flags import MODE_FLAGS, PROGRAM, check_foreign, check_rules, parse
 from training.processes.parent import end_with_torchrun
 from xla_fsdp.config import XlaConfig
 
-OWN = {"xla": XlaConfig, "cuda": TorchConfig}
-"""The configuration of each backend, by its name. A new backend is a folder with one of these, a
-function ``resolve`` and a function ``launch``, and its lines here, in ``choose_backend`` and in
-``start``."""
+OWN = {"xla": XlaConfig, "torch": TorchConfig}
+"""The configuration of each folder of backends; its ``backends`` are their names. A new one is a
+folder with one of these, a function ``resolve`` and a function ``launch``, and its lines here, in
+``choose_backend`` and in ``start``."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class Flags:
 
     run: RunConfig
     xla: XlaConfig
-    cuda: TorchConfig
+    torch: TorchConfig
 
     @property
-    def own(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in OWN}
+    def own(self) -> list[Any]:
+        return [getattr(self, name) for name in OWN]
 
 
 def read_flags(argv: Sequence[str] | None = None) -> Flags:
@@ -42,16 +43,25 @@ def read_flags(argv: Sequence[str] | None = None) -> Flags:
     return Flags(**parse(argv, {"run": RunConfig, **OWN}))
 
 
-def choose_backend(choice: str) -> str:
-    """Return "xla" or "cuda": what was asked for; for auto TPU, else CUDA, else XLA on the CPU."""
+def choose_backend(choice: BackendChoice) -> BackendChoice:
+    """Return the backend that was asked for; for auto a TPU's, else CUDA, else XLA on the CPU."""
     if choice != "auto":
         return choice
-    from torch_fsdp import devices
+    from torch_fsdp.devices import Cuda, Tpu
     from xla_fsdp.resolve_xla import device_type
 
-    if device_type() == "CPU" and not devices.choose().is_host:
-        return "cuda"
-    return "xla"
+    found: BackendChoice
+    has_xla = importlib.util.find_spec("torch_xla") is not None
+    if has_xla and device_type() == "TPU":
+        found, package = "xla", "torch_xla"
+    elif Tpu.is_available():
+        found, package = "torchtpu", "torch_tpu"
+    else:
+        return "xla" if has_xla and not Cuda.is_available() else "cuda"
+    if errors.is_first_of_torchrun():
+        version = errors.installed_version(package)
+        print(f"{PROGRAM}: --backend auto: {found}, by {package} {version}", file=sys.stderr)
+    return found
 
 
 Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
@@ -59,7 +69,7 @@ Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
 function of a run and a backend."""
 
 
-def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> None:
+def start(backend: BackendChoice, flags: Flags, config: RunConfig, prepare: Prepare) -> None:
     """Resolve the run on the backend, prepare it, and run its body in every process."""
     from training.processes.exchange import naming_itself
 
@@ -75,10 +85,12 @@ def start(backend: str, flags: Flags, config: RunConfig, prepare: Prepare) -> No
         launch_on_xla(functools.partial(naming_itself, body), run)
     else:
         from gpu_fsdp import resolve_gpu
-        from torch_fsdp.launch_torch import launch as launch_on_gpus
+        from torch_fsdp import resolve_torch
+        from torch_fsdp.launch_torch import launch as launch_on_torch
 
-        run, body = prepare(resolve_gpu.resolve(config, flags.cuda))
-        launch_on_gpus(functools.partial(naming_itself, body), run)
+        resolve = resolve_gpu.resolve if backend == "cuda" else resolve_torch.resolve
+        run, body = prepare(resolve(replace(config, backend=backend), flags.torch))
+        launch_on_torch(functools.partial(naming_itself, body), run)
 
 
 @contextlib.contextmanager
@@ -142,7 +154,7 @@ def _run(flags: Flags) -> int:
                     told += f", no --mesh_tensor: {model.no_tensor_parallel}"
                 print(f"{model.name:<60} {told}".rstrip())
         return 0 if found else 1
-    check_rules(config, *flags.own.values(), only=MODE_FLAGS)
+    check_rules(config, *flags.own, only=MODE_FLAGS)
     trains = not (use.predict or use.eval_only or config.self_check)
     if config.checkpoints.init_from and (flags.xla.compile_only or config.plan or not trains):
         from training.begin import with_model_of_weights
@@ -159,7 +171,7 @@ def _run(flags: Flags) -> int:
         if config.backend == "cuda":
             from tools.plan.gpu import plan_gpus
 
-            return plan_gpus(config, flags.cuda)
+            return plan_gpus(config, flags.torch)
         from tools.plan.tpu import plan_slices
 
         return plan_slices(config, flags.xla)

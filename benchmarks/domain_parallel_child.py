@@ -146,7 +146,7 @@ def main() -> None:
         if asked.run.backend == "xla":
             launch_xla(body, resolve_xla.resolve(asked.run, asked.xla))
         else:
-            launch_gpu(body, resolve_gpu.resolve(asked.run, asked.cuda))
+            launch_gpu(body, resolve_gpu.resolve(asked.run, asked.torch))
     except UsageError as error:
         print(json.dumps({"reason": str(error)}), flush=True)
         sys.exit()

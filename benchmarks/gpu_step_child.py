@@ -159,7 +159,7 @@ def main() -> None:
     chosen, flags = parser.parse_known_args()
     asked = read_flags(flags)
     try:
-        run = resolve_gpu.resolve(asked.run, asked.cuda)
+        run = resolve_gpu.resolve(asked.run, asked.torch)
     except UsageError as error:
         print(json.dumps({"reason": str(error)}), flush=True)
         sys.exit()

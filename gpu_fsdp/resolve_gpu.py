@@ -31,7 +31,7 @@ def resolve(config: RunConfig, own: TorchConfig) -> TorchRun:
 
     Raises UsageError.
     """
-    device = devices.choose()
+    device = devices.choose("cuda")
     if own.fsdp == "auto":
         needs_fsdp2 = (
             config.sharding.mesh_domain > 1
@@ -46,7 +46,7 @@ def resolve(config: RunConfig, own: TorchConfig) -> TorchRun:
         blocks = TeBlocks(own.fp8)
     elif own.fp8 != "none":
         blocks = Float8Blocks(own.fp8, device)
-    return resolve_torch.resolve(config, own, form, blocks)
+    return resolve_torch.resolve(replace(config, backend="cuda"), own, form, blocks)
 
 
 def _check_megatron(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Device) -> None:
@@ -75,7 +75,7 @@ def _check_megatron(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Dev
 
 def check_megatron_runs_here() -> None:
     """Raises UsageError where Megatron-FSDP cannot run."""
-    if not devices.choose().runs_megatron:
+    if not devices.choose("cuda").runs_megatron:
         raise UsageError("--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2")
     try:
         with warnings.catch_warnings():  # that it does without TransformerEngine and Apex

@@ -19,4 +19,4 @@ def on_gpus(flags: str | Sequence[str] = ()) -> Run:
     from gpu_fsdp.resolve_gpu import resolve
 
     asked = read_flags(flags.split() if isinstance(flags, str) else list(flags))
-    return resolve(asked.run, asked.cuda)
+    return resolve(asked.run, asked.torch)

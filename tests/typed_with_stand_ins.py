@@ -55,7 +55,7 @@ def program_takes(flags: list[str], backend: str) -> None:
     asked = read_flags(flags)
     check_foreign(asked.own, backend, asked.run.given)
     config, model = resolve_model(asked.run)
-    own = replace(asked.own[backend], **{"xla": {}, "cuda": {"fsdp": "fsdp2"}}[backend])
+    own = asked.xla if backend == "xla" else replace(asked.torch, fsdp="fsdp2")
     check_rules(replace(resolve_common(config), backend=backend), own)
     check_batch(Run(config, own, model, make_mesh(config.sharding, 64)))
 

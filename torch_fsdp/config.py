@@ -1,4 +1,4 @@
-"""The flags of PyTorch's own devices: NVIDIA GPUs, or gloo on the CPU."""
+"""The flags of PyTorch's own devices: NVIDIA GPUs, or gloo on the CPU, and TPUs by TorchTPU."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def outer_strategy(text: str) -> int:
 
 @dataclass(frozen=True)
 class TorchConfig:
-    """How PyTorch runs a training on GPUs, or with gloo on the CPU."""
+    """How PyTorch runs a training on GPUs, with gloo on the CPU, or on TPUs by TorchTPU."""
 
-    group: ClassVar[str] = "GPU (--backend cuda)"
+    group: ClassVar[str] = "GPU (--backend cuda), and TorchTPU (--backend torchtpu)"
+    backends: ClassVar[tuple[str, ...]] = ("cuda", "torchtpu")
 
     fsdp: Literal["auto", "megatron", "fsdp2"] = flag(
         "auto",
@@ -114,12 +115,13 @@ class TorchConfig:
         False,
         "store weights, gradients and optimizer state in host memory and update them on the CPU "
         "(fsdp2)",
-        requires=("fsdp=fsdp2",),
+        requires=("backend=cuda", "fsdp=fsdp2"),
     )
     block: Literal["timm", "te"] = flag(
         "timm",
         "implementation of the transformer block; timm: timm's; te: TransformerLayer of NVIDIA's "
         "TransformerEngine",
+        requires=("backend=cuda",),
     )
     fp8: Literal["none", "delayed", "current", "rowwise", "mxfp8"] = flag(
         "none",
@@ -129,11 +131,21 @@ class TorchConfig:
         "numbers (te, Blackwell)",
         requires=("backend=cuda", "precision=bf16"),
     )
-    compile: bool = flag(False, "compile each block with torch.compile", common=True)
-    channels_last: bool = flag(
-        False, "store images and the patch embedding in channels-last memory order"
+    compile: bool | None = flag(
+        None,
+        "compile each block with torch.compile (default: on with --backend torchtpu, else off)",
+        common=True,
     )
-    tf32: bool = flag(False, "allow TF32 in fp32 matrix products and convolutions")
+    channels_last: bool = flag(
+        False,
+        "store images and the patch embedding in channels-last memory order",
+        requires=("backend=cuda",),
+    )
+    tf32: bool = flag(
+        False,
+        "allow TF32 in fp32 matrix products and convolutions",
+        requires=("backend=cuda",),
+    )
 
     @property
     def product_multiple(self) -> int:

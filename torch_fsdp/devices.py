@@ -3,11 +3,16 @@
 docs/contributing.md says how to add another one.
 """
 
+import functools
+import multiprocessing
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+
+from torch_fsdp import torch_tpu_private
+from training.errors import UsageError
 
 
 class Device:
@@ -34,12 +39,18 @@ class Device:
     """The device's own collectives in the line that describes a run."""
     fused_adamw: bool
     """True if PyTorch has a fused AdamW for it, with ``found_inf``."""
+    compiler = "inductor"
+    """The backend of torch.compile for it."""
+    compiles_all = False
+    """True if it compiles each new operation and shape, also without torch.compile."""
     has_tf32 = False
     """True if its fp32 matrix products can be computed in TF32."""
     runs_megatron = False
     """True if Megatron-FSDP, which calls CUDA by name, can run on it."""
     bound_to: torch.device | None = None
     """The device to which ``init_process_group`` binds the collectives, if to any."""
+    written_for: Mapping[str, str] = {}
+    """The versions of packages whose private names it uses."""
 
     @staticmethod
     def is_available() -> bool:
@@ -50,6 +61,11 @@ class Device:
     def name(self) -> str:
         """The product's name."""
         return self.noun
+
+    @property
+    def fused_attention(self) -> bool:
+        """True if it computes PyTorch's ``scaled_dot_product_attention``; known after ``start``."""
+        return True
 
     def start(self) -> None:
         """Start the device of this process: the one with the number LOCAL_RANK on this host."""
@@ -84,6 +100,10 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait until the device has finished all that was issued."""
+
+    def counters(self) -> dict[str, int]:
+        """Return running counts of what was compiled."""
+        return {"compilations": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of its memory: "used" now, "peak" so far, and "limit"; {} if unknown."""
@@ -226,10 +246,108 @@ def peak_of(name: str, kind: str) -> float | None:
     return None
 
 
-KINDS: list[type[Device]] = [Cuda, Cpu]
-"""In this order: the first one that a host has is used."""
+class Tpu(Device):
+    """A TPU by TorchTPU, the package torch_tpu: one process a device.
+
+    Operations outside of torch.compile are recorded, fused and compiled by XLA, too.
+    """
+
+    where = torch.device("cpu")
+    is_host = False
+    noun = "TPU"
+    status_command = "tpu-info"
+    collectives = "cpu:gloo,tpu:tpu_dist"
+    collectives_name = "TorchTPU"
+    fused_adamw = False
+    compiler = "tpu"
+    compiles_all = True
+    written_for = torch_tpu_private.WRITTEN_FOR
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch_tpu_private.is_installed() and torch_tpu_private.tpus_of_host() > 0
+
+    def start(self) -> None:
+        torch_tpu_private.register()
+        self.where = torch.device("tpu")
+        # A process that is forked while the runtime's threads hold a lock waits for it for ever:
+        # loader processes come from one that has no runtime, and does not load it either.
+        multiprocessing.set_start_method("forkserver", force=True)
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+        # Nearly all of torch.tpu is "experimental", and says so at each call.
+        warnings.filterwarnings("ignore", message="<TorchTpu/ApiStage/")
+
+    @functools.cached_property
+    def _kind(self) -> str:
+        return torch_tpu_private.device_kind()
+
+    @property
+    def name(self) -> str:
+        return self._kind
+
+    @property
+    def fused_attention(self) -> bool:
+        """Its kernel is the TPU's: a plugin for the host's processor cannot run it."""
+        return self._kind != "cpu"
+
+    def count(self) -> int | None:
+        return torch_tpu_private.tpus_of_host()
+
+    def lacks(self, precision: str) -> str | None:
+        if precision == "fp16":
+            return "--precision fp16 requires --backend cuda: on a TPU use bf16"
+        return None
+
+    def set_tf32(self, allowed: bool) -> None:
+        """A TPU's default is to compute fp32 products in bf16."""
+        torch.set_float32_matmul_precision("highest")
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.to(self.where) for tensor in tensors]
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        torch_tpu_private.issue(tensors)
+        return lambda: [tensor.cpu() for tensor in tensors]
+
+    def seed(self, seed: int) -> None:
+        torch.get_device_module("tpu").manual_seed(seed)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+    def counters(self) -> dict[str, int]:
+        return torch_tpu_private.counts()._asdict()
+
+    def memory(self) -> dict[str, int]:
+        if self._kind == "cpu":
+            return {}
+        return {
+            "used": torch.accelerator.memory_allocated(),
+            "peak": torch.accelerator.max_memory_allocated(),
+            "limit": torch.get_device_module("tpu").get_device_properties().total_memory,
+        }
+
+    def peak_flops(self, kind: str) -> float | None:
+        return torch_tpu_private.peak_bf16_flops() if kind == "bf16" else None
 
 
-def choose() -> Device:
-    """Return the device that this process is to use, not yet started."""
-    return next(kind for kind in KINDS if kind.is_available())()
+KINDS: dict[str, list[type[Device]]] = {"cuda": [Cuda, Cpu], "torchtpu": [Tpu]}
+"""By backend, in this order: the first one that a host has is used."""
+
+
+def choose(backend: str) -> Device:
+    """Return the device that this process is to use, not yet started.
+
+    Raises UsageError if this host has none for the backend.
+    """
+    for kind in KINDS[backend]:
+        if kind.is_available():
+            return kind()
+    if not torch_tpu_private.is_installed():
+        raise UsageError(
+            "--backend torchtpu requires the package torch_tpu, in an environment of its own: "
+            "python3 -m pip install -r requirements-torchtpu.txt"
+        )
+    raise UsageError(
+        "--backend torchtpu: this host has no TPU that torch_tpu finds: see what tpu-info says"
+    )

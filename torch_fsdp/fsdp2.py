@@ -37,9 +37,7 @@ class Fsdp2Backend(TorchBackend):
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
         meshes = (self._mesh, self._image_mesh)
-        self._positions = parallelize(
-            model, units, initialize, self._run, meshes, self._device.where
-        )
+        self._positions = parallelize(model, units, initialize, self._run, meshes, self._device)
         self._model = model
         positions = {id(part.values): name for name, part in self._positions.items()}
         for name, parameter in model.named_parameters():

@@ -23,10 +23,10 @@ from training.processes.exchange import without_greetings
 
 def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
     """Call ``body(run, backend)`` in this process, one of a process group's."""
-    device = devices.choose()
+    device = devices.choose(run.config.backend)
     device.start()
     if is_first_of_torchrun():
-        errors.warn_of_others(timm_private.WRITTEN_FOR, run.form.written_for)
+        errors.warn_of_others(timm_private.WRITTEN_FOR, run.form.written_for, device.written_for)
     device.set_tf32(run.own.tf32)
     with without_greetings():
         _init_process_group(device)

@@ -16,10 +16,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
+from models.blocks import attentions
 from models.initialize import cast_buffers
 from models.positions import PartOfPositions, TokenPart
+from torch_fsdp.devices import Device
 from torch_fsdp.domain import DomainGroup, attend_over_processes
 from torch_fsdp.recipe import TorchRun, parallelize_block
 from training.backend import InitializeModule
@@ -51,12 +53,13 @@ def parallelize(
     initialize: InitializeModule,
     run: TorchRun,
     meshes: tuple[DeviceMesh, DeviceMesh],
-    device: torch.device,
+    device: Device,
 ) -> dict[str, PartOfPositions]:
     """Fill, change and shard ``model``, which is on the meta device, in place.
 
-    ``units``: each block with its name, then the model around them. The host holds one of them at
-    a time: it is filled on the CPU, and ``fully_shard`` moves this process's part to the device.
+    ``units``: each block with its name, then the model around them. The host and the device hold
+    one of them at a time: it is filled on the CPU, and of its copy on the device only this
+    process's part stays.
     ``meshes`` are of ``make_device_meshes``. Returns the position embeddings that were divided over
     the processes that share an image, by their names.
     """
@@ -69,18 +72,23 @@ def parallelize(
         patches = [len(run.mesh.rows_of(rows, place)) * across for place in range(run.mesh.domain)]
         group = DomainGroup(image_mesh.get_group(DOMAIN), index, tuple(patches))
         attend_over_processes(model, recipe.domain_attention, group)
+    elif not device.fused_attention:
+        for attention in attentions(model):
+            attention.fused_attn = False  # type: ignore[assignment]
 
     # Each block: its weights; TransformerEngine's or timm's block, recomputation, torch.compile;
     # and then its shards.
     blocks = []
     for name, block in units[:-1]:
         initialize(block, name)
-        block = parallelize_block(model, name, block, recipe, device)
+        block = parallelize_block(model, name, block, recipe, device.where)
         cast_buffers(block, recipe.dtype)
+        _move(block, device)
         blocks.append(_shard(block, run, mesh))
 
     # What is around the blocks. Processes that share an image have the positions of their tokens.
     initialize(model, "")
+    _move(model, device)
     positions: dict[str, PartOfPositions] = {}
     if recipe.domain_attention:
         first, here = sum(patches[:index]), patches[index]
@@ -107,6 +115,24 @@ def parallelize(
         sharded.set_modules_to_backward_prefetch(before or [sharded])
     recipe.blocks.wrap_model(model)
     return positions
+
+
+def _move(unit: nn.Module, device: Device) -> None:
+    """Move what is not on the device yet, nor sharded, there.
+
+    ``fully_shard`` would do so by setting a parameter's data, which PyTorch refuses for a TPU.
+    """
+    for module in unit.modules():
+        for name, values in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
+            if isinstance(values, DTensor) or values.device.type == device.where.type:
+                continue
+            moved = values.detach().to(device.where)
+            if isinstance(values, nn.Parameter):
+                moved = nn.Parameter(moved, requires_grad=values.requires_grad)
+            setattr(module, name, moved)
 
 
 def _shard(

@@ -78,6 +78,8 @@ class TorchRecipe:
     """Which activations of a block are recomputed: "none", "selective" or "full"."""
     compile: Literal["none", "block", "around attention"]
     """What torch.compile makes one graph of. It cannot compile an exchange between processes."""
+    compiler: str
+    """The backend of torch.compile."""
     dtype: torch.dtype
     """Of weights and activations in products."""
     reduce_dtype: torch.dtype
@@ -113,13 +115,13 @@ def parallelize_block(
     """
     if recipe.compile == "around attention":
         # Inside of the recomputation: one that has graph breaks would not be compiled at all.
-        block.forward = torch.compile(block.forward)
+        block.forward = torch.compile(block.forward, backend=recipe.compiler)
     block = recipe.blocks.replace(block, str(device))
     model.set_submodule(name, block)
     if recipe.grad_ckpt != "none":
         recipe.blocks.checkpoint(block, recipe.grad_ckpt)
     if recipe.compile == "block":
-        block.forward = torch.compile(block.forward, fullgraph=True)
+        block.forward = torch.compile(block.forward, backend=recipe.compiler, fullgraph=True)
     return block
 
 

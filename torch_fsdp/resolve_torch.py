@@ -41,7 +41,8 @@ def resolve(
 ) -> TorchRun:
     """Return the run that the flags ask for on the processes that torchrun has started.
 
-    Without ``form`` and ``blocks`` it is FSDP2 with timm's blocks. Raises UsageError.
+    ``config`` names the backend. Without ``form`` and ``blocks`` it is FSDP2 with timm's blocks.
+    Raises UsageError.
     """
     run = _resolve(config, own, form or FSDP2, blocks or TimmBlocks())
     # The teacher computes forward passes alone: ZeRO-2 would never reshard its weights.
@@ -53,16 +54,17 @@ def resolve(
 
 
 def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks) -> TorchRun:
-    config = resolve_common(replace(config, backend="cuda"))
-    sharding, device = config.sharding, devices.choose()
+    config = resolve_common(config)
+    backend, sharding = config.backend, config.sharding
+    device = devices.choose(backend)
     if sharding.grad_ckpt == "offload":
-        raise UsageError("--grad_ckpt offload requires --backend xla, this is cuda: use full")
+        raise UsageError(f"--grad_ckpt offload requires --backend xla, this is {backend}: use full")
     if sharding.grad_ckpt == "auto":
         sharding = replace(sharding, grad_ckpt="full")
         config = replace(config, sharding=sharding)
     if sharding.mesh_tensor > 1:
         raise UsageError(
-            f"--mesh_tensor {sharding.mesh_tensor} requires --backend xla, this is cuda"
+            f"--mesh_tensor {sharding.mesh_tensor} requires --backend xla, this is {backend}"
         )
     _check_devices(device)
 
@@ -77,7 +79,12 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
         if zero == 0 and getattr(sharding, name) not in (None, 1):
             raise UsageError(f"--{name} shapes sharding, --zero_dp_strategy 0 has none: drop one")
     zero = 3 if zero is None else zero
-    own = replace(own, zero_dp_strategy=zero, fsdp="fsdp2" if own.fsdp == "auto" else own.fsdp)
+    own = replace(
+        own,
+        zero_dp_strategy=zero,
+        fsdp="fsdp2" if own.fsdp == "auto" else own.fsdp,
+        compile=device.compiles_all if own.compile is None else own.compile,
+    )
     check_rules(config, own)
     mesh = make_mesh(
         sharding,
@@ -96,6 +103,7 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
         blocks=blocks,
         grad_ckpt=sharding.grad_ckpt,
         compile=("around attention" if mesh.domain > 1 else "block") if own.compile else "none",
+        compiler=device.compiler,
         dtype=DTYPES[sharding.precision],
         reduce_dtype=DTYPES[own.reduce_dtype],
         zero=zero,
@@ -160,6 +168,8 @@ def _resolve_domain(config: RunConfig, own: TorchConfig, mesh: Mesh, model: Mode
 
 
 def _check_fsdp2(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Device) -> None:
+    if own.fsdp == "megatron" and config.backend != "cuda":
+        raise UsageError(f"--fsdp megatron requires --backend cuda, this is {config.backend}")
     if own.zero_dp_strategy == 1:
         raise UsageError("--fsdp fsdp2 has no --zero_dp_strategy 1: use 2 or 3, or --fsdp megatron")
     if own.cpu_offload and config.optimizer.optimizer == "muon":

@@ -39,7 +39,7 @@ class TorchBackend(abc.ABC):
         self.rank, self.world_size = mesh.batch_part(rank), mesh.batch_parts
         self.image_rows = image_rows(run, rank)
         self.device_count, self.is_main = mesh.devices, rank == 0
-        self.compiles = run.own.compile
+        self.compiles = bool(run.own.compile) or device.compiles_all
         self._zero = run.recipe.zero
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
@@ -252,6 +252,7 @@ class TorchBackend(abc.ABC):
         flags = {
             "moments in bf16": self._rounds_moments,
             "torch.compile": own.compile,
+            "attention by plain products": not self._device.fused_attention,
             "channels last": own.channels_last,
             "CPU offload": own.cpu_offload,
         }
@@ -259,9 +260,7 @@ class TorchBackend(abc.ABC):
         return f"{self._device.noun}: {', '.join(parts + used)}"
 
     def counters(self) -> dict[str, int]:
-        if not self._own.compile:
-            return {}
-        return {"compilations": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+        return self._device.counters() if self.compiles else {}
 
     def memory(self) -> dict[str, int]:
         return self._device.memory()

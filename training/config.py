@@ -571,16 +571,20 @@ class PlanConfig:
     )
 
 
+BackendChoice = Literal["auto", "xla", "cuda", "torchtpu"]
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """All flags that every backend has: its own, and those of the groups nested in it."""
 
     group: ClassVar[str] = "run"
 
-    backend: Literal["auto", "xla", "cuda"] = flag(
+    backend: BackendChoice = flag(
         "auto",
         "backend; xla: PyTorch/XLA on TPUs, or the CPU; cuda: NVIDIA GPUs, or gloo on the CPU; "
-        "auto: TPU if there is one, else CUDA, else XLA on the CPU",
+        "torchtpu: TorchTPU on TPUs; auto: TPU if there is one, by PyTorch/XLA where it is "
+        "installed, else by TorchTPU; else CUDA, else XLA on the CPU",
         common=True,
     )
     seed: int = flag(0, "random seed of weights, shuffling and dropout", kind=seed, common=True)

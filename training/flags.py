@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 PROGRAM = "run_vit_training.py"
 _DESCRIPTION = (
-    "Train Vision Transformers too big for one chip: on TPUs (PyTorch/XLA FSDP) and on NVIDIA GPUs "
-    "(Megatron-FSDP, FSDP2)."
+    "Train Vision Transformers too big for one chip: on TPUs (PyTorch/XLA FSDP, TorchTPU) and on "
+    "NVIDIA GPUs (Megatron-FSDP, FSDP2)."
 )
 
 
@@ -198,19 +198,23 @@ def check_rules(config: RunConfig, *own: Any, only: Collection[str] | None = Non
                 raise UsageError(f"{given} replaces {excluded}: drop one of the two")
 
 
-def check_foreign(others: Mapping[str, Any], backend: str, given: Collection[str]) -> None:
+def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -> None:
     """Raise UsageError for a flag of another backend than ``backend``: it would have no effect.
 
-    ``others``: the configurations of all backends by name; ``given``: the fields whose flags are on
-    the command line. The environment may be made for several programs, and a default does no harm.
+    ``others``: the configurations of all backends; ``given``: the fields whose flags are on the
+    command line. The environment may be made for several programs, and a default does no harm.
     """
-    for owner, config in others.items():
-        if owner == backend:
+    for config in others:
+        if backend in config.backends:
             continue
         for option in flag_fields(type(config)):
             name = option.field.name
             if name in given and getattr(config, name) != option.field.default:
-                raise UsageError(f"{option.names[0]} requires --backend {owner}, this is {backend}")
+                narrower = [each for each in option.flag.requires if each.startswith("backend=")]
+                owners = [each.removeprefix("backend=") for each in narrower] or config.backends
+                raise UsageError(
+                    f"{option.names[0]} requires --backend {' or '.join(owners)}, this is {backend}"
+                )
 
 
 # ------------------------------------------------------------------------------------------------

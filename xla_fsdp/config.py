@@ -21,6 +21,7 @@ class XlaConfig:
     """How PyTorch/XLA runs a training, on TPUs or on virtual devices of the CPU."""
 
     group: ClassVar[str] = "XLA (--backend xla)"
+    backends: ClassVar[tuple[str, ...]] = ("xla",)
 
     cpu_devices: int = flag(
         1,

@@ -55,9 +55,9 @@ def main(argv: list[str]) -> int:
 
     step_module.forward_backward, TorchBackend.optimizer_step = spoiled, step_or_not
     TorchBackend._clip_grad_norm = clip_spoiled
-    if devices.choose().is_host:
+    if devices.choose("cuda").is_host:
         resolve_torch._check_precision = lambda *_: None
-    if devices.choose().is_host and "megatron" in argv:
+    if devices.choose("cuda").is_host and "megatron" in argv:
         without_cuda()
         resolve_gpu.check_megatron_runs_here = lambda: None
     return run_vit_training.main(argv)

@@ -19,24 +19,17 @@ from torch_fsdp import devices
 CALLS: collections.Counter[str] = collections.Counter()
 
 
-class Abacus:
+class Abacus(devices.Device):
     is_host = False
     noun = "abacus"
     status_command = "lsabacus"
     collectives = "gloo"
     collectives_name = "beads"
     fused_adamw = False
-    has_tf32 = False
-    runs_megatron = False
-    bound_to = None
     name = "Abacus 13"
 
     def __init__(self):
         self.where = torch.device("cpu")
-
-    @staticmethod
-    def is_available():
-        return True
 
     def start(self):
         CALLS[f"start {os.environ['LOCAL_RANK']}"] += 1
@@ -73,7 +66,7 @@ class Abacus:
 
 
 if __name__ == "__main__":
-    devices.KINDS.insert(0, Abacus)
+    devices.KINDS["cuda"].insert(0, Abacus)
     code = run_vit_training.main()
     folder = Path(sys.argv[sys.argv.index("--ckpt_dir") + 1])
     (folder / f"calls_{os.environ['RANK']}.json").write_text(json.dumps(CALLS))

@@ -57,9 +57,9 @@ def test_what_it_refuses(flags, processes, words, tmp_path):
 
 def test_the_first_one_that_a_host_has(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert isinstance(devices.choose(), Cuda)
+    assert isinstance(devices.choose("cuda"), Cuda)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert isinstance(devices.choose(), Cpu)
+    assert isinstance(devices.choose("cuda"), Cpu)
 
 
 def test_cuda_stands_in_one_file():

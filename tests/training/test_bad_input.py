@@ -20,7 +20,7 @@ from torch_fsdp.devices import Cpu
 def cpu(monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
-    monkeypatch.setattr("torch_fsdp.devices.choose", Cpu)
+    monkeypatch.setattr("torch_fsdp.devices.choose", lambda backend: Cpu())
 
 
 def complaint(capsys, ckpt_dir, *flags):

@@ -245,7 +245,7 @@ def check_use(run, tmp_path):
 )
 def test_refused(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setattr("torch_fsdp.devices.choose", Cpu)
+    monkeypatch.setattr("torch_fsdp.devices.choose", lambda backend: Cpu())
     monkeypatch.setattr("gpu_fsdp.resolve_gpu.check_megatron_runs_here", lambda: None)
     line = told_in_one_line(capsys, *tiny(tmp_path / "none"), *flags.split())
     assert words in line

@@ -128,6 +128,7 @@ OTHER_NAMES = {"dp_outer": "mesh_dcn", "dp_shard": "mesh_fsdp", "fake_data": "da
 OTHER_VALUES = {("model", None): "vit_10b", ("data_source", "folder"): False}
 # The temporary folder is everybody's: who makes one of this name there first would own the run.
 OTHER_VALUES["ckpt_dir", "runs/vit_fsdp"] = "/tmp/vit_fsdp"
+OTHER_VALUES["compile", None] = False  # as before where nothing is compiled unless asked for
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +146,7 @@ def refusal(capsys, *words):
 
 def values(*words):
     asked = read_flags(words)
-    return flat(asked.run, *asked.own.values())
+    return flat(asked.run, *asked.own)
 
 
 @pytest.mark.parametrize(("names", "field", "default", "example"), FLAGS_OF_40B0636)

@@ -107,7 +107,7 @@ def lines_of(own, data, resolve, refused, fields=None, base=BASE, form=()):
 
 def on_slice(words):
     flags = read_flags(words)
-    check_rules(flags.run, *flags.own.values(), only=MODE_FLAGS)
+    check_rules(flags.run, *flags.own, only=MODE_FLAGS)
     asked, slices = flags.xla.tpu_topology, flags.run.sharding.mesh_dcn
     topology = parse_topology(asked, slices) if asked else parse_topology("v5p:2x2x1")
     return resolve_for_slice(flags.run, flags.xla, topology)
@@ -168,8 +168,8 @@ def test_on_gpus(form, data, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setenv("WORLD_SIZE", "2")
             flags = read_flags(words)
-            check_rules(flags.run, *flags.own.values(), only=MODE_FLAGS)
-            return resolve_gpu.resolve(flags.run, flags.cuda)
+            check_rules(flags.run, *flags.own, only=MODE_FLAGS)
+            return resolve_gpu.resolve(flags.run, flags.torch)
 
     base = BASE | {"backend": "--backend cuda", "fsdp": f"--fsdp {form}"}
     program = (

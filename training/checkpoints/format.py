@@ -179,10 +179,12 @@ class _Summed:
 class FolderWriter(dcp.FileSystemWriter):
     """Writes the files and the metadata of a checkpoint, and computes their checksums."""
 
-    def __init__(self, folder: Path, *, from_host: bool) -> None:
-        """``from_host``: all tensors of the checkpoint are on the CPU."""
+    def __init__(self, folder: Path, *, from_cuda: bool) -> None:
+        """``from_cuda``: tensors of the checkpoint are on a GPU."""
         super().__init__(str(folder), sync_files=not is_url(folder))
-        if from_host:  # what copies ahead would ask CUDA for device 0, in a thread of any process
+        # What copies ahead would ask CUDA for device 0, in a thread of any process, and not every
+        # other device can copy to the host without waiting.
+        if not from_cuda:
             self.per_thread_copy_ahead = 0
         files = _Files()
         self.fs, self.folder = files, folder

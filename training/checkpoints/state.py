@@ -170,8 +170,8 @@ def write_state(
     while writing. The caller writes the manifest, which completes a checkpoint. Raises OSError,
     RuntimeError or DCP's CheckpointException if it cannot be written.
     """
-    from_host = all(tensor.device.type == "cpu" for tensor in _tensors(content))
-    storage = FolderWriter(folder, from_host=from_host)
+    from_cuda = any(tensor.is_cuda for tensor in _tensors(content))
+    storage = FolderWriter(folder, from_cuda=from_cuda)
     # torch.save's own sums, CRC-32, take as long as all else it does, and no reader looks at them.
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         dcp.save(

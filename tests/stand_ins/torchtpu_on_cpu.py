@@ -1,0 +1,107 @@
+"""run_vit_training.py with the real torch_tpu on the host's processor; what it lacks is made here.
+
+- The environment has a plugin that XLA computes with there (tests/torchtpu/plugin.py).
+- torch_tpu looks for TPUs on the PCI bus: it finds as many as this host has processes.
+- Several processes have no ICI: their tensors go over the host, by gloo. One process has
+  torch_tpu's own collectives.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+from torch_tpu._internal.distributed import tpu_distributed
+from torch_tpu._internal.utils import hardware
+
+import run_vit_training
+
+
+class OverTheHost(dist.ProcessGroup):
+    """The collectives of gloo, also of tensors on "tpu": each is done when its call returns."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self):
+        return "over the host"
+
+    @property
+    def group_name(self):
+        return self._name
+
+    def _set_group_name(self, name):
+        self._name = name
+        super()._set_group_name(name)
+
+    def _staged(self, call, outputs, inputs, *args):
+        """``call`` of copies on the CPU, which for ``outputs`` are copied back."""
+        copies = [[tensor.cpu() for tensor in each] for each in (outputs, inputs)]
+        call(*copies, *args).wait()
+        for tensor, copy in zip(outputs, copies[0], strict=True):
+            tensor.copy_(copy)
+        return _done(outputs)
+
+    def allreduce(self, tensors, opts=None):
+        opts = opts or dist.AllreduceOptions()
+        return self._staged(lambda t, _: self._gloo.allreduce(t, opts), tensors, [])
+
+    def broadcast(self, tensors, opts=None):
+        opts = opts or dist.BroadcastOptions()
+        return self._staged(lambda t, _: self._gloo.broadcast(t, opts), tensors, [])
+
+    def allgather(self, outputs, inputs, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        return self._staged(
+            lambda o, i: self._gloo.allgather([o], i, opts), [*outputs[0]], [*inputs]
+        )
+
+    def _allgather_base(self, output, input, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        return self._staged(
+            lambda o, i: self._gloo._allgather_base(o[0], i[0], opts), [output], [input]
+        )
+
+    def _reduce_scatter_base(self, output, input, opts=None):
+        opts = opts or dist.ReduceScatterOptions()
+        return self._staged(
+            lambda o, i: self._gloo._reduce_scatter_base(o[0], i[0], opts), [output], [input]
+        )
+
+    def alltoall_base(self, output, input, output_sizes, input_sizes, opts=None):
+        opts = opts or dist.AllToAllOptions()
+        return self._staged(
+            lambda o, i: self._gloo.alltoall_base(o[0], i[0], output_sizes, input_sizes, opts),
+            [output],
+            [input],
+        )
+
+    def send(self, tensors, rank, tag=0):
+        self._sent = [tensor.cpu() for tensor in tensors]
+        return self._gloo.send(self._sent, rank, tag)
+
+    def recv(self, tensors, rank, tag=0):
+        return self._staged(lambda t, _: self._gloo.recv(t, rank, tag), tensors, [])
+
+    def barrier(self, opts=None):
+        return self._gloo.barrier(opts or dist.BarrierOptions())
+
+
+def _done(result):
+    future = torch.futures.Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+def on_the_host() -> None:
+    """Let torch_tpu find what it lacks here; before it registers its device."""
+    hardware.get_tpu_device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        tpu_distributed.create_process_group = OverTheHost
+
+
+if __name__ == "__main__":
+    on_the_host()
+    sys.exit(run_vit_training.main(["--backend", "torchtpu", *sys.argv[1:]]))

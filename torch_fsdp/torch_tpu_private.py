@@ -1,0 +1,79 @@
+"""What is used of torch_tpu beyond its documented interface, in one place.
+
+With another version than it was written for, read these against torch_tpu's sources again. It is
+imported only where TorchTPU is asked for: importing torch_tpu loads the TPU's runtime.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+WRITTEN_FOR = {"torch_tpu": "0.2.0"}
+
+
+def is_installed() -> bool:
+    """Return True if the package is here; imports nothing."""
+    return importlib.util.find_spec("torch_tpu") is not None
+
+
+def tpus_of_host() -> int:
+    """Return the number of TPU devices on this host's PCI bus; starts none."""
+    from torch_tpu._internal.utils import hardware
+
+    return hardware.get_tpu_device_count()
+
+
+def register() -> None:
+    """Register the device "tpu" in PyTorch, unless importing PyTorch has done so already.
+
+    It has not with TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+    """
+    from torch_tpu import _loader
+
+    _loader.load()
+
+
+def device_kind() -> str:
+    """Return what the runtime calls this process's device, as "TPU v5 lite"; starts it.
+
+    What a plugin for the host's processor calls its devices is "cpu".
+    """
+    from torch_tpu._internal.device import _device_ops_backend
+
+    return _device_ops_backend._get_local_device_attributes()["device_kind"]
+
+
+def peak_bf16_flops() -> float | None:
+    """Return the peak FLOP/s of one device in bf16 by Google's pages; None if it is unknown."""
+    from torch_tpu._internal.utils import hardware
+
+    return hardware.get_bf16_flops_per_device()
+
+
+def issue(tensors: Sequence[torch.Tensor]) -> None:
+    """Hand to the device what computes ``tensors``, without waiting for it.
+
+    Operations outside of torch.compile are recorded, and run when their results are needed.
+    """
+    from torch_tpu._internal import sync
+
+    sync.synchronize(list(tensors), wait=False)
+
+
+class Counts(NamedTuple):
+    """What this process has done so far."""
+
+    compilations: int
+    """Of graphs, by the TPU compiler."""
+    executions: int
+    """Of compiled graphs."""
+
+
+def counts() -> Counts:
+    """Return the counts of this process since its start."""
+    from torch_tpu._internal.device import _device_ops_backend
+
+    stats: Any = _device_ops_backend._get_cache_stats()
+    return Counts(stats.num_compilations, stats.num_cache_reqs)
