@@ -5,8 +5,9 @@ keep all their bits. The host reads nothing.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -45,12 +46,15 @@ class PartsOptimizer:
         betas: tuple[float, float],
         fused: bool,
         group: dist.ProcessGroup | None,
+        units: Collection[str] = (),
+        compiler: str | None = None,
     ) -> None:
         """Allocate the state.
 
         Parts and updates are by names in the plain model. ``views`` returns a part as one of the
         global tensor. ``fused``: PyTorch has a fused AdamW for the device. ``group``: the processes
-        that shard the parameters, None where each has them whole.
+        that shard the parameters, None where each has them whole. ``compiler``: torch.compile's
+        backend for AdamW's plain operations, by the names of ``units`` (blocks); None: eager.
         """
         rounds = config.optimizer.optimizer_dtype == "bf16"
         # A group holds what is updated alike. Muon's parameters are in AdamW's groups, too.
@@ -82,6 +86,14 @@ class PartsOptimizer:
                 offsets = [chunk.offsets for chunk in getattr(views(name), "chunks", ())]
                 key = torch.tensor(key_of(config.seed, name, *offsets), dtype=torch.int32)
                 self._keys[part] = key.to(part.device)
+        self._compiler = compiler
+        self._adamw = adamw
+        if compiler:
+            self._adamw = torch.compile(adamw, backend=compiler, fullgraph=True, dynamic=False)
+        self._units: dict[Tensor, str] = {
+            part: next((unit for unit in units if name.startswith(f"{unit}.")), "")
+            for name, part in parts.items()
+        }
         self._muon: Muon | None = None
         if "muon" in rules:
             dtype = ns_dtype(config.sharding.precision)
@@ -97,7 +109,12 @@ class PartsOptimizer:
         if self._muon is not None:
             self._muon.step_unless(skipped)
         if not self._fused:
-            adamw_unless(self._optimizer, skipped, self._keys)
+            if self._compiler:  # a number would be a constant of what is compiled
+                rates = [group["lr"] for group in self._optimizer.param_groups]
+                on_device = torch.tensor(rates).to(skipped.device, non_blocking=True).unbind()
+                for group, rate in zip(self._optimizer.param_groups, on_device, strict=True):
+                    group["lr"] = rate
+            adamw_unless(self._optimizer, skipped, self._keys, self._units, self._adamw)
             return
         # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:
         # it must be there now, AdamW's own copying would not wait.
@@ -109,36 +126,66 @@ class PartsOptimizer:
 # -- AdamW in plain operations: where PyTorch has no fused one, or moments are bf16 ----------------
 
 
+def adamw(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    keys: Sequence[Tensor | None],
+    skipped: Tensor,
+    *,
+    lr: float | Tensor,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Update parameters and their states in place by AdamW, as ``adamw_unless`` says."""
+    takes, (first, second) = 1 - skipped, betas
+    for parameter, gradient, state, key in zip(parameters, gradients, states, keys, strict=True):
+        # One parameter at a time: there is no room for the fp32 moments of all.
+        exact = state if key is None else {name: t.float() for name, t in state.items()}
+        step, mean, square = exact["step"], exact["exp_avg"], exact["exp_avg_sq"]
+        # What is not finite would survive the weight of 0 that a skipped step gives it.
+        gradient = torch.where(skipped > 0, 0.0, gradient)
+        step.add_(takes)
+        mean.lerp_(gradient, (1 - first) * takes)
+        square.lerp_(gradient.square(), (1 - second) * takes)
+        parameter.mul_(1 - lr * weight_decay * takes)
+        count = step.clamp(min=1)  # before the first step taken, 1 - beta ** 0 would divide
+        scale = (square / (1 - second**count)).sqrt() + eps
+        parameter.sub_(mean / scale * (lr * takes / (1 - first**count)))
+        if key is not None:
+            round_moments(state, exact, key)
+
+
 @torch.no_grad()
 def adamw_unless(
-    optimizer: torch.optim.Optimizer, skipped: Tensor, keys: Mapping[Tensor, Tensor] | None = None
+    optimizer: torch.optim.Optimizer,
+    skipped: Tensor,
+    keys: Mapping[Tensor, Tensor] | None = None,
+    units: Mapping[Tensor, str] | None = None,
+    update: Callable[..., None] = adamw,
 ) -> None:
     """Take AdamW's step, unless ``skipped``: as PyTorch's fused AdamW with its ``found_inf``.
 
     The state of each parameter must have been allocated. Where moments are bf16, they are rounded
-    stochastically by bits that follow from ``keys`` and the step's number.
+    stochastically by bits that follow from ``keys`` and the step's number. ``update`` is called
+    for the parameters of one of ``units`` at a time: compiled for one block it serves all.
     """
-    takes = 1 - skipped
     for group in optimizer.param_groups:
-        first, second = group["betas"]
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state = optimizer.state[parameter]
-            # One parameter at a time: there is no room for the fp32 moments of all.
-            exact = state if keys is None else {name: t.float() for name, t in state.items()}
-            step, mean, square = exact["step"], exact["exp_avg"], exact["exp_avg_sq"]
-            # What is not finite would survive the weight of 0 that a skipped step gives it.
-            grad = torch.where(skipped > 0, 0.0, parameter.grad)
-            step.add_(takes)
-            mean.lerp_(grad, (1 - first) * takes)
-            square.lerp_(grad.square(), (1 - second) * takes)
-            parameter.mul_(1 - group["lr"] * group["weight_decay"] * takes)
-            count = step.clamp(min=1)  # before the first step taken, 1 - beta ** 0 would divide
-            scale = (square / (1 - second**count)).sqrt() + group["eps"]
-            parameter.sub_(mean / scale * (group["lr"] * takes / (1 - first**count)))
-            if keys is not None:
-                round_moments(state, exact, keys[parameter])
+        present = [part for part in group["params"] if part.grad is not None]
+        for _, found in itertools.groupby(present, lambda part: units and units[part]):
+            parts = [*found]
+            update(
+                [part.detach() for part in parts],
+                [part.grad for part in parts],
+                [optimizer.state[part] for part in parts],
+                [keys and keys[part] for part in parts],
+                skipped,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                betas=group["betas"],
+                eps=group["eps"],
+            )
 
 
 # -- Lion ------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class TorchBackend(abc.ABC):
         self.image_rows = image_rows(run, rank)
         self.device_count, self.is_main = mesh.devices, rank == 0
         self.compiles = bool(run.own.compile) or device.compiles_all
+        self._compiles_updates = bool(run.own.compile) and device.compiles_all
         self._zero = run.recipe.zero
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
@@ -92,6 +93,7 @@ class TorchBackend(abc.ABC):
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
+        self._blocks = [name for name, _ in units[:-1]]
         sharded = self._parallelize(model, units, initialize)
         self._locals = {
             name: nn.Parameter(parameter.to_local().detach())
@@ -116,6 +118,8 @@ class TorchBackend(abc.ABC):
             betas=betas,
             fused=self._device.fused_adamw,
             group=next(iter(self._shard_groups()), None),
+            units=self._blocks,
+            compiler=self._recipe.compiler if self._compiles_updates else None,
         )
         if self._run.config.ema.model_ema:
             updates_seen = torch.zeros((), device=next(iter(self._locals.values())).device)
