@@ -161,6 +161,9 @@ def _run(flags: Flags) -> int:
 
         config, _ = with_model_of_weights(config)
         flags = replace(flags, run=config)
+    if config.backend == "torchtpu" and (flags.xla.compile_only or config.plan):
+        mode = "--compile_only" if flags.xla.compile_only else "--plan"
+        raise errors.UsageError(f"{mode} compiles the step of --backend xla, this is torchtpu")
     if flags.xla.compile_only:
         from tools.compile_only.command import compile_only
 

@@ -8,6 +8,7 @@
 """
 
 import gc
+import multiprocessing
 import os
 import queue
 import signal
@@ -16,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import Any, Protocol
 
 import torch
@@ -265,11 +267,13 @@ class DatasetLoader:
         return len(self._sampler)
 
     def _start(self) -> DataLoader:
+        if self.workers and multiprocessing.get_start_method() == "forkserver":
+            _start_fork_server()
         return DataLoader(
             _Loaded(self._dataset),
             sampler=self._parts,
             batch_size=None,  # the sampler yields parts of batches
-            collate_fn=lambda part: part,
+            collate_fn=_unchanged,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             worker_init_fn=_start_worker,
@@ -346,16 +350,34 @@ class _Loaded(Dataset):
         return batch, [image for each in bad for image in each]
 
 
+def _unchanged(part: Any) -> Any:
+    return part
+
+
+def _start_fork_server() -> None:
+    """Start the process that loader processes are forked from, unless it runs.
+
+    A backend whose threads may hold locks, which a process forked from this one would wait for,
+    chooses it by ``multiprocessing.set_start_method``. It must outlive a signal that stops
+    training, as loader processes do, and ends with this process.
+    """
+    multiprocessing.set_forkserver_preload(["torchvision.transforms.v2"])  # and with it PyTorch
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
 def _start_worker(_worker_id: int) -> None:
     """Make a loader process ignore the signals that stop training, and share its parent's memory.
 
     Ctrl-C and torchrun signal all processes of the group. Only the training process decides to
     stop, and until its checkpoint is written it needs its loader processes.
     """
-    parent = os.getppid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
     def end_when_parent_says_so() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
             pass
         os._exit(0)
 

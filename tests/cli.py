@@ -64,9 +64,12 @@ WARM_MODULES = (
 WARM_XLA = "torch_xla torch_xla.distributed.fsdp torch_xla.utils.checkpoint".split()
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 """False in the environment of PyTorch's newest version, for which there is no torch_xla."""
+WARM_TORCHTPU = "torch_tpu torch._dynamo torch._functorch.aot_autograd".split()
 
 HIDE_GPUS = True
 """Tests run on the CPU, in as many processes as they like; those in tests/gpu set this."""
+OF_TORCHTPU: dict[str, str] = {}
+"""The variables of programs in TorchTPU's environment; those in tests/torchtpu set this."""
 
 
 def environment() -> dict[str, str]:
@@ -79,14 +82,18 @@ def environment() -> dict[str, str]:
         "PJRT_DEVICE": "CPU",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "OMP_NUM_THREADS": "1",  # as torchrun sets it: the tests share a few cores
+        **OF_TORCHTPU,
     }
 
 
 @functools.cache
-def warm_python(xla: bool) -> str:
-    """The socket of tests/warm_python.py, which ends when this process has ended."""
+def warm_python(*backend: str) -> str:
+    """The socket of tests/warm_python.py, which ends when this process has ended.
+
+    ``backend``: the modules that it imports besides those of all programs.
+    """
     path = f"{tempfile.mkdtemp()}/socket"
-    modules = [*WARM_MODULES, *(WARM_XLA if xla else [])]
+    modules = [*WARM_MODULES, *backend]
     command = [sys.executable, WARM_PYTHON, "--serve", path, str(os.getpid()), *modules]
     server = subprocess.Popen(command, cwd=ROOT, env=environment())
     while not os.path.exists(path):
@@ -105,7 +112,8 @@ def command_of(
     """
     variables, python = environment(), []
     if warm and HIDE_GPUS:
-        variables["WARM_PYTHON"] = warm_python(xla=HAS_XLA and "cuda" not in command)
+        backend = WARM_TORCHTPU if OF_TORCHTPU else WARM_XLA if HAS_XLA and "cuda" not in command else []
+        variables["WARM_PYTHON"] = warm_python(*backend)
         python = [WARM_PYTHON]
     if processes > 1:
         torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
@@ -158,6 +166,12 @@ def train_tiny_gpu(
     """The same on the GPU backend: under torchrun, with gloo where there is no GPU."""
     flags = ("--backend", "cuda", *flags)
     return _train(ckpt_dir, *flags, processes=processes, program=program, warm=warm)
+
+
+def train_tiny_tpu(ckpt_dir: Path, *flags: str, processes: int = 1, **how: Any) -> Result:
+    """The same by TorchTPU on the host's processor: in the environment of tests/torchtpu."""
+    program = how.pop("program", "tests.stand_ins.torchtpu_on_cpu")
+    return _train(ckpt_dir, *flags, processes=processes, program=program, **how)
 
 
 def _train(ckpt_dir: Path, *flags: str, program: str = "", **how: Any) -> Result:

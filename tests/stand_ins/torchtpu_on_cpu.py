@@ -1,11 +1,12 @@
 """run_vit_training.py with the real torch_tpu on the host's processor; what it lacks is made here.
 
-- The environment has a plugin that XLA computes with there (tests/torchtpu/plugin.py).
+- The environment has a plugin that XLA computes with there (tests/torchtpu/conftest.py).
 - torch_tpu looks for TPUs on the PCI bus: it finds as many as this host has processes.
 - Several processes have no ICI: their tensors go over the host, by gloo. One process has
   torch_tpu's own collectives.
 """
 
+import importlib
 import os
 import sys
 
@@ -14,8 +15,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch_tpu._internal.distributed import tpu_distributed
 from torch_tpu._internal.utils import hardware
-
-import run_vit_training
 
 
 class OverTheHost(dist.ProcessGroup):
@@ -104,4 +103,6 @@ def on_the_host() -> None:
 
 if __name__ == "__main__":
     on_the_host()
-    sys.exit(run_vit_training.main(["--backend", "torchtpu", *sys.argv[1:]]))
+    # PROGRAM: another module to run so, such as tests.stand_ins.signal_at_step.
+    program = importlib.import_module(os.environ.get("PROGRAM", "run_vit_training"))
+    sys.exit(program.main(["--backend", "torchtpu", *sys.argv[1:]]))

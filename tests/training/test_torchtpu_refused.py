@@ -1,0 +1,99 @@
+"""--backend torchtpu: what a TPU cannot do, and a host without one, in one line."""
+
+import pytest
+
+import run_vit_training
+from tests.cli import DIGITS, TINY_MODEL
+from tests.usage_error import told_in_one_line
+from torch_fsdp import devices, torch_tpu_private
+from torch_fsdp.devices import Cuda, Tpu
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def tpu_host(monkeypatch):
+    """A host with four TPU devices and torch_tpu, as far as is asked before one starts."""
+    monkeypatch.setattr(torch_tpu_private, "is_installed", lambda: True)
+    monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--fsdp megatron", "--fsdp megatron requires --backend cuda, this is torchtpu"),
+        ("--block te", "--block te requires --backend cuda, this is torchtpu"),
+        ("--fp8 current --precision bf16", "--fp8 current requires --block te, this is timm"),
+        ("--tf32", "--tf32 requires --backend cuda, this is torchtpu"),
+        ("--channels_last", "--channels_last requires --backend cuda, this is torchtpu"),
+        ("--fsdp fsdp2 --cpu_offload", "--cpu_offload requires --backend cuda, this is torchtpu"),
+        ("--precision fp16", "--precision fp16 requires --backend cuda: on a TPU use bf16"),
+        ("--reduce_dtype fp16", "--reduce_dtype fp16 requires --precision fp16"),
+        ("--zero_dp_strategy 1", "--fsdp fsdp2 has no --zero_dp_strategy 1: use 2 or 3"),
+        ("--no-meta_init", "--no-meta_init requires --fsdp megatron, this is fsdp2"),
+        ("--mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, this is torchtpu"),
+        ("--grad_ckpt offload", "--grad_ckpt offload requires --backend xla, this is torchtpu"),
+        ("--xla_fsdp spmd", "--xla_fsdp requires --backend xla, this is torchtpu"),
+        ("--profile 1:2", "--profile 1:2 requires --backend cuda, this is torchtpu"),
+        ("--mesh_dcn 2", "--mesh_dcn 2 x --mesh_fsdp 1 x --mesh_tensor 1 is not the 1 process(es)"),
+        (
+            "--compile_only --tpu_topology v5e:2x2",
+            "--compile_only compiles the step of --backend xla, this is torchtpu",
+        ),
+        ("--plan", "--plan compiles the step of --backend xla, this is torchtpu"),
+    ],
+)
+def test_refused(flags, words, tpu_host, capsys, tmp_path):
+    source = ["--data_dir", DIGITS, *TINY_MODEL, "--batch_size", "16", "--ckpt_dir", tmp_path]
+    line = told_in_one_line(capsys, "--backend", "torchtpu", *source, *flags.split())
+    assert line.startswith(words)
+    assert not any(tmp_path.iterdir())
+
+
+def test_more_processes_than_devices(tpu_host, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    line = told_in_one_line(capsys, "--backend", "torchtpu", "--fake_data", *TINY_MODEL)
+    assert line.startswith("torchrun started 5 processes on this node, which has 4 x TPU")
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        (False, "--backend torchtpu requires the package torch_tpu, in an environment of its own"),
+        (True, "--backend torchtpu: this host has no TPU that torch_tpu finds: see what tpu-info"),
+    ],
+)
+def test_without_a_tpu(installed, words, capsys, monkeypatch):
+    monkeypatch.setattr(torch_tpu_private, "is_installed", lambda: installed)
+    monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 0)
+    line = told_in_one_line(capsys, "--backend", "torchtpu", "--fake_data", *TINY_MODEL)
+    assert line.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("packages", "devices_here", "chosen"),
+    [
+        ("torch_xla torch_tpu", "TPU", "xla"),
+        ("torch_tpu", "TPU", "torchtpu"),
+        ("torch_tpu", "", "cuda"),
+        ("torch_xla", "GPU", "cuda"),
+        ("", "GPU", "cuda"),
+        ("torch_xla", "", "xla"),
+        ("", "", "cuda"),
+    ],
+)
+def test_auto(packages, devices_here, chosen, capsys, monkeypatch):
+    """A TPU by what is installed, which is told; else CUDA; else the CPU by what is installed."""
+    on_tpu = devices_here == "TPU"
+    found = run_vit_training.importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: (name in packages or None) if name.startswith("torch_") else found(name),
+    )
+    monkeypatch.setattr("xla_fsdp.resolve_xla.device_type", lambda: "TPU" if on_tpu else "CPU")
+    monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 4 * on_tpu)
+    monkeypatch.setattr(Cuda, "is_available", lambda: devices_here == "GPU")
+    assert run_vit_training.choose_backend("auto") == chosen
+    told = capsys.readouterr().err
+    assert told.startswith(f"run_vit_training.py: --backend auto: {chosen}, by ") == on_tpu
+    assert Tpu in devices.KINDS["torchtpu"]
