@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train train-domain test test-gpu-path test-fast test-long test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
+.PHONY: help install data train train-domain test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-gpu-path  the tests of FSDP2 and Megatron-FSDP on PyTorch 2.14, in .venv-newer"
 	@echo "make test-fast  the tests that start no training (a minute or two), while one edits"
 	@echo "make test-long  the tests that compile, train or wait for long (an hour)"
+	@echo "make test-torchtpu  the tests of TorchTPU, in an environment of its own (a few minutes)"
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
 	@echo "make coverage  test, test-long and rehearse; then which lines no test executes (hours)"
 	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"
@@ -41,14 +42,34 @@ $(INSTALLED): requirements-tpu.txt tests/requirements.txt
 		-r requirements-tpu.txt -r tests/requirements.txt
 	touch $@
 
+# What trains on GPUs and by TorchTPU: torch_xla needs older versions of PyTorch and of libtpu.
+NEWER := .venv-newer
+
+$(NEWER)/installed: requirements-gpu.txt requirements-torchtpu.txt tests/requirements.txt tests/torchtpu/plugin.txt
+	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) not found: make PYTHON=<python 3.11> ..."; exit 2; }
+	test -x $(NEWER)/bin/python || $(PYTHON) -m venv $(NEWER)
+	@echo "Installing into $(NEWER) (7 GB, a few minutes, once) ..."
+	$(NEWER)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r requirements-gpu.txt -r requirements-torchtpu.txt -r tests/requirements.txt
+	$(NEWER)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps --require-hashes -r tests/torchtpu/plugin.txt
+	touch $@
+
 data: datasets/digits
 
 datasets/digits: | $(INSTALLED)
 	$(BIN)/python -m data.digits $@
 
+# BACKEND=torchtpu: by TorchTPU, on a plugin that computes on the CPU.
+ifeq ($(BACKEND),torchtpu)
+train: $(NEWER)/installed datasets/digits
+	$(NEWER)/bin/python -m tests.torchtpu.plugin -um tests.stand_ins.torchtpu_on_cpu \
+		@recipes/digits.args --data_dir datasets/digits --num_workers 1 --ckpt_dir $(RUN) $(ARGS)
+else
 train: $(INSTALLED) datasets/digits
 	$(BIN)/python -u run_vit_training.py @recipes/digits.args --data_dir datasets/digits \
 		--cpu_devices 2 --num_workers 2 --ckpt_dir $(RUN) $(ARGS)
+endif
 
 train-domain: $(INSTALLED)
 	$(BIN)/python -u run_vit_training.py @recipes/mosaics.args --cpu_devices 4 --mesh_domain 4 \
@@ -63,26 +84,22 @@ SUITES ?= test test-long rehearse
 test: $(INSTALLED) datasets/digits
 	$(PYTEST) $(TWO_AT_A_TIME) $(TESTS)
 
-# GPUs' PyTorch has no torch_xla: tests that train on XLA are skipped. No GPU: gloo on the CPU.
-NEWER := .venv-newer
+# There is no torch_xla for the newer PyTorch: tests that train on XLA are skipped. No GPU: gloo.
 GPU_PATH ?= tests/torch_fsdp tests/models tests/training tests/tools/test_gpu_step.py \
 	tests/launch/test_launch_gpu.py tests/launch/test_launch_meet.py
 
-$(NEWER)/installed: requirements-gpu.txt tests/requirements.txt
-	test -x $(NEWER)/bin/python || $(PYTHON) -m venv $(NEWER)
-	@echo "Installing into $(NEWER) (7 GB, a few minutes, once) ..."
-	$(NEWER)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-r requirements-gpu.txt -r tests/requirements.txt
-	touch $@
-
 test-gpu-path: $(NEWER)/installed
-	$(NEWER)/bin/python -m pytest $(TWO_AT_A_TIME) $(GPU_PATH)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NEWER)/bin/python -m pytest $(TWO_AT_A_TIME) $(GPU_PATH)
 
 test-fast: $(INSTALLED) datasets/digits
 	$(PYTEST) $(TWO_AT_A_TIME) -m fast $(TESTS)
 
 test-long: $(INSTALLED) datasets/digits
 	$(PYTEST) $(TWO_AT_A_TIME) -m long $(TESTS)
+
+# The first environment, too: runs move between PyTorch/XLA and TorchTPU.
+test-torchtpu: $(INSTALLED) $(NEWER)/installed datasets/digits
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NEWER)/bin/python -m pytest tests/torchtpu
 
 rehearse: $(INSTALLED) datasets/digits
 	$(PYTEST) -m rehearse $(TESTS)

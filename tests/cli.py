@@ -68,6 +68,7 @@ WARM_TORCHTPU = "torch_tpu torch._dynamo torch._functorch.aot_autograd".split()
 
 HIDE_GPUS = True
 """Tests run on the CPU, in as many processes as they like; those in tests/gpu set this."""
+TORCHTPU = "tests.stand_ins.torchtpu_on_cpu"
 OF_TORCHTPU: dict[str, str] = {}
 """The variables of programs in TorchTPU's environment; those in tests/torchtpu set this."""
 
@@ -170,8 +171,8 @@ def train_tiny_gpu(
 
 def train_tiny_tpu(ckpt_dir: Path, *flags: str, processes: int = 1, **how: Any) -> Result:
     """The same by TorchTPU on the host's processor: in the environment of tests/torchtpu."""
-    program = how.pop("program", "tests.stand_ins.torchtpu_on_cpu")
-    return _train(ckpt_dir, *flags, processes=processes, program=program, **how)
+    how = {"program": TORCHTPU, "timeout": 900, **how}  # compilation takes a busy machine long
+    return _train(ckpt_dir, *flags, processes=processes, **how)
 
 
 def _train(ckpt_dir: Path, *flags: str, program: str = "", **how: Any) -> Result:

@@ -8,16 +8,18 @@ from gpu_fsdp import megatron_private
 from models import timm_private
 from tests.cli import ROOT, train_tiny
 from tests.launch.test_launch_gpu import pins
+from torch_fsdp import torch_tpu_private
 from training import errors
 from xla_fsdp import jax_private, torch_xla_private
 
 MODULES = {
     "requirements-tpu.txt": (torch_xla_private, jax_private, timm_private),
     "requirements-gpu.txt": (megatron_private, timm_private),
+    "requirements-torchtpu.txt": (torch_tpu_private, timm_private),
 }
 PRIVATE = re.compile(
     r"_XLAC|torch_xla\._(?!private)|jax\._src|jaxlib import _|cloud_tpu_init|pallas\._|_orig_name|"
-    r"param_and_grad_buffer|megatron_fsdp_slice|grad_acc_hooks"
+    r"param_and_grad_buffer|megatron_fsdp_slice|grad_acc_hooks|torch_tpu\._|from torch_tpu import _"
 )
 
 

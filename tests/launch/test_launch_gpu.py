@@ -337,8 +337,17 @@ def test_requirements_agree():
     """But for PyTorch itself, which torch_xla's last release holds back."""
     tpu, gpu = pins("requirements-tpu.txt"), pins("requirements-gpu.txt")
     assert set(tpu) - set(gpu) == {"torch_xla", "libtpu", "jax", "jaxlib"}
+    of_pytorch = {"torch", "torchvision"}
     others = {name for name in set(tpu) & set(gpu) if tpu[name] != gpu[name]}
-    assert others == {"torch", "torchvision"}
+    assert others == of_pytorch
+    # TorchTPU is of the GPUs' PyTorch, and of the same packages beside it.
+    torchtpu = pins("requirements-torchtpu.txt")
+    assert {torchtpu[name] == gpu[name] for name in of_pytorch} == {True}
+    assert set(torchtpu) - set(tpu) == {"torch_tpu"}
+    assert {name for name in set(torchtpu) & set(tpu) if torchtpu[name] != tpu[name]} == {
+        *of_pytorch,
+        "libtpu",
+    }
 
 
 def test_one_node_without_gpu(tmp_path):

@@ -9,10 +9,17 @@ import subprocess
 
 import pytest
 
-from tests.cli import ROOT, Result, environment, run_program, tiny, train_tiny_gpu, train_tiny_tpu
+from tests.cli import (
+    ROOT,
+    TORCHTPU,
+    Result,
+    environment,
+    run_program,
+    tiny,
+    train_tiny_gpu,
+    train_tiny_tpu,
+)
 from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
-
-PROGRAM = "tests.stand_ins.torchtpu_on_cpu"
 
 
 def test_compiled_blocks(tiny_on_tpu, tiny_on_gpu):
@@ -92,13 +99,13 @@ def test_a_run_that_is_stopped_and_killed(tmp_path, monkeypatch):
     whole = train_tiny_tpu(tmp_path / "whole", *STOPPED)
     run = tmp_path / "run"
     monkeypatch.setenv("PROGRAM", "tests.stand_ins.signal_at_step")
-    words = ["-m", PROGRAM, *tiny(run), *STOPPED]
+    words = ["-m", TORCHTPU, *tiny(run), *STOPPED]
     monkeypatch.setenv("SIGNAL_AT", "0 2 SIGTERM")
-    stopped = run_program(*words)
+    stopped = run_program(*words, timeout=900)
     assert stopped.returncode == 128 + 15, stopped.stderr
     assert (run / "step_2").is_dir()
     monkeypatch.setenv("SIGNAL_AT", "0 7 SIGKILL")
-    assert run_program(*words, timeout=600).returncode == -9
+    assert run_program(*words, timeout=900).returncode == -9
     monkeypatch.delenv("PROGRAM")
     resumed = train_tiny_tpu(run, *STOPPED)
     assert "at step 6" in resumed.stdout or "at step 3" in resumed.stdout
@@ -137,12 +144,14 @@ def test_checkpoint_moves_between_backends(tmp_path):
 
 def test_evaluation_of_a_checkpoint(tiny_on_tpu):
     folder = tiny_on_tpu.ckpt_dir
-    done = run_program("-m", PROGRAM, *tiny(folder), "--eval_only", "--resume", str(folder))
+    done = run_program(
+        "-m", TORCHTPU, *tiny(folder), "--eval_only", "--resume", str(folder), timeout=900
+    )
     assert done.returncode == 0, done.stderr
     found = f"val loss: {tiny_on_tpu.evaluations[0]['val_loss']:.4f}"
     assert found in done.stdout
 
 
 def test_self_check(tmp_path):
-    done = run_program("-m", PROGRAM, *tiny(tmp_path), "--self_check", processes=2, timeout=600)
+    done = run_program("-m", TORCHTPU, *tiny(tmp_path), "--self_check", processes=2, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
