@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import Any, Protocol
 
 import torch
@@ -362,6 +362,7 @@ def _start_fork_server() -> None:
     training, as loader processes do, and ends with this process.
     """
     multiprocessing.set_forkserver_preload(["torchvision.transforms.v2"])  # and with it PyTorch
+    resource_tracker.ensure_running()  # the server starts it, which would unblock the signal
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

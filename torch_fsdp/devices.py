@@ -4,6 +4,7 @@ docs/contributing.md says how to add another one.
 """
 
 import functools
+import math
 import multiprocessing
 import os
 import warnings
@@ -73,6 +74,11 @@ class Device:
     def count(self) -> int | None:
         """Return how many this host has; None if any number of processes can share it."""
         return None
+
+    def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the ranks of all processes as a mesh whose last axes communicate most; in all of
+        them, once they are connected."""
+        return torch.arange(math.prod(shape)).view(shape)
 
     def lacks(self, precision: str) -> str | None:
         """Return the message if it cannot compute in "fp32", "bf16", "fp16" or "fp8", else None."""
@@ -292,6 +298,13 @@ class Tpu(Device):
 
     def count(self) -> int | None:
         return torch_tpu_private.tpus_of_host()
+
+    def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """By the places of the devices in their slice, and slices along the first axis."""
+        if math.prod(shape) == 1 or not torch_tpu_private.has_place():
+            return super().arrange(shape)
+        distributed = torch.get_device_module("tpu").distributed
+        return distributed.topology_aware_mesh(shape, allow_split_physical_axes=True)
 
     def lacks(self, precision: str) -> str | None:
         if precision == "fp16":

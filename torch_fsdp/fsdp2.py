@@ -21,7 +21,7 @@ from training.checkpoints.state import Chunk, ShardedTensor
 class Fsdp2Backend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
-        self._mesh, self._image_mesh = make_device_meshes(run, device.where)
+        self._mesh, self._image_mesh = make_device_meshes(run, device)
         self._parameters: dict[str, DTensor] = {}
         self._positions: dict[str, PartOfPositions] = {}
 

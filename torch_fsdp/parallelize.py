@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -30,7 +30,7 @@ OUTER, SHARD, DOMAIN = "dcn", "fsdp", "domain"
 """The axes: of replicas, of the shards of a replica, and of the rows of an image."""
 
 
-def make_device_meshes(run: TorchRun, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
+def make_device_meshes(run: TorchRun, device: Device) -> tuple[DeviceMesh, DeviceMesh]:
     """Make the run's mesh as PyTorch's; all processes must call it.
 
     Returns (dcn, fsdp), over which parameters are sharded: processes that share an image shard them
@@ -40,11 +40,14 @@ def make_device_meshes(run: TorchRun, device: torch.device) -> tuple[DeviceMesh,
     shape: tuple[int, ...] = (mesh.dcn, mesh.fsdp * mesh.domain)
     if run.recipe.zero == 0:
         shape = (mesh.devices, 1)
-    parameters = init_device_mesh(device.type, shape, mesh_dim_names=(OUTER, SHARD))
+    # Which process has which part of the batch is of no account, but those that share an image have
+    # consecutive ranks.
+    ranks = device.arrange(shape) if mesh.domain == 1 else torch.arange(mesh.devices).view(shape)
+    parameters = DeviceMesh(device.where.type, ranks, mesh_dim_names=(OUTER, SHARD))
     if mesh.domain == 1:
         return parameters, parameters
-    shape = (mesh.dcn, mesh.fsdp, mesh.domain)
-    return parameters, init_device_mesh(device.type, shape, mesh_dim_names=(OUTER, SHARD, DOMAIN))
+    ranks = ranks.view(mesh.dcn, mesh.fsdp, mesh.domain)
+    return parameters, DeviceMesh(device.where.type, ranks, mesh_dim_names=(OUTER, SHARD, DOMAIN))
 
 
 def parallelize(

@@ -40,9 +40,18 @@ def device_kind() -> str:
 
     What a plugin for the host's processor calls its devices is "cpu".
     """
+    return _attributes()["device_kind"]
+
+
+def has_place() -> bool:
+    """Return True if the runtime knows where this process's device is in its slice."""
+    return "coords" in _attributes()
+
+
+def _attributes() -> dict[str, Any]:
     from torch_tpu._internal.device import _device_ops_backend
 
-    return _device_ops_backend._get_local_device_attributes()["device_kind"]
+    return _device_ops_backend._get_local_device_attributes()
 
 
 def peak_bf16_flops() -> float | None:
