@@ -6,7 +6,10 @@ INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help install data train train-domain test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
+# The TPU compiler beside torch_xla's: xla_fsdp/tpu.py names the version, too.
+LIBTPU := 0.0.52
+
+.PHONY: help install tpu-compiler data train train-domain test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -25,6 +28,7 @@ help:
 	@echo "make bench-checkpoint  what a checkpoint costs training, for docs/benchmarks.md (10 minutes)"
 	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
 	@echo "make bench-domain  large images over 1 to 8 GPUs (--mesh_domain): latency and memory"
+	@echo "make tpu-compiler  fetch the newer TPU compiler, for tpu7x: 480 MB into .libtpu/"
 	@echo "make tpu-table  compile 10B to 120B for TPU slices, for docs/tpu.md (an hour)"
 	@echo "make tpu-calibrate  expected beside published MFUs, for docs/tpu.md (hours)"
 	@echo "make tpu-peer   the step beside the same one in JAX, for docs/benchmarks.md (half an hour)"
@@ -54,6 +58,14 @@ $(NEWER)/installed: requirements-gpu.txt requirements-torchtpu.txt tests/require
 	$(NEWER)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--no-deps --require-hashes -r tests/torchtpu/plugin.txt
 	touch $@
+
+tpu-compiler: .libtpu/$(LIBTPU)
+
+.libtpu/$(LIBTPU): | $(INSTALLED)
+	rm -rf $@.part
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $@.part libtpu==$(LIBTPU)
+	mv $@.part $@
 
 data: datasets/digits
 

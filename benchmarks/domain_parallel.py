@@ -126,7 +126,7 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     sizes = range(first, stop + 1, step)
     if not sizes:
         raise UsageError(f"--image_size_stop {stop} is below --image_size_start {first}")
-    places = [(topology, parse_topology(topology).chips) for topology in options.tpu_topology or ()]
+    places = [(name, parse_topology(name).devices) for name in options.tpu_topology or ()]
     ways = [
         (on, devices, domain)
         for on, devices in places or [(options.backend, options.processes)]

@@ -106,10 +106,18 @@ class XlaConfig:
     tpu_topology: str | None = flag(
         None,
         "TPU slice of --compile_only, chips along each side: v4:4x4x4 (64 chips), v5e:16x16 (256), "
-        "v5p:4x4x8 (128), v6e:1x1, ...; of --plan several, with commas (default: none)",
+        "v5p:4x4x8 (128), v6e:1x1, tpu7x:2x2x1, ...; of --plan several, with commas (default: "
+        "none)",
         metavar="KIND:AxB[xC]",
         requires=("compile_only|plan",),
         common=True,
+    )
+    tpu_compiler: Literal["auto", "installed", "0.0.52"] = flag(
+        "auto",
+        "version of libtpu that compiles for --tpu_topology; installed: the one that torch_xla "
+        "requires; 0.0.52: a newer one, which users of TorchTPU have and `make tpu-compiler` "
+        "fetches; auto: 0.0.52 for tpu7x, which the installed one does not know, else installed",
+        requires=("compile_only|plan",),
     )
     explain: bool = flag(
         False,

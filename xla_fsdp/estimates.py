@@ -131,7 +131,7 @@ def estimate(
     state = shape.parameters / (mesh.fsdp * mesh.domain * tensor)
 
     # Sizes of one block in one pass on one device.
-    unit = 256 if chip.kind == "v6e" else 128  # the side of the matrix unit
+    unit = 256 if chip.kind in ("v6e", "tpu7x") else 128  # the side of the matrix unit
     images = config.data.batch_size / mesh.batch_parts / passes
     tokens = shape.tokens / mesh.domain
     rows = images * _up(tokens, SUBLANES)  # of products: each image's padded to whole tiles
@@ -190,7 +190,8 @@ def estimate(
         traffic_s = _EXPOSED_BEYOND * moving_s
 
     # Collectives. Devices along "tensor" are neighbours, with a link for each doubling of their
-    # number; weights and keys are gathered over the other devices by the links that are left.
+    # number, but for those of one chip; weights and keys are gathered over the other devices by the
+    # links that are left, which the devices of a chip share.
     gathered_over = mesh.fsdp * mesh.domain
     received = (gathered_over - 1) / gathered_over
     rounds = 3 + policy.recomputed
@@ -198,15 +199,16 @@ def estimate(
     gathered = 2 * weights * value_bytes * received  # forward, and again for the backward pass
     reduced = weights * _FP32 * received
     rotated_keys = rounds * 2 * layer_bytes * (mesh.domain - 1)
-    tensor_links = min(math.log2(tensor), chip.links - 1)
-    gathering_s = (
-        (gathered + reduced + rotated_keys) / (chip.links - tensor_links) / chip.link_bandwidth
-    )
+    on_a_chip = min(tensor, chip.devices)
+    tensor_links = min(math.log2(tensor / on_a_chip), chip.links - 1)
+    gathering_links = (chip.links - tensor_links) / on_a_chip
+    gathering_s = (gathered + reduced + rotated_keys) / gathering_links / chip.link_bandwidth
     gathering_s = block_runs * gathering_s
     tensor_s = 0.0  # of activations over "tensor", which nothing hides
-    if tensor_links:
+    if tensor > 1:
         joined = rounds * 2 * layer_bytes * (tensor - 1) / tensor
-        tensor_s = block_runs * (joined / tensor_links / chip.link_bandwidth)
+        tensor_bandwidth = tensor_links * chip.link_bandwidth or chip.between_devices
+        tensor_s = block_runs * (joined / tensor_bandwidth)
     longer_s = max(0.0, gathering_s - products_s - traffic_s)
     between_slices = 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
 

@@ -105,15 +105,21 @@ def module_of_kernel(config: str, arguments: Types, results: Types) -> Any:
 
 
 def compile_for(
-    devices: Sequence[Any], numbers: Any, module: Any, chosen_by_compiler: list[bool]
+    devices: Sequence[Any],
+    numbers: Any,
+    module: Any,
+    chosen_by_compiler: list[bool],
+    dump_to: str = "",
 ) -> Any:
     """Compile a module for devices of a compile-only client; returns the executable.
 
     ``numbers`` is the array (replicas, partitions) of the devices' ids, in the mesh's order;
-    ``chosen_by_compiler``: for each result, whether the compiler chooses its sharding. Raises
-    jaxlib's own error if the compiler refuses.
+    ``chosen_by_compiler``: for each result, whether the compiler chooses its sharding; ``dump_to``:
+    the folder that the compiler writes the modules of its passes to, as text. Raises jaxlib's own
+    error if the compiler refuses.
     """
     from jax._src.lib import xla_client
+    from jax._src.lib.mlir.dialects import hlo
     from jaxlib import _jax
 
     replicas, partitions = numbers.shape
@@ -124,11 +130,14 @@ def compile_for(
     build.allow_spmd_sharding_propagation_to_output = chosen_by_compiler
     build.num_replicas, build.num_partitions = replicas, partitions
     build.device_assignment = xla_client.DeviceAssignment.create(numbers)
-    return devices[0].client.compile(
-        module.operation.get_asm(binary=True, enable_debug_info=True),
-        _jax.DeviceList(tuple(devices)),
-        options,
+    if dump_to:
+        build.debug_options.xla_dump_to = dump_to
+        build.debug_options.xla_dump_hlo_as_text = True
+    # In a format that other versions read, too: libtpu 0.0.52 refuses plain bytecode.
+    portable = xla_client._xla.mlir.serialize_portable_artifact(
+        module.operation.get_asm(binary=True, enable_debug_info=True), hlo.get_current_version()
     )
+    return devices[0].client.compile(portable, _jax.DeviceList(tuple(devices)), options)
 
 
 def result_shardings(executable: Any) -> list[str]:

@@ -22,7 +22,13 @@ from xla_fsdp import torch_xla_private
 # (jax-ml.github.io/scaling-book); v6e is given the more, its page names PCIe Gen5. Matrix units: 4
 # of 128 x 128 in each core, of which v4 and v5p have two; on v6e 4 of 256 x 256. The clocks that
 # follow are 1.05 GHz for v4, 1.5 for v5e, 1.75 for v5p and v6e. ``hbm_bytes`` is what the compiler
-# itself reports as usable (libtpu 0.0.21), less than the chip has.
+# itself reports as usable (libtpu 0.0.21; tpu7x: 0.0.52), less than there is.
+#
+# tpu7x: docs.cloud.google.com/tpu/docs/tpu7x has, of a chip, 2,307 bf16 and 4,614 fp8 TFLOP/s, 192
+# GiB of HBM at 7,380 GB/s, 1,200 GB/s of interconnect in both directions, 100 Gbit/s of DCN; its
+# two cores are a device each, joined by a link of six times the bandwidth of one to a neighbour.
+# Not on that page: PCIe, assumed as v6e's, and the matrix units, assumed as v6e's in each core (the
+# products that the compiler schedules there take as many cycles); 2.2 GHz follows.
 
 _PEAKS = {
     "v2": (45e12, 2),
@@ -33,8 +39,8 @@ _PEAKS = {
     "v6e": (918e12, 1),
     "tpu7x": (2307e12, 2),
 }
-"""By the name in the slice's accelerator type ("v5p" of "v5p-128"): bf16 FLOP/s of a chip, and the
-devices a chip that torch_xla sees."""
+"""By the name in the slice's accelerator type ("v5p" of "v5p-128"): bf16 FLOP/s of a chip, and its
+devices, as a program sees them."""
 
 
 def peak_of(kind: str) -> float | None:
@@ -47,7 +53,10 @@ def peak_of(kind: str) -> float | None:
 
 @dataclass(frozen=True)
 class Chip:
-    """One generation of chips; bandwidths are in bytes/s."""
+    """One generation of chips: the figures of a device, which is a chip but on tpu7x.
+
+    Bandwidths are in bytes/s.
+    """
 
     kind: str
     """Its name in accelerator types."""
@@ -55,6 +64,7 @@ class Chip:
     hbm_bytes: int
     hbm_bandwidth: float
     ici_bandwidth: float
+    """Of all links of a chip, which its devices share."""
     dcn_bandwidth: float
     host_bandwidth: float
     """Of PCIe, in one direction, to the memory of the host."""
@@ -62,6 +72,13 @@ class Chip:
     """Multiply-adds that all of its matrix units start in a cycle."""
     int8_speedup: int = 2
     """How many multiply-adds of int8 numbers it does in the time of one of bf16 numbers."""
+    between_devices: float = 0.0
+    """From one device of a chip to the other."""
+
+    @property
+    def devices(self) -> int:
+        """Return the devices of a chip."""
+        return _PEAKS[self.kind][1]
 
     @property
     def peak_flops(self) -> float:
@@ -71,7 +88,7 @@ class Chip:
 
     @property
     def links(self) -> int:
-        """Return to how many neighbours it has links: two along each side of the torus."""
+        """Return to how many neighbours a chip has links: two along each side of the torus."""
         return 2 * self.dimensions
 
     @property
@@ -91,6 +108,11 @@ CHIPS = {
     "v5e": Chip("v5litepod", 2, int(15.75 * _GIB), 819e9, 200e9, 3.125e9, 16e9, 4 * 128**2),
     "v5p": Chip("v5p", 3, int(95.74 * _GIB), 2765e9, 600e9, 6.25e9, 16e9, 8 * 128**2),
     "v6e": Chip("v6e", 2, int(31.25 * _GIB), 1640e9, 400e9, 12.5e9, 32e9, 4 * 256**2),
+    "tpu7x": Chip(
+        *("tpu7x", 3, int(94.74 * _GIB), 3690e9, 600e9, 6.25e9, 16e9, 4 * 256**2),
+        int8_speedup=1,
+        between_devices=6 * 100e9,
+    ),
 }
 
 
@@ -126,11 +148,18 @@ _EXAMPLES = {
     "v5e": "1x1 (1 chip), 2x2 (4), 2x4 (8), 4x4 (16), 8x8 (64), 8x16 (128), 16x16 (256)",
     "v5p": "2x2x1 (4 chips), 2x2x4 (16), 4x4x4 (64), 4x4x8 (128), 8x8x8 (512)",
     "v6e": "1x1 (1 chip), 2x2 (4), 2x4 (8), 4x4 (16), 8x8 (64), 8x16 (128), 16x16 (256)",
+    "tpu7x": "2x2x1 (4 chips), 2x2x2 (8), 4x4x4 (64), 4x4x8 (128), 4x8x8 (256)",
 }
 KNOWN = "; ".join(f"{name}: {shapes}" for name, shapes in _EXAMPLES.items())
 
-_LARGEST = {"v4": (16, 16, 16), "v5e": (16, 16), "v5p": (16, 16, 24), "v6e": (16, 16)}
-"""The slices with the most chips that Google Cloud has; of v4 a pod."""
+_LARGEST = {
+    "v4": (16, 16, 16),
+    "v5e": (16, 16),
+    "v5p": (16, 16, 24),
+    "v6e": (16, 16),
+    "tpu7x": (16, 24, 24),
+}
+"""The slices with the most chips that Google Cloud has; of v4 and tpu7x a pod."""
 _SMALL: set[tuple[int, ...]] = {(2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)}
 _SMALL |= {(1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)}
 """Sides, in order, of all slices in a plane, and of those with less than one cube of 4 x 4 x 4
@@ -157,14 +186,21 @@ class Topology:
         return self.slices * self.slice_chips
 
     @property
+    def slice_devices(self) -> int:
+        """Devices of one slice: on v4, torch_xla has libtpu join the two cores of a chip."""
+        return self.slice_chips * self.chip.devices
+
+    @property
     def devices(self) -> int:
-        """Devices of all slices, a chip each: on v4, torch_xla has libtpu join the two cores."""
-        return self.chips
+        """Devices of all slices."""
+        return self.slices * self.slice_devices
 
     @property
     def generation(self) -> int:
         """The generation as torch_xla counts it: 5 for v5e and v5p."""
-        return int(self.name[1])
+        digits = re.search(r"\d", self.name)
+        assert digits, self.name
+        return int(digits[0])
 
 
 def parse_topology(name: str, slices: int = 1) -> Topology:
@@ -194,7 +230,10 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     return Topology(name, chip, sides, slices)
 
 
-# -- libtpu's flags: the user's, torch_xla's, and our own ------------------------------
+# -- libtpu: its versions, and its flags: the user's, torch_xla's, and our own ---------
+
+NEWER_LIBTPU = "0.0.52"
+"""The version that --compile_only may use beside the one that torch_xla requires."""
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 
@@ -215,6 +254,8 @@ _NOT_ON_V4 = {
     "xla_enable_async_all_reduce": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
+_ONLY_V5E_IN_NEWER = ("xla_tpu_enable_async_collective_fusion_fuse_all_reduce",)
+"""Ours that the newer libtpu refuses on all chips but v5e."""
 _START = Path(__file__).with_name("libtpu_start.py")
 _START_SECONDS = 60
 
@@ -225,11 +266,27 @@ def set_for_this_tpu(generation: int | None = None) -> None:
     To be called after torch_xla was imported, which adds its own, and before libtpu starts.
     """
     generation = generation or torch_xla_private.host_tpu().version()
-    given = os.environ.get(VARIABLE, "").split()
-    named = {flag.lstrip("-").partition("=")[0] for flag in given}
+    os.environ[VARIABLE] = _with_ours(os.environ.get(VARIABLE, ""), generation)
+
+
+def _with_ours(given: str, generation: int, without: tuple[str, ...] = ()) -> str:
+    """Return the flags that are given, and our own that are not among them."""
+    named = {flag.lstrip("-").partition("=")[0] for flag in given.split()} | {*without}
     ours = _OURS | ({} if generation == 4 else _NOT_ON_V4)
     added = [f"--{name}={value}" for name, value in ours.items() if name not in named]
-    os.environ[VARIABLE] = " ".join([*given, *added])
+    return " ".join([*given.split(), *added])
+
+
+def for_newer_libtpu(topology: Topology, given: str) -> dict[str, str]:
+    """Return the variables of the environment that ``NEWER_LIBTPU`` is to compile with.
+
+    torch_xla does not run with it, so none are its own. ``given`` is the value that the user has
+    set.
+    """
+    is_v5e = topology.chip is CHIPS["v5e"]
+    flags = _with_ours(given, topology.generation, () if is_v5e else _ONLY_V5E_IN_NEWER)
+    joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
+    return {VARIABLE: flags, **joined}
 
 
 def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:

@@ -45,6 +45,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     used = (torch_xla_private, jax_private, timm_private)
     warn_of_others(*(each.WRITTEN_FOR for each in used))
     topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
+    libtpu = compiler.choose_libtpu(own.tpu_compiler, topology)
     with NoBackwardYet():
         run = resolve_for_slice(config, own, topology)
     is_broken = run.own.mark_step_after_forward or run.own.mark_step_every_n_blocks
@@ -74,8 +75,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
 
     # Compile.
     links = Links(topology, run.mesh.counts_by_host)
-    variables = tpu.as_on_a_tpu(topology.generation, libtpu_args)
-    graphs = _compile_graphs(step, links, variables)
+    graphs = _compile_graphs(step, links, libtpu, libtpu.variables(topology, libtpu_args))
     report = make_report(
         topology=topology,
         graphs=graphs,
@@ -88,7 +88,11 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
         sharding=step.description,
         state_bytes=step.state_bytes,
         trace_s=trace_s,
-        versions={name: version(name) for name in ("torch_xla", "libtpu", "jaxlib")},
+        versions={
+            "torch_xla": version("torch_xla"),
+            "libtpu": libtpu.version,
+            "jaxlib": version("jaxlib"),
+        },
     )
 
     # Print, draw, save.
@@ -113,12 +117,14 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     return 0 if report["fits"] else DOES_NOT_FIT
 
 
-def _compile_graphs(step: Step, links: Links, variables: dict[str, str]) -> list[CompiledGraph]:
+def _compile_graphs(
+    step: Step, links: Links, libtpu: compiler.Libtpu, variables: dict[str, str]
+) -> list[CompiledGraph]:
     """Compile each different graph once, in the order in which they first run.
 
     ``variables`` are those of the environment that libtpu is to start with.
     """
-    topology, distinct, libtpu = links.topology, step.distinct(), version("libtpu")
+    topology, distinct = links.topology, step.distinct()
     compiled: dict[bytes, compiler.Compiled] = {}
 
     def shardings(result: Result) -> str | None:
@@ -127,7 +133,8 @@ def _compile_graphs(step: Step, links: Links, variables: dict[str, str]) -> list
 
     for number, (graph, *_) in enumerate(distinct, 1):
         which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
-        _log(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
+        how = f"for {topology.name} with libtpu {libtpu.version}"
+        _log(f"compiling{which} {how}, a minute or two ...")
         arguments = graph.argument_shardings(shardings)
         compiled[graph.hlo] = compiler.compile_graph(
             graph, arguments, step.replicas, topology, links.by_host, variables

@@ -1,7 +1,8 @@
 """The TPU compiler, without a TPU: libtpu's compile-only client for a topology.
 
 libtpu ends its process where a check of its own fails, so each compilation runs in a process of
-its own.
+its own. There it may be another version than the one that torch_xla requires, in a folder of its
+own.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,15 @@ from training.errors import UsageError
 from training.processes.parent import end_with
 from xla_fsdp import jax_private
 from xla_fsdp.attention.kernels import BRANCHES
-from xla_fsdp.tpu import VARIABLE, Topology, raise_if_refused
+from xla_fsdp.tpu import (
+    CHIPS,
+    NEWER_LIBTPU,
+    VARIABLE,
+    Topology,
+    as_on_a_tpu,
+    for_newer_libtpu,
+    raise_if_refused,
+)
 
 JAX_WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask about a TPU
@@ -49,6 +59,53 @@ def check_installed() -> None:
             raise UsageError(
                 f"--compile_only requires {name}: python3 -m pip install -r requirements-tpu.txt"
             )
+
+
+# -- which libtpu compiles ---------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+_NEWER = ROOT / ".libtpu" / NEWER_LIBTPU
+"""Where `make tpu-compiler` puts the newer libtpu: installed, it would replace torch_xla's."""
+
+
+@dataclass(frozen=True)
+class Libtpu:
+    """A version of libtpu that compiles."""
+
+    version: str
+    library: Path | None
+    """None: the installed one."""
+
+    def variables(self, topology: Topology, given: str) -> dict[str, str]:
+        """Return the variables of the environment that it is to start with.
+
+        ``given`` is the value of LIBTPU_INIT_ARGS that the user has set.
+        """
+        if self.library is None:
+            return as_on_a_tpu(topology.generation, given)
+        return for_newer_libtpu(topology, given) | {"TPU_LIBRARY_PATH": str(self.library)}
+
+
+def choose_libtpu(asked: str, topology: Topology) -> Libtpu:
+    """Return the libtpu that compiles for a slice; ``asked`` is the value of --tpu_compiler.
+
+    Raises UsageError if it is not here, or does not know the chip.
+    """
+    installed, is_new = version("libtpu"), topology.chip is CHIPS["tpu7x"]
+    what = f"--tpu_topology {topology.name}" if is_new else f"--tpu_compiler {asked}"
+    if asked == "installed" and is_new:
+        raise UsageError(
+            f"{what} requires --tpu_compiler {NEWER_LIBTPU}: libtpu {installed} does not know it"
+        )
+    if asked == "installed" or (asked == "auto" and not is_new):
+        return Libtpu(installed, None)
+    library = _NEWER / "libtpu" / "libtpu.so"
+    if not library.exists():
+        raise UsageError(f"{what} requires libtpu {NEWER_LIBTPU} in {_NEWER}: make tpu-compiler")
+    return Libtpu(NEWER_LIBTPU, library)
+
+
+# -- graphs as text ----------------------------------------------------------------------------
 
 
 def text_of(graph: Graph) -> str:
@@ -192,7 +249,11 @@ def _compile(
     unmarked = [mark is None for mark in graph.results]
     start = time.perf_counter()
     try:
-        executable = jax_private.compile_for(devices, numbers, module, unmarked)
+        with tempfile.TemporaryDirectory() as folder:
+            executable = jax_private.compile_for(devices, numbers, module, unmarked, folder)
+            # Not ``hlo_modules``: jaxlib 0.7.1 cannot read all that libtpu 0.0.52 makes for tpu7x.
+            (written,) = Path(folder).glob("*.after_codegen.txt")
+            hlo = written.read_text()
     except Exception as error:  # noqa: BLE001
         sizes = (value.size // tiles(arguments[n]) for n, value in graph.arguments.items())
         needed = hbm_needed(str(error), sum(sizes))
@@ -217,7 +278,7 @@ def _compile(
         # A program of one device, as nested FSDP's, has none: each device has its own whole.
         result_shardings=jax_private.result_shardings(executable)
         or [REPLICATED] * len(graph.results),
-        hlo=executable.hlo_modules()[0].to_string(),
+        hlo=hlo,
         seconds=seconds,
     )
 
@@ -232,10 +293,13 @@ def hbm_needed(message: str, argument_bytes: int) -> int | None:
     if alone:
         return int(alone[1]) + argument_bytes
     used = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", message)
-    if not used:
+    temporaries = re.search(r"required for HLO temporaries \(([\d.]+)([KMG])\)", message)
+    size = used or temporaries
+    if not size:
         return None
-    needed = int(float(used[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[used[2]])
-    return needed + (argument_bytes if re.search(r"arguments +0B", message) else 0)
+    needed = int(float(size[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[size[2]])
+    without = temporaries or re.search(r"arguments +0B", message)
+    return needed + (argument_bytes if without else 0)
 
 
 # -- cycles of Pallas kernels ----------------------------------------------------------------

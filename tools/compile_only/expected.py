@@ -10,9 +10,9 @@ as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles 
   delays only what needs it before it is complete. There are four queues, in each of which one move
   follows the other: collectives on the links, each taking the bytes that must reach a device at the
   bandwidth of the links that its devices use (``Links``; a permute, which brings them from one
-  device, at that of one link); copies between HBM and vector memory (DMA) at HBM's bandwidth;
-  copies to and from the host's memory at PCIe's; transfers between slices at that of the data
-  center network.
+  device, at that of one link); copies between HBM and vector memory (DMA), and those that
+  SparseCores make, at HBM's bandwidth; copies to and from the host's memory at PCIe's; transfers
+  between slices at that of the data center network.
 
 Not in it: that copies and fusions share the bandwidth of HBM, the time until the first byte of a
 move arrives, and that the first and last chip of an open row have one link less than the others.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -39,6 +39,10 @@ from xla_fsdp.tpu import Chip, Topology
 # jax-ml.github.io/scaling-book). Devices that exchange something among themselves use the links
 # along the sides that they are spread over. Where others are between them, these exchange theirs
 # over the same links at the same time.
+#
+# Two devices of one chip (tpu7x) share its links, and have one between them. If both are in a
+# group, each fetches half of what both need and passes it on. If one is, the other's group uses the
+# same links for its own.
 
 _SIDE_OF_A_HOST = 2
 """Chips of a host along each of the first two sides."""
@@ -75,18 +79,32 @@ class Links:
                 closed = is_torus and len(found) * between == side
                 neighbours = 2 if closed else 2 * (len(found) - 1) / len(found)
                 total += neighbours / between
-        return total
+        of_each_chip = len(places) / len(set(places))
+        return total * of_each_chip / self.topology.chip.devices
 
     def bandwidth(self, group: list[int]) -> float:
         """Return the bytes/s that may reach a device of the group from the others."""
-        return self.used(group) * self.topology.chip.link_bandwidth
+        chip = self.topology.chip
+        return self.used(group) * chip.link_bandwidth or chip.between_devices
+
+    def permute_bandwidth(self, pairs: list[tuple[int, int]]) -> float:
+        """Return the bytes/s that may reach a device where each sends to one other."""
+        chip = self.topology.chip
+        moved = [tuple(self.places[n % len(self.places)] for n in pair) for pair in pairs]
+        sharing = Counter((source, target) for source, target in moved if source != target)
+        if pairs and not sharing:
+            return chip.between_devices
+        return chip.link_bandwidth / max(sharing.values(), default=1)
 
     @cached_property
     def places(self) -> list[tuple[int, ...]]:
-        """The coordinates of each device, in the mesh's order; numbers count along the first side
-        first."""
+        """The coordinates of each device's chip, in the mesh's order.
+
+        Numbers count the devices of a chip first, then along the first side.
+        """
         turned = itertools.product(*(range(side) for side in reversed(self.topology.sides)))
-        places = [tuple(reversed(place)) for place in turned]
+        devices = range(self.topology.chip.devices)
+        places = [tuple(reversed(place)) for place in turned for _ in devices]
         if not self.by_host:
             return places
 
@@ -217,7 +235,9 @@ def _moves_of(each: Instruction, links: Links) -> dict[str, _Move]:
     """
     topology, chip = links.topology, links.topology.chip
     seconds: float | None = None
-    start = each.operands[0] if each.opcode.endswith("-done") and each.operands else each
+    start = each.start
+    if start.is_on_sparse_cores:
+        return _moves_on_sparse_cores(each, links)
     if each.opcode.removesuffix("-done") in ("send", "recv"):  # a transfer between slices
         rendezvous = _RENDEZVOUS.search(start.text)
         if rendezvous:
@@ -236,14 +256,34 @@ def _moves_of(each: Instruction, links: Links) -> dict[str, _Move]:
     for collective, is_async, _ in hlo.collectives_of(each):
         starts = each.opcode.endswith("-start")
         key = each.name if starts else hlo.channel_of(collective) or each.name
-        received = hlo.received_bytes(collective, topology.slice_chips)
-        if collective.opcode.startswith("collective-permute"):
-            seconds = received / chip.link_bandwidth
-        else:
-            bandwidth = links.bandwidth(hlo.group_of(collective, topology.slice_chips))
-            seconds = received / bandwidth if received else 0.0
-        found[key] = _Move("waiting_s", seconds, is_async)
+        found[key] = _Move("waiting_s", _on_links(collective, links), is_async)
     return found
+
+
+def _moves_on_sparse_cores(each: Instruction, links: Links) -> dict[str, _Move]:
+    """Return the same of work of the SparseCores, which starts once they have what they read."""
+    start = each.start
+    collectives = hlo.collectives_of(start)
+    queue = "waiting_s" if collectives else "dma_s"
+    reads_here = len(each.operands) > 1 if each.opcode == "async-update" else bool(each.operands)
+    if each.opcode == "async-done" or not reads_here:
+        return {start.name: _Move(queue, None)}
+    if collectives:
+        seconds = sum(_on_links(collective, links) for collective, *_ in collectives)
+    else:
+        seconds = hlo.instruction_bytes(start) / links.topology.chip.hbm_bandwidth
+    return {start.name: _Move(queue, seconds)}
+
+
+def _on_links(collective: Instruction, links: Links) -> float:
+    """Return the seconds that a collective takes on the links."""
+    devices = links.topology.slice_devices
+    received = hlo.received_bytes(collective, devices)
+    if not received:
+        return 0.0
+    if collective.opcode.startswith("collective-permute"):
+        return received / links.permute_bandwidth(hlo.pairs_of(collective))
+    return received / links.bandwidth(hlo.group_of(collective, devices))
 
 
 def _own_time(each: Instruction, chip: Chip) -> Expected:

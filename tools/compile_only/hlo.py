@@ -7,6 +7,7 @@ loop once; here each computation counts as often as it runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -30,7 +31,10 @@ _NOT_IN_HBM = re.compile(r"S\([1-9]")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?:^|[\s)}])([a-z][a-z\-]*)\(")
-_CALLED = re.compile(r"(?:calls|to_apply|body)=%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.\-]+)")
+
+
+_ON_SPARSE_CORES = 'async_execution_thread="sparsecore"'
 
 
 @dataclass(eq=False)
@@ -55,6 +59,22 @@ class Instruction:
     def scheduled(self) -> list[list[Instruction]]:
         """The computations that it runs one after the other; the inside of a fusion is not one."""
         return self.called if self.opcode in ("while", "call", "conditional") else []
+
+    @property
+    def start(self) -> Instruction:
+        """The instruction that has started what this one carries on or ends; itself if it starts
+        something."""
+        carries_on = self.opcode.endswith(("-update", "-done")) and self.operands
+        return self.operands[0].start if carries_on else self
+
+    @property
+    def is_on_sparse_cores(self) -> bool:
+        """Whether it starts work of a chip's SparseCores, which runs beside all else.
+
+        tpu7x has collectives there, and copies between layouts. What is read comes with an
+        ``async-update`` where the start has no operands.
+        """
+        return self.opcode == "async-start" and _ON_SPARSE_CORES in self.text
 
     @property
     def inside(self) -> list[Instruction]:
@@ -123,7 +143,7 @@ def array_bytes(shape: str, *, only_hbm: bool = False, but: Set[str] = frozenset
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"),
-    *("conditional", "after-all", "partition-id", "replica-id"),
+    *("conditional", "after-all", "partition-id", "replica-id", "async-update"),
 }
 """Opcodes that move no bytes themselves."""
 _BYTES_OF_KERNEL = re.compile(r'"custom_call_config":.*"bytes_accessed":"?(\d+)')
@@ -194,6 +214,9 @@ def instruction_bytes(each: Instruction, but: Set[str] = frozenset()) -> float:
 
     Buffers of the types ``but`` are left out.
     """
+    if each.is_on_sparse_cores:  # its own shape has buffers for their work, too
+        ends = (part for part in each.called[0] if part.opcode == "parameter" or part.is_root)
+        return sum(array_bytes(part.shape, only_hbm=True) for part in ends)
     if "dynamic-update-slice" in each.name:  # in place: the slice, not the whole
         sizes = sorted(array_bytes(operand.shape, only_hbm=True) for operand in each.operands)
         return 2 * sum(sizes[:-1])
@@ -215,6 +238,8 @@ def collectives_of(each: Instruction) -> list[tuple[Instruction, bool, list[str]
     """
     if each.opcode.removesuffix("-start") in _COLLECTIVES:
         return [(each, each.opcode.endswith("-start"), [])]
+    if each.is_on_sparse_cores:
+        return [(inner, True, []) for inner in _within(each) if inner.opcode in _COLLECTIVES]
     found: list[tuple[Instruction, bool, list[str]]] = []
     for inner in each.inside:
         if inner.opcode.removesuffix("-start") not in _COLLECTIVES:
@@ -229,6 +254,13 @@ def collectives_of(each: Instruction) -> list[tuple[Instruction, bool, list[str]
         ]
         found.append((inner, in_pieces or "async" in each.name, buffers))
     return found
+
+
+def _within(each: Instruction) -> Iterator[Instruction]:
+    """Yield the instructions of all that one calls, at whatever depth."""
+    for inner in itertools.chain(*each.called):
+        yield inner
+        yield from _within(inner)
 
 
 def channel_of(collective: Instruction) -> str | None:
@@ -255,6 +287,13 @@ def group_of(collective: Instruction, devices: int) -> list[int]:
     if counted[4]:
         numbers = numbers.transpose([int(axis) for axis in counted[4].split(",")])
     return [int(number) for number in numbers.reshape(-1)[: int(counted[2])]]
+
+
+def pairs_of(permute: Instruction) -> list[tuple[int, int]]:
+    """Return the numbers of source and target device of each transfer of a permute."""
+    listed = re.search(r"source_target_pairs=\{([\d,{}]*)\}", permute.text)
+    pairs = re.findall(r"\{(\d+),(\d+)\}", listed[1]) if listed else []
+    return [(int(source), int(target)) for source, target in pairs]
 
 
 def received_bytes(each: Instruction, devices: int) -> float:

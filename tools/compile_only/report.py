@@ -132,9 +132,13 @@ def as_table(report: Report) -> str:
     else:
         verdict = f"does not fit by {-to_spare:.1f} GB or more"
     slices, chips, several = report["slices"], report["chips"], report["graphs"] > 1
+    devices = report["devices"]
+    unit = "chip" if devices == chips else "device"
     rows = {
         "slice" if slices == 1 else f"{slices} slices": (
-            f"{report['topology']}, {chips} chip" + ("s" if chips > 1 else "")
+            f"{report['topology']}, {chips} chip"
+            + ("s" if chips > 1 else "")
+            + (f", {devices} devices" if devices > chips else "")
         ),
         "model": f"{report['parameters']:,} parameters, global batch {report['batch_size']}",
         "sharding": report["sharding"],
@@ -146,7 +150,7 @@ def as_table(report: Report) -> str:
         )
     rows |= {
         "verdict": verdict,
-        "HBM a chip, peak": f"{gib('peak_hbm_bytes')} of {gib('hbm_capacity_bytes')}",
+        f"HBM a {unit}, peak": f"{gib('peak_hbm_bytes')} of {gib('hbm_capacity_bytes')}",
         "  arguments": gib("argument_bytes"),
         "  of these, state": gib("state_bytes"),
         "  outputs": gib("output_bytes"),
@@ -157,8 +161,8 @@ def as_table(report: Report) -> str:
     rows["FLOPs a chip"] = f"{report['flops_per_chip']:.3e}, at peak {ms('compute_s')}"
 
     if report["expected_step_s"] is not None:
-        rows["HBM traffic a chip"] = f"{gib('hbm_bytes')}, at peak {ms('hbm_s')}"
-        rows["collectives a chip"] = f"at peak {ms('collective_s')}"
+        rows[f"HBM traffic a {unit}"] = f"{gib('hbm_bytes')}, at peak {ms('hbm_s')}"
+        rows[f"collectives a {unit}"] = f"at peak {ms('collective_s')}"
         for kind, size in sorted(report["collective_bytes"].items()):
             count, asynchronous = (
                 report[name][kind] for name in ("collectives", "asynchronous_collectives")

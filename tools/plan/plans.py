@@ -257,13 +257,13 @@ class HardwarePlan:
     """Of chip, as a file of prices names it."""
     chips: int
     capacity_bytes: float
-    """Of a chip's memory, that can be used."""
+    """Of a device's memory, that can be used."""
     chip_flops: float
     """FLOP/s at the chip's peak."""
     settings: str
     """What was chosen beside the hardware, in a few words."""
     peak_bytes: float
-    """Of a chip's memory, in use at once."""
+    """Of a device's memory, in use at once."""
     step_s: float
     compiled: bool
     """Whether the figures are the compiler's, or of arithmetic alone."""

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from data.config import DataConfig
 from data.files import make_folder, replace_file
 from tools.compile_only.command import DOES_NOT_FIT
-from tools.compile_only.compiler import check_installed
+from tools.compile_only.compiler import check_installed, choose_libtpu
 from tools.plan import plans
 from tools.plan.plans import HardwarePlan, Request
 from tools.plan.tpu_search import (
@@ -58,6 +58,7 @@ def compile_words(config: RunConfig, own: XlaConfig, candidate: TpuCandidate) ->
     Only those that the step depends on are there, so that other data, epochs or folders are
     answered from what is saved.
     """
+    compiler = own.tpu_compiler
     config, own = candidate.configs(config, own)
     data, optimizer = config.data, config.optimizer
     step = RunConfig(
@@ -71,7 +72,8 @@ def compile_words(config: RunConfig, own: XlaConfig, candidate: TpuCandidate) ->
         ema=EmaConfig(model_ema=config.ema.model_ema),
         sharding=config.sharding,
     )
-    own = replace(own, compile_only=True, tpu_topology=candidate.topology.name)
+    topology = candidate.topology.name
+    own = replace(own, compile_only=True, tpu_topology=topology, tpu_compiler=compiler)
     without = ("cpu_devices", "compile_cache_dir")
     return plans.words_of(step, own, without=without, always=plans.ALWAYS)
 
@@ -245,7 +247,7 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
     """
     check_installed()
     request = plans.read_request(config, own, tuple(CHIPS))
-    options = computed_candidates(request)
+    options, left_out = _with_a_compiler(computed_candidates(request), own)
     if not options:
         raise UsageError(
             f"--batch_size {config.data.batch_size} cannot be divided over the devices of "
@@ -276,9 +278,31 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
         f"{len(search.options):,} candidates fit by arithmetic or nearly, {len(search.found)} were "
         f"compiled ({compilations.asked} now, the others before), {fit} of them fit",
         "seconds are the TPU compiler's expectation, no measurement (docs/tpu.md)",
+        *left_out,
     ]
     what = f"{request.model.name}, {request.model.parameter_count:,} parameters"
     return plans.print_plans(request, what, found_plans, notes, folder / "tpu.png")
+
+
+def _with_a_compiler(
+    options: list[ComputedCandidate], own: XlaConfig
+) -> tuple[list[ComputedCandidate], list[str]]:
+    """Return the options that a libtpu here compiles for, and a note on each kind left out.
+
+    Raises UsageError instead if the user has named the slices.
+    """
+    notes: dict[str, str] = {}
+    for option in options:
+        kind = option.candidate.kind
+        if kind in notes:
+            continue
+        try:
+            choose_libtpu(own.tpu_compiler, option.candidate.topology)
+        except UsageError as error:
+            if own.tpu_topology or own.tpu_compiler not in ("auto", "installed"):
+                raise
+            notes[kind] = f"without {kind}: {error}"
+    return [each for each in options if each.candidate.kind not in notes], [*notes.values()]
 
 
 def _plan(
@@ -294,7 +318,7 @@ def _plan(
         kind=candidate.kind,
         chips=topology.chips,
         capacity_bytes=topology.chip.hbm_bytes,
-        chip_flops=topology.chip.peak_flops,
+        chip_flops=topology.chip.devices * topology.chip.peak_flops,
         settings=candidate.settings,
         peak_bytes=peak_bytes,
         step_s=step_s,

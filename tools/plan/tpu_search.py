@@ -57,7 +57,8 @@ class TpuCandidate(Candidate):
 
     def configs(self, config: RunConfig, own: XlaConfig) -> tuple[RunConfig, XlaConfig]:
         """Return the configurations of a training with this choice in them."""
-        own = replace(own, attention=self.attention, tpu_topology=None)  # type: ignore[arg-type]
+        own = replace(own, tpu_topology=None, tpu_compiler="auto")
+        own = replace(own, attention=self.attention)  # type: ignore[arg-type]
         return self.run_config(config), own
 
     def estimate(self, shape: StepSizes, config: RunConfig) -> Estimate:
@@ -76,7 +77,7 @@ def candidates(
     for topology in slices(config, own):
         for chosen in combinations(choices, config, own):
             domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
-            fsdp, rest = divmod(topology.slice_chips, domain * tensor)
+            fsdp, rest = divmod(topology.slice_devices, domain * tensor)
             if rest or config.sharding.mesh_fsdp not in (None, fsdp):
                 continue
             mesh = Mesh(topology.slices, fsdp, domain, tensor)
