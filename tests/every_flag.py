@@ -114,7 +114,7 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
         "chips_at_most hours price train_images plan_compilations plan_dir".split(), NOT_TRAINING
     ),
-    **dict.fromkeys("compile_only tpu_topology explain hlo_dir".split(), NOT_TRAINING),
+    **dict.fromkeys("compile_only tpu_topology tpu_compiler explain hlo_dir".split(), NOT_TRAINING),
     "data_dir": "each command has one",
     "ckpt_dir": "each command has one",
     "cpu_devices": "each command has its own number",

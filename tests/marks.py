@@ -4,6 +4,17 @@ from collections.abc import Iterable
 
 import pytest
 
+from xla_fsdp.tpu import NEWER_LIBRARY, NEWER_LIBTPU
+
+NEEDS_NEWER_LIBTPU = pytest.mark.skipif(
+    not NEWER_LIBRARY.exists(), reason=f"libtpu {NEWER_LIBTPU} is not here: make tpu-compiler"
+)
+
+
+def with_newer_libtpu(*values: object):
+    """A case for which the newer TPU compiler must have been fetched."""
+    return pytest.param(*values, marks=NEEDS_NEWER_LIBTPU)
+
 
 def long(*values: object):
     """A case for ``make test-long`` alone."""

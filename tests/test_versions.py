@@ -10,7 +10,10 @@ from tests.cli import ROOT, train_tiny
 from tests.launch.test_launch_gpu import pins
 from torch_fsdp import torch_tpu_private
 from training import errors
+from training.flags import by_field
 from xla_fsdp import jax_private, torch_xla_private
+from xla_fsdp.config import XlaConfig
+from xla_fsdp.tpu import NEWER_LIBTPU
 
 MODULES = {
     "requirements-tpu.txt": (torch_xla_private, jax_private, timm_private),
@@ -37,6 +40,13 @@ def test_they_stand_nowhere_else(folder):
     for path in (ROOT / folder).rglob("*.py"):
         if not path.name.endswith("_private.py"):
             assert not PRIVATE.findall(path.read_text()), path
+
+
+def test_make_fetches_the_libtpu_that_the_code_names():
+    (named,) = re.findall(r"^LIBTPU := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    own = by_field(XlaConfig)["tpu_compiler"]
+    assert named == NEWER_LIBTPU
+    assert own.choices == ("auto", "installed", NEWER_LIBTPU)
 
 
 @pytest.mark.parametrize(

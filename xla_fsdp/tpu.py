@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from training.errors import UsageError
@@ -234,6 +235,30 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
 
 NEWER_LIBTPU = "0.0.52"
 """The version that --compile_only may use beside the one that torch_xla requires."""
+NEWER_LIBRARY = Path(__file__).parents[1] / ".libtpu" / NEWER_LIBTPU / "libtpu" / "libtpu.so"
+"""Where `make tpu-compiler` puts it: installed, it would replace torch_xla's."""
+
+
+def takes_newer_libtpu(asked: str, topology: Topology) -> bool:
+    """Return True if the newer libtpu compiles for a slice, False if the installed one does.
+
+    ``asked`` is the value of --tpu_compiler. Raises UsageError if the one that does is not here, or
+    does not know the chip.
+    """
+    is_new_chip = topology.chip is CHIPS["tpu7x"]
+    what = f"--tpu_topology {topology.name}" if is_new_chip else f"--tpu_compiler {asked}"
+    if asked == "installed" and is_new_chip:
+        raise UsageError(
+            f"{what} requires --tpu_compiler {NEWER_LIBTPU}: libtpu {version('libtpu')}, which is "
+            "installed, does not know it"
+        )
+    if asked == "installed" or (asked == "auto" and not is_new_chip):
+        return False
+    if not NEWER_LIBRARY.exists():
+        folder = NEWER_LIBRARY.parents[1]
+        raise UsageError(f"{what} requires libtpu {NEWER_LIBTPU} in {folder}: make tpu-compiler")
+    return True
+
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 
@@ -278,7 +303,7 @@ def _with_ours(given: str, generation: int, without: tuple[str, ...] = ()) -> st
 
 
 def for_newer_libtpu(topology: Topology, given: str) -> dict[str, str]:
-    """Return the variables of the environment that ``NEWER_LIBTPU`` is to compile with.
+    """Return the variables of the environment for a process that compiles with the newer libtpu.
 
     torch_xla does not run with it, so none are its own. ``given`` is the value that the user has
     set.
@@ -286,7 +311,7 @@ def for_newer_libtpu(topology: Topology, given: str) -> dict[str, str]:
     is_v5e = topology.chip is CHIPS["v5e"]
     flags = _with_ours(given, topology.generation, () if is_v5e else _ONLY_V5E_IN_NEWER)
     joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
-    return {VARIABLE: flags, **joined}
+    return {VARIABLE: flags, "TPU_LIBRARY_PATH": str(NEWER_LIBRARY), **joined}
 
 
 def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:

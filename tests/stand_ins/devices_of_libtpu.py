@@ -1,14 +1,18 @@
 """Prints, as JSON, where the devices of a slice are, in the order of each kind of mesh."""
 
 import json
+import os
 import sys
 
 from tools.compile_only.compiler import device_ids, devices_of, prepare_jax
-from xla_fsdp.tpu import parse_topology
+from xla_fsdp.tpu import for_newer_libtpu, parse_topology, takes_newer_libtpu
 
 if __name__ == "__main__":
     prepare_jax()
-    devices = devices_of(parse_topology(sys.argv[1]))
+    topology = parse_topology(sys.argv[1])
+    if takes_newer_libtpu("auto", topology):
+        os.environ |= for_newer_libtpu(topology, "")
+    devices = devices_of(topology)
     places = {device.id: device.coords for device in devices}
     orders = {by_host: device_ids(devices, by_host) for by_host in (False, True)}
     print(json.dumps({str(key): [places[each] for each in order] for key, order in orders.items()}))

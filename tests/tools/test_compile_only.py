@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from benchmarks import tpu_table
 from tests.cli import run_program
-from tests.marks import long
+from tests.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
 from tools.compile_only.compiler import Compiled, hbm_needed
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import explain
@@ -76,16 +77,38 @@ def v5p():
     return compile_for("v5p:2x2x1")
 
 
-@pytest.mark.parametrize(("name", "chips"), [("v5e", 4), long("v5p", 4)])
-def test_figures(name, chips, request):
-    found = request.getfixturevalue(name)
+@pytest.fixture(scope="module")
+def tpu7x():
+    return compile_for("tpu7x:2x2x1", "--precision", "bf16")
+
+
+@pytest.fixture(scope="module")
+def v6e_newer():
+    return compile_for("v6e:2x2", "--precision", "bf16", "--tpu_compiler", "0.0.52")
+
+
+@pytest.mark.parametrize(
+    ("name", "peak", "devices", "libtpu"),
+    [
+        ("v5e", 197e12, 4, "0.0.21"),
+        long("v5p", 459e12, 4, "0.0.21"),
+        with_newer_libtpu("tpu7x", 2307e12, 8, "0.0.52"),
+        pytest.param(
+            *("v6e_newer", 918e12, 4, "0.0.52"), marks=[pytest.mark.long, NEEDS_NEWER_LIBTPU]
+        ),
+    ],
+)
+def test_figures(name, peak, devices, libtpu, request):
+    """Of 4 chips; ``peak`` is a chip's."""
+    found, chips = request.getfixturevalue(name), 4
+    assert found["versions"]["libtpu"] == libtpu
     parameters = sum(parameter_sizes())
     assert found["parameters"] == parameters
-    assert found["chips"] == found["devices"] == chips
+    assert (found["chips"], found["devices"]) == (chips, devices)
     images = BATCH * 3 * SIDE**2  # bytes
-    expected = (12 * parameters + images) / chips  # fp32 values, AdamW's two, all of it sharded
+    expected = (12 * parameters + images) / devices  # fp32 values, AdamW's two, all of it sharded
     assert found["argument_bytes"] == pytest.approx(expected, rel=0.02)
-    assert found["state_bytes"] == pytest.approx(12 * parameters / chips, rel=0.02)
+    assert found["state_bytes"] == pytest.approx(12 * parameters / devices, rel=0.02)
     assert found["flops_per_chip"] == pytest.approx(step_flops() / chips, rel=0.05)
     assert found["fits"]
     assert found["state_bytes"] < found["peak_hbm_bytes"] < found["hbm_capacity_bytes"]
@@ -94,13 +117,13 @@ def test_figures(name, chips, request):
         found["compute_s"], found["hbm_s"], found["collective_s"]
     )
     assert found["roofline_step_s"] < found["expected_step_s"] < 20 * found["roofline_step_s"]
-    at_peak_s = found["model_flops"] / chips / {"v5e": 197e12, "v5p": 459e12}[name]
+    at_peak_s = found["model_flops"] / chips / peak
     assert found["expected_mfu"] == pytest.approx(at_peak_s / found["expected_step_s"])
     assert found["expected_images_per_s"] == pytest.approx(BATCH / found["expected_step_s"])
     assert found["expected_unknown"] == 0
     assert 0 < found["expected_kernels_s"] < found["expected_step_s"]
-    # Of 2 x 2 chips each has two neighbours, with links for four, and for six on v5p.
-    unused = {"v5e": 2, "v5p": 3}[name]
+    # Of 2 x 2 chips each has two neighbours, with links for four, or for six.
+    unused = 2 if name.startswith(("v5e", "v6e")) else 3
     assert 0 < found["expected_waiting_s"] < unused * found["collective_s"]
 
 
@@ -131,11 +154,26 @@ def test_names_reach_the_compiled_step(v5e, kept):
     assert (kept / "explain.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_weights_are_gathered_twice_in_bf16(v5e):
+@pytest.mark.parametrize("name", ["v5e", with_newer_libtpu("tpu7x")])
+def test_weights_are_gathered_twice_in_bf16(name, request):
     """Forward and again for the backward pass, each time what a device does not hold."""
+    found = request.getfixturevalue(name)
+    weights, missing = DEPTH * 12 * WIDTH**2, 1 - 1 / found["devices"]
+    gathered = found["collective_bytes"]["all-gather"]
+    assert gathered == pytest.approx(2 * weights * 2 * missing, rel=0.25)
+    assert found["collectives"]["all-gather"] >= 2 * 4 * DEPTH
+
+
+@NEEDS_NEWER_LIBTPU
+def test_sparse_cores_of_tpu7x_gather_and_scatter(tpu7x):
+    """Gradients are scattered in bf16, beside the products; so are most weights gathered."""
     weights = DEPTH * 12 * WIDTH**2
-    assert v5e["collective_bytes"]["all-gather"] == pytest.approx(2 * weights * 2 * 3 / 4, rel=0.25)
-    assert v5e["collectives"]["all-gather"] >= 2 * 4 * DEPTH
+    scattered = tpu7x["collective_bytes"]["reduce-scatter"]
+    assert scattered == pytest.approx(2 * weights * 7 / 8, rel=0.25)
+    for kind in ("all-gather", "reduce-scatter"):
+        assert tpu7x["asynchronous_collectives"][kind] >= 0.9 * tpu7x["collectives"][kind]
+    assert "HBM a device, peak" in as_table(tpu7x)
+    assert re.search(r"^slice +tpu7x:2x2x1, 4 chips, 8 devices$", as_table(tpu7x), re.MULTILINE)
 
 
 SMALL = "--num_blocks 1 --batch_size 32".split()
@@ -281,6 +319,11 @@ def test_bytes_of_a_device():
             "RESOURCE_EXHAUSTED: Allocation (size=68719476736) would exceed memory "
             "(size=17179869184) :: #allocation371 [shape = 'f32[4,2048,256,8192]', [...]",
             74 * 2**30,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total "
+            "memory required for HLO temporaries (114.05G) exceeds available HBM (94.74G). [...]",
+            124.05 * 2**30,
         ),
         ("Unsupported version: expected <= 7 but got 8", None),
     ],

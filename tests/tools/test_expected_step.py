@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tools.compile_only.expected import Links, expect
+from tools.compile_only.hlo import measure
 from xla_fsdp.tpu import CHIPS, parse_topology
 
 pytestmark = pytest.mark.fast
@@ -65,7 +66,8 @@ LOOP = f"""
 def test_clocks():
     """Those of Google's pages and of JAX's scaling book, in GHz."""
     found = {name: chip.clock_hz / 1e9 for name, chip in CHIPS.items()}
-    assert found == pytest.approx({"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75}, rel=0.003)
+    told = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75}
+    assert found == pytest.approx(told | {"tpu7x": 2.2}, rel=0.003)  # no page has tpu7x's
 
 
 def test_loops_count_in_full_and_the_inside_of_a_fusion_not_at_all():
@@ -181,6 +183,65 @@ def test_what_is_begun_in_a_loop_is_over_at_its_end():
     loop = "%w = (s32[], f32[8]) while(%p), condition=%condition, body=%body"
     others = in_pieces(7) + body + condition
     assert milliseconds(module(loop, others=others)) == exactly(5 * 0.75, 0, 5 * 0.25)
+
+
+ON_SPARSE_CORES = """
+%called (q.1: bf16[VALUES]) -> bf16[ALL] {
+  %q.1 = bf16[VALUES]{0} parameter(0)
+  %t = (bf16[VALUES]{0}) tuple(%q.1)
+  %q.2 = bf16[VALUES]{0} get-tuple-element(%t), index=0
+  ROOT %work = bf16[ALL]{0} WORK
+}, execution_thread="sparsecore"
+
+%wrapped (q: bf16[VALUES]) -> bf16[ALL] {
+  %q = bf16[VALUES]{0} parameter(0)
+  ROOT %c = bf16[ALL]{0} custom-call(%q), custom_call_target="x", called_computations={%called}
+}, execution_thread="sparsecore"
+"""
+"""Work of tpu7x's SparseCores as libtpu 0.0.52 writes it, with a scratch buffer of a gigabyte."""
+SCRATCH = "(s32[268435456]{0}, s32[8]{0:S(8)})"
+ASYNC = 'async_execution_thread="sparsecore", calls=%wrapped'
+
+
+def on_sparse_cores(work: str, values: int, of: int, *between: str) -> str:
+    shape = f"((bf16[{values}]{{0}}), bf16[{of}]{{0}}, {SCRATCH})"
+    others = ON_SPARSE_CORES.replace("VALUES", str(values)).replace("ALL", str(of))
+    return module(
+        f"%s = ((), (), {SCRATCH}) async-start(), {ASYNC}",
+        fusion("before", 5),
+        f"%u = {shape} async-update(%s, %p)",
+        *between,
+        f"%d = bf16[{of}]{{0}} async-done(%u)",
+        others=others.replace("WORK", work),
+    )
+
+
+@pytest.mark.parametrize("between", [0.25, 3])
+def test_sparse_cores_start_with_what_they_read(between):
+    """All of 4 chips: each has two links, over which both of its devices fetch a millisecond."""
+    links, clock = Links(parse_topology("tpu7x:2x2x1")), CHIPS["tpu7x"].clock_hz
+    of = int(2 * 100e9 * 1e-3 / 2 * 8 / 7)
+    gather = "all-gather(%q.2), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}"
+    hlo = on_sparse_cores(gather, of // 8, of, fusion("between", between))
+    found, scale = expect(hlo, links), 1.503e9 / clock  # of the cycles that ``fusion`` writes
+    assert found.cycles_s * 1e3 == exactly((5 + between) * scale)
+    assert found.waiting_s * 1e3 == pytest.approx(max(0, 1 - between * scale), rel=1e-3, abs=1e-6)
+    traffic = measure(hlo, 8)
+    assert (dict(traffic.collectives), dict(traffic.asynchronous)) == (
+        {"all-gather": 1},
+        {"all-gather": 1},
+    )
+    assert traffic.collective_bytes["all-gather"] == pytest.approx(2 * of * 7 / 8)
+
+
+def test_sparse_cores_copy_at_the_bandwidth_of_hbm():
+    """What they read and write, not their scratch: two milliseconds."""
+    values = int(3690e9 * 1e-3 / 2)
+    hlo = on_sparse_cores("copy(%q.2)", values, values)
+    found = expect(hlo, Links(parse_topology("tpu7x:2x2x1")))
+    assert (found.dma_s * 1e3, found.waiting_s) == exactly(2, 0)
+    inner = measure(hlo, 8).hbm_bytes - 6 * 4 * 8  # of ``fusion`` and the parameter
+    assert inner == pytest.approx(2 * 2 * values, rel=1e-6)
 
 
 COPIED = f"f32[{int(819e9 * 1e-3 / 4)}]{{0}}"

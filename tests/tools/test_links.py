@@ -5,8 +5,9 @@ import json
 import pytest
 
 from tests.cli import run_program
+from tests.marks import with_newer_libtpu
 from tools.compile_only.expected import Links
-from tools.compile_only.hlo import Instruction, group_of
+from tools.compile_only.hlo import Instruction, group_of, pairs_of
 from xla_fsdp.tpu import parse_topology
 
 
@@ -24,6 +25,10 @@ from xla_fsdp.tpu import parse_topology
         ("v6e:16x16", range(0, 256, 16), 2),  # a column
         ("v6e:16x16", range(4), 2 * 3 / 4),  # a part of a row, which is open
         ("v6e:16x16", range(0, 16, 4), 2 / 4),  # beside three more on the same links
+        ("tpu7x:4x4x4", range(128), 6),  # two devices a chip fetch together what both need
+        ("tpu7x:4x4x4", range(0, 128, 2), 6 / 2),  # the other devices use the same links
+        ("tpu7x:2x2x1", range(8), 2),
+        ("tpu7x:2x2x1", range(4), 1),  # a row
     ],
 )
 def test_links_by_number(topology, group, used):
@@ -45,7 +50,14 @@ def test_links_by_host(topology, group, used):
     assert Links(parse_topology(topology), by_host=True).used([*group]) == pytest.approx(used)
 
 
-@pytest.mark.parametrize("topology", ["v5e:4x4", "v5e:1x1", "v6e:8x8", "v5p:2x2x4", "v5p:4x4x4"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        *("v5e:4x4", "v5e:1x1", "v6e:8x8", "v5p:2x2x4", "v5p:4x4x4"),
+        with_newer_libtpu("tpu7x:1x1x1"),
+        with_newer_libtpu("tpu7x:2x4x4"),
+    ],
+)
 def test_devices_are_where_libtpu_has_them(topology):
     done = run_program("-m", "tests.stand_ins.devices_of_libtpu", topology)
     assert done.returncode == 0, done.stderr
@@ -53,6 +65,28 @@ def test_devices_are_where_libtpu_has_them(topology):
     for by_host, places in json.loads(done.stdout.splitlines()[-1]).items():
         found = Links(slice_, by_host == "True").places
         assert [(*place, 0)[:3] for place in found] == [tuple(place) for place in places]
+
+
+def test_the_two_devices_of_a_chip_need_no_link():
+    links = Links(parse_topology("tpu7x:2x2x1"))
+    assert links.used([2, 3]) == 0
+    assert links.bandwidth([2, 3]) == 6 * 100e9
+
+
+@pytest.mark.parametrize(
+    ("topology", "pairs", "bandwidth"),
+    [
+        ("v5e:4x4", [(0, 1), (1, 0)], 50e9),
+        ("tpu7x:2x2x1", [(0, 1), (1, 0)], 600e9),  # within a chip
+        ("tpu7x:2x2x1", [(0, 1), (1, 2), (2, 3), (3, 0)], 100e9),  # one of a chip leaves it
+        ("tpu7x:2x2x1", [(0, 2), (1, 3), (2, 0), (3, 1)], 100e9 / 2),  # both
+    ],
+)
+def test_links_of_a_permute(topology, pairs, bandwidth):
+    assert Links(parse_topology(topology)).permute_bandwidth(pairs) == bandwidth
+    text = ",".join(f"{{{source},{target}}}" for source, target in pairs)
+    permute = f"%p = f32[8] collective-permute(%q), channel_id=1, source_target_pairs={{{text}}}"
+    assert pairs_of(Instruction("p", "f32[8]", "collective-permute", permute)) == pairs
 
 
 def test_all_slices_are_alike():

@@ -8,6 +8,7 @@ import shlex
 
 import pytest
 
+import run_vit_training
 from run_vit_training import read_flags
 from tests.cli import run_program
 from tests.marks import long
@@ -30,6 +31,7 @@ from training.flags import flat
 from training.mesh import Mesh
 from training.resolve import resolve_model
 from training.step_sizes import step_sizes
+from xla_fsdp import tpu
 from xla_fsdp.estimates import POLICIES
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
@@ -112,7 +114,7 @@ def test_what_is_kept_takes_memory_and_saves_time(shapes):
 def truth(option):
     """What a compiler might say: the arithmetic, off by effects that it does not know of."""
     each = option.candidate
-    off = {"v5e": 1.2, "v6e": 0.7, "v5p": 0.9, "v4": 1.1}[each.kind]
+    off = {"v5e": 1.2, "v6e": 0.7, "v5p": 0.9, "v4": 1.1, "tpu7x": 0.8}[each.kind]
     off *= {1: 1.0, 2: 0.85, 4: 0.8, 8: 1.1}[each.mesh.tensor]
     off *= 1.15 if each.attention == "flash" else 1.0
     off *= 1 + 0.02 * math.sin(
@@ -123,7 +125,7 @@ def truth(option):
     return Found(fits, peak, option.computed.step_s * off if fits else math.inf)
 
 
-PRICES = {"v4": 3.0, "v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
+PRICES = {"v4": 3.0, "v5e": 1.2, "v5p": 4.2, "v6e": 2.7, "tpu7x": 9.0}
 
 
 @pytest.mark.parametrize(
@@ -222,6 +224,79 @@ def test_each_candidate_is_checked_on_its_own_kind_of_chip(kind):
     else:
         resolve_for_slice(flags.run, flags.xla, topology)
         assert refusal(request, candidate) is None
+
+
+def test_a_chip_of_tpu7x_is_two_devices(shapes):
+    """Each has half of the FLOP/s and of the memory; the price is a chip's."""
+    flags = "--tpu_topology tpu7x:2x2x2 --precision bf16 --mesh_domain 1"
+    config, own, _ = asked("--model", VIT_10B, *flags.split())
+    found = list(candidates(config, own))
+    assert {each.mesh.devices for each in found} == {16}
+    assert {each.topology.chips for each in found} == {8}
+    (full,) = (
+        each
+        for each in found
+        if (each.mesh, each.grad_ckpt, each.attention) == (Mesh(fsdp=16), "full", "whole")
+        and each.grad_accum_steps == 1
+    )
+    expected = full.estimate(shapes[VIT_10B], config)
+    state = 16 * 10_077_917_160 / 16
+    assert state < expected.peak_bytes < 94.74 * GIB
+    model_flops = resolve_model(config)[1].train_flops_per_image * config.data.batch_size
+    assert expected.products_s > model_flops / 8 / 2307e12
+    assert ComputedCandidate(full, expected, 9.0).cost(2.0) == 2.0 * 8 * 9.0
+
+
+def test_devices_of_a_chip_share_its_links(shapes):
+    """Tensor parallelism within chips: each device gathers half of the bytes, by half of the links.
+
+    Few images: gathering takes longer than all else.
+    """
+    config, _, _ = asked("--batch_size", "64", "--precision", "bf16")
+    shape, topology = shapes[VIT_10B], parse_topology("tpu7x:4x4x4")
+    apart, together = (
+        TpuCandidate(mesh, "full", 1, "whole", topology).estimate(shape, config)
+        for mesh in (Mesh(fsdp=128), Mesh(fsdp=64, tensor=2))
+    )
+
+    def gathering_s(found, joined_s):  # of which a quarter is waited for, and what is longer
+        return (found.waiting_s - joined_s + found.products_s + found.traffic_s) / 1.25
+
+    # Between the two devices of a chip go activations: four times two halves of a block.
+    joined_s = shape.depth * 4 * 2 * (256 * shape.width * 2) / 2 / 600e9
+    share = (63 / 64) / (127 / 128)
+    assert gathering_s(together, joined_s) == pytest.approx(share * gathering_s(apart, 0))
+
+
+@pytest.fixture
+def no_newer_libtpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(tpu, "NEWER_LIBRARY", tmp_path / "none" / "0.0.52" / "x" / "libtpu.so")
+
+
+@pytest.mark.usefixtures("no_newer_libtpu")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--plan --tpu_topology v5e:2x2,tpu7x:2x2x1",
+        "--plan --tpu_topology v5e:2x2 --tpu_compiler 0.0.52",
+        "--plan --tpu_compiler 0.0.52",
+        "--compile_only --tpu_topology tpu7x:2x2x1",
+    ],
+)
+def test_what_needs_the_newer_compiler_says_how_to_get_it(flags, capsys):
+    line = told_in_one_line(capsys, *flags.split(), *"--model vit_small_patch16_224".split())
+    assert " requires libtpu 0.0.52 in " in line
+    assert line.endswith(": make tpu-compiler")
+
+
+@pytest.mark.usefixtures("no_newer_libtpu")
+def test_a_plan_for_all_slices_says_which_it_cannot_compile(capsys, tmp_path):
+    words = [*LARGE, "--plan_compilations", "0", "--plan_dir", str(tmp_path / "plan")]
+    assert run_vit_training.main(["--plan", "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not any(each["hardware"].startswith("tpu7x") for each in found["plans"])
+    (note,) = [note for note in found["notes"] if note.startswith("without tpu7x: ")]
+    assert note.endswith(": make tpu-compiler")
 
 
 def test_usual_slices_are_known_and_of_many_sizes():
@@ -356,13 +431,17 @@ def test_by_arithmetic_alone(tmp_path):
         assert each["peak_bytes"] <= each["capacity_bytes"]
         assert each["hours"] == pytest.approx(steps * each["expected_step_s"] / 3600)
         assert each["expected_images_per_s"] == pytest.approx(256 / each["expected_step_s"])
-        kind = re.search(r"v\d\w?", each["hardware"])[0]
-        dollars = each["hours"] * each["chips"] * found["prices"][kind]["per_hour"]
-        assert each["cost_usd"] == pytest.approx(dollars)
+        kind = each["hardware"].partition(":")[0].rpartition(" ")[2]
+        if kind == "tpu7x":  # no price list at hand had it
+            assert each["cost_usd"] is None
+        else:
+            dollars = each["hours"] * each["chips"] * found["prices"][kind]["per_hour"]
+            assert each["cost_usd"] == pytest.approx(dollars)
         assert 0 < each["expected_mfu"] < 1
     figures = {"fastest": "hours", "cheapest": "cost_usd", "smallest": "chips"}
     for name, figure in figures.items():
-        assert found[name][figure] == min(each[figure] for each in found["plans"])
+        known = [each[figure] for each in found["plans"] if each[figure] is not None]
+        assert found[name][figure] == min(known)
         run = takes(found[name]["commands"]["check"])
         assert run.config.data.batch_size == 256
         train = read_flags(shlex.split(found[name]["commands"]["train"])[2:])

@@ -103,6 +103,7 @@ FLAGS_OF_40B0636 = [
     ("--hlo_dir", "hlo_dir", None, "x"),
     ("--expect", "expect", None, "x"),
     ("--tpu_topology", "tpu_topology", None, "x"),
+    ("--tpu_compiler", "tpu_compiler", "auto", "0.0.52"),
     ("--fsdp", "fsdp", "auto", "megatron"),
     ("--zero_dp_strategy", "zero_dp_strategy", None, "1"),
     ("--dp_outer", "dp_outer", 1, "7"),

@@ -45,7 +45,6 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     used = (torch_xla_private, jax_private, timm_private)
     warn_of_others(*(each.WRITTEN_FOR for each in used))
     topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
-    libtpu = compiler.choose_libtpu(own.tpu_compiler, topology)
     with NoBackwardYet():
         run = resolve_for_slice(config, own, topology)
     is_broken = run.own.mark_step_after_forward or run.own.mark_step_every_n_blocks
@@ -54,6 +53,8 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
             "--compile_only with a broken graph requires --grad_ckpt full: of activations that are "
             "saved, PyTorch does not show all"
         )
+    newer = tpu.takes_newer_libtpu(own.tpu_compiler, topology)
+    libtpu = tpu.NEWER_LIBTPU if newer else version("libtpu")
     hlo_dir = Path(own.hlo_dir) if own.hlo_dir is not None else None
     if hlo_dir:  # made now, before minutes of compilation
         try:
@@ -75,7 +76,11 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
 
     # Compile.
     links = Links(topology, run.mesh.counts_by_host)
-    graphs = _compile_graphs(step, links, libtpu, libtpu.variables(topology, libtpu_args))
+    if newer:
+        variables = tpu.for_newer_libtpu(topology, libtpu_args)
+    else:
+        variables = tpu.as_on_a_tpu(topology.generation, libtpu_args)
+    graphs = _compile_graphs(step, links, libtpu, variables)
     report = make_report(
         topology=topology,
         graphs=graphs,
@@ -90,7 +95,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
         trace_s=trace_s,
         versions={
             "torch_xla": version("torch_xla"),
-            "libtpu": libtpu.version,
+            "libtpu": libtpu,
             "jaxlib": version("jaxlib"),
         },
     )
@@ -118,11 +123,11 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
 
 
 def _compile_graphs(
-    step: Step, links: Links, libtpu: compiler.Libtpu, variables: dict[str, str]
+    step: Step, links: Links, libtpu: str, variables: dict[str, str]
 ) -> list[CompiledGraph]:
     """Compile each different graph once, in the order in which they first run.
 
-    ``variables`` are those of the environment that libtpu is to start with.
+    ``libtpu`` is its version; ``variables`` are those of the environment that it is to start with.
     """
     topology, distinct = links.topology, step.distinct()
     compiled: dict[bytes, compiler.Compiled] = {}
@@ -133,8 +138,7 @@ def _compile_graphs(
 
     for number, (graph, *_) in enumerate(distinct, 1):
         which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
-        how = f"for {topology.name} with libtpu {libtpu.version}"
-        _log(f"compiling{which} {how}, a minute or two ...")
+        _log(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
         arguments = graph.argument_shardings(shardings)
         compiled[graph.hlo] = compiler.compile_graph(
             graph, arguments, step.replicas, topology, links.by_host, variables

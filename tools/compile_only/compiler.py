@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,7 @@ from training.errors import UsageError
 from training.processes.parent import end_with
 from xla_fsdp import jax_private
 from xla_fsdp.attention.kernels import BRANCHES
-from xla_fsdp.tpu import (
-    CHIPS,
-    NEWER_LIBTPU,
-    VARIABLE,
-    Topology,
-    as_on_a_tpu,
-    for_newer_libtpu,
-    raise_if_refused,
-)
+from xla_fsdp.tpu import VARIABLE, Topology, raise_if_refused
 
 JAX_WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask about a TPU
@@ -59,53 +50,6 @@ def check_installed() -> None:
             raise UsageError(
                 f"--compile_only requires {name}: python3 -m pip install -r requirements-tpu.txt"
             )
-
-
-# -- which libtpu compiles ---------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[2]
-_NEWER = ROOT / ".libtpu" / NEWER_LIBTPU
-"""Where `make tpu-compiler` puts the newer libtpu: installed, it would replace torch_xla's."""
-
-
-@dataclass(frozen=True)
-class Libtpu:
-    """A version of libtpu that compiles."""
-
-    version: str
-    library: Path | None
-    """None: the installed one."""
-
-    def variables(self, topology: Topology, given: str) -> dict[str, str]:
-        """Return the variables of the environment that it is to start with.
-
-        ``given`` is the value of LIBTPU_INIT_ARGS that the user has set.
-        """
-        if self.library is None:
-            return as_on_a_tpu(topology.generation, given)
-        return for_newer_libtpu(topology, given) | {"TPU_LIBRARY_PATH": str(self.library)}
-
-
-def choose_libtpu(asked: str, topology: Topology) -> Libtpu:
-    """Return the libtpu that compiles for a slice; ``asked`` is the value of --tpu_compiler.
-
-    Raises UsageError if it is not here, or does not know the chip.
-    """
-    installed, is_new = version("libtpu"), topology.chip is CHIPS["tpu7x"]
-    what = f"--tpu_topology {topology.name}" if is_new else f"--tpu_compiler {asked}"
-    if asked == "installed" and is_new:
-        raise UsageError(
-            f"{what} requires --tpu_compiler {NEWER_LIBTPU}: libtpu {installed} does not know it"
-        )
-    if asked == "installed" or (asked == "auto" and not is_new):
-        return Libtpu(installed, None)
-    library = _NEWER / "libtpu" / "libtpu.so"
-    if not library.exists():
-        raise UsageError(f"{what} requires libtpu {NEWER_LIBTPU} in {_NEWER}: make tpu-compiler")
-    return Libtpu(NEWER_LIBTPU, library)
-
-
-# -- graphs as text ----------------------------------------------------------------------------
 
 
 def text_of(graph: Graph) -> str:

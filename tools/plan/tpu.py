@@ -19,7 +19,7 @@ from tqdm import tqdm
 from data.config import DataConfig
 from data.files import make_folder, replace_file
 from tools.compile_only.command import DOES_NOT_FIT
-from tools.compile_only.compiler import check_installed, choose_libtpu
+from tools.compile_only.compiler import check_installed
 from tools.plan import plans
 from tools.plan.plans import HardwarePlan, Request
 from tools.plan.tpu_search import (
@@ -35,7 +35,7 @@ from training.errors import UsageError
 from training.step_sizes import step_sizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.resolve_xla import resolve_for_slice
-from xla_fsdp.tpu import CHIPS
+from xla_fsdp.tpu import CHIPS, takes_newer_libtpu
 
 # -- the compiler's answers: ``--compile_only`` in a process of its own, and saved ---------------
 #
@@ -297,7 +297,7 @@ def _with_a_compiler(
         if kind in notes:
             continue
         try:
-            choose_libtpu(own.tpu_compiler, option.candidate.topology)
+            takes_newer_libtpu(own.tpu_compiler, option.candidate.topology)
         except UsageError as error:
             if own.tpu_topology or own.tpu_compiler not in ("auto", "installed"):
                 raise
