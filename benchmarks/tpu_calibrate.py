@@ -102,6 +102,7 @@ class Row:
             "all": qkv + attention + out + fc1,
             "all but qkv": attention + out + fc1,
             "attention, MLP": attention + fc1,
+            "out, MLP": out + fc1,
             "attention": attention,
         }
         here = {"full": again["all"], "selective": out}[self.policy]
@@ -151,6 +152,10 @@ ROWS = [
         *("all but qkv", 1, 8192),
         batch_here=1,
         weights=69.5,
+    ),
+    Row(
+        *("tpu7x-128", "tpu7x:4x4x4", "Llama-3.1-70B", 52.32, 8192, 80, int(GATED * 28672), 4),
+        *("out, MLP", 1, 8192),
     ),
     Row("v5p-1024", "v5p:8x8x8", "256B", 67.09, 16384, 64, int(GATED * 57344), 1, "attention", 8),
     Row("v5p-1024", "v5p:8x8x8", "512B", 63.99, 16384, 128, int(GATED * 57344), 2, "all", 8),

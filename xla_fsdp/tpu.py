@@ -279,8 +279,12 @@ _NOT_ON_V4 = {
     "xla_enable_async_all_reduce": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
-_ONLY_V5E_IN_NEWER = ("xla_tpu_enable_async_collective_fusion_fuse_all_reduce",)
+_ONLY_V5E_IN_NEWER = {"xla_tpu_enable_async_collective_fusion_fuse_all_reduce"}
 """Ours that the newer libtpu refuses on all chips but v5e."""
+_ON_TPU7X = {
+    # As in Google's own recipes (AI-Hypercomputer/tpu-recipes, training/ironwood).
+    "xla_tpu_scoped_vmem_limit_kib": "65536",
+}
 _START = Path(__file__).with_name("libtpu_start.py")
 _START_SECONDS = 60
 
@@ -291,13 +295,16 @@ def set_for_this_tpu(generation: int | None = None) -> None:
     To be called after torch_xla was imported, which adds its own, and before libtpu starts.
     """
     generation = generation or torch_xla_private.host_tpu().version()
-    os.environ[VARIABLE] = _with_ours(os.environ.get(VARIABLE, ""), generation)
+    os.environ[VARIABLE] = _with_ours(os.environ.get(VARIABLE, ""), _ours(generation))
 
 
-def _with_ours(given: str, generation: int, without: tuple[str, ...] = ()) -> str:
+def _ours(generation: int) -> dict[str, str]:
+    return _OURS | ({} if generation == 4 else _NOT_ON_V4)
+
+
+def _with_ours(given: str, ours: dict[str, str]) -> str:
     """Return the flags that are given, and our own that are not among them."""
-    named = {flag.lstrip("-").partition("=")[0] for flag in given.split()} | {*without}
-    ours = _OURS | ({} if generation == 4 else _NOT_ON_V4)
+    named = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
     added = [f"--{name}={value}" for name, value in ours.items() if name not in named]
     return " ".join([*given.split(), *added])
 
@@ -308,10 +315,17 @@ def for_newer_libtpu(topology: Topology, given: str) -> dict[str, str]:
     torch_xla does not run with it, so none are its own. ``given`` is the value that the user has
     set.
     """
-    is_v5e = topology.chip is CHIPS["v5e"]
-    flags = _with_ours(given, topology.generation, () if is_v5e else _ONLY_V5E_IN_NEWER)
-    joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
-    return {VARIABLE: flags, "TPU_LIBRARY_PATH": str(NEWER_LIBRARY), **joined}
+    ours, chip = _ours(topology.generation), topology.chip
+    if chip is not CHIPS["v5e"]:
+        ours = {name: value for name, value in ours.items() if name not in _ONLY_V5E_IN_NEWER}
+    if chip is CHIPS["tpu7x"]:
+        ours |= _ON_TPU7X
+    joined = {"TPU_MEGACORE": "megacore_dense"} if chip is CHIPS["v4"] else {}
+    return {
+        VARIABLE: _with_ours(given, ours),
+        "TPU_LIBRARY_PATH": str(NEWER_LIBRARY),
+        **joined,
+    }
 
 
 def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:
