@@ -18,6 +18,7 @@ from tests.trained_models import put_trained
 from tests.training.test_stopping import ALONE, stop
 from tests.typed_with_stand_ins import (
     benchmark_takes,
+    compiles,
     docker_builds,
     docker_runs,
     gcloud_sets_it,
@@ -248,6 +249,14 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             r" 32 +blocks\.mlp\.fc1 +recompute +product +\d+ % +products ",
         ),
         long=True,
+    ),
+    "python3 run_vit_training.py --compile_only --tpu_topology tpu7x:4x4x4": Elsewhere(
+        "minutes of a compiler of 480 MB", compiles
+    ),
+    "make tpu-compiler": Elsewhere("fetches 480 MB", make_knows),
+    "make tpu-table ARGS=tpu7x": Elsewhere("hours, and it writes docs/tpu.md", make_knows),
+    "make tpu-table ARGS=compilers": Elsewhere(
+        "hours, and it writes docs/tpu_speed.md", make_knows
     ),
     "make tpu-peer": Elsewhere("half an hour, and it writes docs/benchmarks.md", make_knows),
     "make tpu-calibrate": Elsewhere("hours, and it writes docs/tpu.md", make_knows),

@@ -27,6 +27,8 @@ from tools.plan.tpu_search import candidates
 from training.flags import check_foreign, check_rules
 from training.mesh import make_mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
+from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
 
 
 def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
@@ -49,6 +51,13 @@ def plans(machine: Machine, command: Command, tmp_path: Path) -> None:
     config, _ = resolve_model(resolve_common(asked.run))
     assert config.plan
     assert next(candidates(config, asked.xla))
+
+
+def compiles(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """run_vit_training.py would compile this step for this slice."""
+    asked = read_flags(machine.noted(command, "python3")[1:])
+    assert asked.xla.compile_only
+    resolve_for_slice(asked.run, asked.xla, parse_topology(asked.xla.tpu_topology))
 
 
 def program_takes(flags: list[str], backend: str) -> None:
