@@ -28,7 +28,7 @@ from training.errors import UsageError
 from training.processes.parent import end_with
 from xla_fsdp import jax_private
 from xla_fsdp.attention.kernels import BRANCHES
-from xla_fsdp.tpu import VARIABLE, Topology, raise_if_refused
+from xla_fsdp.tpu import CHIPS, VARIABLE, Topology, raise_if_refused
 
 JAX_WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask about a TPU
@@ -192,24 +192,20 @@ def _compile(
     numbers = np.array(device_ids(devices, by_host)).reshape(replicas, -1)
     unmarked = [mark is None for mark in graph.results]
     start = time.perf_counter()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
             executable = jax_private.compile_for(devices, numbers, module, unmarked, folder)
-            # Not ``hlo_modules``: jaxlib 0.7.1 cannot read all that libtpu 0.0.52 makes for tpu7x.
-            (written,) = Path(folder).glob("*.after_codegen.txt")
-            hlo = written.read_text()
-    except Exception as error:  # noqa: BLE001
-        sizes = (value.size // tiles(arguments[n]) for n, value in graph.arguments.items())
-        needed = hbm_needed(str(error), sum(sizes))
-        if needed is None:
-            text = f"the TPU compiler refuses the step: {_first_line(error)}"
-            if "memory space vmem" in text:
-                text += (
-                    f"; try {VARIABLE}=--xla_tpu_scoped_vmem_limit_kib=16384, libtpu's own limit"
-                )
-            raise UsageError(text) from None
-        seconds = time.perf_counter() - start
-        return Compiled(False, None, None, None, needed, topology.chip.hbm_bytes, [], "", seconds)
+        except Exception as error:  # noqa: BLE001
+            sizes = (value.size // tiles(arguments[n]) for n, value in graph.arguments.items())
+            needed = hbm_needed(str(error), sum(sizes))
+            if needed is None:
+                raise UsageError(_refusal(error, topology)) from None
+            seconds = time.perf_counter() - start
+            capacity = topology.chip.hbm_bytes
+            return Compiled(False, None, None, None, needed, capacity, [], "", seconds)
+        # Not ``hlo_modules``: jaxlib 0.7.1 cannot read all that libtpu 0.0.52 makes for tpu7x.
+        (written,) = Path(folder).glob("*.after_codegen.txt")
+        hlo = written.read_text()
     seconds = time.perf_counter() - start
     memory = executable.get_compiled_memory_stats()
     return Compiled(
@@ -225,6 +221,14 @@ def _compile(
         hlo=hlo,
         seconds=seconds,
     )
+
+
+def _refusal(error: Exception, topology: Topology) -> str:
+    text = f"the TPU compiler refuses the step: {_first_line(error)}"
+    if "memory space vmem" in text:
+        own = 32768 if topology.chip is CHIPS["tpu7x"] else 16384
+        text += f"; try {VARIABLE}=--xla_tpu_scoped_vmem_limit_kib={own}, libtpu's own limit"
+    return text
 
 
 def hbm_needed(message: str, argument_bytes: int) -> int | None:

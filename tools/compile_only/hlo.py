@@ -32,8 +32,6 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?:^|[\s)}])([a-z][a-z\-]*)\(")
 _CALLED = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.\-]+)")
-
-
 _ON_SPARSE_CORES = 'async_execution_thread="sparsecore"'
 
 
