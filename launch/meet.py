@@ -10,7 +10,9 @@ it at once, until torchrun has started its processes and looks after both itself
 import argparse
 import contextlib
 import errno
+import importlib
 import json
+import math
 import os
 import re
 import select
@@ -341,6 +343,46 @@ def torchrun_words(args: argparse.Namespace, hosts: bool) -> Iterable[str]:
         yield from ("--master-port", str(args.port), "--rdzv-conf", f"timeout={connecting}")
 
 
+def join_slice(args: argparse.Namespace) -> None:
+    """Set what TorchTPU's processes must know of their TPU slice, before torchrun starts them.
+
+    From TORCH_TPU_TOPOLOGY, TORCH_TPU_SLICEBUILDER_ADDRESSES and torchrun's own variables torch_tpu
+    0.2.0 makes those that libtpu reads. Each of several slices has a topology and addresses of its
+    own. Raises Refused.
+    """
+    hosts = args.nodes // int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
+    devices = hosts * args.torchtpu
+    topology = os.environ.get("TORCH_TPU_TOPOLOGY") or os.environ.get("TPU_TOPOLOGY")  # GKE's: 4x4
+    if topology:
+        if not re.fullmatch(r"[1-9]\d{0,3}([,x][1-9]\d{0,3}){1,3}", topology):
+            raise Refused(f"TORCH_TPU_TOPOLOGY={plain(topology)} is not chips a side, as 4,4,1")
+        sides = [int(side) for side in re.split("[,x]", topology)]
+        sides += [1] * (3 - len(sides))
+        chips = math.prod(sides)
+        if devices == 2 * chips:  # TPU7x: each of the two cores of a chip is a device
+            sides.append(2)
+        elif devices != chips:
+            raise Refused(
+                f"TORCH_TPU_TOPOLOGY={topology} is {chips} chips, but {hosts} host(s) start "
+                f"{args.torchtpu} process(es) each: set it, or NPROC_PER_NODE"
+            )
+        os.environ["TORCH_TPU_TOPOLOGY"] = ",".join(map(str, sides))
+    elif hosts > 1:  # TorchTPU would take this host's own
+        raise Refused("several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1")
+    os.environ["NODE_RANK"] = str(args.rank or 0)  # else TorchTPU would start the TPU to ask it
+    try:
+        importlib.import_module("torch_tpu")
+        public = importlib.import_module("torch.tpu.distributed")
+        public.set_tpu_launch_env(nnodes=hosts, nproc_per_node=args.torchtpu)
+    except ImportError as error:
+        raise Refused(
+            f"{sys.executable} cannot import TorchTPU ({error}): "
+            "install requirements-torchtpu.txt, or set PYTHON"
+        ) from None
+    except (ValueError, RuntimeError) as error:
+        raise Refused(str(error)) from None
+
+
 def number_starts(handler: Any) -> None:
     """Set the number of this start and the name of the job for the processes, on all nodes alike.
 
@@ -403,6 +445,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--address", help="the first node's")
     parser.add_argument("--port", type=int)
     parser.add_argument("--limit", type=int, default=0, help="seconds; 0: none")
+    parser.add_argument("--torchtpu", metavar="N", type=int, help="TorchTPU, N processes a node")
     parser.add_argument("torchrun", nargs="+", help="after --: for torchrun")
     args = parser.parse_args(argv)
     # Two containers of one machine may agree in the name and in the process id.
@@ -419,6 +462,7 @@ def main(argv: Sequence[str]) -> int:
         from torch.distributed import DistError, run
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import PContext, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
     except ImportError as error:
@@ -426,16 +470,18 @@ def main(argv: Sequence[str]) -> int:
         return 2
     run.parse_args(args.torchrun)
     hosts = True
-    if args.nodes > 1:
-        watch.wait_for("the other nodes")
-        try:
+    try:
+        if args.torchtpu:
+            join_slice(args)
+        if args.nodes > 1:
+            watch.wait_for("the other nodes")
             job, hosts = meet(args, watch)
-        except Refused as refusal:
-            say(f"error: {refusal}")
-            return 2
-        os.environ.setdefault("RUN_JOB_ID", job)
-        watch.wait_for("torchrun of the other nodes")
-        number_starts(DynamicRendezvousHandler)
+            os.environ.setdefault("RUN_JOB_ID", job)
+            watch.wait_for("torchrun of the other nodes")
+            number_starts(DynamicRendezvousHandler)
+    except Refused as refusal:
+        say(f"error: {refusal}")
+        return 2
     wait_for_checkpoints(PContext, SignalException)
     give_up_on_mistakes(LocalElasticAgent)
     try:
@@ -445,6 +491,11 @@ def main(argv: Sequence[str]) -> int:
     except (RendezvousError, DistError) as error:
         say(f"error: the nodes do not find each other: {plain(error)}")
         return 1
+    except ChildFailedError as failed:
+        in_vain = [each.exitcode for each in failed.failures.values() if each.exitcode in IN_VAIN]
+        if not in_vain:
+            raise  # with torchrun's report
+        return in_vain[0]  # the program has said why; other launchers must know, too
     except SignalException as stop:  # handed on to the processes; they have ended
         say(f"ended by {stop.sigval.name}")
         return 128 + stop.sigval

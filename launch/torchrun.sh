@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Train on all GPUs of this node, or of several:
+# Train on all GPUs of this node, or of several; with --backend torchtpu on all TPU devices of this
+# host, or of all hosts of a slice:
 #   launch/torchrun.sh [torchrun options --] <flags of run_vit_training.py>
 # Several nodes: the same command on each, with NNODES, MASTER_ADDR and either NODE_RANK (0, 1, ...)
 # or, for nodes that number themselves and may be restarted one by one, RDZV_ID (the same string on
 # all). They meet first (launch/meet.py): every 10 s each prints who is missing; after JOIN_TIMEOUT
 # seconds (600; 0: never) they end with code 1.
-# Also from the environment: NPROC_PER_NODE (default: all GPUs), MASTER_PORT (29500),
+# The hosts of a TPU slice are numbered by NODE_RANK, and know of each other by NODE_ADDRESSES (all
+# of them, with commas, in that order) and TORCH_TPU_TOPOLOGY (the slice's chips along x, y and z,
+# as 4,4,1). launch.xla_dist sets all of these; on GKE they follow from what GKE sets.
+# Also from the environment: NPROC_PER_NODE (default: all GPUs or TPU devices), MASTER_PORT (29500),
 # MAX_RESTARTS (0): starts all processes again after one failed, from the newest checkpoint;
 # STEP_TIMEOUT_S (1800; 0: off): the default of --step_timeout_s, so that a hang is a failure, too;
 # PYTHON (python3).
+# Exit code: 0; 2 to 5 if the program ended with that, after which no restart helps; 128 + n after
+# signal n; else 1.
 set -euo pipefail
 
 fail() {
@@ -30,10 +36,32 @@ for ((i = 1; i <= $#; i++)); do
     fi
 done
 
+backend=cuda # of several the last, as the program takes it
+for ((i = 1; i <= $#; i++)); do
+    next=$((i + 1))
+    case ${!i} in
+        --backend=*) backend=${!i#*=} ;;
+        --backend) backend=${!next:-} ;;
+    esac
+done
+
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 command -v "$python" > /dev/null || fail "$python not found: set PYTHON"
 
+if [[ $backend == torchtpu ]]; then
+    [[ -z ${RDZV_ID:-} ]] || fail "--backend torchtpu requires NODE_RANK in place of RDZV_ID"
+    if [[ -z ${NNODES:-} && ${TPU_WORKER_HOSTNAMES:-} == *,* ]]; then
+        # GKE: the hosts of this slice, of one or several.
+        commas=${TPU_WORKER_HOSTNAMES//[^,]/}
+        hosts=$((${#commas} + 1))
+        NNODES=$((hosts * ${MEGASCALE_NUM_SLICES:-1}))
+        NODE_RANK=$((hosts * ${MEGASCALE_SLICE_ID:-0} + ${TPU_WORKER_ID:-0}))
+        MASTER_ADDR=${MEGASCALE_COORDINATOR_ADDRESS:-$TPU_WORKER_HOSTNAMES}
+        MASTER_ADDR=${MASTER_ADDR%%[:,]*}
+    fi
+    [[ -z ${NODE_ADDRESSES:-} ]] || export TPU_WORKER_HOSTNAMES=$NODE_ADDRESSES
+fi
 nnodes=${NNODES:-1} port=${MASTER_PORT:-29500} rank=${NODE_RANK:-}
 whole NNODES "$nnodes" 1 100000
 whole MASTER_PORT "$port" 1 65535
@@ -51,7 +79,11 @@ if ((nnodes > 1)); then
 fi
 
 processes=${NPROC_PER_NODE:-}
-if [[ -z $processes ]]; then
+if [[ -z $processes && $backend == torchtpu ]]; then
+    devices=(/dev/vfio/[0-9]*) # as TorchTPU counts them: two of a TPU7x chip, else one a chip
+    [[ -e ${devices[0]} ]] || fail "no TPU here, /dev/vfio has no device: set NPROC_PER_NODE"
+    processes=${#devices[@]}
+elif [[ -z $processes ]]; then
     # PyTorch's own count, not nvidia-smi's: it heeds CUDA_VISIBLE_DEVICES and a missing driver.
     processes=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2> /dev/null) ||
         fail "$python has no PyTorch: $python -m pip install -r requirements-gpu.txt, or set PYTHON"
@@ -67,14 +99,16 @@ threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 [[ $OMP_NUM_THREADS =~ ^[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*$ ]] ||
     fail "OMP_NUM_THREADS=$OMP_NUM_THREADS is not a number of threads (or several, with commas)"
-# Gathered blocks of changing sizes break fixed segments into pieces that fit nothing: grow them
-# instead. PyTorch 2.9 warns of the older name, PYTORCH_CUDA_ALLOC_CONF.
-if [[ -z ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then
-    export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+if [[ $backend != torchtpu ]]; then
+    # Gathered blocks of changing sizes break fixed segments into pieces that fit nothing: grow them
+    # instead. PyTorch 2.9 warns of the older name, PYTORCH_CUDA_ALLOC_CONF.
+    if [[ -z ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then
+        export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+    fi
+    # NCCL is silent by default: this prints why a connection failed, nothing else. Which network
+    # interface nodes share only the user knows: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.
+    export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 fi
-# NCCL is silent by default: this prints why a connection failed, nothing else. Which network
-# interface nodes share only the user knows: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # By these the program knows that it was started again, and then resumes whatever --resume says:
 # torchrun's own count comes on top of RUN_ATTEMPT. Several nodes get one RUN_JOB_ID as they meet.
 export STEP_TIMEOUT_S JOIN_TIMEOUT RUN_ATTEMPT
@@ -83,11 +117,13 @@ export TORCHRUN_PID=$$ # this process becomes torchrun; what it starts ends with
 # The last of two equal options wins: the user's come after these.
 words=(--nproc-per-node "$processes" --max-restarts "$MAX_RESTARTS" ${options[@]+"${options[@]}"}
     "$root/run_vit_training.py" --backend cuda "$@")
+tpu=()
+[[ $backend != torchtpu ]] || tpu=(--torchtpu "$processes")
 if ((nnodes == 1)); then
     export RUN_JOB_ID=${RUN_JOB_ID:-$(uname -n)-$(date +%Y%m%d-%H%M%S)-$$}
-    exec "$python" "$root/launch/meet.py" --nodes 1 -- "${words[@]}"
+    exec "$python" "$root/launch/meet.py" --nodes 1 ${tpu[@]+"${tpu[@]}"} -- "${words[@]}"
 fi
 who=(--rank "$rank")
 [[ -z ${RDZV_ID:-} ]] || who=(--rdzv_id="$RDZV_ID")
 exec "$python" "$root/launch/meet.py" --nodes "$nnodes" "${who[@]}" --address="$MASTER_ADDR" \
-    --port "$port" --limit "$JOIN_TIMEOUT" -- "${words[@]}"
+    --port "$port" --limit "$JOIN_TIMEOUT" ${tpu[@]+"${tpu[@]}"} -- "${words[@]}"

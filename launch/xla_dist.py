@@ -50,13 +50,15 @@ def main(argv: Sequence[str]) -> int:
         job = f"{args.tpu}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         if args.dry_run:
             print(shlex.join(describe_command(args)))
-            print("# for every worker that it lists; this is the first one's, --worker=0:")
-            print(shlex.join(ssh_command(args, job, 0, 0)))
+            print(
+                "# for every worker that it lists, with NNODES, NODE_RANK, ...: --worker=0, without"
+            )
+            print(shlex.join(ssh_command(args, job, 0, 0, {})))
             return 0
         if not shutil.which("gcloud"):
             raise Mistake("no gcloud on PATH: install it, https://cloud.google.com/sdk/docs")
-        ssh_command(args, job, 0, 0)  # a mistake in it shows before anything is started
-        workers = count_workers(args)
+        ssh_command(args, job, 0, 0, {})  # a mistake in it shows before anything is started
+        workers = describe_workers(args)
         log_dir = Path(args.log_dir or f"runs/xla_dist-{job}")
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -68,9 +70,11 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:  # nothing has been started yet
         return 130
     pod = Pod(log_dir, args.grace)
-    pod.say(f"{workers} worker(s) of {args.tpu}, logs in {log_dir}")
+    pod.say(f"{len(workers)} worker(s) of {args.tpu}, logs in {log_dir}")
     for attempt in range(args.max_restarts + 1):
-        code = pod.run([ssh_command(args, job, attempt, index) for index in range(workers)])
+        code = pod.run(
+            [ssh_command(args, job, attempt, index, own) for index, own in enumerate(workers)]
+        )
         if code in (0, *IN_VAIN) or pod.stopped:
             break
         left = args.max_restarts - attempt
@@ -114,7 +118,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="set in the program's environment; may be repeated. By default PJRT_DEVICE=TPU; "
         f"STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, the default of --step_timeout_s in "
         "run_vit_training.py, so that a hang is a failure (0: off); RUN_JOB_ID and RUN_ATTEMPT (0, "
-        "1, ...), by which the program knows that it was started again",
+        "1, ...), by which the program knows that it was started again; and for "
+        "launch/torchrun.sh, which --backend torchtpu needs, NNODES, NODE_RANK, MASTER_ADDR, "
+        "NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, as gcloud describes the TPU",
     )
     add(
         "--workdir",
@@ -170,6 +176,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(own, argparse.Namespace(command=command))
     if command and not command[0]:
         raise Mistake("the command after -- starts with an empty word")
+    words = " ".join(command).replace("=", " ")
+    if "--backend torchtpu" in words and Path(command[0]).name.startswith("python"):
+        raise Mistake(
+            "--backend torchtpu requires a process a device: give launch/torchrun.sh in place of "
+            "python3 run_vit_training.py"
+        )
     return args
 
 
@@ -215,8 +227,10 @@ def describe_command(args: argparse.Namespace) -> list[str]:
     return gcloud(args, "describe", args.tpu, "--format=json")
 
 
-def ssh_command(args: argparse.Namespace, job: str, attempt: int, index: int) -> list[str]:
-    """Return the command that runs the program on one worker."""
+def ssh_command(
+    args: argparse.Namespace, job: str, attempt: int, index: int, own: dict[str, str]
+) -> list[str]:
+    """Return the command that runs the program on one worker, with this worker's variables."""
     task: dict[str, Any] = {
         "job": f"{job}-{index}",
         "attempt": attempt,
@@ -226,6 +240,7 @@ def ssh_command(args: argparse.Namespace, job: str, attempt: int, index: int) ->
             "STEP_TIMEOUT_S": str(STEP_TIMEOUT_SECONDS),
             "RUN_JOB_ID": job,
             "RUN_ATTEMPT": str(attempt),
+            **own,
             **dict(args.env),
         },
         "workdir": args.workdir,
@@ -244,8 +259,8 @@ def ssh_command(args: argparse.Namespace, job: str, attempt: int, index: int) ->
     return command + [f"--ssh-flag={option}" for option in SSH_OPTIONS]
 
 
-def count_workers(args: argparse.Namespace) -> int:
-    """Ask gcloud how many workers there are.
+def describe_workers(args: argparse.Namespace) -> list[dict[str, str]]:
+    """Ask gcloud for the workers; return, of each, the variables that launch/torchrun.sh reads.
 
     Raises Mistake if there is no such TPU, or if it is not up.
     """
@@ -262,7 +277,15 @@ def count_workers(args: argparse.Namespace) -> int:
         raise Mistake(f"--tpu {args.tpu} is {state}, not READY: start or create it first")
     if not (endpoints := node.get("networkEndpoints")):
         raise Mistake(f"--tpu {args.tpu} has no workers (no networkEndpoints)")
-    return len(endpoints)
+    addresses = [endpoint.get("ipAddress", "") for endpoint in endpoints]
+    slice_ = {
+        "NNODES": str(len(addresses)),
+        "MASTER_ADDR": addresses[0],
+        "NODE_ADDRESSES": ",".join(addresses),
+    }
+    if topology := node.get("acceleratorConfig", {}).get("topology"):  # 4x4 or 4x4x4
+        slice_["TORCH_TPU_TOPOLOGY"] = ",".join([*topology.split("x"), "1"][:3])
+    return [slice_ | {"NODE_RANK": str(index)} for index in range(len(addresses))]
 
 
 if __name__ == "__main__":

@@ -8,12 +8,24 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from launch.pod import lines
-from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, WARM_PYTHON, environment, warm_python
+from tests.cli import (
+    DIGITS,
+    ROOT,
+    TINY_MODEL,
+    TINY_RUN,
+    WARM_PYTHON,
+    environment,
+    tiny,
+    train_tiny_gpu,
+    warm_python,
+)
 from tests.launch.test_launch_gpu import finish, free_port, losses
+from tests.launch.test_launch_meet import KILL_ONE
 from tests.stand_ins.pod_stand_in import REMOTE, StandIn, gcloud_accepts, read_until, wait_until
 from training.errors import BAD_IMAGES
 
@@ -62,6 +74,24 @@ def test_defaults_of_the_environment_and_the_folder(pod):
     assert sorted(stdout.splitlines()) == [
         f"[worker {i}] TPU in {ROOT / 'tests'}" for i in range(4)
     ]
+
+
+def test_each_worker_knows_the_slice(pod):
+    """As gcloud describes it; what the user sets stays."""
+    names = "NNODES NODE_RANK MASTER_ADDR NODE_ADDRESSES TORCH_TPU_TOPOLOGY".split()
+    shown = ["sh", "-c", 'for name; do eval echo "$name=\\$$name"; done', "sh", *names]
+    code, stdout, stderr = pod.run(*shown, flags=("--env", "TORCH_TPU_TOPOLOGY=4,2,1"))
+    assert code == 0, stderr
+    for index in range(4):
+        assert [line for line in stdout.splitlines() if f"worker {index}" in line] == [
+            f"[worker {index}] NNODES=4",
+            f"[worker {index}] NODE_RANK={index}",
+            f"[worker {index}] MASTER_ADDR=127.0.0.1",
+            f"[worker {index}] NODE_ADDRESSES=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4",
+            f"[worker {index}] TORCH_TPU_TOPOLOGY=4,2,1",
+        ]
+    _, stdout, _ = pod.run("sh", "-c", "echo $TORCH_TPU_TOPOLOGY")
+    assert "[worker 3] 2,4,1" in stdout.splitlines()
 
 
 def test_output_is_prefixed_line_by_line_and_logged(pod):
@@ -269,6 +299,59 @@ def test_restarted_training_resumes(tmp_path):
     assert not pod.left_running()
 
 
+def a_process_a_device(*variables: str) -> tuple[str, ...]:
+    """xla_dist's flags for launch/torchrun.sh with two processes a worker of this machine."""
+    own = ("NPROC_PER_NODE=2", f"PYTHON={sys.executable}", f"MASTER_PORT={free_port()}")
+    words = [word for item in (*own, *variables) for word in ("--env", item)]
+    return (*words, "--workdir", str(ROOT), "--grace", "2", "--max_restarts", "1")
+
+
+@pytest.mark.long
+def test_a_process_a_device(tmp_path):
+    """As --backend torchtpu starts, with gloo's devices: two hosts, two processes on each.
+
+    One is killed: all start again and resume. Ctrl-C: all stop with a checkpoint, and the same
+    command goes on. Losses are those of one process that was never stopped.
+    """
+    pod, run_dir = StandIn(tmp_path, workers=2), tmp_path / "run"
+    (tmp_path / "sitecustomize.py").write_text(KILL_ONE)
+    flags = ["--max_steps", "12", "--ckpt_step_interval", "2"]
+
+    def launch(kill_when: str) -> subprocess.Popen[str]:
+        kill = (f"PYTHONPATH={tmp_path}", f"KILL_WHEN={run_dir / kill_when}", "NOTES=/dev/null")
+        own = a_process_a_device(*kill)
+        return pod.launch("launch/torchrun.sh", *tiny(run_dir), *flags, flags=own)
+
+    run = launch("step_4")
+    while not (run_dir / "step_8").exists():
+        assert run.poll() is None
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    code, stdout, stderr = finish(run)
+    assert code == 130, stdout + stderr
+    assert "starting all workers again; 0 restart(s) left" in stderr
+    assert f"resuming {run_dir}/step_" in stdout
+    assert "training stopped by SIGINT: step " in stdout
+    code, stdout, stderr = finish(launch("never"))
+    assert code == 0, stdout + stderr
+    assert "[worker 0] training completed: step 12" in stdout
+    assert json.loads((run_dir / "run.json").read_text())["devices"] == 4
+    whole = train_tiny_gpu(tmp_path / "whole", *flags)
+    assert losses(run_dir) == pytest.approx(whole.column("loss"), rel=1e-5)
+    assert not pod.left_running()
+
+
+def test_a_mistake_in_a_process_a_device_ends_all_at_once(tmp_path):
+    """With the program's exit code, and no restart."""
+    pod = StandIn(tmp_path, workers=2)
+    command = ["launch/torchrun.sh", "--fake_data", "--batch_size", "0"]
+    code, _, stderr = finish(pod.launch(*command, flags=a_process_a_device()))
+    assert code == 2, stderr
+    assert "run_vit_training.py: error: argument --batch_size: 0 must be" in stderr
+    assert "starting all workers again" not in stderr
+    assert not pod.left_running()
+
+
 def test_restarts_are_numbered_and_logs_may_vanish(pod):
     """Each start knows its number; a log folder that was deleted is made anew."""
     (pod.folder / "workers").write_text("1")
@@ -333,6 +416,10 @@ def test_a_line_without_an_end():
         ("--tpu=pod --log_dir= -- true", "argument --log_dir: it is empty"),
         (f"--tpu=pod -- {'x' * 125_000}", "too long for a command line"),
         ("--tpu=pod --conda-env x -- true", "unrecognized arguments: --conda-env x"),
+        (
+            "--tpu=pod -- .venv/bin/python -u run_vit_training.py --backend=torchtpu --fake_data",
+            "--backend torchtpu requires a process a device: give launch/torchrun.sh in place of",
+        ),
         ("--tpu=prod -- true", "gcloud cannot describe --tpu prod, check it and --zone: NOT_FOUND"),
         ("--tpu=pod --log_dir /dev/null/logs -- true", "--log_dir /dev/null/logs: Not a directory"),
     ],

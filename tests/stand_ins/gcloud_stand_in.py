@@ -71,9 +71,14 @@ def describe(name: str) -> int:
         print(f"ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: no {name}", file=sys.stderr)
         print("- '@type': type.googleapis.com/google.rpc.ResourceInfo", file=sys.stderr)
         return 1
-    workers = [{"ipAddress": "10.0.0.2"}] * int((FOLDER / "workers").read_text())
-    state = (FOLDER / "state").read_text() if (FOLDER / "state").exists() else "READY"
-    print(json.dumps({"name": name, "state": state, "networkEndpoints": workers}))
+    count = int((FOLDER / "workers").read_text())
+    node = {
+        "name": name,
+        "state": (FOLDER / "state").read_text() if (FOLDER / "state").exists() else "READY",
+        "acceleratorConfig": {"type": "V5LITE_POD", "topology": f"2x{count}"},  # 2 chips a worker
+        "networkEndpoints": [{"ipAddress": f"127.0.0.{index + 1}"} for index in range(count)],
+    }
+    print(json.dumps(node))
     return 0
 
 
