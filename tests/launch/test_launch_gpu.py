@@ -142,14 +142,18 @@ def test_wrong_environment(variables, told):
     [
         ({"NPROC_PER_NODE": "1", "RDZV_ID": "x"}, "--backend torchtpu requires NODE_RANK in place"),
         ({}, "no TPU here, /dev/vfio has no device: set NPROC_PER_NODE"),
-        ({"NPROC_PER_NODE": "2", "TORCH_TPU_TOPOLOGY": "2x2"},
-         "TORCH_TPU_TOPOLOGY=2x2 is 4 chips, but 1 host(s) start 2 process(es) each: set it, or"),
+        (
+            {"NPROC_PER_NODE": "2", "TORCH_TPU_TOPOLOGY": "2x2"},
+            "TORCH_TPU_TOPOLOGY=2x2 is 4 chips, but 1 host(s) start 2 process(es) each: set it, or",
+        ),
         ({"NPROC_PER_NODE": "2", "TORCH_TPU_TOPOLOGY": "a,1"}, "a,1 is not chips a side, as 4,4,1"),
-        ({"NPROC_PER_NODE": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"},
-         "several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1"),
+        (
+            {"NPROC_PER_NODE": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"},
+            "several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1",
+        ),
         ({"NPROC_PER_NODE": "4", "TPU_TOPOLOGY": "2x2"}, "cannot import TorchTPU (No module named"),
     ],
-)  # fmt: skip
+)
 def test_wrong_environment_of_torchtpu(variables, told):
     run = start(TORCHRUN, "--fake_data", "--backend=torchtpu", **variables)
     code, stdout, stderr = finish(run)
@@ -179,33 +183,35 @@ def test_arguments_reach_torchrun_and_the_program(echo):
     ]  # fmt: skip
 
 
+XLA_DIST = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NODE_ADDRESSES": "a,b"}
 GKE = {"TPU_WORKER_HOSTNAMES": "h-0.job,h-1.job", "TPU_WORKER_ID": "1"}
 SLICES = {
-    "MEGASCALE_NUM_SLICES": "3", "MEGASCALE_SLICE_ID": "2",
+    "MEGASCALE_NUM_SLICES": "3",
+    "MEGASCALE_SLICE_ID": "2",
     "MEGASCALE_COORDINATOR_ADDRESS": "h-first.job:8080",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
     ("given", "nodes", "rank", "first", "hosts"),
     [
-        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NODE_ADDRESSES": "a,b"},
-         "2", "1", "a", "a,b"),  # launch.xla_dist
+        (XLA_DIST, "2", "1", "a", "a,b"),
         (GKE, "2", "1", "h-0.job", "h-0.job,h-1.job"),
         (GKE | SLICES, "6", "5", "h-first.job", "h-0.job,h-1.job"),
     ],
-)  # fmt: skip
+)
 def test_hosts_of_a_tpu_slice(given, nodes, rank, first, hosts, echo):
     """A process a device on each; nothing that is only for GPUs is set."""
     flags = ["--backend", "torchtpu", "--lr", "1"]
     said = succeed(start(TORCHRUN, *flags, PYTHON=echo, NPROC_PER_NODE="4", **given)).splitlines()
     words = [line[1:-1] for line in said if line.startswith("<")]
     assert words == [
-        str(ROOT / "launch" / "meet.py"), "--nodes", nodes, "--rank", rank, f"--address={first}",
-        "--port", "29500", "--limit", "600", "--torchtpu", "4", "--",
-        "--nproc-per-node", "4", "--max-restarts", "0",
-        str(ROOT / "run_vit_training.py"), "--backend", "cuda", *flags,
-    ]  # fmt: skip
+        str(ROOT / "launch" / "meet.py"),
+        *f"--nodes {nodes} --rank {rank} --address={first} --port 29500 --limit 600".split(),
+        *"--torchtpu 4 -- --nproc-per-node 4 --max-restarts 0".split(),
+        str(ROOT / "run_vit_training.py"),
+        *"--backend cuda --backend torchtpu --lr 1".split(),
+    ]
     assert f"TPU_WORKER_HOSTNAMES={hosts}" in said
     assert not [line for line in said if line.startswith(("NCCL_DEBUG=", "PYTORCH_ALLOC_CONF="))]
 
