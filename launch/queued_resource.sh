@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Ask for a TPU slice, wait for it, set it up, and run a command on all its workers:
 #   launch/queued_resource.sh --tpu=NAME --type=v5litepod-64 --version=v2-alpha-tpuv5-lite \
-#       [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--spot] [--delete] \
+#       [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--spot] [--delete] [--torchtpu] \
 #       [other flags of launch.xla_dist] -- COMMAND ...
 # The queued resource and its slice are both called NAME. One that is there already is used: run
 # the same command again after a stop. --delete gives the slice back at the end, however it came,
-# with all that is on its disks, also after a call of gcloud that failed, or Ctrl-C. POLL_SECONDS
-# (default: 30): how often to ask whether it is up.
+# with all that is on its disks, also after a call of gcloud that failed, or Ctrl-C. --torchtpu: what
+# setup_pod.sh is to install. POLL_SECONDS (default: 30): how often to ask whether it is up.
 # Exit code: the command's; 1 if there is no slice to be had; 2 for a mistake.
 set -euo pipefail
 
@@ -16,7 +16,7 @@ fail() {
 }
 
 tpu='' type='' version='' delete=''
-place=() request=() network=() launcher=()
+place=() request=() network=() setup=() launcher=()
 while (($#)) && [[ $1 != -- ]]; do
     case $1 in
         --tpu | --type | --version | --zone | --project)
@@ -33,6 +33,7 @@ while (($#)) && [[ $1 != -- ]]; do
         --spot) request+=(--spot) ;;
         --internal-ip) network+=("$1") ;;
         --delete) delete=yes ;;
+        --torchtpu) setup+=("$1") ;;
         *) launcher+=("$1") ;;
     esac
     shift
@@ -96,7 +97,7 @@ while [[ $now != ACTIVE ]]; do
     now=$(state) || now=$told # gcloud may fail once in days of waiting
 done
 
-bash launch/setup_pod.sh "${whole[@]}"
+bash launch/setup_pod.sh "${whole[@]}" ${setup[@]+"${setup[@]}"}
 
 # In a process group of its own, and told of signals here: Ctrl-C would otherwise come to it twice,
 # from the terminal and from this trap, and SIGTERM not at all.

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Copy this checkout to all workers of a TPU pod, and install requirements-tpu.txt there:
-#   launch/setup_pod.sh --tpu=NAME [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--dir=DIR]
-# DIR is in the home folder there (default: vit-fsdp); Python and packages go to DIR/.venv. Run it
-# again after a change: files are replaced, none is deleted, installed packages stay.
+#   launch/setup_pod.sh --tpu=NAME [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--dir=DIR] \
+#       [--torchtpu]
+# DIR is in the home folder there (default: vit-fsdp); Python and packages go to DIR/.venv. With
+# --torchtpu they are those of requirements-torchtpu.txt, in DIR/.venv-torchtpu: the two exclude each
+# other. Run it again after a change: files are replaced, none is deleted, installed packages stay.
 set -euo pipefail
 
 fail() {
@@ -10,7 +12,7 @@ fail() {
     exit 2
 }
 
-tpu='' dir=vit-fsdp
+tpu='' dir=vit-fsdp venv=.venv requirements=requirements-tpu.txt
 where=()
 while (($#)); do
     case $1 in
@@ -23,6 +25,7 @@ while (($#)); do
         --tpu=?*) tpu=${1#*=} ;;
         --dir=?*) dir=${1#*=} ;;
         --zone=?* | --project=?* | --internal-ip) where+=("$1") ;;
+        --torchtpu) venv=.venv-torchtpu requirements=requirements-torchtpu.txt ;;
         *) fail "unknown argument $1: see the head of this file" ;;
     esac
     shift
@@ -36,7 +39,7 @@ temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
 archive=$temporary/$dir.tar.gz
 # Tracked and new files, not .venv, datasets or runs; links as what they point to.
-files=(run_vit_training.py config_fields.py requirements-tpu.txt README.md training models data xla_fsdp torch_fsdp gpu_fsdp tools launch recipes)
+files=(run_vit_training.py config_fields.py requirements-tpu.txt requirements-torchtpu.txt README.md training models data xla_fsdp torch_fsdp gpu_fsdp tools launch recipes)
 tar --exclude=__pycache__ -czhf "$archive" -- "${files[@]}"
 
 describe=(gcloud compute tpus tpu-vm describe "$tpu" --format=json --quiet)
@@ -68,13 +71,13 @@ mkdir -p "$1"
 tar -xzf "$1.tar.gz" -C "$1"
 rm "$1.tar.gz"
 cd "$1"
-if ! test -x .venv/bin/python; then
-    if ! python3.11 -m venv .venv; then
+if ! test -x "$2/bin/python"; then
+    if ! python3.11 -m venv "$2"; then
         python3 -m pip install --user --quiet uv
-        python3 -m uv venv --clear --quiet --seed --python 3.11 .venv
+        python3 -m uv venv --clear --quiet --seed --python 3.11 "$2"
     fi
 fi
-.venv/bin/python -m pip install --quiet -r requirements-tpu.txt
-echo "installed in $PWD/.venv"'
+"$2/bin/python" -m pip install --quiet -r "$3"
+echo "installed in $PWD/$2"'
 python3 -m launch.xla_dist --tpu="$tpu" ${where[@]+"${where[@]}"} \
-    --log_dir "$temporary/logs" -- sh -c "$install" sh "$dir"
+    --log_dir "$temporary/logs" -- sh -c "$install" sh "$dir" "$venv" "$requirements"

@@ -28,11 +28,11 @@ SLICE = "--tpu=pod --type=v5litepod-16 --version=v2-alpha-tpuv5-lite --zone=us-c
 @pytest.fixture
 def fresh_pod(pod):
     """Its workers have a Python 3.11 whose venv notes what pip is asked for."""
-    pip = """printf '#!/bin/sh\\necho "$*" >> "$HOME/pip"\\n' > .venv/bin/python"""
+    pip = """printf '#!/bin/sh\\necho "$0 $*" >> "$HOME/pip"\\n' > "$3/bin/python\""""
     script(
         pod.folder / "bin" / "python3.11",
-        '[ "$1 $2 $3" = "-m venv .venv" ] || exit 3',
-        f"mkdir -p .venv/bin; {pip}; chmod +x .venv/bin/python",
+        '[ "$1 $2" = "-m venv" ] || exit 3',
+        f'mkdir -p "$3/bin"; {pip}; chmod +x "$3/bin/python"',
     )
     (pod.folder / "states_to_come").write_text("ACCEPTED\nPROVISIONING\nPROVISIONING\nACTIVE")
     pod.variables["POLL_SECONDS"] = "0.1"
@@ -58,15 +58,22 @@ def start_script(
 
 
 def test_setup_copies_and_installs(fresh_pod):
-    """Twice, as after a change: the copy holds the program, and packages are asked for again."""
-    for _ in range(2):
-        code, stdout, stderr = run_script(fresh_pod, SETUP, "--tpu", "pod", "--internal-ip")
+    """Twice, as after a change: the copy holds the program, and packages are asked for again.
+
+    Those of TorchTPU go to a place of their own.
+    """
+    for flags in ((), (), ("--torchtpu",)):
+        code, stdout, stderr = run_script(fresh_pod, SETUP, "--tpu", "pod", "--internal-ip", *flags)
         assert code == 0, stderr
         assert "copying to 4 worker(s) of pod" in stdout
         assert stdout.count("installed in") == 4
     for index in range(4):
         home = fresh_pod.folder / f"worker_{index}"
-        assert (home / "pip").read_text() == "-m pip install --quiet -r requirements-tpu.txt\n" * 2
+        assert (home / "pip").read_text().splitlines() == [
+            ".venv/bin/python -m pip install --quiet -r requirements-tpu.txt",
+            ".venv/bin/python -m pip install --quiet -r requirements-tpu.txt",
+            ".venv-torchtpu/bin/python -m pip install --quiet -r requirements-torchtpu.txt",
+        ]
         copy = home / "vit-fsdp"
         for name in ("run_vit_training.py", "training/loop.py", "launch/pod_worker.py"):
             assert (copy / name).read_bytes() == (ROOT / name).read_bytes()
@@ -77,6 +84,7 @@ def test_setup_copies_and_installs(fresh_pod):
 
 def test_queued_resource_from_request_to_deletion(fresh_pod):
     flags = [*SLICE, "--spot", "--delete", "--env", "A=b c", "--log_dir", fresh_pod.logs]
+    flags += ["--torchtpu"]
     command = ["--", "sh", "-c", 'echo "$A"; pwd; exit $((RANK * 3))']
     code, stdout, stderr = run_script(fresh_pod, QUEUED, *flags, "--grace", "0", *command)
     assert code in (3, 6, 9), stderr  # the first that fails
@@ -84,6 +92,8 @@ def test_queued_resource_from_request_to_deletion(fresh_pod):
     assert stdout.count("pod is PROVISIONING, waiting") == 1
     assert f"] {fresh_pod.folder}/worker_" in stdout
     assert "] b c\n" in stdout
+    assert "installed in" in stdout
+    assert (fresh_pod.folder / "worker_0" / "vit-fsdp" / ".venv-torchtpu").is_dir()
     calls = [json.loads(line) for line in (fresh_pod.folder / "calls").read_text().splitlines()]
     made = [call[3:] for call in calls if call[2] == "queued-resources" and call[3] != "describe"]
     where = ["pod", "--zone=us-central1-a", "--quiet"]
