@@ -229,6 +229,15 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "gcloud compute tpus accelerator-types list": Elsewhere("needs an account", gcloud_takes),
     "launch/setup_pod.sh": Elsewhere("needs TPUs", on_a_pod),
     "python3 -m launch.xla_dist --tpu=$NAME": Elsewhere("needs TPUs", on_a_pod),
+    "launch/setup_pod.sh --tpu=$NAME --torchtpu": Elsewhere("needs TPUs", on_a_pod),
+    "python3 -m launch.xla_dist --tpu=$NAME --workdir vit-fsdp --max_restarts 3 --env PYTHON=.venv-"
+    "torchtpu/bin/python": Elsewhere("needs TPUs", on_a_pod),
+    "launch/torchrun.sh --backend torchtpu": Elsewhere("needs a TPU", trains),
+    # docs/platforms.md
+    "python3.11 -m venv .venv-torchtpu": Run(leaves=(".venv-torchtpu/bin/activate",)),
+    "python3 -m pip install -r requirements-torchtpu.txt": Elsewhere(
+        "gigabytes, which make did not install", names_packages
+    ),
     "python3 -m launch.xla_dist --help": Run((r"^  --restart-tpuvm-pod-server",)),
     "training stopped by SIGINT": Printed(),
     "python3 run_vit_training.py --compile_only": Run(

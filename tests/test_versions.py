@@ -35,6 +35,15 @@ def test_they_were_written_for_what_is_pinned(requirements):
             assert pinned[package] == version
 
 
+def test_the_page_on_platforms_names_what_is_pinned():
+    files = ("requirements-tpu.txt", "requirements-torchtpu.txt", "requirements-gpu.txt")
+    page = (ROOT / "docs" / "platforms.md").read_text()
+    rows = re.findall(r"^\| `(\w[\w-]*)` \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    assert len(rows) >= 7
+    for package, *versions in rows:
+        assert [pins(file).get(package, "-") for file in files] == versions, package
+
+
 @pytest.mark.parametrize("folder", ["xla_fsdp", "torch_fsdp", "gpu_fsdp", "training"])
 def test_they_stand_nowhere_else(folder):
     for path in (ROOT / folder).rglob("*.py"):

@@ -34,13 +34,16 @@ from xla_fsdp.tpu import parse_topology
 def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
     """run_vit_training.py, by itself or under torchrun, would take these flags."""
     slurm_stand_ins(machine)
+    if "torchtpu" in command.text:
+        machine.variables["NPROC_PER_NODE"] = "8"  # this machine has no TPU devices to count
     words = machine.noted(command, "python3")
     if words[0].endswith("launch/meet.py"):
         args = meet.parse(words[1:])
         get_args_parser().parse_args([*meet.torchrun_words(args, True), *args.torchrun])
     at = next(i for i, word in enumerate(words) if word.endswith("run_vit_training.py"))
     assert (machine.project / words[at]).is_file()
-    program_takes(words[at + 1 :], "cuda" if at else "xla")
+    torch_backend = "torchtpu" if "torchtpu" in command.text else "cuda"
+    program_takes(words[at + 1 :], torch_backend if at else "xla")
 
 
 def plans(machine: Machine, command: Command, tmp_path: Path) -> None:
@@ -126,9 +129,11 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
     """Two workers of this machine behind gcloud_stand_in.py; their Python notes its words."""
     pod = tmp_path / "pod"
     for index in range(2):
-        bin_dir = pod / f"worker_{index}" / "vit-fsdp" / ".venv" / "bin"
-        bin_dir.mkdir(parents=True)
-        script(bin_dir / "python", 'echo "$*" >> "$HOME/asked"')
+        project = pod / f"worker_{index}" / "vit-fsdp"
+        shutil.copytree(ROOT / "launch", project / "launch")
+        for venv in (".venv", ".venv-torchtpu"):
+            (project / venv / "bin").mkdir(parents=True)
+            script(project / venv / "bin" / "python", 'echo "$*" >> "$HOME/asked"')
     (pod / "workers").write_text("2")
     (pod / "states_to_come").write_text("ACTIVE")
     # The stand-in's only slice is called pod.
@@ -138,6 +143,7 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
         f'exec {sys.executable} {ROOT}/tests/stand_ins/gcloud_stand_in.py "${{words[@]}}"',
     )
     machine.variables["STAND_IN"] = str(pod)
+    machine.variables["NPROC_PER_NODE"] = "2"  # the workers have no devices to count
     done = machine.run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     for index in range(2):
@@ -146,8 +152,13 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
             unbuffered, program, *flags = asked.split()
             assert (unbuffered, program) == ("-u", "run_vit_training.py")
             program_takes(flags, "xla")
+        elif "launch/torchrun.sh" in command.text:
+            started, _, flags = asked.partition("/run_vit_training.py ")
+            assert "--torchtpu 2 -- --nproc-per-node 2" in started
+            program_takes(flags.split(), "torchtpu")
         else:
-            assert asked == "-m pip install --quiet -r requirements-tpu.txt"
+            which = "torchtpu" if "--torchtpu" in command.text else "tpu"
+            assert asked == f"-m pip install --quiet -r requirements-{which}.txt"
 
 
 def gcloud_takes(machine: Machine, command: Command, tmp_path: Path) -> None:
