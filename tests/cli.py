@@ -113,7 +113,9 @@ def command_of(
     """
     variables, python = environment(), []
     if warm and HIDE_GPUS:
-        backend = WARM_TORCHTPU if OF_TORCHTPU else WARM_XLA if HAS_XLA and "cuda" not in command else []
+        backend = (
+            WARM_TORCHTPU if OF_TORCHTPU else WARM_XLA if HAS_XLA and "cuda" not in command else []
+        )
         variables["WARM_PYTHON"] = warm_python(*backend)
         python = [WARM_PYTHON]
     if processes > 1:
