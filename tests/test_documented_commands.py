@@ -183,7 +183,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             ),
             r"\| megatron \| 4 \| --fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2 \|",
             r"\| te \| 4 \| --block te: TransformerEngine is not installed",
-            r"\| te\+fp8 \| 4 \| --block te: TransformerEngine is not installed",
+            r"\| te\+fp8 \| 4 \| --fp8 delayed requires --precision bf16, this is fp32",
         ),
         leaves=("cpu.json", "cpu.png"),
         long=True,
