@@ -80,6 +80,10 @@ class Device:
         them, once they are connected."""
         return torch.arange(math.prod(shape)).view(shape)
 
+    def unready(self) -> str | None:
+        """Return the message if processes cannot use it as they were started, else None."""
+        return None
+
     def lacks(self, precision: str) -> str | None:
         """Return the message if it cannot compute in "fp32", "bf16", "fp16" or "fp8", else None."""
         return None
@@ -298,6 +302,17 @@ class Tpu(Device):
 
     def count(self) -> int | None:
         return torch_tpu_private.tpus_of_host()
+
+    def unready(self) -> str | None:
+        needed = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
+        missing = [name for name in needed if name not in os.environ]
+        if not missing or os.environ.get("WORLD_SIZE", "1") == "1":
+            return None
+        return (
+            f"--backend torchtpu in several processes requires {' and '.join(missing)} of the "
+            "environment, which launch.xla_dist sets; for torchrun, before it: "
+            'set -a; eval "$(python3 -m torch.tpu.distributed)"; set +a'
+        )
 
     def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
         """By the places of the devices in their slice, and slices along the first axis."""

@@ -123,6 +123,8 @@ def _check_devices(device: Device) -> None:
             f"torchrun started {here} processes on this node, which has {there_are} x "
             f"{device.noun}: a process each, --nproc-per-node {there_are} or fewer"
         )
+    if reason := device.unready():
+        raise UsageError(reason)
 
 
 def _check_precision(config: RunConfig, own: TorchConfig, device: Device) -> None:

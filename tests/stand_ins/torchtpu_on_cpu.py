@@ -6,15 +6,19 @@
   torch_tpu's own collectives.
 """
 
+import ctypes
 import importlib
 import os
 import sys
+import types
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch_tpu._internal.distributed import tpu_distributed
 from torch_tpu._internal.utils import hardware
+
+from torch_fsdp import devices, torch_tpu_private
 
 
 class OverTheHost(dist.ProcessGroup):
@@ -23,6 +27,10 @@ class OverTheHost(dist.ProcessGroup):
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        for device in ("cpu", "tpu"):  # which is asked for what it supports
+            self._register_backend(
+                torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo
+            )
 
     def getBackendName(self):
         return "over the host"
@@ -57,19 +65,19 @@ class OverTheHost(dist.ProcessGroup):
             lambda o, i: self._gloo.allgather([o], i, opts), [*outputs[0]], [*inputs]
         )
 
-    def _allgather_base(self, output, input, opts=None):
+    def all_gather_single(self, output, input, opts=None):
         opts = opts or dist.AllgatherOptions()
         return self._staged(
             lambda o, i: self._gloo._allgather_base(o[0], i[0], opts), [output], [input]
         )
 
-    def _reduce_scatter_base(self, output, input, opts=None):
+    def reduce_scatter_single(self, output, input, opts=None):
         opts = opts or dist.ReduceScatterOptions()
         return self._staged(
             lambda o, i: self._gloo._reduce_scatter_base(o[0], i[0], opts), [output], [input]
         )
 
-    def alltoall_base(self, output, input, output_sizes, input_sizes, opts=None):
+    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None):
         opts = opts or dist.AllToAllOptions()
         return self._staged(
             lambda o, i: self._gloo.alltoall_base(o[0], i[0], output_sizes, input_sizes, opts),
@@ -99,10 +107,35 @@ def on_the_host() -> None:
     hardware.get_tpu_device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if os.environ.get("WORLD_SIZE", "1") != "1":
         tpu_distributed.create_process_group = OverTheHost
+        # The runtime would look for the devices of all processes: it reads C's environment, where
+        # this is removed. The program, which reads Python's, asks whether a launcher set these.
+        ctypes.CDLL(None).unsetenv(b"WORLD_SIZE")
+        os.environ.update(TORCH_TPU_SLICEBUILDER_ADDRESSES="none", TORCH_TPU_TOPOLOGY="none")
+
+
+def in_slices(indices: list[int]) -> None:
+    """Let the device of each rank be in the slice of this index; prints how they are arranged."""
+    device = {"coords": [0, 0, 0], "core_on_chip": 0, "device_kind": "TPU v5e"}
+    found = [
+        types.SimpleNamespace(**device, id=rank, process_index=rank, slice_index=index)
+        for rank, index in enumerate(indices)
+    ]
+    tpu_distributed.global_device_attributes = lambda: found
+    torch_tpu_private.has_place = lambda: True
+    arrange = devices.Tpu.arrange
+
+    def arrange_and_tell(self, shape):
+        ranks = arrange(self, shape)
+        print("ranks", ranks.tolist(), file=sys.stderr)
+        return ranks
+
+    devices.Tpu.arrange = arrange_and_tell
 
 
 if __name__ == "__main__":
     on_the_host()
+    if slices := os.environ.get("SLICES"):
+        in_slices([int(index) for index in slices.split()])
     # PROGRAM: another module to run so, such as tests.stand_ins.signal_at_step.
     program = importlib.import_module(os.environ.get("PROGRAM", "run_vit_training"))
     sys.exit(program.main(["--backend", "torchtpu", *sys.argv[1:]]))

@@ -49,22 +49,30 @@ def test_eager_blocks_in_two_processes(tiny_on_gpu, tmp_path):
     assert_same_training(result, tiny_on_gpu)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--optimizer muon --model_ema --model_ema_decay 0.9 --layer_decay 0.75 --mixup 0.8 "
-        "--grad_ckpt selective",
-        "--optimizer lion --lr 1e-3 --mesh_dcn 2 --cutmix 1 --no_grad_ckpt",
-    ],
-)
-def test_everything_that_fsdp2_does(flags, tmp_path):
+MUON = (
+    "--optimizer muon --model_ema --model_ema_decay 0.9 --layer_decay 0.75 --mixup 0.8 "
+    "--grad_ckpt selective"
+).split()
+LION = "--optimizer lion --lr 1e-3 --mesh_dcn 2 --cutmix 1 --no_grad_ckpt".split()
+
+
+def test_muon_the_average_and_mixed_images(tmp_path):
     """In two processes, whose shards Muon puts together."""
-    there = train_tiny_gpu(tmp_path / "gloo", *flags.split(), processes=2)
-    here = train_tiny_tpu(tmp_path / "tpu", *flags.split(), processes=2)
+    there = train_tiny_gpu(tmp_path / "gloo", *MUON, processes=2)
+    here = train_tiny_tpu(tmp_path / "tpu", *MUON, processes=2)
     assert_same_training(here, there)
-    averages = [run.evaluations[0].get("ema_val_loss") for run in (here, there)]
-    assert averages[0] == pytest.approx(averages[1], rel=1e-5)
-    assert ("model_ema" in flags) == (averages[0] is not None)
+    ours, theirs = (run.evaluations[0]["ema_val_loss"] for run in (here, there))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_lion_with_a_replica_in_each_slice(tmp_path, monkeypatch):
+    """The second process is in the first slice: replicas follow the slices, not the ranks."""
+    there = train_tiny_gpu(tmp_path / "gloo", *LION, processes=2)
+    monkeypatch.setenv("SLICES", "1 0")
+    here = train_tiny_tpu(tmp_path / "tpu", *LION, processes=2)
+    assert "ranks [[1], [0]]" in here.stderr
+    assert "mesh dcn 2 x fsdp 1" in here.run_file["backend"]
+    assert_same_training(here, there)
 
 
 def test_rows_of_images_over_processes(tiny_on_gpu, tmp_path):

@@ -56,6 +56,16 @@ def test_more_processes_than_devices(tpu_host, capsys, monkeypatch):
     assert line.startswith("torchrun started 5 processes on this node, which has 4 x TPU")
 
 
+def test_processes_that_no_launcher_of_tpus_has_started(tpu_host, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCH_TPU_TOPOLOGY", "1,2,1")
+    line = told_in_one_line(capsys, "--backend", "torchtpu", "--fake_data", *TINY_MODEL)
+    assert line.startswith(
+        "--backend torchtpu in several processes requires TORCH_TPU_SLICEBUILDER_ADDRESSES of the "
+        "environment, which launch.xla_dist sets; for torchrun, before it: set -a; eval "
+    )
+
+
 @pytest.mark.parametrize(
     ("installed", "words"),
     [
