@@ -18,7 +18,7 @@ from tests.documented_commands import Command
 from tests.launch.test_launch_gpu import script
 
 LEFT_OUT = shutil.ignore_patterns(
-    *(".git", ".venv", ".libtpu", "datasets", "runs", "__pycache__", ".*_cache", "*.pyc")
+    *(".git", ".venv*", ".libtpu", "datasets", "runs", "__pycache__", ".*_cache", "*.pyc")
 )
 # In the new root everything is what it was, but for /tmp and /datasets; of the old /tmp the
 # folders are there that a run needs: $@ up to --.
