@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from models import timm_private
 from torch_fsdp import devices
@@ -40,6 +41,10 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
         backend.close()
         del backend
         gc.collect()
+        # PyTorch 2.14 has caches of DTensor that hold meshes, and each mesh holds its groups.
+        for each in gc.get_objects():
+            if type(each) is DeviceMesh:
+                getattr(each, "_pg_registry", {}).clear()
         dist.destroy_process_group()
 
 

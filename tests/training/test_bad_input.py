@@ -10,7 +10,7 @@ from PIL import Image
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
-from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, train_tiny_gpu
+from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, need_xla, train_tiny_gpu
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
 from torch_fsdp.devices import Cpu
@@ -192,6 +192,8 @@ def complaint(capsys, ckpt_dir, *flags):
     ],
 )
 def test_flags(flags, words, capsys, tmp_path, monkeypatch):
+    if "--tpu_topology" in flags:
+        need_xla()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "setup.cfg").touch()
     assert words in complaint(capsys, tmp_path / "ckpt", *flags.split())
@@ -209,6 +211,7 @@ def test_a_flag_of_another_backend_beside_the_environment(capsys, tmp_path, monk
 
 @pytest.mark.parametrize("package", ["libtpu", "jaxlib"])
 def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
+    need_xla()
     monkeypatch.setitem(sys.modules, package, None)
     words = complaint(capsys, tmp_path / "ckpt", "--compile_only", "--tpu_topology", "v5e:2x2")
     assert f"--compile_only requires {package}: python3 -m pip install -r requirements-tpu" in words
@@ -240,7 +243,7 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
         ("--precision fp16", "--precision fp16 requires CUDA"),
         ("--reduce_dtype fp16", "--reduce_dtype fp16 requires --precision fp16"),
         ("--tf32", "--tf32 requires CUDA"),
-        ("--fp8 delayed", "--fp8 delayed requires --block te"),
+        ("--fp8 delayed", "--fp8 delayed requires --precision bf16"),
         ("--block te", "TransformerEngine is not installed: see requirements-gpu.txt"),
         ("--batch_size 18", "--batch_size 18 (global) is no multiple of the 4 devices"),
     ],

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from sklearn.metrics import confusion_matrix, top_k_accuracy_score
 
-from tests.cli import DIGITS, run_program, train_tiny_gpu
+from tests.cli import DIGITS, need_xla, run_program, train_tiny_gpu
 from tests.marks import long
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.usage_error import told_in_one_line
@@ -87,6 +87,8 @@ def test_top5_in_every_report(trained, expected):
     ],
 )
 def test_report(processes, flags, trained, expected, tmp_path):
+    if "cuda" not in flags:
+        need_xla()
     folder = tmp_path / "new" / "report"
     done = run_program(
         "run_vit_training.py",

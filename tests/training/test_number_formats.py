@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tests.cli import TINY_MODEL, run_program, train_tiny, train_tiny_gpu
+from tests.cli import TINY_MODEL, need_xla, run_program, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_xla
@@ -22,6 +22,7 @@ from xla_fsdp.tpu import parse_topology
 
 @pytest.fixture(scope="module")
 def found():
+    need_xla()
     done = run_program("-m", "tests.stand_ins.rounding_on_xla")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -10,7 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny, train_tiny_gpu
+from tests.cli import (
+    DIGITS,
+    TINY_MODEL,
+    TINY_RUN,
+    need_xla,
+    run_program,
+    train_tiny,
+    train_tiny_gpu,
+)
 from tests.launch.test_launch_gpu import TORCHRUN, finish, start
 from tests.marks import long
 from training.errors import NOT_FINITE, SIGNAL
@@ -96,6 +104,7 @@ def test_stop_and_resume(backend, name, workers, code, whole_runs, tmp_path, mon
 
 
 def test_nested_stops(tmp_path, monkeypatch):
+    need_xla()
     flags = "--backend xla --cpu_devices 1 --xla_fsdp nested".split()
     stopped = stop(monkeypatch, tmp_path, "0 6 SIGINT", *flags)
     assert stopped.returncode == 130
