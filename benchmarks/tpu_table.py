@@ -235,25 +235,32 @@ def tpu7x_table(reports: dict[str, Report]) -> list[str]:
 
 def compilers_table(reports: dict[str, Report]) -> list[str]:
     """Return the table of steps compiled by both; ``reports``: by flags, --tpu_compiler last."""
-    found = [report for report in reports.values() if report]
-    columns = [f"{what}, {version}" for what in ("ms", "waiting", "GiB") for version in COMPILERS]
-    rows = [["model, slice", *columns, "difference"]]
+    rows, found = [], []
     for step in dict.fromkeys(step.rpartition(" --tpu_compiler ")[0] for step in reports):
         pair = [reports.get(f"{step} --tpu_compiler {name}") for name in COMPILERS]
-        where, model = described(step)
-        if any(report is None or not report["fits"] for report in pair):
+        both = [report for report in pair if report and report["fits"]]
+        if len(both) < len(COMPILERS):
             continue
-        steps_s = [report["expected_step_s"] for report in pair if report]
+        found += both
+        where, model = described(step)
+        seconds = [report["expected_step_s"] for report in both]
         rows.append(
             [
                 f"{model}, {where}",
-                *(f"{seconds * 1e3:,.1f}" for seconds in steps_s),
-                *(f"{waiting_s(report) * 1e3:.1f}" for report in pair if report),
-                *(f"{report['peak_hbm_bytes'] / GIB:.2f}" for report in pair if report),
-                f"{100 * (steps_s[1] / steps_s[0] - 1):+.1f} %",
+                *(f"{each * 1e3:,.1f}" for each in seconds),
+                f"{100 * (seconds[1] / seconds[0] - 1):+.1f} %",
+                *(f"{waiting_s(report) * 1e3:.1f}" for report in both),
+                *(f"{report['peak_hbm_bytes'] / GIB:.2f}" for report in both),
             ]
         )
-    return [*markdown(rows), "", made_by(found)]
+    if not found:
+        return ["No step is compiled by both yet."]
+    ms, waiting, gib = (
+        [f"{what}, {report['versions']['libtpu']}" for report in found[:2]]
+        for what in ("ms", "waiting", "GiB")
+    )
+    head = ["model, slice", *ms, "difference", *waiting, *gib]
+    return [*markdown([head, *rows]), "", made_by(found)]
 
 
 def waiting_s(report: dict[str, Any]) -> float:

@@ -107,7 +107,8 @@ def test_figures(name, peak, devices, libtpu, request):
     assert (found["chips"], found["devices"]) == (chips, devices)
     images = BATCH * 3 * SIDE**2  # bytes
     expected = (12 * parameters + images) / devices  # fp32 values, AdamW's two, all of it sharded
-    assert found["argument_bytes"] == pytest.approx(expected, rel=0.02)
+    padding = 0.02 if devices == chips else 0.05  # more of a smaller shard is padding of its tiles
+    assert found["argument_bytes"] == pytest.approx(expected, rel=padding)
     assert found["state_bytes"] == pytest.approx(12 * parameters / devices, rel=0.02)
     assert found["flops_per_chip"] == pytest.approx(step_flops() / chips, rel=0.05)
     assert found["fits"]
@@ -405,6 +406,26 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
     assert report["hbm_bytes"] is report["collectives"] is None
     assert report["roofline_step_s"] is report["expected_step_s"] is None
     assert "does not fit by 5.6 GB or more" in as_table(report)
+
+
+def test_tables_of_two_compilers_and_of_tpu7x(v5e):
+    row = "--tpu_topology v5e:8x8 --model vit_10b --matmul int8"
+    newer = {"versions": v5e["versions"] | {"libtpu": "0.0.52"}}
+    slower = v5e | newer | {"expected_step_s": 1.25 * v5e["expected_step_s"]}
+    installed, other = (f"{row} --tpu_compiler {name}" for name in tpu_table.COMPILERS)
+    assert len(tpu_table.compilers_table({installed: v5e})) == 1  # not compiled by both
+    head, _, line, _, made_by = tpu_table.compilers_table({installed: v5e, other: slower})
+    assert head.startswith("| model, slice | ms, 0.0.21 | ms, 0.0.52 | difference | ")
+    before, after = (f"{v5e['expected_step_s'] * 1e3 * factor:,.1f}" for factor in (1, 1.25))
+    start = f"| 10B, `--matmul int8`, v5e:8x8 | {before} | {after} | +25.0 % | "
+    assert line.startswith(start)
+    assert "libtpu 0.0.21 and 0.0.52, jaxlib 0.7.1" in made_by
+    rows = {"--tpu_topology tpu7x:2x2x2 --model vit_10b": v5e}
+    rows["--tpu_topology tpu7x:4x4x4 --model vit_large_patch16_224"] = None
+    _, _, fits, crashes, *_ = tpu_table.tpu7x_table(rows)
+    peak = f"{v5e['peak_hbm_bytes'] / 2**30:.2f}"
+    assert fits.startswith(f"| 10B | `tpu7x:2x2x2` | 4 | {peak} | {before} | ")
+    assert crashes.startswith("| ViT-L/16 | `tpu7x:4x4x4` |  | libtpu crashes | ")
 
 
 def test_table_and_picture(v5e, tmp_path):

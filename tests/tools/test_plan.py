@@ -376,7 +376,7 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
         ("--plan --hours 0", "0 must be at least"),
         ("--plan --backend cuda --tpu_topology v5e:2x2", "--tpu_topology requires --backend xla"),
         ("--plan --backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla"),
-        ("--plan --fsdp fsdp2", "--fsdp requires --backend cuda, this is xla"),
+        ("--plan --fsdp fsdp2", "--fsdp requires --backend cuda or torchtpu, this is xla"),
         ("--plan --tpu_topology v9:2x2", "--tpu_topology v9:2x2 is unknown. Known, for"),
         ("--plan --tpu_topology v5e:2x2,", "--tpu_topology  is unknown. Known, for"),
         ("--plan --tpu_topology v5e:4x4 --chips_at_most 8", "the smallest slice has 16 chips"),
