@@ -67,7 +67,7 @@ class Rehearsal:
         variables, python = environment() | self.variables() | more, []
         del variables["PJRT_DEVICE"]  # the program finds the chips
         if warm:
-            python, variables["WARM_PYTHON"] = [WARM_PYTHON], warm_python(xla=False)
+            python, variables["WARM_PYTHON"] = [WARM_PYTHON], warm_python()
         return [
             subprocess.Popen(
                 [sys.executable, *python, *program, *map(str, words), *(own or {}).get(worker, [])],

@@ -265,7 +265,7 @@ def test_restart_flag_ends_what_was_left(pod):
 def test_restarted_training_resumes(tmp_path):
     """Two workers train together; the second dies in step 5, the restart goes on from step 4."""
     pod = StandIn(tmp_path, workers=2)
-    variables = {"WARM_PYTHON": warm_python(xla=False), "MASTER_ADDR": "127.0.0.1"}
+    variables = {"WARM_PYTHON": warm_python(), "MASTER_ADDR": "127.0.0.1"}
     variables |= {"MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     flags = [word for item in variables.items() for word in ("--env", "=".join(item))]
     once = 'mkdir "$HOME/once" 2> /dev/null && kill=5 || kill=99; SIGNAL_AT="1 $kill SIGKILL" "$@"'

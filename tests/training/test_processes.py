@@ -26,7 +26,7 @@ def processes(*each, timeout=120, grace=20, prefix=(), last_root=ROOT):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
         "WORLD_SIZE": str(len(each)),
-        "WARM_PYTHON": warm_python(xla=False),
+        "WARM_PYTHON": warm_python(),
         "LOCAL_RANK": "0",
     }
     plain = (sys.executable, ROOT / WARM_PYTHON)
