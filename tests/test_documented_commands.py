@@ -126,6 +126,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "NNODES=2 NODE_RANK=0": Elsewhere("needs 16 GPUs", trains),
     "sbatch launch/slurm.sbatch": Elsewhere("needs Slurm and 16 GPUs", trains),
     "launch/torchrun.sh --block te": Elsewhere("needs GPUs", trains),
+    "launch/torchrun.sh --compile --fp8": Elsewhere("needs GPUs", trains),
     "launch/torchrun.sh --fsdp fsdp2": Elsewhere("needs GPUs", trains),
     "docker build": Elsewhere("needs Docker's daemon and NVIDIA's image", docker_builds),
     "docker run": Elsewhere("needs Docker's daemon and GPUs", docker_runs),
@@ -148,6 +149,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     ),
     "make test-fast": Elsewhere("minutes of tests of their own", make_knows),
     "make test-gpu-path": Elsewhere("an environment of its own", make_knows),
+    "make test-torchtpu": Elsewhere("an environment of its own", make_knows),
     "make test-long": Elsewhere("it runs this test", make_knows),
     # docs/contributing.md
     ".venv/bin/python -m pytest": Run((r"^\d+ passed in ",), long=True),
