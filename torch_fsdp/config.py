@@ -133,7 +133,7 @@ class TorchConfig:
     )
     compile: bool | None = flag(
         None,
-        "compile each block with torch.compile (default: on with --backend torchtpu, else off)",
+        "compile each block with torch.compile (default: on with torchtpu alone)",
         common=True,
     )
     channels_last: bool = flag(

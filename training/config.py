@@ -583,8 +583,8 @@ class RunConfig:
     backend: BackendChoice = flag(
         "auto",
         "backend; xla: PyTorch/XLA on TPUs, or the CPU; cuda: NVIDIA GPUs, or gloo on the CPU; "
-        "torchtpu: TorchTPU on TPUs; auto: TPU if there is one, by PyTorch/XLA where it is "
-        "installed, else by TorchTPU; else CUDA, else XLA on the CPU",
+        "torchtpu: TorchTPU on TPUs; auto: a TPU's that is installed, xla first, else CUDA, else "
+        "XLA on the CPU",
         common=True,
     )
     seed: int = flag(0, "random seed of weights, shuffling and dropout", kind=seed, common=True)

@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from training.config import RunConfig
 
 PROGRAM = "run_vit_training.py"
-_DESCRIPTION = (
-    "Train Vision Transformers too big for one chip: on TPUs (PyTorch/XLA FSDP, TorchTPU) and on "
-    "NVIDIA GPUs (Megatron-FSDP, FSDP2)."
-)
+_DESCRIPTION = "Train Vision Transformers too big for one chip, sharded over TPUs or NVIDIA GPUs."
 
 
 @dataclass(frozen=True)
