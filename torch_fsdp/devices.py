@@ -26,7 +26,7 @@ class Device:
     """
 
     where: torch.device
-    """Where the tensors of this process are; before ``start`` its type alone counts."""
+    """Where the tensors of this process are, after ``start``."""
     is_host: bool
     """True if its memory is the host's, so that nothing needs to be copied there."""
     noun: str
@@ -259,10 +259,9 @@ def peak_of(name: str, kind: str) -> float | None:
 class Tpu(Device):
     """A TPU by TorchTPU, the package torch_tpu: one process a device.
 
-    Operations outside of torch.compile are recorded, fused and compiled by XLA, too.
+    Operations outside of torch.compile are compiled by XLA too, each by itself.
     """
 
-    where = torch.device("cpu")
     is_host = False
     noun = "TPU"
     status_command = "tpu-info"
