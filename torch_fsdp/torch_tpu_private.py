@@ -64,7 +64,7 @@ def peak_bf16_flops() -> float | None:
 def issue(tensors: Sequence[torch.Tensor]) -> None:
     """Hand to the device what computes ``tensors``, without waiting for it.
 
-    Operations outside of torch.compile may be kept until their results are needed.
+    Operations outside of torch.compile may wait until their results are needed.
     """
     from torch_tpu._internal import sync
 

@@ -23,7 +23,10 @@ def tpu_host(monkeypatch):
     [
         ("--fsdp megatron", "--fsdp megatron requires --backend cuda, this is torchtpu"),
         ("--block te", "--block te requires --backend cuda, this is torchtpu"),
-        ("--fp8 current --precision bf16", "--fp8 current requires --backend cuda, this is torchtpu"),
+        (
+            "--fp8 current --precision bf16",
+            "--fp8 current requires --backend cuda, this is torchtpu",
+        ),
         ("--tf32", "--tf32 requires --backend cuda, this is torchtpu"),
         ("--channels_last", "--channels_last requires --backend cuda, this is torchtpu"),
         ("--fsdp fsdp2 --cpu_offload", "--cpu_offload requires --backend cuda, this is torchtpu"),
