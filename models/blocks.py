@@ -65,7 +65,6 @@ def combine_parts(
     statistics: torch.Tensor,
     of_part: torch.Tensor,
     part_statistics: torch.Tensor,
-    log_add_exp: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.logaddexp,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention to the keys of two parts together, of attention to each: online softmax.
 
@@ -73,7 +72,10 @@ def combine_parts(
     (..., queries). (Milakov, Gimelshein, arXiv 1805.02867; in a ring: Liu, Zaharia, Abbeel, arXiv
     2310.01889.)
     """
-    together = log_add_exp(statistics, part_statistics)
+    # torch.logaddexp, which neither torch_xla 2.9 nor torch_tpu 0.2.0 has.
+    largest = torch.maximum(statistics, part_statistics)
+    sums = (statistics - largest).exp() + (part_statistics - largest).exp()
+    together = largest + sums.log()
     output = output * (statistics - together).exp()[..., None]
     output += of_part * (part_statistics - together).exp()[..., None]
     return output, together

@@ -237,9 +237,7 @@ class Ring(TokensOverDevices):
             valid = None if valid is None else self._rotated(valid)
             found, total = self.products.forward(q, k, v, valid, scale)
             before = statistics
-            output, statistics = combine_parts(
-                output, statistics, found.float(), total, _log_add_exp
-            )
+            output, statistics = combine_parts(output, statistics, found.float(), total)
         return output, statistics
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
@@ -268,12 +266,6 @@ class Ring(TokensOverDevices):
         batch = x.shape[0] // self.devices
         # In this form the partitioner knows a rotation; what torch.roll becomes it does not.
         return self.mark_parts(torch.cat([x[-batch:], x[:-batch]]))
-
-
-def _log_add_exp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compute torch.logaddexp, which torch_xla 2.9 does not lower."""
-    largest = torch.maximum(a, b)
-    return largest + ((a - largest).exp() + (b - largest).exp()).log()
 
 
 def _after(rows: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
