@@ -1,8 +1,8 @@
 """run_vit_training.py on the GPU backend, counting what a step must not do, and what is left.
 
-On a GPU each `.item()`, and each branch on a tensor, stops the host until the device is
-done. Threads of gloo that live on when Python ends can abort the process. Writes the
-reads of all steps, and the threads left, as JSON to --ckpt_dir/counts_<rank>.json.
+On a GPU or a TPU each `.item()`, each branch on a tensor, and most copies to the host, stop the
+host until the device is done. Threads of gloo that live on when Python ends can abort the process.
+Writes the reads of all steps, and the threads left, as JSON to --ckpt_dir/counts_<rank>.json.
 """
 
 import json
@@ -28,7 +28,10 @@ class CountReads(TorchDispatchMode):
             # Places in a mesh are on the host, on a GPU too; PyTorch 2.14 reads them.
             files = {Path(frame.filename).name for frame in traceback.extract_stack()}
             self.reads += "device_mesh.py" not in files
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.reads += result.device.type == "cpu" != args[0].device.type
+        return result
 
 
 def threads_of_gloo() -> int:

@@ -5,6 +5,7 @@ be compared.
 """
 
 import itertools
+import json
 import subprocess
 
 import pytest
@@ -38,6 +39,13 @@ def test_steady_state(tiny_on_tpu):
     executions = tiny_on_tpu.column("executions")
     (each,) = {after - before for before, after in itertools.pairwise(executions)}
     assert each < 70
+
+
+def test_no_value_is_read_in_a_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROGRAM", "tests.stand_ins.count_at_work")
+    train_tiny_tpu(tmp_path, *"--no-compile --model_ema --max_steps 3".split())
+    found = json.loads((tmp_path / "counts_0.json").read_text())
+    assert found["reads"] == [0] * 6  # forward and backward, then the optimizer
 
 
 def test_eager_blocks_in_two_processes(tiny_on_gpu, tmp_path):
