@@ -99,13 +99,13 @@ class _AfterTorchXla(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
         if name != "torch_xla":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None
         assert spec.loader is not None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            sys.meta_path.remove(self)  # not before: who only asks for the spec imports nothing
             execute(module)
             from . import runtime
 

@@ -23,7 +23,6 @@ def eight_devices(tmp_path_factory):
     return train_tiny(tmp_path_factory.mktemp("eight"), "--max_steps", "8", devices=8)
 
 
-@pytest.mark.rehearse
 def test_one_host(slice_of, tmp_path):
     """Trains, evaluates, saves and resumes, with all that only a TPU is asked."""
     host, run = slice_of(HOST), tmp_path / "run"
