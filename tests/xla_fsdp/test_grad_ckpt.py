@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -137,12 +138,17 @@ def test_offload_moves_each_blocks_input_to_the_host(compiled):
 
 @pytest.mark.long
 def test_none_computes_nothing_twice(compiled):
-    (full, _), (kept, _) = compiled["full"], compiled["none"]
+    (full, _), (kept, hlo) = compiled["full"], compiled["none"]
     block = 2 * 256 * (64 * 12 * 256**2 + 2 * 64**2 * 256)
     mlp_out = 2 * 256 * 64 * 4 * 256**2
     assert full["flops_per_chip"] - kept["flops_per_chip"] == pytest.approx(
         8 * (block - mlp_out) / 4, rel=0.05
     )
-    # Two residuals in fp32; the results of qkv, attention and fc1 in bf16.
-    least = TOKENS * 256 * (2 * 4 + 8 * 2)
-    assert 0.95 * least < kept["peak_hbm_bytes"] < 1.3 * least + full["peak_hbm_bytes"]
+    forward = next(line for line in hlo.splitlines() if " while(" in line)
+    stacks = re.findall(r"(\w+)\[8,64,64,(\d+)\]", forward.partition(" while(")[0])
+    residuals, results = [("f32", "256")] * 2, [("bf16", "768"), ("bf16", "256"), ("bf16", "1024")]
+    assert sorted(stacks) == sorted(residuals + results)  # of qkv, attention and fc1
+    # The compiler may put the residuals, which are the hottest, into vector memory.
+    least = TOKENS * 256 * 8 * 2
+    most = least + TOKENS * 256 * 2 * 4
+    assert 0.95 * least < kept["peak_hbm_bytes"] < 1.3 * most + full["peak_hbm_bytes"]
