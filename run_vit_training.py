@@ -44,14 +44,22 @@ def read_flags(argv: Sequence[str] | None = None) -> Flags:
 
 
 def choose_backend(choice: BackendChoice) -> BackendChoice:
-    """Return the backend that was asked for; for auto a TPU's, else CUDA, else XLA on the CPU."""
+    """Return the backend that was asked for; for auto a TPU's, else CUDA, else XLA on the CPU.
+
+    Raises UsageError for XLA without torch_xla.
+    """
+    has_xla = importlib.util.find_spec("torch_xla") is not None
+    if choice == "xla" and not has_xla:
+        raise errors.UsageError(
+            "--backend xla requires the package torch_xla: "
+            "python3 -m pip install -r requirements-tpu.txt"
+        )
     if choice != "auto":
         return choice
     from torch_fsdp.devices import Cuda, Tpu
     from xla_fsdp.resolve_xla import device_type
 
     found: BackendChoice
-    has_xla = importlib.util.find_spec("torch_xla") is not None
     if has_xla and device_type() == "TPU":
         found, package = "xla", "torch_xla"
     elif Tpu.is_available():

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from config_fields import Flag, flag_of, not_empty
 from training.config import PlanConfig, UseConfig
-from training.errors import UsageError
+from training.errors import UsageError, prints_here
 
 if TYPE_CHECKING:
     from training.config import RunConfig
@@ -220,7 +220,7 @@ def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -
 _LARGEST_FILE = 2**20  # bytes
 
 
-class _Mistake(Exception):
+class _Mistake(UsageError):
     """Raised for a command line that cannot be read; the message is one line."""
 
 
@@ -422,7 +422,9 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
                 except argparse.ArgumentTypeError as error:
                     raise _Mistake(f"{env} of the environment: {error}") from None
     except _Mistake as mistake:
-        parser.exit(2, f"{PROGRAM}: error: {mistake} (see --help)\n")
+        if prints_here(mistake):
+            print(f"{PROGRAM}: error: {mistake} (see --help)", file=sys.stderr)
+        sys.exit(2)
     return {name: from_values(config, values) for name, config in configs.items()}
 
 

@@ -1,5 +1,6 @@
 """A user's mistake: one clear line, exit code 2, no device started, nothing written."""
 
+import contextlib
 import importlib.util
 import shutil
 import subprocess
@@ -209,7 +210,13 @@ def test_a_flag_of_another_backend_beside_the_environment(capsys, tmp_path, monk
     assert words.startswith("--min_lr 2 is above --lr 1")
 
 
-@pytest.mark.parametrize("package", ["libtpu", "jaxlib"])
+def test_xla_without_torch_xla(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    words = complaint(capsys, tmp_path / "ckpt", "--backend", "xla")
+    assert words.startswith("--backend xla requires the package torch_xla: python3 -m pip install")
+
+
+@pytest.mark.parametrize("package", ["torch_xla", "libtpu", "jaxlib"])
 def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
     need_xla()
     monkeypatch.setitem(sys.modules, package, None)
@@ -333,14 +340,16 @@ def test_wandb_with_a_login(login, tmp_path, monkeypatch):
     on_xla("--wandb p")
 
 
+@pytest.mark.parametrize("mistake", ["--image_size 15", "--batch_size none"])
 @pytest.mark.parametrize(("local_rank", "lines"), [("1", 0), ("0", 1)])
 def test_only_the_first_process_of_a_node_complains(
-    local_rank, lines, capsys, tmp_path, monkeypatch
+    local_rank, lines, mistake, capsys, tmp_path, monkeypatch
 ):
     """What is wrong may be wrong on that node alone."""
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert run_vit_training.main(["--image_size", "15", "--ckpt_dir", str(tmp_path / "x")]) == 2
+    with contextlib.suppress(SystemExit):
+        assert run_vit_training.main([*mistake.split(), "--ckpt_dir", str(tmp_path / "x")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == lines
 
 

@@ -44,8 +44,8 @@ def prepare_jax() -> None:
 
 
 def check_installed() -> None:
-    """Raise UsageError if libtpu or jaxlib is missing."""
-    for name in ("libtpu", "jax", "jaxlib"):
+    """Raise UsageError if torch_xla, libtpu or jaxlib is missing."""
+    for name in ("torch_xla", "libtpu", "jax", "jaxlib"):
         if importlib.util.find_spec(name) is None:
             raise UsageError(
                 f"--compile_only requires {name}: python3 -m pip install -r requirements-tpu.txt"
