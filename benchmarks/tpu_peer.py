@@ -44,8 +44,8 @@ GOAL = 0.85
 BEGIN, END = "<!-- begin: make tpu-peer -->", "<!-- end: make tpu-peer -->"
 _SET_FOR_LIBTPU = """
 import json, os, sys
-from xla_fsdp.tpu import as_on_a_tpu
-print(json.dumps(as_on_a_tpu(int(sys.argv[1]), os.environ.get("LIBTPU_INIT_ARGS", ""))))
+from xla_fsdp.tpu import as_on_a_tpu, parse_topology
+print(json.dumps(as_on_a_tpu(parse_topology(sys.argv[1]), os.environ.get("LIBTPU_INIT_ARGS", ""))))
 """
 
 
@@ -114,8 +114,8 @@ def compare(row: str, residual: str, kept: Kept) -> Pair:
 def peer(path: Path, where: list[str], scores: str) -> dict[str, Any]:
     """Compile the peer with the flags for libtpu that the program sets; keep its figures."""
     if not path.exists():
-        generation = where[where.index("--tpu_topology") + 1][1]
-        flags = [sys.executable, "-c", _SET_FOR_LIBTPU, generation]
+        topology = where[where.index("--tpu_topology") + 1]
+        flags = [sys.executable, "-c", _SET_FOR_LIBTPU, topology]
         set_ = subprocess.run(flags, cwd=ROOT, capture_output=True, text=True, check=True)
         done = subprocess.run(
             [sys.executable, str(ROOT / PEER), *where, "--scores_dtype", scores],

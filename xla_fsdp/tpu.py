@@ -275,31 +275,36 @@ _NOT_ON_V4 = {
     # tiles (docs/tpu_speed.md). It is half of what a v5p has, a quarter of v5e's and v6e's.
     "xla_tpu_scoped_vmem_limit_kib": "32768",
     # Whole gradients are reduced while the next ones are computed, not in between. For v4 the
-    # compiler takes many times as long with these (libtpu 0.0.21).
+    # compiler takes many times as long with it (libtpu 0.0.21).
     "xla_enable_async_all_reduce": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
-_ONLY_V5E_IN_NEWER = {"xla_tpu_enable_async_collective_fusion_fuse_all_reduce"}
-"""Ours that the newer libtpu refuses on all chips but v5e."""
-_ON_TPU7X = {
+_OF_CHIP = {
+    # The other half of that: products that reduce on the side. libtpu 0.0.52 says that on other
+    # chips than v5e it may lead to incorrect results; 0.0.21 takes it there and says nothing.
+    "v5litepod": {"xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true"},
     # As in Google's own recipes (AI-Hypercomputer/tpu-recipes, training/ironwood).
-    "xla_tpu_scoped_vmem_limit_kib": "65536",
+    "tpu7x": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
+}
+_AS_TORCH_XLA = {
+    # torch_xla sets these on v5e and v5p. Without the first, gathers become all-reduces there.
+    "xla_enable_async_all_gather": "true",
+    "xla_enable_async_collective_permute": "true",
 }
 _START = Path(__file__).with_name("libtpu_start.py")
 _START_SECONDS = 60
 
 
-def set_for_this_tpu(generation: int | None = None) -> None:
+def set_for_this_tpu(kind: str | None = None) -> None:
     """Add our own flags where neither the user nor torch_xla has set them.
 
     To be called after torch_xla was imported, which adds its own, and before libtpu starts.
+    ``kind`` is the chip's name in accelerator types; default: this host's.
     """
-    generation = generation or torch_xla_private.host_tpu().version()
-    os.environ[VARIABLE] = _with_ours(os.environ.get(VARIABLE, ""), _ours(generation))
+    os.environ[VARIABLE] = _with_ours(os.environ.get(VARIABLE, ""), _ours(kind or kind_here()))
 
 
-def _ours(generation: int) -> dict[str, str]:
-    return _OURS | ({} if generation == 4 else _NOT_ON_V4)
+def _ours(kind: str) -> dict[str, str]:
+    return _OURS | ({} if kind == "v4" else _NOT_ON_V4) | _OF_CHIP.get(kind, {})
 
 
 def _with_ours(given: str, ours: dict[str, str]) -> str:
@@ -312,15 +317,12 @@ def _with_ours(given: str, ours: dict[str, str]) -> str:
 def for_newer_libtpu(topology: Topology, given: str) -> dict[str, str]:
     """Return the variables of the environment for a process that compiles with the newer libtpu.
 
-    torch_xla does not run with it, so none are its own. ``given`` is the value that the user has
-    set.
+    torch_xla does not run with it, so it sets none. ``given`` is the value that the user has set.
     """
-    ours, chip = _ours(topology.generation), topology.chip
-    if chip is not CHIPS["v5e"]:
-        ours = {name: value for name, value in ours.items() if name not in _ONLY_V5E_IN_NEWER}
-    if chip is CHIPS["tpu7x"]:
-        ours |= _ON_TPU7X
-    joined = {"TPU_MEGACORE": "megacore_dense"} if chip is CHIPS["v4"] else {}
+    ours = _ours(topology.chip.kind)
+    if topology.generation == 5:
+        ours |= _AS_TORCH_XLA
+    joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
     return {
         VARIABLE: _with_ours(given, ours),
         "TPU_LIBRARY_PATH": str(NEWER_LIBRARY),
@@ -328,8 +330,8 @@ def for_newer_libtpu(topology: Topology, given: str) -> dict[str, str]:
     }
 
 
-def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:
-    """Return the variables of the environment that a run on such a TPU sets for libtpu.
+def as_on_a_tpu(topology: Topology, given: str) -> dict[str, str]:
+    """Return the variables of the environment that a run on such a slice sets for libtpu.
 
     First torch_xla's own, then ours. ``given`` is the value that the user has set.
     """
@@ -338,8 +340,8 @@ def as_on_a_tpu(generation: int, given: str) -> dict[str, str]:
     before = dict(os.environ)
     try:
         os.environ[VARIABLE] = given
-        torch_xla_private.set_libtpu_defaults(generation)
-        set_for_this_tpu(generation)
+        torch_xla_private.set_libtpu_defaults(topology.generation)
+        set_for_this_tpu(topology.chip.kind)
         return {key: value for key, value in os.environ.items() if before.get(key) != value}
     finally:
         os.environ.clear()

@@ -14,6 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+SLICES = {"v4-8": "v4:2x2x1", "v5litepod-8": "v5e:2x4", "v5p-8": "v5p:2x2x1", "v6e-8": "v6e:2x4"}
+
 chip = Path(tempfile.mkdtemp()) / "chip"
 chip.mkdir()
 (chip / "vendor").write_text("0x1ae0\n")
@@ -38,7 +40,7 @@ from xla_fsdp import tpu  # noqa: E402
 
 tpu.set_for_this_tpu()
 run = dict(os.environ)
-compile_only = run | tpu.as_on_a_tpu(int(kind[1]), given)
+compile_only = run | tpu.as_on_a_tpu(tpu.parse_topology(SLICES[kind]), given)
 tpu.check()
 names = (tpu.VARIABLE, "TPU_MEGACORE")
 told = [{name: each.get(name) for name in names} for each in (run, compile_only)]

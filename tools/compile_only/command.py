@@ -79,7 +79,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     if newer:
         variables = tpu.for_newer_libtpu(topology, libtpu_args)
     else:
-        variables = tpu.as_on_a_tpu(topology.generation, libtpu_args)
+        variables = tpu.as_on_a_tpu(topology, libtpu_args)
     graphs = _compile_graphs(step, links, libtpu, variables)
     report = make_report(
         topology=topology,
