@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
 
     def clip_spoiled(backend, max_norm):
         if now[1] == "norm" and backend.rank == backend.world_size - 1:
-            part = next(part for part in backend._locals.values() if part.numel())
-            part.grad.view(-1)[0] = float("inf")
+            grads = (part.grad for part in backend._locals.values())
+            next(g for g in grads if g is not None and g.numel()).view(-1)[0] = float("inf")
         return clip(backend, max_norm)
 
     def step_or_not(backend, lr, max_norm, loss):
