@@ -52,6 +52,7 @@ NOT_ON_THE_HOST = {
     "--attention whole": NO_KERNELS,
     "--grad_ckpt offload": "XLA's partitioner for the CPU knows no memory of a host; see below",
     "--backend cuda": "another backend",
+    "--backend torchtpu": "another backend: tests/torchtpu",
     "--precision fp16": "GPUs only",
     "--profile 1:2": "GPUs only",
     "--domain_attention ulysses": "GPUs only",
@@ -175,10 +176,10 @@ def test_on_gpus(form, data, tmp_path, monkeypatch):
     program = (
         ["-m", "tests.stand_ins.megatron_on_cpu"] if form == "megatron" else ["run_vit_training.py"]
     )
-    known = by_field(RunConfig, OWN["cuda"])
+    known = by_field(RunConfig, OWN["torch"])
     fields = known.keys() - (OF_TEACHERS if form == "megatron" else set())
     refused = NOT_ON_GPUS | NOT_IN_FORM[form]
-    lines = lines_of("cuda", data, resolve, refused, fields, base, form=("backend", "fsdp"))
+    lines = lines_of("torch", data, resolve, refused, fields, base, form=("backend", "fsdp"))
     said = []
     for number, line in enumerate(lines):
         run = tmp_path / f"run_{number}"
