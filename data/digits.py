@@ -63,7 +63,7 @@ def _source(
 
 def check_classes(request: DatasetRequest) -> None:
     """Raises DataFolderError if the model has fewer classes than there are digits."""
-    if request.num_classes < len(CLASSES):
+    if request.most_classes < len(CLASSES):
         raise DataFolderError(
             f"the digits have 10 classes, more than --num_classes {request.num_classes}"
         )

@@ -43,4 +43,5 @@ class Zeros(Split):
         return ConstantLoader(full + 1, (images, labels), last)
 
     def facts(self) -> dict[str, Any]:
-        return {f"the number of {'training' if self.is_train else 'validation'} images": len(self)}
+        kind = "training" if self.name == "train" else "validation"
+        return {f"the number of {kind} images": len(self)}

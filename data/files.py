@@ -41,6 +41,10 @@ class DataFolderError(Exception):
         super().__init__(printable(message))
 
 
+class MissingSplitError(DataFolderError):
+    """Raised where there is nothing of a split at all: without labels, val/ may be missing."""
+
+
 class BrokenImageError(Exception):
     """Raised for one image file of many that cannot be used; the message is the reason."""
 

@@ -1,5 +1,8 @@
 """The source of images in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``.
 
+Without labels they are anywhere below ``<root>/train`` and, if it is there, ``<root>/val``, or
+below a ``<root>`` that has neither.
+
 The root is a folder, or a URL such as gs://bucket/folder (``data/files.py``).
 """
 
@@ -16,8 +19,9 @@ def open_folder(request: DatasetRequest) -> DataSource:
     Raises DataFolderError, see ``index_split``.
     """
     transforms, root = transforms_of(request), request.config.data_dir
-    check_folder(root, request.num_classes, request.splits)
-    splits = {name: FolderSplit(request, name, each) for name, each in transforms.items()}
+    if request.labels:
+        check_folder(root, request.num_classes, request.splits)
+    splits = request.of_splits(lambda name: FolderSplit(request, name, transforms[name]))
     return source_of(request, root, splits)
 
 
@@ -26,7 +30,7 @@ class FolderSplit(ImageSplit):
 
     def __init__(self, request: DatasetRequest, name: str, transform: Transform) -> None:
         """Index the split's images. Raises DataFolderError, see ``cached_split``."""
-        self.index = found = cached_split(request.config, name)
+        self.index = found = cached_split(request.config, name, labels=request.labels)
         super().__init__(request, name, transform, found.labels, found.classes, found.left_out)
 
     def name_of(self, number: int) -> str:

@@ -1,8 +1,8 @@
 """Which files of a split are images of which class; and index files that spare finding it again.
 
-The images are found in class folders (``index_split``) or listed by a CSV table
-(``read_labels``). What was found among many files is saved as arrays in an index file
-(``load_or_build``), which all processes map into memory.
+The images are found in class folders, or anywhere below one folder if they have no labels
+(``index_split``), or a CSV table lists them (``read_labels``). What was found among many files is
+saved as arrays in an index file (``load_or_build``), which all processes map into memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from data import files
 from data.config import DataConfig
-from data.files import DataFolderError, is_url, printable, reason_of
+from data.files import DataFolderError, MissingSplitError, is_url, printable, reason_of
 
 SPLITS = ("train", "val")
 
@@ -109,13 +109,15 @@ def load_or_build(
     change: Callable[[Table], str | None],
     *,
     counted: str,
+    beside: bool = True,
 ) -> Table:
     """Return the table in the index file ``name``; if it is unusable, build it, and save it.
 
-    The file is in ``--index_dir``, or else beside the images, or else, as for URLs, in the cache
-    folder: in the first of them that can be written to. It is saved for many images (the array
-    ``counted`` has a number for each), for those at a URL, and with ``--index_dir``; but not if
-    the table's info has "settled": False. One process of this host builds it, and the others wait.
+    The file is in ``--index_dir``, or else beside the images, or else, as for URLs and without
+    ``beside``, in the cache folder: in the first of them that can be written to. It is saved for
+    many images (the array ``counted`` has a number for each), for those at a URL, and with
+    ``--index_dir``; but not if the table's info has "settled": False. One process of this host
+    builds it, and the others wait.
 
     ``of``: the folder or URL that is indexed. ``change`` returns what has changed there since a
     table was built, None if nothing has.
@@ -130,8 +132,9 @@ def load_or_build(
     if config.index_dir is not None:
         paths = [Path(config.index_dir) / marked]
     else:
-        beside = [] if is_url(root) else [Path(root) / ".vit_fsdp_index" / name]
-        paths = [*beside, files.cache_folder() / marked]
+        paths = [files.cache_folder() / marked]
+        if beside and not is_url(root):
+            paths.insert(0, Path(root) / ".vit_fsdp_index" / name)
 
     def load() -> tuple[Table | None, str | None]:
         """Return the saved table, or why it is unusable; neither if there is none."""
@@ -237,8 +240,8 @@ def _one_at_a_time(of: str) -> Iterator[None]:
 class FolderIndex:
     """The images of one split, in the order of torchvision's ``ImageFolder``."""
 
-    classes: list[str]
-    """The names of the classes, by label."""
+    classes: list[str] | None
+    """The names of the classes, by label; None for images without labels."""
     paths: Strings
     """The paths or URLs of the images, in their folder."""
     labels: np.ndarray
@@ -291,6 +294,27 @@ def check_folder(
         raise DataFolderError(f"{root} has {found} classes, --num_classes is {num_classes}")
 
 
+def folder_of_images(root: str, split: str) -> str:
+    """Return the folder of a split's images that have no labels: they are anywhere below it.
+
+    It is the one with the split's name or, without folders of train and val, the root itself, whose
+    images are all for training. Raises MissingSplitError if there is none.
+    """
+    if not root:
+        raise DataFolderError("--data_dir is empty: give the folder that holds the images")
+    there = {name for name in SPLITS if class_folders(root, name) is not None}
+    if split in there:
+        return os.path.join(root, split)
+    if there or split != "train":
+        raise MissingSplitError(
+            f"{os.path.join(root, split)} is not a folder: images without labels are in "
+            f"{split}/, or all images for training in a --data_dir without train/ and val/"
+        )
+    if class_folders(root, "") is None:
+        raise DataFolderError(f"--data_dir {root} is not a folder")
+    return root.rstrip("/")
+
+
 def class_folders(root: str, split: str) -> list[str] | None:
     """Return the names of a split's classes by label; None if there is no such folder.
 
@@ -305,19 +329,26 @@ def class_folders(root: str, split: str) -> list[str] | None:
 
 
 def cached_split(
-    config: DataConfig, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS
+    config: DataConfig,
+    split: str,
+    suffixes: tuple[str, ...] = IMG_EXTENSIONS,
+    *,
+    labels: bool = True,
 ) -> FolderIndex:
     """Return what ``index_split`` returns, read from an index file if the split has not changed.
 
     A split on disk has changed if a folder has another modification time than when it was listed,
     as it has when a file is added, removed or renamed in it; one at a URL, if it has other class
-    folders. Raises DataFolderError, see ``index_split`` and ``load_or_build``.
+    folders. Raises DataFolderError, see ``index_split``, ``folder_of_images`` and
+    ``load_or_build``.
     """
-    root, top = config.data_dir, os.path.join(config.data_dir, split)
+    root = config.data_dir
+    top = os.path.join(root, split) if labels else folder_of_images(root, split)
+    name = split if labels else f"{split}-without-labels"
 
     def build() -> Table:
         started = time.time()
-        index = index_split(root, split, suffixes)
+        index = index_split(top, suffixes, labels=labels)
         folders = Strings.of(os.path.relpath(folder, top) for folder in index.folders)
         changed = np.array([os.stat(folder).st_mtime_ns for folder in index.folders], np.int64)
         # A file that is added right after a folder was listed may not change the folder's time:
@@ -326,14 +357,16 @@ def cached_split(
         names = index.paths
         arrays = {"names": names.content, "ends of names": names.ends, "labels": index.labels}
         arrays |= {"folders": folders.content, "ends of folders": folders.ends, "changed": changed}
-        info = {"classes": index.classes, "left_out": index.left_out, "settled": is_settled}
+        # Without labels the folders at a URL are listed only to see whether they have changed.
+        listed = files.subfolders(top) if is_url(root) and not labels else index.classes
+        info = {"classes": listed, "left_out": index.left_out, "settled": is_settled}
         return Table(arrays, info | {"suffixes": list(suffixes)})
 
     def change(table: Table) -> str | None:
         if table.info["suffixes"] != list(suffixes):
             return "other files count as images now"
         if is_url(root):
-            same = class_folders(root, split) == table.info["classes"]
+            same = files.subfolders(top) == table.info["classes"]
             return None if same else "the class folders are others"
         folders = Strings(table.arrays["folders"], table.arrays["ends of folders"])
         for folder, before in zip(folders, table.arrays["changed"].tolist(), strict=True):
@@ -344,61 +377,80 @@ def cached_split(
                 return f"{printable(os.path.normpath(path))} has changed"
         return None
 
-    table = load_or_build(config, split, top, build, change, counted="labels")
+    # Writing an index beside images would change their folder, if they are in the root itself.
+    is_root = top == root.rstrip("/")
+    table = load_or_build(config, name, top, build, change, counted="labels", beside=not is_root)
     paths = Strings(table.arrays["names"], table.arrays["ends of names"], top)
     left_out = Counter[str](table.info["left_out"])
-    return FolderIndex(table.info["classes"], paths, table.arrays["labels"], left_out)
+    classes = table.info["classes"] if labels else None
+    return FolderIndex(classes, paths, table.arrays["labels"], left_out)
 
 
-def index_split(root: str, split: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS) -> FolderIndex:
-    """Find the images of a split, in its class folders and any folder below them, in one walk.
+def index_split(
+    top: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS, *, labels: bool = True
+) -> FolderIndex:
+    """Find the images of the split in ``top``, a folder or URL, in one walk.
 
-    The names of images end in one of ``suffixes``, in small or capital letters. Links to folders
-    are followed. Raises DataFolderError for a folder that cannot be read, for a class without
-    images, and where a link makes the same images count twice.
+    They are in class folders and any folder below them; without ``labels`` in ``top`` and any
+    folder below it, and have label 0. The names of images end in one of ``suffixes``, in small or
+    capital letters. Links to folders are followed. Raises DataFolderError for a folder that cannot
+    be read, for a class, or a folder, without images, and where a link makes the same images count
+    twice.
     """
-    top, left_out = os.path.join(root, split), Counter[str]()
-    reached: dict[str, str] = {}
-    classes = _classes_at_url(top, left_out) if is_url(root) else _classes(top, left_out, reached)
-    names, labels, empty = [], array("i"), []
+    left_out, reached = Counter[str](), dict[str, str]()
+    if is_url(top):
+        classes = _classes_at_url(top, left_out, labels)
+    elif labels:
+        classes = _classes(top, left_out, reached)
+    else:
+        classes = _all_files(top, reached)
+    names, labels_of, empty = [], array("i"), []
 
     def images() -> Iterator[str]:
         for label, (name, inside) in enumerate(classes):
             names.append(name)
-            before = len(labels)
+            before = len(labels_of)
             for path, may_be_read in inside:
                 if may_be_read and path.lower().endswith(suffixes):
-                    labels.append(label)
+                    labels_of.append(label)
                     yield path[len(top) + 1 :]
                 else:
                     left_out[os.path.splitext(path)[1].lower() or "no extension"] += 1
-            if len(labels) == before:
+            if len(labels_of) == before:
                 empty.append(name)
 
     paths = Strings.of(images(), top)
+    numbers, folders = np.array(labels_of, np.int32), [*reached.values()]
+    if not labels:
+        if not len(paths):
+            raise DataFolderError(f"{top} holds no images ({', '.join(suffixes)})")
+        return FolderIndex(None, paths, numbers, left_out, folders)
     if empty:
         raise DataFolderError(
             f"{top} has class folders without images: {_first_of(empty)}; add images "
             f"({', '.join(suffixes)}) or remove them"
         )
-    return FolderIndex(names, paths, np.array(labels, np.int32), left_out, [*reached.values()])
+    return FolderIndex(names, paths, numbers, left_out, folders)
 
 
 _Class = tuple[str, Iterable[tuple[str, bool]]]
 """The name of a class; and its files in order: each one's path, and whether it can be read."""
 
 
-def _classes_at_url(top: str, left_out: Counter[str]) -> Iterator[_Class]:
-    """Yield the classes at a URL, with their files in the order of a folder's."""
+def _classes_at_url(top: str, left_out: Counter[str], labels: bool) -> Iterator[_Class]:
+    """Yield the classes at a URL, with their files in the order of a folder's; without ``labels``
+    one class of all files."""
     by_class: dict[str, list[tuple[str, str]]] = {}
     for file in files.find_files(top):
         folder, _, name = file.rpartition("/")
-        if folder:
-            by_class.setdefault(folder.partition("/")[0], []).append((folder, name))
+        if folder or not labels:
+            found = folder.partition("/")[0] if labels else ""
+            by_class.setdefault(found, []).append((folder, name))
         else:
             left_out["in no class folder"] += 1
     for name in sorted(by_class):
-        yield name, ((f"{top}/{folder}/{file}", True) for folder, file in sorted(by_class[name]))
+        files_of = ("/".join(filter(None, each)) for each in sorted(by_class[name]))
+        yield name, ((f"{top}/{file}", True) for file in files_of)
 
 
 def _classes(top: str, left_out: Counter[str], reached: dict[str, str]) -> Iterator[_Class]:
@@ -417,17 +469,31 @@ def _classes(top: str, left_out: Counter[str], reached: dict[str, str]) -> Itera
             )
         left_out["in no class folder"] += 1
     for folder in tqdm(folders, f"listing {top}", unit=" classes", delay=5, disable=None):
-        found = sorted(_walk(folder, reached), key=lambda found: found[0])
+        yield folder.name, _files(_walk(folder, reached))
+
+
+def _all_files(top: str, reached: dict[str, str]) -> Iterator[_Class]:
+    """Yield one class, of all files in a folder; ``reached`` is as for ``_classes``."""
+    reached[os.path.realpath(top)] = top
+    folders, files_here = list[os.DirEntry[str]](), list[os.DirEntry[str]]()
+    for entry in _scan(top):
+        (folders if _is_folder(entry) else files_here).append(entry)
+    below = (each for folder in folders for each in _walk(folder, reached))
+    yield "", _files(itertools.chain([(top, files_here)], below))
+
+
+_Listed = tuple[str, list[os.DirEntry[str]]]
+"""The path of a folder, and the files in it, sorted by name."""
+
+
+def _files(folders: Iterable[_Listed]) -> Iterator[tuple[str, bool]]:
+    """Yield the files of ``folders``, as ``_Class`` has them."""
+    for _, inside in sorted(folders, key=lambda found: found[0]):
         # Reading a pipe would wait for ever. What a link leads to is checked when it is read.
-        yield (
-            folder.name,
-            ((e.path, e.is_symlink() or e.is_file()) for _, inside in found for e in inside),
-        )
+        yield from ((entry.path, entry.is_symlink() or entry.is_file()) for entry in inside)
 
 
-def _walk(
-    folder: os.DirEntry[str], reached: dict[str, str]
-) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+def _walk(folder: os.DirEntry[str], reached: dict[str, str]) -> Iterator[_Listed]:
     """Yield ``folder`` and each folder below it: its path and its files, sorted by name."""
     real, real_parent = (os.path.realpath(each) for each in (folder, os.path.dirname(folder)))
     if folder.is_symlink() and os.path.commonpath([real, real_parent]) == real:

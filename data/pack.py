@@ -7,6 +7,7 @@ run trains on the same as from the folder. The same folder gives the same shards
 """
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -21,8 +22,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from config_fields import local_path, not_empty
-from data.files import DataFolderError, is_url, printable, reason_of, regular
-from data.index import SPLITS, FolderIndex, check_folder, index_split
+from data.files import DataFolderError, MissingSplitError, is_url, printable, reason_of, regular
+from data.index import SPLITS, FolderIndex, check_folder, folder_of_images, index_split
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,16 @@ class _Job:
     """The path and the label of each image."""
     size: int
     """The expected size in bytes."""
+    labels: bool
+    """Whether the labels are written."""
 
 
-def pack(source: str, target: Path, shard_size: int, workers: int) -> list[Path]:
+def pack(
+    source: str, target: Path, shard_size: int, workers: int, *, labels: bool = True
+) -> list[Path]:
     """Write the image folder ``source`` as shards of at most ``shard_size`` bytes; return them.
+
+    Without ``labels`` its images need no class folders, and it needs no val/.
 
     They are written under another name first and renamed, so that an interrupted run leaves no
     half-filled folder. Raises DataFolderError.
@@ -48,15 +55,22 @@ def pack(source: str, target: Path, shard_size: int, workers: int) -> list[Path]
         raise DataFolderError(f"{source} is a URL: pack a folder on a disk of this host")
     if target.exists():
         raise DataFolderError(f"{target} is there already: give another name")
-    check_folder(source, num_classes=2**31)
+    folders = {split: os.path.join(source, split) for split in SPLITS}
+    if labels:
+        check_folder(source, num_classes=2**31)
+    else:
+        folders = {"train": folder_of_images(source, "train")}
+        with contextlib.suppress(MissingSplitError):
+            folders["val"] = folder_of_images(source, "val")
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     jobs: list[_Job] = []
-    for split in SPLITS:
-        index = index_split(source, split)
+    for split, folder in folders.items():
+        index = index_split(folder, labels=labels)
         (partial / split).mkdir(parents=True)
         jobs += _jobs(index, partial / split, shard_size)
-    (partial / "classes.json").write_text(json.dumps(index.classes))
+    if labels:
+        (partial / "classes.json").write_text(json.dumps(index.classes))
     bar = tqdm(total=sum(job.size for job in jobs), unit="B", unit_scale=True, disable=None)
     with bar, ProcessPoolExecutor(workers) as pool:
         for size in pool.map(_write, jobs):
@@ -71,12 +85,14 @@ def _jobs(index: FolderIndex, folder: Path, shard_size: int) -> Iterator[_Job]:
     first = number = size = 0
 
     def job() -> _Job:
-        return _Job(folder / f"{folder.name}-{number:06}.tar", first, files, size)
+        path = folder / f"{folder.name}-{number:06}.tar"
+        return _Job(path, first, files, size, index.classes is not None)
 
     block = tarfile.BLOCKSIZE
     for path, label in zip(index.paths, index.labels.tolist(), strict=True):
-        # Two headers, the label in a block of its own, and the image in as many as it fills.
-        added = 3 * block + -(-os.path.getsize(path) // block) * block
+        # A header, and the image in as many blocks as it fills; the label has one of each.
+        headers = 1 if index.classes is None else 3
+        added = (headers - (-os.path.getsize(path) // block)) * block
         if files and size + added > shard_size - tarfile.RECORDSIZE:
             yield job()
             first, number, size, files = first + len(files), number + 1, 0, []
@@ -94,7 +110,9 @@ def _write(job: _Job) -> int:
         for number, (path, label) in enumerate(job.files, job.first):
             suffix = os.path.splitext(path)[1].lower()
             with open(path, "rb", opener=regular) as image:
-                contents = {suffix: image.read(), ".cls": str(label).encode()}
+                contents = {suffix: image.read()}
+            if job.labels:
+                contents[".cls"] = str(label).encode()
             for ending, content in contents.items():
                 member = tarfile.TarInfo(f"{number:08}{ending}")
                 member.size = len(content)
@@ -131,9 +149,20 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=_workers, default="4", help="number of processes that write (default: 4)"
     )
+    parser.add_argument(
+        "--without_labels",
+        action="store_true",
+        help="pack images without class folders, anywhere below train/ and val/, or below source",
+    )
     args = parser.parse_args()
     try:
-        shards = pack(args.source, args.target, args.shard_size, args.workers)
+        shards = pack(
+            args.source,
+            args.target,
+            args.shard_size,
+            args.workers,
+            labels=not args.without_labels,
+        )
     except (DataFolderError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError):

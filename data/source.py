@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from torch.utils.data import Dataset
 
 from data import loader
 from data.config import OPENED_BY, DataConfig
-from data.files import BrokenImageError, DataFolderError, printable
+from data.files import BrokenImageError, DataFolderError, MissingSplitError, printable
 
+Found = TypeVar("Found")
 FILES = "the names or order of the files in train/"
 """The name in ``DataSource.order`` of the checksum that also depends on where images are stored."""
 
@@ -38,6 +39,12 @@ class DatasetRequest:
     seed: int
     with_train: bool = True
     """Whether training images are needed beside those for validation."""
+    labels: bool = True
+    """Whether images need labels. Without, every image has label 0, whatever is stored with it, and
+    where there are training images, there may be none for validation."""
+    augment: bool = True
+    """Whether training images are shuffled and augmented; else they are read as validation images
+    are: each once, in order, unreadable ones left out."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,6 +56,30 @@ class DatasetRequest:
         """Return the names of the splits that are needed."""
         return ("train", "val") if self.with_train else ("val",)
 
+    @property
+    def most_classes(self) -> int:
+        """Return how many classes the images may have: any number without labels."""
+        return self.num_classes if self.labels else ANY_CLASSES
+
+    def of_splits(self, find: Callable[[str], Found]) -> dict[str, Found]:
+        """Return what ``find`` returns for the name of each split that is needed, by these names.
+
+        ``find`` raises MissingSplitError if there is nothing of a split: it is left out if it may
+        be missing.
+        """
+        found = {}
+        for name in self.splits:
+            try:
+                found[name] = find(name)
+            except MissingSplitError:
+                if self.labels or not found:
+                    raise
+        return found
+
+
+ANY_CLASSES = 2**31
+"""More classes than there are: labels are int32."""
+
 
 def open_data(request: DatasetRequest) -> DataSource:
     """Open the source that ``--data_source`` names.
@@ -58,7 +89,8 @@ def open_data(request: DatasetRequest) -> DataSource:
     module, _, name = OPENED_BY[request.config.data_source].partition(":")
     open_source: Callable[[DatasetRequest], DataSource] = getattr(import_module(module), name)
     source = open_source(request)
-    if request.with_train and source.train_length < request.config.batch_size:
+    drops_last = request.with_train and request.augment
+    if drops_last and source.train_length < request.config.batch_size:
         raise DataFolderError(
             f"{source.name} has {source.train_length} training images, fewer than one batch: "
             f"use --batch_size {source.train_length} or less"
@@ -94,9 +126,12 @@ class Split(Dataset):
         """``labels``: of the images, in order; an array where there may be millions. ``classes``:
         their names by label, if there are any. ``left_out``: how many files are not images, by
         extension."""
+        if not request.labels:
+            labels, classes = np.broadcast_to(np.int32(0), len(labels)), None
         self.request, self.name, self.labels, self.classes = request, name, labels, classes
         self.left_out = left_out or Counter[str]()
-        self.seed, self.is_train = request.seed, name == "train"
+        self.seed, self.is_train = request.seed, name == "train" and request.augment
+        """``is_train``: images are shuffled, augmented, and replaced if they are broken."""
         self.shape = request.shape
         """The shape of what ``make`` returns."""
         self.rows = range(request.size[0])
@@ -142,6 +177,12 @@ class Split(Dataset):
                 )
         return torch.zeros(self.shape, dtype=self.dtype), loader.PADDING, bad
 
+    def numbered(self) -> Self:
+        """Return the same images, each with its number in place of its label."""
+        part = copy.copy(self)
+        part.labels = range(len(self))
+        return part
+
     def of_rows(self, rows: range) -> Dataset:
         """Return only these rows of the same images, with the same random augmentations."""
         if not self.reads_rows:
@@ -183,11 +224,12 @@ class Split(Dataset):
     def facts(self) -> dict[str, Any]:
         """Return what the images are and, beside flags, their order, under names for a person to
         read."""
-        kind = "training" if self.is_train else "validation"
+        is_train = self.name == "train"
+        kind = "training" if is_train else "validation"
         labels = np.ascontiguousarray(self.labels, np.int64).data
         return {
             f"the number of {kind} images": len(self),
-            FILES if self.is_train else "the names or order of the files in val/": self.digest(),
+            FILES if is_train else "the names or order of the files in val/": self.digest(),
             f"the checksum of the {kind} images' labels": xxhash.xxh3_64_hexdigest(labels),
         }
 
@@ -227,19 +269,24 @@ class DataSource:
     """
 
     def __init__(self, name: str, splits: Mapping[str, Split], remark: str = "") -> None:
-        """``splits``: those of the request, by name. ``remark``: the end of its line in the log."""
+        """``splits``: those of the request, by name; without labels "val" may be missing.
+        ``remark``: the end of its line in the log."""
         self.name, self.splits, self._remark = name, splits, remark
-        val = splits["val"]
-        self.classes, self.reads_rows, self.decodes = val.classes, val.reads_rows, val.decodes
-        self.train_length = len(splits["train"]) if "train" in splits else 0
-        self.val_length = len(val)
+        one = next(iter(splits.values()))
+        self.classes, self.reads_rows, self.decodes = one.classes, one.reads_rows, one.decodes
+        self.train_length, self.val_length = (
+            len(splits[each]) if each in splits else 0 for each in ("train", "val")
+        )
 
     def train_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
         """Return the loader of training images, see ``Split.batches``; it starts at any batch."""
         return self.splits["train"].batches(batch_size, share)
 
     def val_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
-        """Return the loader of validation images, see ``Split.batches``."""
+        """Return the loader of validation images, see ``Split.batches``.
+
+        Raises KeyError if there are none: ``val_length`` is 0.
+        """
         return self.splits["val"].batches(batch_size, share)
 
     def order(self) -> dict[str, Any]:
@@ -249,12 +296,16 @@ class DataSource:
     def fingerprint(self) -> dict[str, Any]:
         """Return the same of all images: what processes of a run must have in common."""
         # The classes come before the checksums: they say more.
-        return {"the class folders": self.classes} | self.order() | self.splits["val"].facts()
+        facts: dict[str, Any] = {"the class folders": self.classes}
+        for split in self.splits.values():
+            facts |= split.facts()
+        return facts
 
     def __str__(self) -> str:
         """Return the source's name and sizes in one line."""
-        training = f"{self.train_length:,} training, " if self.train_length else ""
-        text = f"{printable(self.name)}: {training}{self.val_length:,} validation images"
+        lengths = {"training": self.train_length, "validation": self.val_length}
+        counts = ", ".join(f"{length:,} {kind}" for kind, length in lengths.items() if length)
+        text = f"{printable(self.name)}: {counts} images"
         left_out = sum((split.left_out for split in self.splits.values()), Counter[str]())
         if left_out:
             shown = 5

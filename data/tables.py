@@ -14,6 +14,7 @@ folder's. ``datasets`` runs no code that such a folder brings.
 from __future__ import annotations  # pyarrow may not be installed
 
 import contextlib
+import functools
 import importlib
 import json
 import math
@@ -28,7 +29,13 @@ import numpy as np
 import xxhash
 
 from data import files
-from data.files import BrokenImageError, DataFolderError, open_system, reason_of
+from data.files import (
+    BrokenImageError,
+    DataFolderError,
+    MissingSplitError,
+    open_system,
+    reason_of,
+)
 from data.loader import GlobalBatchSampler, RunSampler
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
@@ -50,15 +57,17 @@ class Columns:
     """The columns that are read, and the classes."""
 
     image: str
-    label: str
+    label: str | None
+    """None: the images have no labels."""
     classes: list[str] | None
     """The names of the classes by label, if the table has them."""
 
 
 def choose_columns(
-    features: Mapping[str, Any], given: tuple[str, str] | None, where: str
+    features: Mapping[str, Any], given: tuple[str, str] | None, where: str, *, labels: bool = True
 ) -> Columns:
-    """Return the columns ``given`` (image, label), else the only ones that can be meant.
+    """Return the columns ``given`` (image, label), else the only ones that can be meant; without
+    ``labels`` that of images alone.
 
     ``features`` is the JSON of ``datasets.Features``: for each column ``{"_type": "Image"}``,
     ``{"_type": "ClassLabel", "names": [...]}`` or ``{"_type": "Value", "dtype": "int64"}``. Raises
@@ -72,7 +81,8 @@ def choose_columns(
             if kind == "Value" and str(feature.get("dtype")).startswith(("int", "uint")):
                 kind = "whole number"
             of_type.get(str(kind), []).append(name)
-    images, labels = of_type["Image"], of_type["ClassLabel"] + of_type["whole number"]
+    images, numbers = of_type["Image"], of_type["ClassLabel"] + of_type["whole number"]
+    label: str | None
     if given:
         image, label = given
     else:
@@ -80,19 +90,24 @@ def choose_columns(
             several = f"several columns of images ({', '.join(images)})"
             what = several if images else "no column of images"
             raise DataFolderError(f"{where} has {what}: {how} (it has {names})")
-        by_name = [name for name in labels if name in ("label", "labels")]
+        by_name = [name for name in numbers if name in ("label", "labels")]
         found = by_name if len(by_name) == 1 else of_type["ClassLabel"]
-        if len(found) != 1:
+        if labels and len(found) != 1:
             raise DataFolderError(
                 f"{where}: which column holds the labels is unclear; {how} (it has {names})"
             )
-        image, label = images[0], found[0]
-    for name, fitting, kind in ((image, images, "images"), (label, labels, "whole numbers")):
+        image, label = images[0], found[0] if labels else None
+    if not labels:
+        label = None
+    chosen = [(image, images, "images")]
+    if label is not None:
+        chosen.append((label, numbers, "whole numbers"))
+    for name, fitting, kind in chosen:
         if name not in features:
             raise DataFolderError(f"{where} has no column {name}: it has {names}")
         if name not in fitting:
             raise DataFolderError(f"{where}: the column {name} does not hold {kind}; {how}")
-    classes = features[label].get("names")
+    classes = features[label].get("names") if label is not None else None
     return Columns(image, label, [str(name) for name in classes] if classes else None)
 
 
@@ -121,7 +136,7 @@ class TableSplit(ImageSplit):
         """Raises DataFolderError for more classes than the model has, for labels that are not
         classes, and if there are none."""
         super().__init__(request, name, transform, labels, columns.classes)
-        self.columns, count = columns, request.num_classes
+        self.columns, count = columns, request.most_classes
         if columns.classes is not None and len(columns.classes) > count:
             raise DataFolderError(
                 f"{where} has {len(columns.classes)} classes, --num_classes is {count}"
@@ -167,7 +182,7 @@ def open_parquet(request: DatasetRequest) -> DataSource:
             "--data_source parquet requires the package pyarrow: python3 -m pip install pyarrow"
         )
     transforms = transforms_of(request)
-    splits = {name: ParquetSplit(request, name, each) for name, each in transforms.items()}
+    splits = request.of_splits(lambda name: ParquetSplit(request, name, transforms[name]))
     return _source(request.config.data_dir, splits)
 
 
@@ -179,7 +194,8 @@ class ParquetSplit(TableSplit):
         config = request.config
         self._paths = split_files(config.data_dir, _SPLITS[name])
         with ThreadPoolExecutor(16) as pool:  # each waits, a tenth of a second if it is far away
-            found = list(pool.map(lambda path: _index(path, config.columns), self._paths))
+            index = functools.partial(_index, given=config.columns, labels=request.labels)
+            found = list(pool.map(index, self._paths))
         self._metadata = [metadata for metadata, *_ in found]
         columns = found[0][1]
         for path, (_, others, _) in zip(self._paths, found, strict=True):
@@ -209,7 +225,7 @@ class ParquetSplit(TableSplit):
         return RunSampler(self.groups, self._run_length, batch_size, **how)
 
     def facts(self) -> dict[str, Any]:
-        own = {"--images_per_read": self._run_length} if self.is_train else {}
+        own = {"--images_per_read": self._run_length} if self.name == "train" else {}
         return super().facts() | own
 
     def name_of(self, number: int) -> str:
@@ -264,20 +280,27 @@ def split_files(root: str, names: Sequence[str]) -> list[str]:
         if chosen:
             return [f"{root.rstrip('/')}/{path}" for path in chosen]
     what = f"no {' or '.join(f'{name}-*.parquet' for name in names)}" if found else "no .parquet"
-    raise DataFolderError(
+    raise MissingSplitError(
         f"{root} holds {what} files: --data_dir requires train-*.parquet and validation-*.parquet, "
         "or folders of these names"
     )
 
 
-def _index(path: str, given: tuple[str, str] | None) -> tuple[pq.FileMetaData, Columns, np.ndarray]:
-    """Return a file's metadata, its columns and its labels. Raises DataFolderError."""
+def _index(
+    path: str, given: tuple[str, str] | None, *, labels: bool
+) -> tuple[pq.FileMetaData, Columns, np.ndarray]:
+    """Return a file's metadata, its columns and its labels, zeros without ``labels``.
+
+    Raises DataFolderError.
+    """
 
     def read() -> tuple[pq.FileMetaData, Columns, np.ndarray]:
         with _open(path) as file:
-            columns = choose_columns(_features(file.schema_arrow), given, path)
-            labels = file.read([columns.label], use_threads=False).column(0)
-            return file.metadata, columns, _whole_numbers(labels, columns.label, path)
+            columns = choose_columns(_features(file.schema_arrow), given, path, labels=labels)
+            if columns.label is None:
+                return file.metadata, columns, np.zeros(file.metadata.num_rows, np.int64)
+            found = file.read([columns.label], use_threads=False).column(0)
+            return file.metadata, columns, _whole_numbers(found, columns.label, path)
 
     try:
         return files.with_retries(path, read)
@@ -341,16 +364,17 @@ def open_huggingface(request: DatasetRequest) -> DataSource:
             f"{root} holds a single data set: --data_dir requires a DatasetDict with train and "
             "validation"
         )
-    splits = {}
-    for split, transform in transforms.items():
+
+    def find(split: str) -> HuggingFaceSplit:
         there = next((name for name in _SPLITS[split] if name in found), None)
         if there is None:
-            raise DataFolderError(
+            raise MissingSplitError(
                 f"{root} has no split {' or '.join(_SPLITS[split])}: it has {', '.join(found)}"
             )
         where = os.path.join(root, there)
-        splits[split] = HuggingFaceSplit(request, split, transform, found[there], where)
-    return _source(root, splits)
+        return HuggingFaceSplit(request, split, transforms[split], found[there], where)
+
+    return _source(root, request.of_splits(find))
 
 
 def _package() -> Any:
@@ -375,9 +399,13 @@ class HuggingFaceSplit(TableSplit):
         self, request: DatasetRequest, name: str, transform: Transform, table: Any, where: str
     ) -> None:
         """Read the labels of the data set ``table``. Raises DataFolderError."""
-        columns = choose_columns(table.features.to_dict(), request.config.columns, where)
-        of_labels = table.select_columns([columns.label]).with_format("arrow")[:]
-        labels = _whole_numbers(of_labels.column(columns.label), columns.label, where)
+        columns = choose_columns(
+            table.features.to_dict(), request.config.columns, where, labels=request.labels
+        )
+        labels = np.zeros(len(table), np.int64)
+        if columns.label is not None:
+            of_labels = table.select_columns([columns.label]).with_format("arrow")[:]
+            labels = _whole_numbers(of_labels.column(columns.label), columns.label, where)
         super().__init__(request, name, transform, columns, labels, where)
         self._where, images = where, table.select_columns([columns.image])
         self._images = images.cast_column(columns.image, _package().Image(decode=False))

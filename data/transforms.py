@@ -99,7 +99,8 @@ def transforms_of(request: DatasetRequest) -> dict[str, Transform]:
     val = val_transform(config.preprocessing, size, channels)
     if not request.with_train:
         return {"val": val}
-    return {"train": TrainTransform(config, size, channels), "val": val}
+    train = TrainTransform(config, size, channels) if request.augment else val
+    return {"train": train, "val": val}
 
 
 # -- validation ------------------------------------------------------------------------

@@ -49,14 +49,17 @@ def open_volumes(request: DatasetRequest) -> DataSource:
             "to be on a disk of this host"
         )
     if config.labels is None:
-        check_folder(root, request.num_classes, request.splits, SUFFIXES)
-        found = [cached_split(config, split, SUFFIXES) for split in request.splits]
+        if request.labels:
+            check_folder(root, request.num_classes, request.splits, SUFFIXES)
+        found = request.of_splits(
+            lambda split: cached_split(config, split, SUFFIXES, labels=request.labels)
+        )
     else:
-        found = read_labels(config.labels, root, request.num_classes, request.splits)
-    for index in found:
+        listed = read_labels(config.labels, root, request.most_classes, request.splits)
+        found = dict(zip(request.splits, listed, strict=True))
+    for index in found.values():
         check_packages(index.paths)
-    named = zip(request.splits, found, strict=True)
-    splits = {name: VolumesSplit(request, name, index) for name, index in named}
+    splits = {name: VolumesSplit(request, name, index) for name, index in found.items()}
     return DataSource(config.labels or root, splits)
 
 

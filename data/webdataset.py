@@ -8,6 +8,7 @@ https://github.com/webdataset/webdataset has it: KEY.jpg and KEY.cls, say.
 """
 
 import fnmatch
+import functools
 import json
 import os
 import re
@@ -25,7 +26,13 @@ from tqdm import tqdm
 from data import files
 from data.buckets import source_of
 from data.config import DataConfig
-from data.files import BrokenImageError, DataFolderError, is_url, reason_of
+from data.files import (
+    BrokenImageError,
+    DataFolderError,
+    MissingSplitError,
+    is_url,
+    reason_of,
+)
 from data.index import Strings, Table, load_or_build
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
@@ -44,15 +51,18 @@ def open_shards(request: DatasetRequest) -> DataSource:
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder or URL that holds the shards")
     listing = files.find_files(root)
-    chosen = {split: choose_shards(config, split, listing) for split in request.splits}
-    twice = sorted(set(chosen["val"]).intersection(chosen.get("train", ())))
+    chosen = request.of_splits(lambda split: choose_shards(config, split, listing))
+    twice = sorted(set(chosen.get("val", ())).intersection(chosen.get("train", ())))
     if twice:
         raise DataFolderError(
             f"{twice[0]} in {root} would be in train and in val: give --train_shards and "
             "--val_shards"
         )
-    tables = {split: _index(config, split, shards, listing) for split, shards in chosen.items()}
-    classes = _classes(root, tables, listing)
+    tables = {
+        split: _index(config, split, shards, listing, labels=request.labels)
+        for split, shards in chosen.items()
+    }
+    classes = _classes(root, tables, listing) if request.labels else None
     splits = {
         split: ShardSplit(request, split, transforms[split], table, classes)
         for split, table in tables.items()
@@ -83,7 +93,7 @@ class ShardSplit(ImageSplit):
                 raise DataFolderError(f"a label in {root} is {missing[0]}, which classes.* lacks")
             labels = np.array([number_of[name] for name in names], np.int32)[labels]
         count = len(classes) if classes else int(labels.max()) + 1
-        if count > request.num_classes:
+        if count > request.most_classes:
             raise DataFolderError(
                 f"{root} has {count} classes, --num_classes is {request.num_classes}"
             )
@@ -137,9 +147,8 @@ def choose_shards(config: DataConfig, split: str, listing: Listing) -> list[str]
     for each in patterns:
         if chosen := sorted(fnmatch.filter(listing, each)):
             return chosen
-    raise DataFolderError(
-        f"{config.data_dir} has no shards {' or '.join(patterns)}: name them with {flag}"
-    )
+    kind = DataFolderError if pattern else MissingSplitError
+    raise kind(f"{config.data_dir} has no shards {' or '.join(patterns)}: name them with {flag}")
 
 
 def _classes(root: str, tables: Mapping[str, Table], listing: Listing) -> list[str] | None:
@@ -176,9 +185,11 @@ _KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
 _LABEL_FIELDS = ("label", "cls")
 
 
-def _index(config: DataConfig, split: str, shards: list[str], listing: Listing) -> Table:
-    """Return where each image of the shards is, and its label: from an index file if the shards
-    have not changed since, or else read from all shards.
+def _index(
+    config: DataConfig, split: str, shards: list[str], listing: Listing, *, labels: bool
+) -> Table:
+    """Return where each image of the shards is, and its label (0 without ``labels``): from an index
+    file if the shards have not changed since, or else read from all shards.
 
     Info: "shards", "left_out", and "names" of the classes, sorted, if the labels are names.
 
@@ -196,20 +207,20 @@ def _index(config: DataConfig, split: str, shards: list[str], listing: Listing) 
     def build() -> Table:
         paths = [os.path.join(root, shard) for shard in shards]
         with ThreadPoolExecutor(16) as pool:  # mostly they wait, if shards are far away
-            scanned = pool.map(_scan, paths)
+            scanned = pool.map(functools.partial(_scan, labels=labels), paths)
             bar = tqdm(
                 scanned, f"reading {root}", len(paths), unit=" shards", delay=5, disable=None
             )
             found, left_out = zip(*bar, strict=True)
-        labels = [label for _, _, labels in found for label in labels]
-        names = sorted({label for label in labels if isinstance(label, str)})
+        found_labels = [label for _, _, of_shard in found for label in of_shard]
+        names = sorted({label for label in found_labels if isinstance(label, str)})
         number_of = {name: number for number, name in enumerate(names)}
-        if names and any(isinstance(label, int) for label in labels):
+        if names and any(isinstance(label, int) for label in found_labels):
             raise DataFolderError(
                 f"the labels in the shards of {root} are numbers, but also names, such as "
                 f"{names[0]}: give them all as numbers"
             )
-        numbers = [number_of[label] if isinstance(label, str) else label for label in labels]
+        numbers = [number_of[label] if isinstance(label, str) else label for label in found_labels]
         places = np.concatenate([places for _, places, _ in found])
         keys = Strings.of(key for keys, *_ in found for key in keys)
         counts = [len(keys) for keys, *_ in found]
@@ -227,20 +238,22 @@ def _index(config: DataConfig, split: str, shards: list[str], listing: Listing) 
     def change(table: Table) -> str | None:
         return None if table.info["shards"] == stamps else "its shards have changed"
 
-    return load_or_build(config, split, root, build, change, counted="label")
+    name = split if labels else f"{split}-without-labels"
+    return load_or_build(config, name, root, build, change, counted="label")
 
 
 _Found = tuple[list[str], np.ndarray, list[Label]]
 """The key of each image of a shard; its offset and its size in bytes, (n, 2), int64; its label."""
 
 
-def _scan(path: str) -> tuple[_Found, Counter[str]]:
+def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
     """Return what is in a shard, in its order, and how many files are no images, by extension.
 
-    Raises DataFolderError for a damaged one, a key with two images, and an image without a label.
+    Without ``labels`` none is read, and each is 0. Raises DataFolderError for a damaged shard, a
+    key with two images, and an image without a label.
     """
     places: dict[str, tuple[int, int] | None] = {}
-    labels: dict[str, Label] = {}
+    label_of: dict[str, Label] = {}
     left_out = Counter[str]()
     try:
         with _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -257,11 +270,11 @@ def _scan(path: str) -> tuple[_Found, Counter[str]]:
                     places[key] = member.offset_data, member.size
                 elif suffix in (".cls", ".json"):
                     places.setdefault(key, None)  # samples are in the order of their first files
-                    if suffix == ".cls" or key not in labels:
+                    if labels and (suffix == ".cls" or key not in label_of):
                         content = tar.extractfile(member).read()  # type: ignore[union-attr]
                         label = _label(f"{path}: {member.name}", suffix, content)
                         if label is not None:
-                            labels[key] = label
+                            label_of[key] = label
                 else:
                     left_out[suffix] += 1
             file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
@@ -276,13 +289,13 @@ def _scan(path: str) -> tuple[_Found, Counter[str]]:
     if len(found) < len(places):
         left_out["labels without an image"] = len(places) - len(found)
     for key in found:
-        if key not in labels:
+        if labels and key not in label_of:
             raise DataFolderError(
                 f"{path}: the image {key} has no label: {key}.cls, or {key}.json with the field "
                 f"{' or '.join(_LABEL_FIELDS)}, is needed beside it"
             )
     of_images = np.array(list(found.values()), np.int64).reshape(-1, 2)
-    return ([*found], of_images, [labels[key] for key in found]), left_out
+    return ([*found], of_images, [label_of.get(key, 0) for key in found]), left_out
 
 
 def _open(path: str) -> IO[bytes]:

@@ -193,12 +193,18 @@ class Backend(Protocol):
 # -- the data of a run -----------------------------------------------------------------------------
 
 
-def dataset_request(run: Run, *, with_train: bool = True) -> DatasetRequest:
+def dataset_request(run: Run, *, with_train: bool = True, labels: bool = True) -> DatasetRequest:
     """Return what a run requests of its source of images."""
     sizes = run.model.sizes
     channels, *size = sizes.input_shape
     return DatasetRequest(
-        run.config.data, channels, tuple(size), sizes.num_classes, run.config.seed, with_train
+        run.config.data,
+        channels,
+        tuple(size),
+        sizes.num_classes,
+        run.config.seed,
+        with_train=with_train,
+        labels=labels,
     )
 
 

@@ -193,7 +193,7 @@ def test_fake_data_is_one_batch_of_zeros():
 def test_class_folder_without_images(tmp_path):
     (tmp_path / "train" / "a").mkdir(parents=True)
     with pytest.raises(DataFolderError, match="a"):
-        index_split(str(tmp_path), "train")
+        index_split(str(tmp_path / "train"))
 
 
 def test_too_many_classes(digits):

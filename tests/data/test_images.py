@@ -62,7 +62,7 @@ def test_order_is_torchvisions(tmp_path):
     (top / "c" / "lost.png").symlink_to("nowhere")
     for name in ("c/notes.txt", "c/movie.gif", "c/LICENSE", "b/a/x.TXT", "beside.png"):
         (top / name).touch()
-    theirs, ours = ImageFolder(str(top)), index_split(str(tmp_path), "train")
+    theirs, ours = ImageFolder(str(top)), index_split(str(tmp_path / "train"))
     assert list(zip(ours.paths, ours.labels, strict=True)) == theirs.samples
     assert ours.classes == theirs.classes
     assert ours.left_out == {".txt": 2, ".gif": 1, "no extension": 1, "in no class folder": 1}
@@ -86,7 +86,7 @@ def test_links_that_are_refused(link, target, told, tmp_path):
         image(top / name / "1.png")
     (top / link).symlink_to(target)
     with pytest.raises(DataFolderError) as error:
-        index_split(str(tmp_path.resolve()), "train")
+        index_split(str(tmp_path.resolve() / "train"))
     assert told.format(top=top) in str(error.value)
 
 
@@ -101,7 +101,7 @@ def test_folder_that_may_not_be_read():
         os.seteuid(1)
     try:
         with pytest.raises(DataFolderError, match="a/closed cannot be read: Permission denied"):
-            index_split(str(where), "train")
+            index_split(str(where / "train"))
     finally:
         if as_root:
             os.seteuid(0)

@@ -175,7 +175,7 @@ def spoiled(tmp_path):
     """Digits, two images of which, that the second of two processes reads in step 5, are broken."""
     data = shutil.copytree(DIGITS, tmp_path / "data")
     sampler = GlobalBatchSampler(1438, 128, shuffle=True, rank=1, world_size=2)
-    images = index_split(str(data), "train").paths
+    images = index_split(str(data / "train")).paths
     for _, index in list(sampler)[4][7:9]:
         Path(images[index]).write_text("hello")
     return data

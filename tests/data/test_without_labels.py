@@ -1,0 +1,251 @@
+"""Images without labels: folders without classes, shards and tables of images alone."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import data.index
+from data.config import DataConfig
+from data.files import DataFolderError
+from data.loader import PADDING, Share
+from data.pack import main, pack
+from data.source import DatasetRequest, open_data
+from tests.data.test_sources import in_memory, settle
+
+pytestmark = pytest.mark.fast
+
+GREYS = [10 * number for number in range(1, 8)]
+
+
+def png(grey):
+    content = io.BytesIO()
+    Image.new("L", (16, 16), grey).save(content, "png")
+    return content.getvalue()
+
+
+def write(root, files):
+    """Grey images of these names; returns the folder."""
+    for name, grey in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(grey))
+    return root
+
+
+def opened(root, source="folder", **changes):
+    how = {
+        name: changes.pop(name) for name in ("with_train", "labels", "augment") if name in changes
+    }
+    config = DataConfig(
+        data_dir=str(root), data_source=source, batch_size=4, num_workers=0, **changes
+    )
+    return open_data(DatasetRequest(config, 1, (16, 16), 2, seed=3, **{"labels": False} | how))
+
+
+def greys(source, split, batch_size=4):
+    """The grey value of each image of a split, read once in order, and all labels."""
+    loader = {"train": source.train_loader, "val": source.val_loader}[split](batch_size, Share())
+    batches = list(loader.epoch(0))
+    labels = [label for _, labels in batches for label in labels.tolist()]
+    values = [int(image[0, 0, 0]) for images, _ in batches for image in images]
+    return [v for v, label in zip(values, labels, strict=True) if label != PADDING], labels
+
+
+FLAT = {f"{number}.png": grey for number, grey in enumerate(GREYS)}
+DEEP = {f"{'ab'[number % 2]}/c/{number}.png": grey for number, grey in enumerate(GREYS)}
+
+
+@pytest.mark.parametrize("url", [False, True])
+def test_folder_of_images_alone(url, tmp_path):
+    """Directly in train/, in folders below it, or in a folder without train/; val/ may be there."""
+    for name, files, order in (
+        ("train", FLAT, GREYS),
+        ("", FLAT, GREYS),
+        ("train", DEEP, GREYS[::2] + GREYS[1::2]),
+        ("train", {"z.png": 7} | DEEP, [7, *GREYS[::2], *GREYS[1::2]]),
+    ):
+        root = tmp_path / f"{name}-{len(files)}-{order[1]}"
+        write(root / name, files)
+        where = in_memory(root) if url else root
+        source = opened(where, augment=False)
+        assert greys(source, "train") == (order, [0] * len(order) + [PADDING] * (-len(order) % 4))
+        assert (source.classes, source.val_length) == (None, 0)
+        assert str(source).endswith(f"{len(order)} training images")
+        trained = sorted(greys(opened(where, scale=(1, 1)), "train")[0])
+        assert len(trained) == len(order) // 4 * 4
+        assert {round(grey, -1) for grey in trained} <= {round(grey, -1) for grey in order}
+    write(root / "val", {"x/1.png": 99})
+    assert greys(opened(root), "val") == ([99], [0] + [PADDING] * 3)
+    assert greys(opened(root, with_train=False), "val")[0] == [99]
+
+
+def test_labels_that_are_there_are_ignored(tmp_path):
+    """Three classes of a model of two: they are folders like any other."""
+    write(tmp_path, {f"{split}/{c}/1.png": 10 * i for split in ("train", "val")
+                     for i, c in enumerate("abcd")})  # fmt: skip
+    source = opened(tmp_path)
+    assert greys(source, "val") == ([0, 10, 20, 30], [0] * 4)
+    assert source.classes is None
+    with pytest.raises(DataFolderError, match="has 4 classes, --num_classes is 2"):
+        opened(tmp_path, labels=True)
+    digits = opened("", "digits")
+    assert set(greys(digits, "val", 359)[1]) == {0}
+    assert digits.classes is None
+
+
+def test_with_labels_they_are_missed_in_one_line(tmp_path):
+    write(tmp_path / "train", FLAT)
+    with pytest.raises(DataFolderError, match=r"train holds no class folders: --data_dir requires"):
+        opened(tmp_path, labels=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "how", "message"),
+    [
+        ({"trian/1.png": 1, "val/1.png": 1}, {}, "train is not a folder: images without labels"),
+        ({"train/1.png": 1}, {"with_train": False}, "val is not a folder: images without labels"),
+        ({"train/notes.txt": 1}, {}, r"train holds no images \(.jpg"),
+        ({"1.png": 1}, {}, "has 1 training images, fewer than one batch"),
+    ],
+)
+def test_unusable_folders(files, how, message, tmp_path):
+    with pytest.raises(DataFolderError, match=message):
+        opened(write(tmp_path, files), **how)
+
+
+def test_no_such_folder(tmp_path):
+    for root, message in (("", "--data_dir is empty"), (tmp_path / "no", "no is not a folder")):
+        with pytest.raises(DataFolderError, match=message):
+            opened(root)
+
+
+def test_index_is_saved_beside_that_of_labels(tmp_path, monkeypatch):
+    """Read again from the saved index; images in the root itself are indexed in the cache."""
+    monkeypatch.setattr(data.index, "MIN_IMAGES", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    inside, root = write(tmp_path / "a" / "train", DEEP).parent, write(tmp_path / "b", FLAT)
+    settle(tmp_path)
+    opened(inside), opened(root)
+    assert [path.name for path in inside.glob(".vit_fsdp_index/*")] == [
+        "train-without-labels-of-folder"
+    ]
+    assert {path.name for path in root.iterdir()} == {*FLAT}
+    with monkeypatch.context() as patch:
+        patch.setattr(data.index, "index_split", None)  # nothing is listed
+        for where in (inside, root):
+            assert sorted(greys(opened(where, augment=False), "train")[0]) == GREYS
+    write(root, {"new.png": 200})
+    assert 200 in greys(opened(root, augment=False), "train")[0]
+
+
+def test_unreadable_image_is_replaced_in_training_and_else_left_out(tmp_path):
+    write(tmp_path, FLAT | {"8.png": 200})
+    (tmp_path / "8.png").write_bytes(b"no image")
+    assert greys(opened(tmp_path, augment=False), "train")[0] == GREYS
+    loader = opened(tmp_path, scale=(1, 1)).train_loader(8, Share())
+    ((images, _),) = loader.epoch(0)
+    assert len(images) == 8
+    assert {round(int(image[0, 0, 0]), -1) for image in images} == set(GREYS)
+    ((name, _, label),) = loader.bad_images()
+    assert (name, label) == (str(tmp_path / "8.png"), 0)
+
+
+def test_numbers_in_place_of_labels(tmp_path):
+    """Each image's number, in any process's share."""
+    split = opened(write(tmp_path, FLAT), augment=False).splits["train"].numbered()
+    for rank in range(2):
+        for images, numbers in split.batches(4, Share(rank, 2)).epoch(0):
+            for image, number in zip(images, numbers.tolist(), strict=True):
+                assert number == PADDING or int(image[0, 0, 0]) == GREYS[number]
+
+
+# -- shards and tables -------------------------------------------------------------------
+
+
+def test_packed_images_without_labels(tmp_path, capsys, monkeypatch):
+    """As tarfile reads them: the files alone, in order; read again as from the folder."""
+    folder, target = write(tmp_path / "photos", FLAT), tmp_path / "shards"
+    arguments = ["pack", str(folder), str(target), "--without_labels", "--shard_size", "14KB"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--workers", "1"])
+    main()
+    assert capsys.readouterr().out == f"3 shards: {target}\n"
+    found = []
+    for shard in sorted(target.glob("train/*.tar")):
+        assert shard.stat().st_size <= 14_000
+        with tarfile.open(shard) as tar:
+            found += [(each.name, tar.extractfile(each).read()) for each in tar]
+    assert found == [(f"{i:08}.png", png(grey)) for i, grey in enumerate(GREYS)]
+    assert not (target / "classes.json").exists()
+    assert not (target / "val").exists()
+    assert greys(opened(target, "webdataset", augment=False), "train")[0] == GREYS
+    with pytest.raises(DataFolderError, match=r"has no shards val/\*.tar"):
+        opened(target, "webdataset", labels=True)
+    with pytest.raises(DataFolderError, match="holds no class folders"):
+        pack(str(write(tmp_path / "c" / "train", FLAT).parent), tmp_path / "d", 10**6, 1)
+
+
+def test_shards_whose_labels_are_broken_or_missing(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        with tarfile.open(tmp_path / split / "0.tar", "w") as tar:
+            for name, content in {
+                "a.png": png(10), "b.png": png(20), "b.cls": b"-5", "c.json": b"{", "c.png": png(30)
+            }.items():  # fmt: skip
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    source = opened(tmp_path, "webdataset", augment=False)
+    for split in ("train", "val"):
+        assert greys(source, split) == ([10, 20, 30], [0, 0, 0, PADDING])
+    with pytest.raises(DataFolderError, match=r"b\.cls holds no label"):
+        opened(tmp_path, "webdataset", labels=True)
+    with pytest.raises(DataFolderError, match=r"has no v\*.tar of|has no shards v-\*"):
+        opened(tmp_path, "webdataset", val_shards="v-*.tar")  # a name that was given must fit
+
+
+def parquet(root, columns):
+    (root / "data").mkdir(parents=True)
+    pq.write_table(pa.table(columns), root / "data" / "train-0.parquet", row_group_size=3)
+    return root
+
+
+def test_parquet_of_images_alone(tmp_path):
+    images = [{"bytes": png(grey), "path": None} for grey in GREYS]
+    alone = parquet(tmp_path / "a", {"image": images})
+    assert greys(opened(alone, "parquet", augment=False), "train")[0] == GREYS
+    with pytest.raises(DataFolderError, match="which column holds the labels is unclear"):
+        opened(alone, "parquet", labels=True)
+    labelled = parquet(tmp_path / "b", {"image": images, "label": [None, 9, -3, 1, 1, 1, 1]})
+    source = opened(labelled, "parquet", augment=False)
+    assert greys(source, "train") == (GREYS, [0] * len(GREYS) + [PADDING])
+    two = parquet(tmp_path / "c", {"image": images, "mask": images[::-1], "label": GREYS})
+    source = opened(two, "parquet", augment=False, columns=("mask", "label"))
+    assert greys(source, "train")[0] == GREYS[::-1]
+
+
+def test_saved_data_set_of_images_alone(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    if getattr(datasets, "__file__", None) is None:
+        pytest.skip("datasets is not installed")
+    rows = {"image": [{"bytes": png(grey), "path": None} for grey in GREYS]}
+    features = datasets.Features(image=datasets.Image())
+    found = datasets.Dataset.from_dict(rows, features)
+    datasets.DatasetDict(train=found).save_to_disk(tmp_path / "saved")
+    source = opened(tmp_path / "saved", "huggingface", augment=False)
+    assert greys(source, "train")[0] == GREYS
+    assert source.val_length == 0
+
+
+def test_unlabelled_facts_are_compared(tmp_path):
+    """Processes that see other images differ in the fingerprint."""
+    here = opened(write(tmp_path / "a", FLAT)).fingerprint()
+    there = opened(write(tmp_path / "b", {f"x{name}": grey for name, grey in FLAT.items()}))
+    assert here != there.fingerprint()
+    assert json.loads(json.dumps(here)) == here
+    assert np.all(np.asarray(there.splits["train"].labels) == 0)
