@@ -161,6 +161,11 @@ def step_range(text: str) -> tuple[int, int]:
     return steps
 
 
+def local_name(word: str) -> str:
+    """Read the name of a file or folder of this machine; refuses a URL."""
+    return str(local_path(word))
+
+
 def local_path(word: str) -> Path:
     """Read a file or folder of this machine; refuses a URL."""
     if "://" in not_empty(word):

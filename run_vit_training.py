@@ -163,7 +163,7 @@ def _run(flags: Flags) -> int:
                 print(f"{model.name:<60} {told}".rstrip())
         return 0 if found else 1
     check_rules(config, *flags.own, only=MODE_FLAGS)
-    trains = not (use.predict or use.eval_only or config.self_check)
+    trains = not (use.predict or use.eval_only or use.features or config.self_check)
     if config.checkpoints.init_from and (flags.xla.compile_only or config.plan or not trains):
         from training.begin import with_model_of_weights
 
@@ -196,6 +196,11 @@ def _run(flags: Flags) -> int:
             predict(config, weights)
             return 0
         prepare = functools.partial(prepare_evaluation, weights)
+    elif use.features:
+        from training.features import find_backbone, prepare_features
+
+        config, weights = find_backbone(config)
+        prepare = functools.partial(prepare_features, weights)
     elif config.self_check:
         from tools.self_check.check import prepare_self_check
 

@@ -114,6 +114,8 @@ class Split(Dataset):
     """Whether some rows of an image can be read without reading the others."""
     decodes = True
     """Whether loading takes work for each image, so that its speed matters."""
+    gives_numbers = False
+    """Whether an image comes with its number in place of its label."""
 
     def __init__(
         self,
@@ -165,7 +167,8 @@ class Split(Dataset):
                 if attempt:
                     number = substitute(self.seed, epoch, index, attempt, len(self))
                 try:
-                    return self.make(number, epoch, index), int(self.labels[number]), bad
+                    label = number if self.gives_numbers else int(self.labels[number])
+                    return self.make(number, epoch, index), label, bad
                 except BrokenImageError as error:
                     name = printable(self.name_of(number))
                     bad.append((name, str(error), int(self.labels[number])))
@@ -180,7 +183,7 @@ class Split(Dataset):
     def numbered(self) -> Self:
         """Return the same images, each with its number in place of its label."""
         part = copy.copy(self)
-        part.labels = range(len(self))
+        part.gives_numbers = True
         return part
 
     def of_rows(self, rows: range) -> Dataset:

@@ -122,6 +122,8 @@ class HybridViT(nn.Module):
 class HybridVitSpec(ModelSpec):
     """The spec of a HybridViT."""
 
+    head_method = "pool"
+
     def __init__(self, overrides: Mapping[str, Any], config: HybridVitConfig) -> None:
         self._config = config
         settings = asdict(config)

@@ -62,6 +62,9 @@ class ModelSpec(abc.ABC):
     memory. The blocks are ``model.blocks``; everything around them is one more unit, the root.
     """
 
+    head_method = "forward_head"
+    """The name of the model's method that gets the tokens, (images, tokens, width), after all
+    blocks and the norm: timm's ``forward_features`` are its argument."""
     preprocessing: dict[str, Any] | None = None
     """The mean, std, crop and interpolation that trained weights want, if any."""
 
@@ -167,6 +170,11 @@ class ModelSpec(abc.ABC):
     def meta(self) -> nn.Module:
         """The model on the meta device, to read facts from: do not change or fill it."""
         return self.build()
+
+    @property
+    def has_class_token(self) -> bool:
+        """Return True if the first token is a class token."""
+        return getattr(self.meta, "cls_token", None) is not None
 
     @functools.cached_property
     def parameter_count(self) -> int:

@@ -165,6 +165,16 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         private=True,
         long=True,
     ),
+    "python3 run_vit_training.py --features features": Run(
+        (r"^features \((class, )?mean\) of 1,797 images: features$",),
+        leaves=("features/features.json", "features/val-00000-00000.safetensors"),
+        trained=True,
+        private=True,
+        long=True,
+    ),
+    "python3 run_vit_training.py --features photos.parquet": Elsewhere(
+        "needs a download of weights", trains
+    ),
     "python3 run_vit_training.py --init_from ~/vit_large": Elsewhere("hours of training", trains),
     "python3 run_vit_training.py --init_from vit_base": Elsewhere("hours of training", trains),
     "python3 run_vit_training.py @recipes/vit_10b.args": Elsewhere("10 billion parameters", trains),

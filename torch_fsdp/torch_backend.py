@@ -231,6 +231,10 @@ class TorchBackend(abc.ABC):
 
         return self._reader.submit(arrived)
 
+    def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
+        names, host = list(values), self._device.read([v.detach() for v in values.values()])
+        return self._reader.submit(lambda: dict(zip(names, host(), strict=True)))
+
     def close(self) -> None:
         """Free what Python's garbage collector cannot find; nothing works afterwards."""
         self._reader.shutdown()

@@ -20,7 +20,7 @@ from torch import nn
 
 from data.files import DataFolderError
 from data.loader import Batch, BatchLoader, Share
-from data.source import DatasetRequest, DataSource
+from data.source import ANY_CLASSES, DatasetRequest, DataSource
 from training.errors import UsageError
 from training.optimizers import Updates
 
@@ -153,6 +153,13 @@ class Backend(Protocol):
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         """Start to read the values of small tensors; blocks neither the device nor this thread."""
 
+    def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
+        """Send the recorded graph to the device, and start to copy to the host what ``values`` have
+        of the images that this process has put there, in their order.
+
+        Each value has an entry for each image of a batch along dimension 0.
+        """
+
     def wait(self) -> None:
         """Wait until the device is idle."""
 
@@ -193,18 +200,24 @@ class Backend(Protocol):
 # -- the data of a run -----------------------------------------------------------------------------
 
 
-def dataset_request(run: Run, *, with_train: bool = True, labels: bool = True) -> DatasetRequest:
-    """Return what a run requests of its source of images."""
+def dataset_request(
+    run: Run, *, with_train: bool = True, labels: bool = True, augment: bool = True
+) -> DatasetRequest:
+    """Return what a run requests of its source of images; see ``DatasetRequest``.
+
+    Without ``augment`` they may have any number of classes: nothing is trained.
+    """
     sizes = run.model.sizes
     channels, *size = sizes.input_shape
     return DatasetRequest(
         run.config.data,
         channels,
         tuple(size),
-        sizes.num_classes,
+        sizes.num_classes if augment else ANY_CLASSES,
         run.config.seed,
         with_train=with_train,
         labels=labels,
+        augment=augment,
     )
 
 

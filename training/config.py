@@ -12,6 +12,7 @@ from config_fields import (
     count,
     flag,
     fraction,
+    local_name,
     non_negative,
     number,
     positive,
@@ -428,10 +429,35 @@ class UseConfig:
         "writes nothing",
         common=True,
     )
+    features: str | None = flag(
+        None,
+        "write features of images in train/ and val/, computed on the backend by the weights of "
+        "--resume or --init_from without their head; a new folder of .safetensors files, or of "
+        ".parquet files if its name ends in .parquet (default: none)",
+        kind=local_name,
+        metavar="FOLDER",
+        incompatible_with=(
+            *("predict", "eval_only", "self_check", "plan", "compile_only"),
+            *("buckets", "mesh_domain", "mesh_tensor"),
+        ),
+    )
+    features_of: list[str] | None = flag(
+        None,
+        "tokens that --features writes; class: the class token; mean: the mean of the patch "
+        "tokens; patches: all patch tokens (default: mean, and class if the model has one)",
+        choices=("class", "mean", "patches"),
+        requires=("features",),
+    )
+    without_labels: bool = flag(
+        False,
+        "let --features read images without labels, which need no class folders and no val/ "
+        "(docs/data.md)",
+        requires=("features",),
+    )
     use_ema: bool = flag(
         False,
         "use the moving average of the weights (EMA) in the checkpoint instead of the weights",
-        requires=("predict|eval_only",),
+        requires=("predict|eval_only|features",),
     )
     eval_report: str | None = flag(
         None,

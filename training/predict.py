@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from data.decode import find_images, read_batches
@@ -31,6 +32,7 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.evaluate import TOP, EvalReport, Predictions, evaluate, write_report
 from training.files import check_folder_writable, folder_at, is_url
+from training.initial_weights import InitialWeights
 from training.logs.bad_images import VAL, BadImages
 from training.losses import Objective, normalizer
 from training.mesh import Mesh
@@ -161,6 +163,43 @@ def _top_classes(
     ]
 
 
+def printer(backend: Backend, *, json: bool = False) -> Callable[[str], None]:
+    """Return what prints a line in the first process; on stderr if stdout is for ``json`` alone."""
+
+    def say(text: str) -> None:
+        if backend.is_main:
+            print(text, file=sys.stderr if json else sys.stdout, flush=True)
+
+    return say
+
+
+def place_trained(
+    weights: Weights,
+    run: Run,
+    backend: Backend,
+    say: Callable[[str], None],
+    initial: InitialWeights | None = None,
+) -> nn.Module:
+    """Put the model on the devices with trained weights, and say which; return it.
+
+    ``initial``: how weights of another model become this one's.
+    """
+    check_weights(weights, verify=run.config.checkpoints.verify_checkpoint)
+    model, count = run.build_model(backend.constant), run.model.parameter_count
+    kind = "EMA of the weights" if run.config.use.use_ema else "weights"
+    say(f"model: {run.config.model.model}, {count:,} parameters, {kind} of {weights.path}")
+    if note := initial.note if initial else weights.note:
+        say(note)
+    units = list(run.model.units(model))
+    if initial:
+        return backend.shard(model, units, initial.initialize)
+    sharded = backend.shard(model, units, weights.initialize)
+    if weights.tensors is None:
+        use_ema = run.config.use.use_ema
+        load_state(backend, weights.path, with_optimizer=False, use_ema=use_ema)
+    return sharded
+
+
 # -- --eval_only ----------------------------------------------------------------------------------
 
 
@@ -181,25 +220,12 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
 @bad_data_is_the_users()
 def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Backend) -> None:
     use, pass_size = run.config.use, run.config.data.pass_size
-    log_file = sys.stderr if use.json else sys.stdout
+    say = printer(backend, json=use.json)
 
-    def say(text: str) -> None:
-        if backend.is_main:
-            print(text, file=log_file, flush=True)
-
-    # Load the weights onto the devices.
     check_alike(run, data)
-    check_weights(weights, verify=run.config.checkpoints.verify_checkpoint)
     loader = val_loader(data, backend, pass_size)
-    model, count = run.build_model(backend.constant), run.model.parameter_count
     say(f"data: {data}")
-    kind = "EMA of the weights" if use.use_ema else "weights"
-    say(f"model: {run.config.model.model}, {count:,} parameters, {kind} of {weights.path}")
-    if weights.note:
-        say(weights.note)
-    sharded = backend.shard(model, list(run.model.units(model)), weights.initialize)
-    if weights.tensors is None:
-        load_state(backend, weights.path, with_optimizer=False, use_ema=use.use_ema)
+    sharded = place_trained(weights, run, backend, say)
     say(backend.describe())
 
     # Evaluate.

@@ -20,7 +20,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
     the student.
     """
     config, name = run.config, run.config.loss.teacher
-    if name is None or config.use.eval_only or config.self_check:
+    if name is None or config.use.eval_only or config.use.features or config.self_check:
         return run
     if run.mesh.domain > 1:
         raise UsageError(

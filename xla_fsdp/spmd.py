@@ -70,6 +70,17 @@ class SpmdBackend(XlaBackend):
     def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
         return self._layout.mark_replicated(x)
 
+    def _mark_images(self, x: torch.Tensor) -> torch.Tensor:
+        return self._layout.mark_images(x * 1)  # x itself may have another mark
+
+    def _images_here(self, x: torch.Tensor) -> torch.Tensor:
+        if xr.process_count() == 1:
+            return x.cpu()
+        shards: dict[int, torch.Tensor] = {}
+        for shard in xs.XLAShardedTensor(x).local_shards:
+            shards[shard.indices[0].start] = shard.data
+        return torch.cat([shards[start] for start in sorted(shards)])
+
     # -- a step -----------------------------------------------------------------------
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -111,6 +111,14 @@ class XlaBackend(abc.ABC):
         """Mark a small result as replicated."""
         return x
 
+    def _mark_images(self, x: torch.Tensor) -> torch.Tensor:
+        """Mark a result, (images, ...), of which each device is to have whole images."""
+        return x
+
+    def _images_here(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy what is here of a result of ``_mark_images`` to the CPU, in the images' order."""
+        return x.cpu()
+
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
 
@@ -243,6 +251,13 @@ class XlaBackend(abc.ABC):
         # In a thread: .cpu() waits for the step that makes the value, and only for it.
         return self._reader.submit(
             lambda: {name: t.cpu().flatten().tolist() for name, t in tensors.items()}
+        )
+
+    def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
+        tensors = {name: self._mark_images(value) for name, value in values.items()}
+        self.end_step()
+        return self._reader.submit(
+            lambda: {name: self._images_here(t) for name, t in tensors.items()}
         )
 
     def barrier(self) -> None:

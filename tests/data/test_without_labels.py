@@ -87,8 +87,10 @@ def test_folder_of_images_alone(url, tmp_path):
 
 def test_labels_that_are_there_are_ignored(tmp_path):
     """Three classes of a model of two: they are folders like any other."""
-    write(tmp_path, {f"{split}/{c}/1.png": 10 * i for split in ("train", "val")
-                     for i, c in enumerate("abcd")})  # fmt: skip
+    write(
+        tmp_path,
+        {f"{split}/{c}/1.png": 10 * i for split in ("train", "val") for i, c in enumerate("abcd")},
+    )
     source = opened(tmp_path)
     assert greys(source, "val") == ([0, 10, 20, 30], [0] * 4)
     assert source.classes is None
@@ -195,8 +197,12 @@ def test_shards_whose_labels_are_broken_or_missing(tmp_path):
         (tmp_path / split).mkdir()
         with tarfile.open(tmp_path / split / "0.tar", "w") as tar:
             for name, content in {
-                "a.png": png(10), "b.png": png(20), "b.cls": b"-5", "c.json": b"{", "c.png": png(30)
-            }.items():  # fmt: skip
+                "a.png": png(10),
+                "b.png": png(20),
+                "b.cls": b"-5",
+                "c.json": b"{",
+                "c.png": png(30),
+            }.items():
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))

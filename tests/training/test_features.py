@@ -1,0 +1,338 @@
+"""--features: against timm's forward_features in plain PyTorch, on each form of sharding."""
+
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import timm
+import torch
+import torchvision.transforms as T
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
+
+import run_vit_training
+from models.hybrid_vit import HybridViT, HybridVitConfig
+from tests.cli import need_xla, run_program
+from tests.marks import long
+from tests.usage_error import told_in_one_line
+
+SIZES = "--image_size 16 --patch_size 4 --embed_dim 32 --num_heads 2 --num_blocks 2".split()
+FLAGS = [*SIZES, "--class_token", "--global_pool", "token", "--reg_tokens", "2"]
+LOADER = "--batch_size 16 --num_workers 0 --max_bad_images 1".split()
+PREFIX = 3
+TRAIN, VAL = 37, 13
+
+
+def backbone():
+    """A model without a head, of other values than new ones have."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=0, reg_tokens=2
+    )
+    return changed(model)
+
+
+def changed(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def images(digits, tmp_path_factory):
+    """A few digits of each split, in an order that is not their number's, and a broken one."""
+    root = tmp_path_factory.mktemp("images")
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        paths = sorted((digits / split).glob("*/*.png"))
+        for number, path in enumerate(paths[:: len(paths) // count][:count]):
+            target = root / split / path.parent.name / f"{99 - number:02}.png"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    (root / "train" / "3" / "broken.png").write_bytes(b"no image")
+    return root
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "backbone.safetensors"
+    save_file({name: each.contiguous() for name, each in backbone().state_dict().items()}, path)
+    return path
+
+
+def pixels_of(paths):
+    """Images as timm's models of ImageNet see them, by torchvision."""
+    transform = T.Compose(
+        [
+            T.Resize(16 * 256 // 224, interpolation=T.InterpolationMode.BICUBIC),
+            T.CenterCrop(16),
+            T.ToTensor(),
+            T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+    return torch.stack([transform(Image.open(path).convert("RGB")) for path in paths])
+
+
+def tokens_of(model, paths):
+    with torch.no_grad():
+        return model.forward_features(pixels_of(paths))
+
+
+def expected(tokens, prefix=PREFIX):
+    return {
+        "class": tokens[:, 0],
+        "mean": tokens[:, prefix:].mean(dim=1),
+        "patches": tokens[:, prefix:],
+    }
+
+
+def read(folder, split):
+    """All columns of a split, the images in order: arrays by name, "path" a list."""
+    found = {}
+    for file in sorted(folder.glob(f"{split}-*")):
+        if file.suffix == ".parquet":
+            table = pq.read_table(file)
+            columns = {
+                name: table[name].to_pylist()
+                if name == "path"
+                else np.array(table[name].to_pylist(), np.float32 if name in FEATURES else None)
+                for name in table.column_names
+            }
+        else:
+            with safe_open(file, "np") as opened:
+                columns = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                columns["path"] = json.loads(opened.metadata()["paths"])
+        for name, values in columns.items():
+            found.setdefault(name, []).extend(values)
+    order = np.argsort(found["number"])
+    return {name: [values[place] for place in order] for name, values in found.items()}
+
+
+FEATURES = ("class", "mean", "patches")
+
+
+def assert_are(found, tokens, of=FEATURES, rel=1e-5, prefix=PREFIX):
+    for kind in of:
+        theirs = expected(tokens, prefix)[kind]
+        ours = torch.from_numpy(np.stack(found[kind])).view(theirs.shape)
+        assert (ours - theirs).abs().max() <= rel * theirs.abs().max()
+    assert {*FEATURES}.intersection(found) == {*of}
+
+
+def wrote(out, *flags, **how):
+    """What the program prints."""
+    command = ("run_vit_training.py", "--features", str(out), *map(str, flags))
+    done = run_program(*command, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def write_here(capsys, out, *flags):
+    """The same in this process, on FSDP2, which starts no other one."""
+    words = ["--backend", "cuda", "--features", out, *LOADER, *flags]
+    assert run_vit_training.main(list(map(str, words))) == 0
+    return capsys.readouterr().out
+
+
+FORMS = {
+    "SPMD, one device": ["--cpu_devices", "1"],
+    "SPMD, four devices": ["--cpu_devices", "4"],
+    "nested": ["--cpu_devices", "1", "--xla_fsdp", "nested"],
+    "FSDP2, two processes": ["--backend", "cuda"],
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["SPMD, four devices", "FSDP2, two processes", *map(long, ("SPMD, one device", "nested"))],
+)
+def test_features_are_timms(form, images, weights, tmp_path):
+    """Of all images that can be read, with their paths and labels; the broken one is named."""
+    if "FSDP2" not in form:
+        need_xla()
+    flags = (*FLAGS, *LOADER, *FORMS[form], "--init_from", weights, "--data_dir", images)
+    said = wrote(
+        tmp_path / "out",
+        "--features_of",
+        "class",
+        "mean",
+        "patches",
+        *flags,
+        processes=2 if "two" in form else 1,
+    )
+    assert said.count(f"{images}/train/3/broken.png cannot be read") == 1
+    description = json.loads((tmp_path / "out" / "features.json").read_text())
+    assert description["images"] == {"train": TRAIN, "val": VAL}
+    assert description["classes"] == [str(digit) for digit in range(10)]
+    assert not (tmp_path / "out.partial").exists()
+    for split in ("train", "val"):
+        paths = sorted(path for path in (images / split).glob("*/*") if path.stem != "broken")
+        found = read(tmp_path / "out", split)
+        assert found["path"] == [str(path) for path in paths]
+        assert found["label"] == [int(path.parent.name) for path in paths]
+        assert_are(found, tokens_of(backbone(), paths))
+
+
+def test_parquet_of_images_without_labels(images, weights, tmp_path, capsys):
+    """A folder as a photographer has it, without classes and val/."""
+    photos = tmp_path / "photos"
+    shutil.copytree(images / "val", photos)
+    out = tmp_path / "new" / "out.parquet"
+    write_here(
+        capsys, out, *FLAGS, "--init_from", weights, "--data_dir", photos, "--without_labels"
+    )
+    found, paths = read(out, "train"), sorted(photos.glob("*/*"))
+    assert found["path"] == [str(path) for path in paths]
+    assert "label" not in found
+    assert_are(found, tokens_of(backbone(), paths), of=("class", "mean"))
+    assert sorted(path.name for path in out.iterdir()) == [
+        "features.json",
+        "train-00000-00000.parquet",
+    ]
+    assert json.loads((out / "features.json").read_text())["images"] == {"train": VAL}
+
+
+def test_files_of_a_limited_size(images, weights, tmp_path, capsys, monkeypatch):
+    """A batch in each; an image of all files is in one of them."""
+    import training.features
+
+    monkeypatch.setattr(training.features, "_FILE_BYTES", 1)
+    out = tmp_path / "out"
+    write_here(capsys, out, *FLAGS, "--init_from", weights, "--data_dir", images)
+    assert len(list(out.glob("train-*"))) == -(-(TRAIN + 1) // 16)
+    assert len(read(out, "train")["path"]) == TRAIN
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "prefix"),
+    [
+        ("average pooling", ["--global_pool", "avg"], 0),
+        long("eva", ["--model", "timm/eva02_tiny_patch14_224", "--global_pool", "avg"], 1),
+        ("hybrid", ["--model", "hybrid_vit"], 0),
+    ],
+)
+def test_other_models(name, flags, prefix, images, tmp_path, capsys):
+    """Without a class token the mean alone; timm's norm after pooling is the head's."""
+    torch.manual_seed(1)
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    if name == "eva":
+        model = timm.create_model("eva02_tiny_patch14_224", **sizes, global_pool="avg")
+    elif name == "hybrid":
+        model = HybridViT(HybridVitConfig(**sizes | {"img_size": (16, 16)}, num_classes=10))
+        model.forward_features = lambda x: model.blocks(model.add_positions(model.patch_embed(x)))
+    else:
+        model = VisionTransformer(**sizes, class_token=False, global_pool="avg", fc_norm=True)
+    state = {key: each.contiguous() for key, each in changed(model).state_dict().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    extra = ["--fc_norm"] if name == "average pooling" else []
+    write_here(
+        capsys,
+        tmp_path / "out",
+        *SIZES,
+        *flags,
+        *extra,
+        "--data_dir",
+        images,
+        "--init_from",
+        tmp_path / "w.safetensors",
+        "--mean",
+        *"0.485 0.456 0.406".split(),
+        "--std",
+        *"0.229 0.224 0.225".split(),
+        "--crop_pct",
+        0.875,
+        "--interpolation",
+        "bicubic",
+    )
+    found = read(tmp_path / "out", "val")
+    tokens = tokens_of(model, found["path"])
+    assert_are(found, tokens, of=("class", "mean") if prefix else ("mean",), prefix=prefix)
+
+
+# -- mistakes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--features_of", "class"], "--features_of class: vit_10b has no class token here"),
+        (["--eval_only"], "is incompatible with --eval_only: drop one of the two"),
+        (["--mesh_domain", "2"], "is incompatible with --mesh_domain 2: drop one of the two"),
+        (["--fake_data"], "--features requires images: --fake_data has none"),
+        (["--resume", "x"], "--init_from and --resume name weights both: drop one of the two"),
+        (["--use_ema"], "--use_ema requires --resume, and --init_from is given: use --resume PATH"),
+        (["--image_size", "24"], None),
+    ],
+)
+def test_mistakes_are_told_in_one_line(flags, message, images, weights, tmp_path, capsys):
+    out = tmp_path / "out"
+    always = ["--features", out, "--init_from", weights, "--data_dir", images, *LOADER]
+    of_class = [] if "--features_of" in flags else FLAGS
+    if message is None:  # positions are resampled, as for fine-tuning
+        write_here(capsys, out, *of_class, *always[2:], *flags)
+        assert len(read(out, "val")["path"]) == VAL
+        return
+    told = told_in_one_line(capsys, "--backend", "cuda", *SIZES, *of_class, *always, *flags)
+    assert message in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flag", ["--features_of mean", "--without_labels"])
+def test_flags_that_require_features(flag, capsys):
+    assert told_in_one_line(capsys, *flag.split()).endswith("requires --features")
+
+
+def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):
+    """Nothing that is there is written over, also not through a link."""
+    target = tmp_path / "there"
+    target.mkdir()
+    link, dangling = tmp_path / "link", tmp_path / "dangling"
+    link.symlink_to(target)
+    dangling.symlink_to(tmp_path / "nowhere")
+    file = tmp_path / "file"
+    file.touch()
+    for out, message in (
+        (target, "is there already: give another name"),
+        (link, "is there already: give another name"),
+        (dangling, "is there already: give another name"),
+        (file / "out", "cannot write to --features"),
+        ("gs://bucket/out", "is a URL: give a place on this machine"),
+    ):
+        told = told_in_one_line(
+            capsys,
+            "--backend",
+            "cuda",
+            "--features",
+            out,
+            *FLAGS,
+            "--init_from",
+            weights,
+            "--data_dir",
+            images,
+        )
+        assert message in told
+    assert list(target.iterdir()) == []
+    assert not os.path.lexists(tmp_path / "nowhere")
+    assert sys.modules.get("torch_xla") is None
+
+
+def test_images_without_labels_must_be_named_so(images, weights, tmp_path, capsys):
+    told = told_in_one_line(
+        capsys,
+        "--backend",
+        "cuda",
+        "--features",
+        tmp_path / "out",
+        *FLAGS,
+        "--init_from",
+        weights,
+        "--data_dir",
+        images / "val",
+    )
+    assert "val/train does not exist: --data_dir requires" in told
