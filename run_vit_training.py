@@ -163,6 +163,9 @@ def _run(flags: Flags) -> int:
                 print(f"{model.name:<60} {told}".rstrip())
         return 0 if found else 1
     check_rules(config, *flags.own, only=MODE_FLAGS)
+    if config.checkpoints.init_from and use.eval_only and not use.knn:
+        given = f"--init_from {config.checkpoints.init_from}"
+        raise errors.UsageError(f"{given} is incompatible with --eval_only: drop one of the two")
     trains = not (use.predict or use.eval_only or use.features or config.self_check)
     if config.checkpoints.init_from and (flags.xla.compile_only or config.plan or not trains):
         from training.begin import with_model_of_weights
@@ -188,7 +191,13 @@ def _run(flags: Flags) -> int:
         return plan_slices(config, flags.xla)
 
     prepare: Prepare
-    if use.predict or use.eval_only:
+    if use.features or use.knn:
+        from training.features import find_backbone, prepare_features
+        from training.knn import prepare_knn
+
+        config, weights = find_backbone(config)
+        prepare = functools.partial(prepare_features if use.features else prepare_knn, weights)
+    elif use.predict or use.eval_only:
         from training.predict import find_trained, predict, prepare_evaluation
 
         config, weights = find_trained(config)
@@ -196,11 +205,6 @@ def _run(flags: Flags) -> int:
             predict(config, weights)
             return 0
         prepare = functools.partial(prepare_evaluation, weights)
-    elif use.features:
-        from training.features import find_backbone, prepare_features
-
-        config, weights = find_backbone(config)
-        prepare = functools.partial(prepare_features, weights)
     elif config.self_check:
         from tools.self_check.check import prepare_self_check
 

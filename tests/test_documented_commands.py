@@ -165,6 +165,12 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         private=True,
         long=True,
     ),
+    "python3 run_vit_training.py --eval_only --knn": Run(
+        (r"^k-NN on val: [\d.]+ % \(k 10\), .* of 359 images, by 1,438 of train$",),
+        trained=True,
+        private=True,
+        long=True,
+    ),
     "python3 run_vit_training.py --features features": Run(
         (r"^features \((class, )?mean\) of 1,797 images: features$",),
         leaves=("features/features.json", "features/val-00000-00000.safetensors"),

@@ -310,7 +310,7 @@ class CheckpointConfig:
         "size, number of channels or classes; a checkpoint in --ckpt_dir is resumed instead "
         "(default: none)",
         metavar="PATH",
-        incompatible_with=("predict", "eval_only"),
+        incompatible_with=("predict",),
     )
     ckpt_epoch_interval: int = flag(
         10, "save a checkpoint every N epochs, and at the end", kind=positive, common=True
@@ -365,6 +365,14 @@ class LogConfig:
         10, "evaluate on val/ every N epochs, and after the last one", kind=positive
     )
     test_step_interval: int = flag(0, "also evaluate every N steps; 0: off", kind=count)
+    knn_every: int = flag(
+        0,
+        "also evaluate by k-NN on features every N steps, and at the end: validation images are "
+        "named by the nearest training images; with the moving average of the weights, if there is "
+        "one; 0: off",
+        kind=count,
+        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
+    )
     eval_batches: int | None = flag(
         None,
         "number of batches of an evaluation; 0: all of val/ (default: 0; with --fake_data as many "
@@ -453,6 +461,13 @@ class UseConfig:
         "let --features read images without labels, which need no class folders and no val/ "
         "(docs/data.md)",
         requires=("features",),
+    )
+    knn: bool = flag(
+        False,
+        "let --eval_only measure features instead of predictions, by k-NN: validation images are "
+        "named by the nearest training images; the weights may be those of --init_from",
+        requires=("eval_only",),
+        incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
     )
     use_ema: bool = flag(
         False,

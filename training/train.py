@@ -33,8 +33,10 @@ from training.errors import (
     RunFailed,
     StoppedBySignal,
 )
+from training.features import open_plainly
 from training.files import FolderLock, replace_file
 from training.initial_weights import InitialWeights, fit
+from training.knn import KnnEvaluation, KnnEvaluations
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, process_start
 from training.logs.reports import Reports, read_expectation
@@ -60,6 +62,8 @@ class Prepared:
     """The seconds that a step is expected to take, if ``--expect`` names them."""
     process_started: float
     """In seconds since 1970."""
+    plain: DataSource | None = None
+    """The same images, not augmented, for ``--knn_every``."""
 
 
 def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
@@ -79,7 +83,8 @@ def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, 
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
     progress = begin.progress_of(start.saved, run, data, epoch_steps)
     initial = fit(weights, run, data) if weights else None
-    prepared = Prepared(start.saved, data, progress, initial, expected_s, process_start())
+    plain = open_plainly(run, "--knn_every") if run.config.log.knn_every else None
+    prepared = Prepared(start.saved, data, progress, initial, expected_s, process_start(), plain)
     return run, functools.partial(train, prepared)
 
 
@@ -148,7 +153,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
                 )
                 saves, evaluated = loop.Saves(session, saver), set(history.top1)
-                hooks = [
+                hooks: list[loop.Hook] = [
                     profiler,
                     loop.StepLog(session, batches),
                     loop.StopCheck(session, batches, saver),
@@ -157,6 +162,9 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                         session, model, objective, images, saves, evaluated, history.best_top1
                     ),
                 ]
+                if prepared.plain:
+                    knn = KnnEvaluation(model, run, backend, prepared.plain, bad_images)
+                    hooks.append(KnnEvaluations(session, knn, config.log.knn_every))
                 with stop, reports.events.training(last_step):
                     at = loop.train_loop(
                         session, model, objective, batches, progress.schedule, hooks, at

@@ -150,7 +150,10 @@ FORMS = {
 
 @pytest.mark.parametrize(
     "form",
-    ["SPMD, four devices", "FSDP2, two processes", *map(long, ("SPMD, one device", "nested"))],
+    [
+        "SPMD, four devices",
+        *map(long, ("SPMD, one device", "nested", "FSDP2, two processes")),
+    ],
 )
 def test_features_are_timms(form, images, weights, tmp_path):
     """Of all images that can be read, with their paths and labels; the broken one is named."""

@@ -75,6 +75,27 @@ class Evaluation:
         )
 
 
+@dataclass(frozen=True)
+class KnnAccuracy:
+    """How many validation images their nearest training images name right."""
+
+    top1: dict[int, float]
+    """The percentage by the number k of neighbors that vote; empty without images."""
+    images: int
+    """How many validation images were asked about."""
+    bank: int
+    """How many training images they were compared with."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The figures by their names in records."""
+        return {f"val_knn_{k}": top1 for k, top1 in self.top1.items()}
+
+    def __str__(self) -> str:
+        by_k = ", ".join(f"{top1:.2f} % (k {k})" for k, top1 in self.top1.items())
+        return f"k-NN on val: {by_k} of {self.images:,} images, by {self.bank:,} of train"
+
+
 # -- Reading ------------------------------------------------------------------------------------
 
 
@@ -350,7 +371,13 @@ _PANELS = (
     ("Learning rate", (("lr", "lr"),), "lr"),
     (
         "Validation accuracy",
-        (("val_top1", "top-1"), ("val_top5", "top-5"), ("ema_val_top1", "EMA, top-1")),
+        (
+            ("val_top1", "top-1"),
+            ("val_top5", "top-5"),
+            ("ema_val_top1", "EMA, top-1"),
+            ("val_knn_10", "k-NN, k 10"),
+            ("val_knn_200", "k-NN, k 200"),
+        ),
         "%",
     ),
     ("Throughput", (("images_per_s", "images/s"),), "images/s"),
@@ -368,8 +395,9 @@ def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
                 steps, values = zip(*points, strict=True)
                 marker = "o" if key.startswith(("val_", "ema_val_")) or len(points) < 3 else None
                 axis.plot(steps, values, label=label, marker=marker, markersize=4)
-                if key == "val_top1":
+                if unit == "%":
                     axis.set_ylim(0, 102)
+                if key == "val_top1":
                     axis.annotate(
                         f"{values[-1]:.1f} %",
                         (steps[-1], values[-1]),

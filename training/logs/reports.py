@@ -308,6 +308,13 @@ class Reports:
         self._write(record)
         self.say(line)
 
+    def knn(self, step: int, epoch: int, result: records.KnnAccuracy) -> None:
+        """Record a k-NN evaluation."""
+        self.flush()
+        self._compilations = -1  # it compiled its own step
+        self._write({"step": step, "epoch": epoch, **result.values})
+        self.say(f"epoch {epoch} step {step}, {result}")
+
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
             sink.write(record)
