@@ -176,6 +176,11 @@ class ModelSpec(abc.ABC):
         """Return True if the first token is a class token."""
         return getattr(self.meta, "cls_token", None) is not None
 
+    @property
+    def prefix_tokens(self) -> int:
+        """Return how many tokens come before those of the patches."""
+        return getattr(self.meta, "num_prefix_tokens", 0)
+
     @functools.cached_property
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.meta.parameters())

@@ -85,8 +85,7 @@ class Features:
         """
         self._model, self._run, self._backend = model, run, backend
         self.data, self._kinds = data, kinds
-        sizes = run.model.sizes
-        self._prefix = sizes.num_tokens - sizes.num_patches
+        self._prefix = run.model.prefix_tokens
         self._normalize = normalizer(run, backend.constant)
 
     def loader(self, split: str) -> BatchLoader:
@@ -176,13 +175,11 @@ def find_backbone(config: RunConfig) -> tuple[RunConfig, Weights]:
 
 
 @bad_data_is_the_users()
-def open_plainly(run: Run, what: str, *, labels: bool = True) -> DataSource:
-    """Open the images of ``run`` without augmentation, of any number of classes, for ``what``.
+def open_plainly(run: Run, *, labels: bool = True) -> DataSource:
+    """Open the images of ``run`` without augmentation, of any number of classes.
 
     Raises UsageError if there are none.
     """
-    if run.config.data.data_source == "fake":
-        raise UsageError(f"{what} requires images: --fake_data has none")
     return open_data(dataset_request(run, labels=labels, augment=False))
 
 
@@ -219,7 +216,7 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
     if CLASS in kinds and not run.model.has_class_token:
         raise UsageError(f"--features_of class: {run.model.name} has no class token here")
     weights, run = with_preprocessing_of(weights, run)
-    data = open_plainly(run, "--features", labels=not use.without_labels)
+    data = open_plainly(run, labels=not use.without_labels)
     initial = fit_backbone(weights, run, data)
     return run, functools.partial(_write_features, weights, initial, data, [*dict.fromkeys(kinds)])
 

@@ -177,7 +177,7 @@ class KnnEvaluation:
 def prepare_knn(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run with its data, and the body of every process. Raises UsageError."""
     weights, run = with_preprocessing_of(weights, run)
-    data = open_plainly(run, "--knn")
+    data = open_plainly(run)
     return run, functools.partial(_evaluate_knn, weights, fit_backbone(weights, run, data), data)
 
 

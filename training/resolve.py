@@ -118,6 +118,14 @@ def resolve_common(config: RunConfig) -> RunConfig:
         raise UsageError("--warmup_lr requires a warmup: --warmup_steps or --warmup_epochs above 0")
     if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
         raise UsageError("--lr_schedule wsd requires --decay_steps")
+    of_features = {
+        "--features": config.use.features,
+        "--knn": config.use.knn,
+        "--knn_every": config.log.knn_every,
+    }
+    for name, is_given in of_features.items():
+        if is_given and config.data.data_source == "fake":
+            raise UsageError(f"{name} requires images: --fake_data has none")
     if config.log.wandb:
         _check_wandb()
     if config.optimizer.betas is None:

@@ -83,7 +83,7 @@ def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, 
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
     progress = begin.progress_of(start.saved, run, data, epoch_steps)
     initial = fit(weights, run, data) if weights else None
-    plain = open_plainly(run, "--knn_every") if run.config.log.knn_every else None
+    plain = open_plainly(run) if run.config.log.knn_every else None
     prepared = Prepared(start.saved, data, progress, initial, expected_s, process_start(), plain)
     return run, functools.partial(train, prepared)
 
