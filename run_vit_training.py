@@ -163,7 +163,7 @@ def _run(flags: Flags) -> int:
                 print(f"{model.name:<60} {told}".rstrip())
         return 0 if found else 1
     check_rules(config, *flags.own, only=MODE_FLAGS)
-    if config.checkpoints.init_from and use.eval_only and not use.knn:
+    if config.checkpoints.init_from and use.eval_only and not (use.knn or use.probe):
         given = f"--init_from {config.checkpoints.init_from}"
         raise errors.UsageError(f"{given} is incompatible with --eval_only: drop one of the two")
     trains = not (use.predict or use.eval_only or use.features or config.self_check)
@@ -191,12 +191,12 @@ def _run(flags: Flags) -> int:
         return plan_slices(config, flags.xla)
 
     prepare: Prepare
-    if use.features or use.knn:
+    if use.features or use.knn or use.probe:
         from training.features import find_backbone, prepare_features
-        from training.knn import prepare_knn
+        from training.frozen import prepare_frozen
 
         config, weights = find_backbone(config)
-        prepare = functools.partial(prepare_features if use.features else prepare_knn, weights)
+        prepare = functools.partial(prepare_features if use.features else prepare_frozen, weights)
     elif use.predict or use.eval_only:
         from training.predict import find_trained, predict, prepare_evaluation
 

@@ -166,7 +166,10 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         long=True,
     ),
     "python3 run_vit_training.py --eval_only --knn": Run(
-        (r"^k-NN on val: [\d.]+ % \(k 10\), .* of 359 images, by 1,438 of train$",),
+        (
+            r"^k-NN on val: [\d.]+ % \(k 10\), .* of 359 images, by 1,438 of train$",
+            r"^linear probe on val: [\d.]+ % of 359 images, trained on 1,438 of train, best with ",
+        ),
         trained=True,
         private=True,
         long=True,

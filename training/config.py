@@ -373,6 +373,13 @@ class LogConfig:
         kind=count,
         incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
     )
+    probe_every: int = flag(
+        0,
+        "also evaluate by linear probes on features every N steps, and at the end: linear layers, "
+        "one a learning rate, are trained on the hosts, and the best one on val/ counts; 0: off",
+        kind=count,
+        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
+    )
     eval_batches: int | None = flag(
         None,
         "number of batches of an evaluation; 0: all of val/ (default: 0; with --fake_data as many "
@@ -466,6 +473,14 @@ class UseConfig:
         False,
         "let --eval_only measure features instead of predictions, by k-NN: validation images are "
         "named by the nearest training images; the weights may be those of --init_from",
+        requires=("eval_only",),
+        incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
+    )
+    probe: bool = flag(
+        False,
+        "let --eval_only measure features instead of predictions, by linear probes: linear layers, "
+        "one a learning rate, are trained on the hosts, and the best one on val/ counts; the "
+        "weights may be those of --init_from",
         requires=("eval_only",),
         incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
     )

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +71,19 @@ def _tokens_of(model: nn.Module, spec: ModelSpec) -> Iterator[Callable[[torch.Te
         delattr(inner, name)
         if own is not None:
             setattr(inner, name, own)
+
+
+class Labelled(NamedTuple):
+    """Images of a split, those of this process: features and labels on the host."""
+
+    numbers: torch.Tensor
+    """The place of each in the split, int64."""
+    features: torch.Tensor
+    """(images, width), fp32."""
+    labels: torch.Tensor
+    """int64."""
+    images: int
+    """How many the split has, over all processes, with those that cannot be read."""
 
 
 class Features:
@@ -140,6 +153,36 @@ class Features:
                 yield arrived()
         finally:
             self._model.train(was_training)
+
+    def labelled(
+        self,
+        split: str,
+        loader: BatchLoader,
+        kind: str,
+        batch_done: Callable[[], bool | None] = lambda: None,
+    ) -> Labelled | None:
+        """Return features of this ``kind``, CLASS or MEAN, of all images of ``loader``, a split's;
+        None if ``batch_done``, called after each batch, returned True.
+
+        All processes must call it.
+        """
+        stopped = False
+
+        def done() -> bool:
+            nonlocal stopped
+            stopped = bool(batch_done())
+            return stopped
+
+        numbers = [torch.zeros(0, dtype=torch.int64)]
+        found = [torch.zeros(0, self._run.model.sizes.embed_dim)]
+        for which, values in self.of(loader, done):
+            numbers.append(torch.from_numpy(which))
+            found.append(values[kind])
+        if stopped:
+            return None
+        of_split, all_numbers = self.data.splits[split], torch.cat(numbers)
+        labels = np.asarray(of_split.labels)[all_numbers.numpy()].astype(np.int64)
+        return Labelled(all_numbers, torch.cat(found), torch.from_numpy(labels), len(of_split))
 
     def _of_tokens(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         patches = tokens[:, self._prefix :].float()

@@ -121,7 +121,9 @@ def resolve_common(config: RunConfig) -> RunConfig:
     of_features = {
         "--features": config.use.features,
         "--knn": config.use.knn,
+        "--probe": config.use.probe,
         "--knn_every": config.log.knn_every,
+        "--probe_every": config.log.probe_every,
     }
     for name, is_given in of_features.items():
         if is_given and config.data.data_source == "fake":

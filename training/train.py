@@ -35,8 +35,8 @@ from training.errors import (
 )
 from training.features import open_plainly
 from training.files import FolderLock, replace_file
+from training.frozen import FrozenEvaluation, FrozenEvaluations
 from training.initial_weights import InitialWeights, fit
-from training.knn import KnnEvaluation, KnnEvaluations
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, process_start
 from training.logs.reports import Reports, read_expectation
@@ -63,7 +63,7 @@ class Prepared:
     process_started: float
     """In seconds since 1970."""
     plain: DataSource | None = None
-    """The same images, not augmented, for ``--knn_every``."""
+    """The same images, not augmented, for ``--knn_every`` and ``--probe_every``."""
 
 
 def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
@@ -83,7 +83,7 @@ def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, 
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
     progress = begin.progress_of(start.saved, run, data, epoch_steps)
     initial = fit(weights, run, data) if weights else None
-    plain = open_plainly(run) if run.config.log.knn_every else None
+    plain = open_plainly(run) if run.config.log.knn_every or run.config.log.probe_every else None
     prepared = Prepared(start.saved, data, progress, initial, expected_s, process_start(), plain)
     return run, functools.partial(train, prepared)
 
@@ -163,8 +163,8 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     ),
                 ]
                 if prepared.plain:
-                    knn = KnnEvaluation(model, run, backend, prepared.plain, bad_images)
-                    hooks.append(KnnEvaluations(session, knn, config.log.knn_every))
+                    frozen = FrozenEvaluation(model, run, backend, prepared.plain, bad_images)
+                    hooks.append(FrozenEvaluations(session, frozen))
                 with stop, reports.events.training(last_step):
                     at = loop.train_loop(
                         session, model, objective, batches, progress.schedule, hooks, at

@@ -96,6 +96,35 @@ class KnnAccuracy:
         return f"k-NN on val: {by_k} of {self.images:,} images, by {self.bank:,} of train"
 
 
+@dataclass(frozen=True)
+class ProbeAccuracy:
+    """How many validation images linear probes name right, which training images have trained."""
+
+    top1: dict[float, float]
+    """The percentage by learning rate; empty without images."""
+    images: int
+    """How many validation images were asked about."""
+    trained_on: int
+    """How many training images there were."""
+
+    @property
+    def best(self) -> float:
+        """Return the learning rate of the best probe, the smallest one of those."""
+        return max(self.top1, key=lambda rate: self.top1[rate])
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The figures by their names in records."""
+        return {"val_probe": self.top1[self.best], "val_probe_lr": self.best} if self.top1 else {}
+
+    def __str__(self) -> str:
+        return (
+            f"linear probe on val: {self.top1[self.best]:.2f} % of {self.images:,} images, trained "
+            f"on {self.trained_on:,} of train, best with learning rate {self.best:g} of "
+            f"{', '.join(f'{rate:g}' for rate in self.top1)}"
+        )
+
+
 # -- Reading ------------------------------------------------------------------------------------
 
 
@@ -377,6 +406,7 @@ _PANELS = (
             ("ema_val_top1", "EMA, top-1"),
             ("val_knn_10", "k-NN, k 10"),
             ("val_knn_200", "k-NN, k 200"),
+            ("val_probe", "linear probe"),
         ),
         "%",
     ),

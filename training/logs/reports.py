@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -308,12 +308,19 @@ class Reports:
         self._write(record)
         self.say(line)
 
-    def knn(self, step: int, epoch: int, result: records.KnnAccuracy) -> None:
-        """Record a k-NN evaluation."""
+    def frozen(
+        self,
+        step: int,
+        epoch: int,
+        results: Iterable[records.KnnAccuracy | records.ProbeAccuracy],
+    ) -> None:
+        """Record evaluations by frozen features."""
         self.flush()
-        self._compilations = -1  # it compiled its own step
-        self._write({"step": step, "epoch": epoch, **result.values})
-        self.say(f"epoch {epoch} step {step}, {result}")
+        self._compilations = -1  # they compiled their own step
+        for result in results:
+            self._write({"step": step, "epoch": epoch, **result.values})
+            if result.top1:
+                self.say(f"epoch {epoch} step {step}, {result}")
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:

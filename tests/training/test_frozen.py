@@ -1,4 +1,4 @@
-"""k-NN on features: --eval_only --knn and --knn_every, against the plain vote over all images."""
+"""Frozen features by k-NN and linear probes, alone and in training, against plain references."""
 
 import json
 import multiprocessing
@@ -27,9 +27,21 @@ from tests.training.test_features import (
 )
 from tests.usage_error import told_in_one_line
 from training import knn as of_knn
+from training import probe as of_probe
+from training.features import Labelled
 from training.knn import knn
+from training.probe import RATES, batches_of, epoch_order, probe
 
 KS = (10, 20, 100, 200)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small products: threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def plain_knn(bank, labels, queries, query_labels, k):
@@ -53,8 +65,11 @@ def made(count, classes, seed, spread=1.0):
     return (centres[labels] + spread * random.normal(size=(count, 24))).astype(np.float32), labels
 
 
-def labelled(features, labels):
-    return F.normalize(torch.from_numpy(features), dim=1), torch.from_numpy(labels)
+def labelled(features, labels, first=0, count=None):
+    """Images of a split of so many, from the number ``first`` on."""
+    numbers = torch.arange(first, first + len(labels))
+    count = len(labels) if count is None else count
+    return Labelled(numbers, torch.from_numpy(features), torch.from_numpy(labels), count)
 
 
 def measured(bank, queries):
@@ -98,24 +113,80 @@ def test_edges():
     assert measured((bank[0][:0], bank[1][:0]), queries).top1 == {}
 
 
+def plain_probe(train, val, rate, seed):
+    """The percentage that nn.Linear names right, trained by torch.optim.SGD, from zeros."""
+    (x, y), (asked, labels) = ([torch.from_numpy(each) for each in split] for split in (train, val))
+    mean, deviation = x.mean(dim=0), x.std(dim=0, correction=0)
+    x, asked = (x - mean) / deviation, (asked - mean) / deviation
+    linear = torch.nn.Linear(x.shape[1], 1 + int(y.max()))
+    torch.nn.init.zeros_(linear.weight), torch.nn.init.zeros_(linear.bias)
+    size, steps = batches_of(len(x))
+    optimizer = torch.optim.SGD(linear.parameters(), rate, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    epoch, done = 0, 0
+    while done < steps:
+        for places in epoch_order(seed, epoch, len(x)).split(size)[: steps - done]:
+            optimizer.zero_grad()
+            F.cross_entropy(linear(x[places]), y[places]).backward()
+            optimizer.step(), schedule.step()
+            done += 1
+        epoch += 1
+    return 100 * (linear(asked).argmax(dim=1) == labels).float().mean().item()
+
+
+def test_probes_are_plain_ones(monkeypatch):
+    """Each rate's, with epochs that end in a short batch; another seed has other batches."""
+    monkeypatch.setattr(of_probe, "BATCH_SIZE", 64)
+    monkeypatch.setattr(of_probe, "LEAST_STEPS", 60)
+    train, val = made(150, 7, 1, spread=3.0), made(90, 7, 2, spread=3.0)
+    found = probe(labelled(*train), labelled(*val), seed=3)
+    assert [*found.top1] == [*RATES]
+    for rate, top1 in found.top1.items():
+        assert top1 == pytest.approx(plain_probe(train, val, rate, 3), abs=100 / 90 + 0.01)
+    assert found.top1[found.best] == max(found.top1.values()) > 30
+    assert found.top1[RATES[0]] < found.top1[found.best]
+    assert (found.images, found.trained_on) == (90, 150)
+    assert probe(labelled(*train), labelled(*val), seed=3) == found
+    assert not epoch_order(3, 0, 150).equal(epoch_order(4, 0, 150))
+
+
+def test_probes_of_clusters_and_edges(monkeypatch):
+    monkeypatch.setattr(of_probe, "LEAST_STEPS", 100)
+    train, val = made(200, 10, 1, spread=0.01), made(50, 10, 2, spread=0.01)
+    constant = [
+        np.concatenate([each[0], np.ones((len(each[0]), 1), np.float32)], 1)
+        for each in (train, val)
+    ]
+    found = probe(labelled(constant[0], train[1]), labelled(constant[1], val[1]), seed=0)
+    assert found.top1[found.best] == 100
+    one = probe(labelled(train[0], 0 * train[1]), labelled(val[0], 0 * val[1]), seed=0)
+    assert set(one.top1.values()) == {100}
+    single = probe(labelled(train[0][:1], train[1][:1]), labelled(*val), seed=0)
+    assert single.top1[single.best] <= 100
+    huge = probe(labelled(train[0] * 1e30, train[1]), labelled(*val), seed=0)
+    assert not any(np.isnan(each) for each in huge.top1.values())
+    none = probe(labelled(train[0][:0], train[1][:0]), labelled(*val), seed=0)
+    assert none.top1 == {} == none.values
+
+
 def _one_of(rank, port, found):
-    """A process's part: sizes differ, and one has no image of the bank."""
+    """A process's part: sizes differ, and one has no training image."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=3)
     bank, queries = made(300, 7, 1, spread=3.0), made(90, 7, 2, spread=3.0)
     of_bank, of_queries = ((0, 50), (50, 300), (300, 300)), ((0, 7), (7, 7), (7, 90))
     of_knn._SIMILARITIES = 250 * 16
-    parts = (
-        tuple(each[slice(*where[rank])] for each in whole)
+    parts = [
+        labelled(*(each[slice(*where[rank])] for each in whole), where[rank][0], len(whole[0]))
         for whole, where in ((bank, of_bank), (queries, of_queries))
-    )
-    found.put(measured(*parts).top1)
+    ]
+    found.put((knn(*parts).top1, probe(*parts, seed=3).top1))
     dist.destroy_process_group()
 
 
 @pytest.mark.long
-def test_vote_over_processes():
-    """Three of them, each with other images, find what one finds."""
+def test_hosts_find_what_one_finds():
+    """Three processes, each with other images."""
     bank, queries = made(300, 7, 1, spread=3.0), made(90, 7, 2, spread=3.0)
     with socket.socket() as opened:
         opened.bind(("", 0))
@@ -128,8 +199,10 @@ def test_vote_over_processes():
     results = [found.get(timeout=200) for _ in processes]
     for process in processes:
         process.join()
-    for result in results:
-        assert result == pytest.approx({k: plain_knn(*bank, *queries, k) for k in KS})
+    alone = probe(labelled(*bank), labelled(*queries), seed=3).top1
+    for by_knn, by_probe in results:
+        assert by_knn == pytest.approx({k: plain_knn(*bank, *queries, k) for k in KS})
+        assert by_probe == pytest.approx(alone, abs=100 / 90 + 0.01)
 
 
 # -- the program ---------------------------------------------------------------------------
@@ -150,11 +223,11 @@ def expected_of(root):
     "form",
     ["FSDP2, two processes", *map(long, ("SPMD, one device", "SPMD, four devices", "nested"))],
 )
-def test_eval_only_knn(form, images, weights):  # noqa: F811
+def test_eval_only(form, images, weights):  # noqa: F811
     """On each form what the plain vote over timm's features finds; a broken image is left out."""
     if "FSDP2" not in form:
         need_xla()
-    command = ["--eval_only", "--knn", "--json", *FLAGS, *LOADER, *FORMS[form]]
+    command = ["--eval_only", "--knn", "--probe", "--json", *FLAGS, *LOADER, *FORMS[form]]
     command += ["--init_from", weights, "--data_dir", images]
     done = run_program(
         "run_vit_training.py", *map(str, command), processes=2 if "two" in form else 1
@@ -162,7 +235,10 @@ def test_eval_only_knn(form, images, weights):  # noqa: F811
     assert done.returncode == 0, done.stderr
     assert "broken.png" in done.stderr
     expected = {f"val_knn_{k}": top1 for k, top1 in expected_of(images).items()}
-    assert json.loads(done.stdout) == pytest.approx(expected)
+    found = json.loads(done.stdout)
+    assert found.pop("val_probe_lr") in RATES
+    assert 10 < found.pop("val_probe") <= 100
+    assert found == pytest.approx(expected)
     assert len(expected) == 3
 
 
@@ -170,6 +246,9 @@ def test_eval_only_knn(form, images, weights):  # noqa: F811
     ("flags", "message"),
     [
         ("--knn", "--knn requires --eval_only"),
+        ("--probe", "--probe requires --eval_only"),
+        ("--eval_only --probe --fake_data", "--probe requires images: --fake_data has none"),
+        ("--fake_data --probe_every 2", "--probe_every requires images: --fake_data has none"),
         ("--eval_only --knn --eval_report x", "is incompatible with --eval_report x: drop one"),
         ("--eval_only --knn --mesh_tensor 2", "incompatible with --mesh_tensor 2: drop one"),
         ("--eval_only --knn --fake_data", "--knn requires images: --fake_data has none"),
@@ -185,7 +264,7 @@ def test_mistakes_are_told_in_one_line(flags, message, weights, tmp_path, capsys
     assert list(tmp_path.iterdir()) == []
 
 
-EVERY = "--knn_every 2 --max_steps 5 --batch_size 64 --global_pool avg --model_ema".split()
+EVERY = "--knn_every 2 --probe_every 4 --max_steps 5 --batch_size 64 --model_ema".split()
 
 
 def check_training(result, tmp_path, capsys):
@@ -197,11 +276,18 @@ def check_training(result, tmp_path, capsys):
     events = next((result.ckpt_dir / "tensorboard").iterdir()).read_bytes()
     # A tag, and what starts its value: knn_10 is the beginning of knn_100.
     assert [events.count(f"val/knn_{k}\x15".encode()) for k in KS] == [3] * 4
+    assert events.count(b"val/probe\x15") == 2
+    probes = [record for record in result.records if "val_probe" in record]
+    assert [record["step"] for record in probes] == [4, 5]
+    lines = re.findall(r"^epoch 1 step (\d), linear probe on val: ([\d.]+) %", result.stdout, re.M)
+    assert lines == [(str(each["step"]), f"{each['val_probe']:.2f}") for each in probes]
     last = str(result.ckpt_dir / "step_5")
     how = ["--backend", "cuda", "--resume", last, "--use_ema", "--data_dir", str(DIGITS)]
     how += ["--batch_size", "64", "--num_workers", "0"]
-    assert run_vit_training.main([*how, "--eval_only", "--knn", "--json"]) == 0
+    assert run_vit_training.main([*how, "--eval_only", "--knn", "--probe", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
+    assert again.pop("val_probe_lr") in RATES
+    assert again.pop("val_probe") == pytest.approx(probes[-1]["val_probe"], abs=1.5)
     assert again == pytest.approx({f"val_knn_{k}": found[-1][f"val_knn_{k}"] for k in KS}, abs=0.3)
     out = tmp_path / "out"
     assert run_vit_training.main([*how, "--features", str(out)]) == 0
@@ -215,7 +301,7 @@ def check_training(result, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_knn_while_it_trains_on_xla(tmp_path, capsys):
+def test_while_it_trains_on_xla(tmp_path, capsys):
     """One compilation more at the first one, and none afterwards."""
     result = train_tiny(tmp_path / "run", *EVERY, "--test_epoch_interval", "99", devices=4)
     compilations = result.column("compilations")
@@ -223,14 +309,16 @@ def test_knn_while_it_trains_on_xla(tmp_path, capsys):
     check_training(result, tmp_path, capsys)
 
 
-def test_knn_while_it_trains(tmp_path, capsys):
+def test_while_it_trains(tmp_path, capsys):
     check_training(train_tiny_gpu(tmp_path / "run", *EVERY), tmp_path, capsys)
 
 
 @pytest.mark.long
-def test_knn_changes_no_step(tmp_path):
+def test_it_changes_no_step(tmp_path):
     one, other = (
-        train_tiny_gpu(tmp_path / every, *EVERY, "--knn_every", every, processes=2)
+        train_tiny_gpu(
+            tmp_path / every, *EVERY, "--knn_every", every, "--probe_every", every, processes=2
+        )
         for every in ("2", "0")
     )
     assert one.column("loss") == other.column("loss")
