@@ -1,4 +1,4 @@
-"""Linear probes on frozen features: how well one linear layer can tell the classes by them.
+"""Linear probes on frozen features: how well one linear layer distinguishes the classes by them.
 
 Several are trained at once, each with its own learning rate, and the best one on the validation
 images counts. They are trained on the hosts, by SGD with momentum and a cosine schedule. Features
