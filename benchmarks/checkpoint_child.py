@@ -24,7 +24,7 @@ from training.checkpoints import saver as saver_module
 from training.checkpoints.format import Position
 from training.checkpoints.saver import CheckpointSaver
 from training.files import folder_at
-from training.losses import Objective
+from training.objectives import open_objective
 from training.resolve import Run
 from training.step import put_micro_batches, shard_and_optimize, train_step
 
@@ -65,7 +65,7 @@ class Measured:
         self._run, self._backend, self._number = run, backend, 0
         self._model = shard_and_optimize(run, backend)
         self._model.train()
-        self._objective = Objective(run, backend)
+        self._objective = open_objective(run, backend)
         data, sizes = run.config.data, run.model.sizes
         share = data.batch_size // backend.world_size
         labels = torch.randint(sizes.num_classes, (share,))

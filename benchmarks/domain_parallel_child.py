@@ -24,7 +24,7 @@ from run_vit_training import read_flags
 from torch_fsdp.launch_torch import launch as launch_gpu
 from training.backend import Backend
 from training.errors import UsageError
-from training.losses import Objective
+from training.objectives import open_objective
 from training.resolve import Run
 from training.step import shard_and_optimize, train_step
 from xla_fsdp import resolve_xla
@@ -37,7 +37,7 @@ Pass = Callable[[int], torch.Tensor]
 def train(run: Run, backend: Backend, batch: Batch) -> Pass:
     """Return the program's own training step."""
     sharded, optimizer = shard_and_optimize(run, backend), run.config.optimizer
-    batches, objective = [backend.put(batch)], Objective(run, backend)
+    batches, objective = [backend.put(batch)], open_objective(run, backend)
     sharded.train()
 
     def step(number: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ from torch_fsdp.launch_torch import launch
 from torch_fsdp.recipe import DTYPES, TorchRun
 from training.backend import Backend
 from training.errors import UsageError
-from training.losses import Objective
+from training.objectives import open_objective
 from training.step import shard_and_optimize, train_step
 
 Step = Callable[[int], torch.Tensor]
@@ -41,7 +41,7 @@ BuildStep = Callable[[TorchRun, Backend, list[Batch]], Step]
 def own_step(run: TorchRun, backend: Backend, batches: list[Batch]) -> Step:
     """Return the program's own step on the backend of ``run``."""
     sharded = shard_and_optimize(run, backend)
-    optimizer, objective = run.config.optimizer, Objective(run, backend)
+    optimizer, objective = run.config.optimizer, open_objective(run, backend)
     sharded.train()
 
     def step(number: int) -> torch.Tensor:

@@ -20,8 +20,8 @@ from training.backend import bad_data_is_the_users, dataset_request
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import parse
-from training.losses import Mixing, smoothed
 from training.mesh import Mesh
+from training.objectives.classify import Mixing, smoothed
 from training.resolve import Run, check_batch, resolve_common, resolve_model
 from training.weights import with_preprocessing
 

@@ -1,19 +1,21 @@
-"""Evaluation: loss and accuracy over a validation set, and a report by class.
+"""Evaluation: a measure of the model over a validation set, and a report by class.
 
 ``evaluate`` runs the model, ``EvalReport`` says what the images of each class were taken for
-(``--eval_report``). When a training evaluates, ``Evaluations`` decides (``training/loop.py``).
+(``--eval_report``). When a training evaluates, ``Evaluations`` decides (``training/loop.py``); what
+is measured, its objective (``training/objectives``).
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import csv
 import io
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -27,7 +29,6 @@ from data.files import printable, replace_file
 from data.loader import PADDING, Batch, BatchLoader, prefetch
 from training.backend import Backend
 from training.logs.records import Evaluation, save_figure
-from training.losses import Objective
 
 TOP = 5
 """The k of top-k accuracy, beside 1."""
@@ -35,20 +36,36 @@ _AHEAD = 8
 """How many batches the host may be ahead of the devices: enough that these never wait."""
 
 
+class Measure(abc.ABC):
+    """What is measured in one evaluation; padding (label -1) counts for nothing."""
+
+    @abc.abstractmethod
+    def of_batch(
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Run the model on a batch; return values on the devices, over all replicas, to be read."""
+
+    @abc.abstractmethod
+    def add(self, values: Mapping[str, list[float]]) -> None:
+        """Add a batch's values, as they were read from the devices."""
+
+    @abc.abstractmethod
+    def result(self) -> Evaluation:
+        """Return what was measured over all batches."""
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    objective: Objective,
+    measure: Measure,
     loader: BatchLoader,
     backend: Backend,
     batches: int = 0,
     batch_done: Callable[[], bool | None] = lambda: None,
-    predictions: Predictions | None = None,
 ) -> Evaluation | None:
-    """Run the model over ``loader`` (0: all its batches); padding (label -1) counts for nothing.
+    """Run the model over ``loader`` (0: all its batches) and return what ``measure`` finds.
 
-    Returns None if ``batch_done``, called after each batch, returns True: to stop. ``predictions``
-    collects what each image was taken for.
+    Returns None if ``batch_done``, called after each batch, returns True: to stop.
     """
     seen: set[int] = set()
 
@@ -57,49 +74,22 @@ def evaluate(
             seen.update(labels.tolist())  # on the host, as the batches pass
             yield images, labels
 
-    # Added up on the host: exact, and no graph depends on how many batches there are.
-    totals = np.zeros(4)  # loss, in top 1, in top 5, images
-
-    def add(values: Future[dict[str, list[float]]]) -> None:
-        nonlocal totals
-        found = values.result()
-        totals += found["totals"]
-        if predictions is not None:
-            predictions.add(found["images"])
-
     model.eval()
     stopped, pending = False, deque[Future]()
     with contextlib.closing(prefetch(source(), backend.put, loader.prefetch_depth)) as ready:
         for images, labels in ready:
-            logits = model(objective.normalize(images)).float()
-            loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
-            present, before = labels != PADDING, classes_before(logits, labels)
-            counts = [(present & (before < k)).sum().float() for k in (1, TOP)]
-            sums = backend.sum(torch.stack([loss, *counts, present.sum().float()]))
-            values = {"totals": sums}
-            if predictions is not None:
-                values["images"] = predictions.of_batch(logits, labels, before)
+            values = measure.of_batch(model, images, labels)
             backend.end_step()
             pending.append(backend.read(values))
             if len(pending) > _AHEAD:
-                add(pending.popleft())
+                measure.add(pending.popleft().result())
             if batch_done():
                 stopped = True
                 break
     for left in pending:
-        add(left)
+        measure.add(left.result())
     model.train()
-    if stopped:
-        return None
-    loss_sum, in_top1, in_top5, images_seen = totals.tolist()
-    count = images_seen or float("nan")  # where no image could be read
-    return Evaluation(
-        loss_sum / count,
-        100 * in_top1 / count,
-        100 * in_top5 / count,
-        int(images_seen),
-        frozenset(seen),
-    )
+    return None if stopped else replace(measure.result(), labels=frozenset(seen))
 
 
 def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from training.errors import UsageError
 from training.files import check_folder_writable, folder_at, replace_file
 from training.initial_weights import InitialWeights, fit
 from training.logs.bad_images import BadImages
-from training.losses import normalizer
+from training.objectives import normalizer
 from training.predict import find_trained, place_trained, printer
 from training.processes import exchange
 from training.processes.exchange import check_alike

@@ -22,7 +22,7 @@ from training.evaluate import evaluate
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import Evaluation
 from training.logs.reports import Reports, StepTimer
-from training.losses import Objective
+from training.objectives import Objective
 from training.processes.exchange import MinutesInterval
 from training.processes.stopping import StopRequest, Watchdog
 from training.schedule import Schedule
@@ -371,8 +371,9 @@ class Evaluations(Hook):
                     session.watchdog.alive()
                 return session.stop.due()
 
+            measure = self.objective.measure()
             result = evaluate(
-                self.model, self.objective, self.loader, session.backend, batches, batch_done
+                self.model, measure, self.loader, session.backend, batches, batch_done
             )
         self._count += 1
         session.watchdog.alive()

@@ -34,8 +34,9 @@ from training.evaluate import TOP, EvalReport, Predictions, evaluate, write_repo
 from training.files import check_folder_writable, folder_at, is_url
 from training.initial_weights import InitialWeights
 from training.logs.bad_images import VAL, BadImages
-from training.losses import Objective, normalizer
 from training.mesh import Mesh
+from training.objectives import normalizer, open_objective
+from training.objectives.classify import Classification
 from training.processes.exchange import check_alike
 from training.resolve import Run, model_of, resolve_model
 from training.weights import Weights, find_weights, with_preprocessing_of
@@ -230,9 +231,13 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
 
     # Evaluate.
     say("evaluating" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
-    predictions = Predictions(backend, pass_size) if use.eval_report else None
-    objective = Objective(run, backend)
-    result = evaluate(sharded, objective, loader, backend, predictions=predictions)
+    objective, predictions = open_objective(run, backend), None
+    measure = objective.measure()
+    if use.eval_report:
+        assert isinstance(objective, Classification)
+        predictions = Predictions(backend, pass_size)
+        measure = objective.measure(predictions)
+    result = evaluate(sharded, measure, loader, backend)
     assert result is not None  # nothing stops it
     bad_images = BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main)
     bad_images.collect(VAL, loader, _log if backend.is_main else lambda line: None)

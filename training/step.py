@@ -14,7 +14,7 @@ from data.files import DataFolderError
 from data.loader import Batch, BatchLoader, prefetch
 from training.backend import Backend, InitializeModule
 from training.checkpoints.format import Position
-from training.losses import Objective
+from training.objectives import Objective
 from training.optimizers import updates_of
 from training.resolve import Run
 
@@ -76,8 +76,7 @@ def forward_backward(
     count, losses = len(micro_batches), []
     for index, (images, labels) in enumerate(micro_batches):
         backend.begin_step(step * count + index)
-        shown, targets = objective.example(images, labels, step * count + index)
-        loss = objective.loss(model(shown), targets) / count
+        loss = objective.loss(model, images, labels, step * count + index) / count
         losses.append(loss.detach())
         backend.backward(loss, is_last=index == count - 1)
     return backend.mean(sum(losses[1:], start=losses[0]))

@@ -40,7 +40,7 @@ from training.initial_weights import InitialWeights, fit
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, process_start
 from training.logs.reports import Reports, read_expectation
-from training.losses import Objective
+from training.objectives import Objective, open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.resolve import Run
@@ -202,7 +202,7 @@ def _place(
             say("note: the checkpoint has no EMA of the weights: it starts with these weights")
         if has_ema and not with_ema:
             say("note: the checkpoint's EMA of the weights is dropped: --model_ema is not given")
-    return model, Objective(run, backend, say)
+    return model, open_objective(run, backend, say)
 
 
 _STATE = {"optimizer": "optimizer state", "ema": "EMA"}

@@ -23,7 +23,8 @@ from tests.training.test_resume import EPOCHS_OF_5
 from tests.usage_error import told_in_one_line
 from tests.xla_fsdp.test_sharding import assert_same_curves
 from training.backend import dataset_request, pass_seed
-from training.losses import Mixing, Objective
+from training.objectives import normalizer, open_objective
+from training.objectives.classify import Mixing
 
 BOTH = "--mixup 0.8 --cutmix 1.0 --mixup_prob 0.8 --smoothing 0.1"
 """Of ten passes some are mixed, some cut, some left as they are."""
@@ -85,17 +86,18 @@ def tiny_run(monkeypatch, *flags, devices=1):
 def test_images_labels_and_losses_are_timms(flags, devices, monkeypatch):
     run = tiny_run(monkeypatch, *flags.split(), devices=devices)
     config, seed = run.config.loss, run.config.seed
-    objective, loss, kinds = Objective(run, ON_HOST), timms_loss(config), set()
+    objective, loss, kinds = open_objective(run, ON_HOST), timms_loss(config), set()
+    normalize = normalizer(run, ON_HOST.constant)
     for pass_index in range(30):
         images = torch.randint(0, 256, (16, 3, 16, 16), dtype=torch.uint8)
         labels, logits = torch.randint(10, (16,)), torch.randn(16, 10)
-        plain = objective.normalize(images)
+        plain = normalize(images)
         expected = plain, labels
         if config.mixes:
             expected = by_timm(config, devices, plain, labels, seed, pass_index)
         shown, targets = objective.example(images, labels, pass_index)
         torch.testing.assert_close(shown, expected[0], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(objective.loss(logits, targets), loss(logits, expected[1]))
+        torch.testing.assert_close(objective.loss_of(logits, targets), loss(logits, expected[1]))
         same = shown == plain
         kinds.add(
             "as it is" if same.all() else "cut" if same.flatten(0, 1).all(0).any() else "mixed"

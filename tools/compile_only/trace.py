@@ -11,7 +11,7 @@ import os
 import torch
 
 from tools.compile_only.graphs import Step
-from training.losses import Objective
+from training.objectives import open_objective
 from training.step import forward_backward, put_micro_batches, shard_and_optimize
 from xla_fsdp.resolve_xla import XlaRun
 
@@ -58,7 +58,7 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
     dtype = getattr(torch, data.image_dtype(len(shape) - 2))
     images = torch.empty(shape, dtype=dtype, device="meta")
     batch = images, torch.empty(share, dtype=torch.int64, device="meta")
-    objective = Objective(run, backend)
+    objective = open_objective(run, backend)
 
     backend.start_recording()
     micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)

@@ -37,7 +37,7 @@ from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
 from training.errors import RunFailed, SelfCheckFailed, UsageError
 from training.files import FolderLock, is_url, remove_tree
-from training.losses import Objective
+from training.objectives import open_objective
 from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
 from training.processes.stopping import Watchdog
@@ -328,7 +328,7 @@ class Devices:
     norms: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.objective = Objective(self.run, self.backend)
+        self.objective = open_objective(self.run, self.backend)
         # One more than updates: to continue from a checkpoint.
         self.batches = [
             put_micro_batches(self.backend, batch, self.run.config.data.grad_accum_steps)

@@ -1,12 +1,12 @@
-"""The training objective: what a model is shown of a batch, and the loss of its answer.
+"""Classification: the loss of logits and labels, and the accuracy.
 
-``Objective`` runs on the devices, as a part of the step: it normalizes images, mixes them with each
-other (mixup, cutmix), asks a teacher (distillation), and computes the loss.
+In each step ``Classification`` normalizes images, mixes them with each other (mixup, cutmix), asks
+a teacher (distillation), and computes the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,19 +14,21 @@ import torch
 import torch.nn.functional as F
 from timm.data.mixup import cutmix_bbox_and_lam
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from torch import nn
 
+from data.loader import PADDING
 from data.transforms import drawn_from
 from training.backend import Backend, pass_seed
 from training.begin import check_weights
 from training.config import LossConfig
+from training.evaluate import TOP, Measure, Predictions, classes_before
 from training.files import folder_at
+from training.logs.records import Evaluation
+from training.objectives import Constant, Objective, normalizer
 from training.weights import weights_in
 
 if TYPE_CHECKING:
     from training.resolve import Run
-
-Constant = Callable[[torch.Tensor], torch.Tensor]
-"""Puts a small tensor of the CPU whole on every device, as ``Backend.constant`` does."""
 
 
 class Targets(NamedTuple):
@@ -38,33 +40,31 @@ class Targets(NamedTuple):
     """What the teacher answers, (images, classes); None without one."""
 
 
-class Objective:
-    """Prepares images and labels on the devices, and computes the loss to minimize."""
+class Classification(Objective):
+    """Learns the labels of images."""
 
-    def __init__(
-        self, run: Run, backend: Backend, say: Callable[[str], None] = lambda line: None
-    ) -> None:
-        """Put the constants and the teacher on the devices; ``say`` logs which teacher.
-
-        Must be made before the first step is recorded.
-        """
+    def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         config = run.config.loss
-        self.normalize = normalizer(run, backend.constant)
+        self._backend = backend
+        self._normalize = normalizer(run, backend.constant)
         self._mixing = Mixing(run, backend.constant, backend.image_rows) if config.mixes else None
         self._soft_labels = config.mixes or config.bce_loss
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
-        self._loss = _label_loss(config)
+        self._label_loss = _label_loss(config)
         self._teacher = Teacher(run, backend, say) if run.teacher else None
         self._teacher_loss, self._alpha = _teacher_loss(config), config.distillation_alpha
+
+    def loss(
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+    ) -> torch.Tensor:
+        images, targets = self.example(images, labels, pass_index)
+        return self.loss_of(model(images), targets)
 
     def example(
         self, images: torch.Tensor, labels: torch.Tensor, pass_index: int
     ) -> tuple[torch.Tensor, Targets]:
-        """Return what the model is shown of a micro-batch, and what it is to answer.
-
-        ``pass_index``: the number of the pass since the start of training.
-        """
-        images = self.normalize(images)
+        """Return what the model is shown of a micro-batch, and what it is to answer."""
+        images = self._normalize(images)
         if self._soft_labels:
             labels = smoothed(labels, self._classes, self._smoothing)
         if self._mixing is not None:
@@ -72,14 +72,21 @@ class Objective:
             images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
         return images, Targets(labels, self._teacher(images) if self._teacher else None)
 
-    def loss(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    def loss_of(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
         """Return the mean loss of (images, classes) logits, a scalar in fp32."""
         logits = logits.float()
-        loss = self._loss(logits, targets.labels)
+        loss = self._label_loss(logits, targets.labels)
         if targets.teacher_logits is None:
             return loss
         distilled = self._teacher_loss(logits, targets.teacher_logits)
         return (1 - self._alpha) * loss + self._alpha * distilled
+
+    def measure(self, predictions: Predictions | None = None) -> Measure:
+        """Return what measures loss and accuracy.
+
+        ``predictions`` collects what each image was taken for.
+        """
+        return Accuracy(self._normalize, self._backend, predictions)
 
 
 def _label_loss(config: LossConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -106,26 +113,6 @@ def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tens
     other = smoothing / classes
     is_label = labels[:, None] == torch.arange(classes, device=labels.device)
     return is_label * (1.0 - smoothing) + other
-
-
-# -- Normalization -------------------------------------------------------------------------------
-
-
-def normalizer(run: Run, constant: Constant) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function (x / 255 - mean) / std, by channel, of uint8 images, in fp32.
-
-    Images are loaded as bytes, a quarter of fp32's. Those in fp32 were normalized as they were
-    read, and are returned as they are.
-    """
-    channels, *spatial = run.model.sizes.input_shape
-    mean, std = map(torch.tensor, run.config.data.preprocessing.of_channels(channels))
-    by_channel = (-1, *[1] * len(spatial))
-    scale, offset = (constant(x.view(by_channel)) for x in (1 / (255 * std), -mean / std))
-
-    def normalize(images: torch.Tensor) -> torch.Tensor:
-        return images.float() * scale + offset if images.dtype == torch.uint8 else images
-
-    return normalize
 
 
 # -- Mixup and cutmix ----------------------------------------------------------------------------
@@ -281,3 +268,45 @@ def _teacher_loss(config: LossConfig) -> Callable[[torch.Tensor, torch.Tensor], 
         return F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
 
     return soft
+
+
+# -- Evaluation: the cross-entropy and the accuracy ------------------------------------------------
+
+
+class Accuracy(Measure):
+    """Adds up the cross-entropy and the images whose label is in the top one and five."""
+
+    def __init__(
+        self,
+        normalize: Callable[[torch.Tensor], torch.Tensor],
+        backend: Backend,
+        predictions: Predictions | None,
+    ) -> None:
+        self._normalize, self._backend, self._predictions = normalize, backend, predictions
+        # Added up on the host: exact, and no graph depends on how many batches there are.
+        self._totals = np.zeros(4)  # loss, in top 1, in top 5, images
+
+    def of_batch(
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        logits = model(self._normalize(images)).float()
+        loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
+        present, before = labels != PADDING, classes_before(logits, labels)
+        counts = [(present & (before < k)).sum().float() for k in (1, TOP)]
+        sums = self._backend.sum(torch.stack([loss, *counts, present.sum().float()]))
+        values = {"totals": sums}
+        if self._predictions is not None:
+            values["images"] = self._predictions.of_batch(logits, labels, before)
+        return values
+
+    def add(self, values: Mapping[str, list[float]]) -> None:
+        self._totals += values["totals"]
+        if self._predictions is not None:
+            self._predictions.add(values["images"])
+
+    def result(self) -> Evaluation:
+        loss_sum, in_top1, in_top5, images = self._totals.tolist()
+        count = images or float("nan")  # where no image could be read
+        return Evaluation(
+            loss_sum / count, 100 * in_top1 / count, 100 * in_top5 / count, int(images)
+        )

@@ -1,0 +1,75 @@
+"""The objectives: what a model is trained for, a file each, and the registry of them.
+
+An ``Objective`` runs on the devices, as a part of the step and of evaluations. It decides what a
+model is shown of a batch, the loss of its answer, and what an evaluation measures.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from training.backend import Backend
+from training.evaluate import Measure
+
+if TYPE_CHECKING:
+    from training.resolve import Run
+
+OBJECTIVES = {
+    "classify": "training.objectives.classify:Classification",
+}
+"""Module and class of each objective, by its name. It is imported when it is chosen."""
+
+Constant = Callable[[torch.Tensor], torch.Tensor]
+"""Puts a small tensor of the CPU whole on every device, as ``Backend.constant`` does."""
+
+
+class Objective(abc.ABC):
+    """Prepares images on the devices, and computes what to minimize and what to measure."""
+
+    @abc.abstractmethod
+    def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
+        """Put on the devices what the loss needs besides the model; ``say`` logs what that is."""
+
+    @abc.abstractmethod
+    def loss(
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+    ) -> torch.Tensor:
+        """Return the mean loss of the images of a micro-batch on a replica, a scalar in fp32.
+
+        ``pass_index``: the number of the pass since the start of training.
+        """
+
+    @abc.abstractmethod
+    def measure(self) -> Measure:
+        """Return what measures the model in one evaluation."""
+
+
+def open_objective(
+    run: Run, backend: Backend, say: Callable[[str], None] = lambda line: None
+) -> Objective:
+    """Return the objective of ``run``. It must be made before the first step is recorded."""
+    module, _, name = OBJECTIVES["classify"].partition(":")
+    return cast(Objective, getattr(import_module(module), name)(run, backend, say))
+
+
+def normalizer(run: Run, constant: Constant) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function (x / 255 - mean) / std, by channel, of uint8 images, in fp32.
+
+    Images are loaded as bytes, a quarter of fp32's. Those in fp32 were normalized as they were
+    read, and are returned as they are.
+    """
+    channels, *spatial = run.model.sizes.input_shape
+    mean, std = map(torch.tensor, run.config.data.preprocessing.of_channels(channels))
+    by_channel = (-1, *[1] * len(spatial))
+    scale, offset = (constant(x.view(by_channel)) for x in (1 / (255 * std), -mean / std))
+
+    def normalize(images: torch.Tensor) -> torch.Tensor:
+        return images.float() * scale + offset if images.dtype == torch.uint8 else images
+
+    return normalize
