@@ -197,7 +197,7 @@ class DataConfig:
         "(default: the model's own size for all images)",
         kind=height_by_width,
         metavar="HxW",
-        requires=("data_source=folder|data_source=webdataset",),
+        requires=("data_source=folder|data_source=webdataset", "objective=classify"),
         incompatible_with=(
             *("mesh_domain", "block", "compile_only", "expect"),
             *("aug_repeats", "cutmix", "cutmix_minmax", "teacher"),

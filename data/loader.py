@@ -36,6 +36,17 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """A batch on the CPU: images (share, channels, rows, width), labels (share,) int64; of volumes
 (share, channels, slices, height, width). Images are uint8, or normalised fp32."""
 
+
+def numbered(batch: Batch, first: int) -> Batch:
+    """Return a batch with the images' numbers, from ``first`` on, in place of their labels.
+
+    Padding stays padding.
+    """
+    images, labels = batch
+    numbers = torch.arange(first, first + len(labels), dtype=labels.dtype)
+    return images, torch.where(labels == PADDING, PADDING, numbers)
+
+
 BadImage = tuple[str, str, int]
 """The path of an image that cannot be read, the reason in one line, and its label."""
 

@@ -90,6 +90,8 @@ class MegatronBackend(TorchBackend):
     def _collect_gradients(self) -> None:
         self._model.finish_grad_sync()
         for name, parameter in self._parameters.items():
+            if name in self._run.model.frozen:
+                continue
             local = self._locals[name]
             grad: Any = parameter.grad
             # An empty part has no gradient, but its step counter shall move with the others'.

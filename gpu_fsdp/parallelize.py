@@ -56,7 +56,7 @@ def parallelize(
     # Weights, in the precision that is computed in.
     model.to(recipe.dtype)
     _fill(model, initial, recipe.dtype, device, meta_init=meta_init)
-    model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(recipe.dtype),))
+    model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(recipe.dtype), *inputs[1:]))
 
     # Shards. Without fp32 weights gradients have the weights' precision.
     policy = MixedPrecisionPolicy(None, None, None)
@@ -69,7 +69,7 @@ def parallelize(
         model,
         # With the patch embedding a unit of its own, no part begins inside a row of another
         # parameter, on which the package fails for some widths.
-        fsdp_unit_modules=[type(blocks[0]), PatchEmbed],
+        fsdp_unit_modules=[*{type(block) for block in blocks}, PatchEmbed],
         device_mesh=mesh,
         dp_shard_dim=SHARD,
         tp_dim=TENSOR,

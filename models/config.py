@@ -256,7 +256,9 @@ class ModelConfig:
     pre_norm: bool | None = _own("pre_norm", "add a norm before the blocks")
     final_norm: bool | None = _own("final_norm", "add a norm after the blocks")
     fc_norm: bool | None = _own("fc_norm", "move the final norm behind the pooling")
-    drop_rate: float | None = _own("drop_rate", "dropout rate before the head", kind=rate)
+    drop_rate: float | None = _own(
+        "drop_rate", "dropout rate before the head", kind=rate, requires=("objective=classify",)
+    )
     pos_drop_rate: float | None = _own(
         "pos_drop_rate",
         "dropout rate after the embedding",
@@ -264,7 +266,10 @@ class ModelConfig:
         names=("--pos_dropout", "--pos_drop_rate"),
     )
     patch_drop_rate: float | None = _own(
-        "patch_drop_rate", "share of patches dropped in training", kind=rate
+        "patch_drop_rate",
+        "share of patches dropped in training",
+        kind=rate,
+        requires=("objective=classify",),
     )
     proj_drop_rate: float | None = _own(
         "proj_drop_rate",
@@ -284,7 +289,9 @@ class ModelConfig:
         kind=rate,
     )
     weight_init: Literal["", "jax", "jax_nlhb", "moco", "reset"] | None = _own(
-        "weight_init", "initialization scheme of timm: '', jax, jax_nlhb, moco or reset"
+        "weight_init",
+        "initialization scheme of timm: '', jax, jax_nlhb, moco or reset",
+        requires=("objective=classify",),
     )
 
     def overrides(self) -> dict[str, object]:

@@ -24,6 +24,8 @@ FAMILIES = {
     "timm/": "models.timm_models",
 }
 """By what its names start with, the module of each family."""
+ADDITIONS = {"mae": "models.mae"}
+"""By objective, the module with ``add_to``, which adds to a model what it is trained with."""
 
 _COUNTED = 30
 """The most models that are built to be listed, in seconds; a longer list has names alone."""
@@ -71,6 +73,17 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     alike = alike or difflib.get_close_matches(name.lower(), known.values(), _SUGGESTED, 0.5)
     suggested = f": is it {' or '.join(alike)}?" if alike else ""
     raise ModelError(f"there is no model {name}{suggested} (--list_models lists them)")
+
+
+def with_additions(spec: ModelSpec, objective: str, settings: Mapping[str, Any]) -> ModelSpec:
+    """Return the model with what its objective adds to it, if anything.
+
+    ``settings`` are the objective's flags, by their fields. Raises ModelError if it cannot.
+    """
+    if objective not in ADDITIONS:
+        return spec
+    added: ModelSpec = importlib.import_module(ADDITIONS[objective]).add_to(spec, settings)
+    return added
 
 
 def list_models(pattern: str | None = None) -> list[ListedModel]:

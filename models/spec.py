@@ -59,7 +59,8 @@ class ModelSpec(abc.ABC):
     """One model: builds it, initializes it unit by unit, and has the facts about it.
 
     The facts are read off the model itself, which is built once on the meta device, without
-    memory. The blocks are ``model.blocks``; everything around them is one more unit, the root.
+    memory. The blocks are ``model.blocks``, and in some models those of other ``stacks``;
+    everything around them is one more unit, the root.
     """
 
     head_method = "forward_head"
@@ -119,13 +120,28 @@ class ModelSpec(abc.ABC):
         The values: how many entries come before those of the patches.
         """
 
-    def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
-        """Let ``model`` compute with ``blocks``, one module, instead of all of its blocks.
+    @property
+    def stacks(self) -> Mapping[str, ModelSizes]:
+        """The model's stacks of blocks, by the names of their modules in the order in which they
+        compute, with the sizes of each: the tokens that it sees, its depth and widths."""
+        return {"blocks": self.sizes}
+
+    @property
+    def frozen(self) -> set[str]:
+        """The names of parameters that no training changes."""
+        return set()
+
+    def example(self) -> tuple[torch.Tensor, ...]:
+        """Return the model's arguments for one image, on the meta device."""
+        return (torch.empty(1, *self.sizes.input_shape, device="meta"),)
+
+    def put_blocks(self, model: nn.Module, stack: str, blocks: nn.Module) -> None:
+        """Let ``model`` compute with ``blocks``, one module, instead of all blocks of a stack.
 
         It is called as ``blocks(x, shared=..., stacked=...)``, x being (batch, tokens, width):
         keyword arguments of each block, the same for all or one for each along dimension 0.
         """
-        model.blocks = blocks
+        setattr(model, stack, blocks)
 
     def why_one_grid(self) -> str | None:
         """Return why the model computes with images of its own size only; None if not only."""
@@ -162,8 +178,9 @@ class ModelSpec(abc.ABC):
 
     def units(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the pieces to shard one after the other: each block, then the model around them."""
-        for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
-            yield f"blocks.{index}", block
+        for stack in self.stacks:
+            for index, block in enumerate(getattr(model, stack)):
+                yield f"{stack}.{index}", block
         yield "", model
 
     @functools.cached_property
@@ -198,7 +215,7 @@ class ModelSpec(abc.ABC):
         for depth in range(1, min(self.sizes.depth, 2) + 1):  # others cost what the second does
             model.blocks = every[:depth]  # type: ignore[index]
             with _TrainStepFlops() as counter:
-                model(torch.empty(1, *self.sizes.input_shape, device="meta"))
+                model(*self.example())
             counts.append(counter.total)
         return float(counts[0] + (self.sizes.depth - 1) * (counts[-1] - counts[0]))
 
@@ -220,7 +237,8 @@ class ModelSpec(abc.ABC):
 
     def why_blocks_differ(self) -> str | None:
         """Return how blocks differ, other than in their drop path; None if one loop can run all."""
-        return blocks.blocks_differ(list(self.meta.blocks))  # type: ignore[arg-type]
+        differences = (blocks.blocks_differ(list(getattr(self.meta, each))) for each in self.stacks)
+        return next(filter(None, differences), None)
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
         """Return the settings that differ from ``before``, the settings of another spec.

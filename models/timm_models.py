@@ -23,7 +23,7 @@ from models.spec import ModelSizes, ModelSpec
 # The spec of timm's two Vision Transformers, VisionTransformer and Eva, with given arguments.
 
 
-_WITHOUT_MEMORY: dict[type[nn.Module], dict[str, Any]] = {
+WITHOUT_MEMORY: dict[type[nn.Module], dict[str, Any]] = {
     VisionTransformer: {"device": "meta", "weight_init": "skip"},  # there is nothing to fill
     Eva: {"device": "meta"},
 }
@@ -41,8 +41,8 @@ class TimmSpec(ModelSpec):
         preprocessing: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises ModelError if the arguments are incompatible, or timm does not take them."""
-        self._kind, self._arguments = kind, dict(arguments)
-        complete = timm_private.taken_arguments(kind) | self._arguments
+        self.kind, self.arguments = kind, dict(arguments)
+        complete = timm_private.taken_arguments(kind) | self.arguments
         super().__init__(name, overrides, {key: _as_json(v) for key, v in complete.items()})
         self.preprocessing = None if preprocessing is None else dict(preprocessing)
         check_arguments(complete)
@@ -50,14 +50,14 @@ class TimmSpec(ModelSpec):
 
     def build(self) -> nn.Module:
         try:
-            return self._kind(**self._arguments | _WITHOUT_MEMORY[self._kind])
+            return self.kind(**self.arguments | WITHOUT_MEMORY[self.kind])
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ModelError(f"timm cannot build {self.name}: {reason}") from None
 
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
         settings = self.settings
-        if self._kind is Eva:
+        if self.kind is Eva:
             scheme = eva_scheme(head_init_scale=settings["head_init_scale"])
         else:
             scheme = vision_transformer_scheme(
@@ -67,8 +67,8 @@ class TimmSpec(ModelSpec):
             )
         initialize(module, name, seed=seed, scheme=scheme)
 
-    def put_blocks(self, model: nn.Module, blocks: nn.Module) -> None:
-        timm_private.put_blocks(model, blocks)
+    def put_blocks(self, model: nn.Module, stack: str, blocks: nn.Module) -> None:
+        timm_private.put_blocks(model, stack, blocks)
 
     def why_no_token_part(self) -> str | None:
         pool, drop = self.meta.attn_pool, self.meta.patch_drop
@@ -89,8 +89,8 @@ class TimmSpec(ModelSpec):
         return {"pos_embed": 0 if model.no_embed_class else model.num_prefix_tokens}
 
     def why_one_grid(self) -> str | None:
-        if self._kind is not VisionTransformer:
-            return f"it is timm's {self._kind.__name__}, not VisionTransformer"
+        if self.kind is not VisionTransformer:
+            return f"it is timm's {self.kind.__name__}, not VisionTransformer"
         if self.meta.pos_embed is None:
             return "it has no learned position embedding"
         if getattr(self.meta.attn_pool, "pos_embed", None) is not None:

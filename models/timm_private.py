@@ -128,9 +128,9 @@ def draw_mixed_frequencies(rope: RotaryEmbeddingMixed) -> torch.Tensor:
 # -- forward pass ---------------------------------------------------------------------
 
 
-def put_blocks(model: nn.Module, blocks: nn.Module) -> None:
+def put_blocks(model: nn.Module, stack: str, blocks: nn.Module) -> None:
     """Do what ``ModelSpec.put_blocks`` says."""
-    model.blocks = blocks
+    setattr(model, stack, blocks)
     if not isinstance(model, Eva):  # a VisionTransformer calls its blocks as one module already
         return
 

@@ -451,6 +451,15 @@ def write_dcp(source: Source, path: Path) -> None:
     source.write_config(path)
 
 
+def backbone_of(source: Source) -> Source:
+    """Return the weights without what an objective added to the model, such as MAE's decoder."""
+    if source.run is None or source.run.objective.objective == "classify":
+        return source
+    names = model_of(source.run.model).meta.state_dict().keys()
+    tensors = {name: stored for name, stored in source.tensors.items() if name in names}
+    return replace(source, tensors=tensors)
+
+
 def timm_config(run: saved.SavedRun) -> dict[str, Any] | None:
     """Return the ``config.json`` from which ``timm.create_model("local-dir:...")`` makes the model.
 
@@ -467,16 +476,17 @@ def timm_config(run: saved.SavedRun) -> dict[str, Any] | None:
         names = [field.name for field in fields(VitConfig) if field.name != "weight_init"]
     arguments = {name: spec.settings[name] for name in names if spec.settings[name] is not None}
     sizes, how = spec.sizes, weights.preprocessing_of(run)
+    classes = sizes.num_classes if run.objective.objective == "classify" else 0  # without a head
     mean, std = how.of_channels(sizes.input_shape[0])
     config: dict[str, Any] = {
         "architecture": architecture,
-        "num_classes": sizes.num_classes,
+        "num_classes": classes,
         "num_features": sizes.embed_dim,
-        "model_args": arguments | {"num_classes": sizes.num_classes},
+        "model_args": arguments | {"num_classes": classes},
         "pretrained_cfg": {
             "input_size": list(sizes.input_shape),
             "fixed_input_size": True,
-            "num_classes": sizes.num_classes,
+            "num_classes": classes,
             "mean": mean,
             "std": std,
             "crop_pct": how.crop_pct,
@@ -601,6 +611,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = open_source(
             given.src, verify=not given.no_verify_checkpoint, use_ema=given.use_ema
         )
+        source = backbone_of(source)
         config = timm_config(source.run) if source.run else source.config
         source = replace(source, dtype=DTYPES.get(given.dtype), config=config)
         size = convert(source, dst, write)

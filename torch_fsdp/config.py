@@ -121,7 +121,7 @@ class TorchConfig:
         "timm",
         "implementation of the transformer block; timm: timm's; te: TransformerLayer of NVIDIA's "
         "TransformerEngine",
-        requires=("backend=cuda",),
+        requires=("backend=cuda", "objective=classify"),
     )
     fp8: Literal["none", "delayed", "current", "rowwise", "mxfp8"] = flag(
         "none",
@@ -129,7 +129,7 @@ class TorchConfig:
         "which requires --compile; current: a scale for each tensor, of its values; delayed: of "
         "those in the steps before (te); rowwise: a scale for each row (timm); mxfp8: for every 32 "
         "numbers (te, Blackwell)",
-        requires=("backend=cuda", "precision=bf16"),
+        requires=("backend=cuda", "precision=bf16", "objective=classify"),
     )
     compile: bool | None = flag(
         None,

@@ -4,6 +4,7 @@
 ``progress_of`` says where in the data it continues. Between them: what must hold for that.
 """
 
+import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,19 @@ from training import files
 from training.checkpoints import choose
 from training.checkpoints import format as checkpoint
 from training.checkpoints.format import Position, SavedRun
-from training.config import CheckpointConfig, OptimizerConfig, RunConfig
+from training.config import CheckpointConfig, ObjectiveConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.flags import FlagField, by_field
+from training.flags import FlagField, by_field, flat
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
-from training.logs.records import EVENTS_FILE, METRICS_FILE, decisive, evaluations, read_metrics
+from training.logs.records import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    evaluations,
+    read_metrics,
+    score,
+    summary,
+)
 from training.processes import exchange
 from training.resolve import Run, model_of
 from training.schedule import Schedule, make_schedule
@@ -72,8 +80,9 @@ def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
     saved, _ = find_resumable(config.checkpoints)
     if saved:  # 1 and 2
         model = with_saved_model(saved, config.model)
-        check_same_training(saved, model_of(model), config.optimizer)
-        return replace(config, model=model), Start(saved)
+        config = replace(with_saved_objective(saved, config), model=model)
+        check_same_training(saved, model_of(model, config.objective), config)
+        return config, Start(saved)
     if config.checkpoints.init_from:  # 3
         return with_model_of_weights(config)
     return config, Start()  # 4
@@ -104,6 +113,20 @@ def with_saved_model(saved: SavedRun, asked: ModelConfig) -> ModelConfig:
     if asked.model not in (None, saved.model.model):
         return asked
     return replace(saved.model, **asked.overrides())  # type: ignore[arg-type]
+
+
+def with_saved_objective(saved: SavedRun, config: RunConfig) -> RunConfig:
+    """Return the configuration with the checkpoint's objective and its flags, but for those that
+    were given. Raises UsageError if another objective was."""
+    there, asked = saved.objective, config.objective
+    if "objective" in config.given and asked.objective != there.objective:
+        raise UsageError(
+            f"{saved.path} was trained with --objective {there.objective}, not {asked.objective}: "
+            "give the same, or start another training from its weights with --init_from and "
+            "another --ckpt_dir"
+        )
+    given = {name: value for name, value in flat(asked).items() if name in config.given}
+    return replace(config, objective=replace(there, **given))
 
 
 # -- on the devices' hosts: all processes agree ----------------------------------------------------
@@ -308,12 +331,12 @@ class History:
 
     continues: bool
     """The folder's records are of this run."""
-    top1: dict[int, float | None]
-    """By step, those of the evaluations; None of one that was not finite."""
+    evaluated: dict[int, str | None]
+    """By step, the figure of each evaluation; None of one that was not finite."""
     best: Path | None = None
-    """The checkpoint of the evaluation with the highest top-1, if there is one."""
-    best_top1: float = -1.0
-    """In percent; the EMA's, if there is one."""
+    """The checkpoint of the best evaluation, if there is one."""
+    best_score: float = -math.inf
+    """Its ``records.score``."""
 
 
 def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
@@ -323,10 +346,11 @@ def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
         return History(False, {step: None} if step else {})
     records = [r for r in read_metrics(ckpt_dir) if r["step"] <= step]
     finite = evaluations(records)
-    best = max(((decisive(r, "val_top1"), at) for at, r in finite.items()), default=(-1.0, 0))
-    evaluated = [r["step"] for r in records if "val_images" in r]
-    top1 = {at: finite[at]["val_top1"] if at in finite else None for at in evaluated}
-    return History(True, top1, choose.folder_of(ckpt_dir, best[1]) if best[1] else None, best[0])
+    best = max(((score(r), at) for at, r in finite.items()), default=(-math.inf, 0))
+    steps = [r["step"] for r in records if "val_images" in r]
+    evaluated = {at: summary(finite[at]) if at in finite else None for at in steps}
+    folder = choose.folder_of(ckpt_dir, best[1]) if best[1] else None
+    return History(True, evaluated, folder, best[0])
 
 
 # -- whether a checkpoint fits a run ---------------------------------------------------------------
@@ -348,7 +372,7 @@ def check_resume(saved: SavedRun, run: Run, data: DataSource) -> None:
             f"{saved.path} holds weights alone, which are for --predict and --eval_only: training "
             "resumes a checkpoint that training wrote"
         )
-    check_same_training(saved, run.model, run.config.optimizer)
+    check_same_training(saved, run.model, run.config)
     check_same_classes(saved.classes, saved.path, data)
     difference = other_order(saved, run, data)
     if difference and not run.config.checkpoints.restart_epoch:
@@ -406,15 +430,14 @@ def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
     return None
 
 
-def check_same_training(
-    saved: SavedRun, model: ModelSpec, optimizer: OptimizerConfig | None
-) -> None:
+def check_same_training(saved: SavedRun, model: ModelSpec, config: RunConfig | None) -> None:
     """Raise UsageError naming all model arguments that differ from the checkpoint's.
 
     Dropout rates and the scheme of initialisation may change: weights fit all the same. Likewise
-    for flags by which the optimizer has another state; ``optimizer`` None: weights alone are used.
+    for flags by which the optimizer has another state; ``config`` None: weights alone are used.
     """
-    before, known = model_of(saved.model), by_field(ModelConfig)
+    before = model_of(saved.model, saved.objective)
+    known = by_field(ModelConfig, ObjectiveConfig)
     names = model.differences(before.settings)
     other_model = bool(names) and before.name != model.name
     differences = [f"with --model {before.name}, not {model.name}"] if other_model else []
@@ -425,9 +448,10 @@ def check_same_training(
         elif not other_model:
             differences.append(f"with --model {before.name}, whose {name} is {there}, not {here}")
     flags = by_field(OptimizerConfig)
-    for name in _STATE_FLAGS if optimizer else ():
+    for name in _STATE_FLAGS if config else ():
         # Older checkpoints have no such argument.
-        there, here = saved.arguments.get(name, flags[name].field.default), getattr(optimizer, name)
+        there = saved.arguments.get(name, flags[name].field.default)
+        here = getattr(config.optimizer, name)  # type: ignore[union-attr]
         if there != here:
             differences.append(_difference(flags[name], there, here))
     if differences:

@@ -27,28 +27,77 @@ from models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class LossConfig:
-    """Mixed images, label smoothing, the training loss and distillation, in timm's terms.
+class ObjectiveConfig:
+    """What a model is trained for, and what that adds to it."""
 
-    The loss of an evaluation is always the cross-entropy.
+    group: ClassVar[str] = "objective"
+
+    objective: Literal["classify", "mae"] = flag(
+        "classify",
+        "what to train for; classify: the labels of images; mae: masked autoencoding, without "
+        "labels (docs/pretraining.md)",
+        common=True,
+    )
+    mask_ratio: float = flag(
+        0.75,
+        "share of an image's patches that are masked: hidden from the encoder, and reconstructed",
+        kind=rate,
+        requires=("objective=mae",),
+    )
+    norm_pix_loss: bool = flag(
+        True,
+        "reconstruct pixels that are normalized by the mean and deviation of their patch, instead "
+        "of the image's own",
+        requires=("objective=mae",),
+    )
+    decoder_depth: int = flag(
+        8,
+        "number of blocks of the decoder",
+        kind=bounded(int, 1, 1000),
+        requires=("objective=mae",),
+    )
+    decoder_embed_dim: int = flag(
+        512,
+        "width of the decoder",
+        kind=bounded(int, 1, 2**20),
+        requires=("objective=mae",),
+    )
+    decoder_num_heads: int = flag(
+        16, "number of attention heads of the decoder", kind=positive, requires=("objective=mae",)
+    )
+
+
+_CLASSIFIES = ("objective=classify",)
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Mixed images, label smoothing, the classifier's loss and distillation, in timm's terms.
+
+    The loss of an evaluation of a classifier is always the cross-entropy.
     """
 
     group: ClassVar[str] = "optimization"
 
     smoothing: float = flag(
-        0.0, "label smoothing: share of each label that is spread over all classes", kind=rate
+        0.0,
+        "label smoothing: share of each label that is spread over all classes",
+        kind=rate,
+        requires=_CLASSIFIES,
     )
     mixup: float = flag(
         0.0,
         "mixup's alpha: the weights of two mixed images are drawn from Beta(alpha, alpha) for each "
         "batch; 0: off",
         kind=non_negative,
+        requires=_CLASSIFIES,
     )
     cutmix: float = flag(
         0.0,
         "CutMix's alpha: the area of the box pasted from another image is drawn from Beta(alpha, "
         "alpha); 0: off",
         kind=non_negative,
+        requires=_CLASSIFIES,
     )
     cutmix_minmax: tuple[float, float] | None = flag(
         None,
@@ -56,6 +105,7 @@ class LossConfig:
         "--cutmix (default: none)",
         kind=fraction,
         metavar=("MIN", "MAX"),
+        requires=_CLASSIFIES,
         replaces=("cutmix",),
     )
     mixup_prob: float = flag(
@@ -71,7 +121,9 @@ class LossConfig:
         requires=("mixup", "cutmix|cutmix_minmax"),
     )
     bce_loss: bool = flag(
-        False, "train with binary cross-entropy, for each class, instead of cross-entropy"
+        False,
+        "train with binary cross-entropy, for each class, instead of cross-entropy",
+        requires=_CLASSIFIES,
     )
     bce_sum: bool = flag(
         False,
@@ -90,7 +142,7 @@ class LossConfig:
         "distillation: the --model of a trained teacher, whose predictions the student learns too; "
         "it must have the student's image size and classes (default: none)",
         metavar="NAME",
-        requires=("teacher_weights",),
+        requires=("teacher_weights", *_CLASSIFIES),
         incompatible_with=("plan", "compile_only"),
     )
     teacher_weights: str | None = flag(
@@ -145,7 +197,7 @@ class OptimizerConfig:
     lr: float = flag(1e-3, "peak learning rate", kind=non_negative, common=True)
     weight_decay: float = flag(
         0.1,
-        "weight decay: a step multiplies weights by 1 - X * learning rate",
+        "weight decay: a step multiplies weights by 1 - X * the lr",
         kind=non_negative,
         common=True,
     )
@@ -187,6 +239,7 @@ class OptimizerConfig:
         False,
         "train only the classifier's head; all other weights are frozen, without gradients and "
         "optimizer state",
+        requires=_CLASSIFIES,
         incompatible_with=("flatten_parameters", "block", "plan"),
     )
     clip_grad_norm: float = flag(
@@ -249,7 +302,7 @@ class EmaConfig:
         False,
         "maintain an exponential moving average (EMA) of the weights, in fp32 and sharded like "
         "them: 4 bytes more a parameter; it is evaluated and saved beside the weights, and "
-        "--ckpt_best uses its accuracy",
+        "--ckpt_best uses its accuracy or loss",
         incompatible_with=("preserve_fp32_weights",),
     )
     model_ema_decay: float = flag(
@@ -286,8 +339,9 @@ class CheckpointConfig:
     resume: str = flag(
         "auto",
         "checkpoint to resume; auto: the newest complete one of --ckpt_dir, if any; none: start "
-        "new; best, lowest_loss: the evaluated one with the highest top-1 or lowest validation "
-        "loss; PATH: a checkpoint, or another run's --ckpt_dir; the model is the checkpoint's",
+        "new; best, lowest_loss: the evaluated one with the highest top-1 (mae: the lowest loss) "
+        "or lowest loss; PATH: a checkpoint, or another run's --ckpt_dir; the model is the "
+        "checkpoint's",
         metavar="auto|none|best|lowest_loss|PATH",
         common=True,
     )
@@ -348,7 +402,8 @@ class CheckpointConfig:
     )
     ckpt_best: bool = flag(
         False,
-        "also save a checkpoint after each evaluation with the highest top-1 so far, and keep it",
+        "also save a checkpoint after each evaluation with the highest top-1 so far (without "
+        "labels: the lowest loss), and keep it",
     )
 
 
@@ -432,9 +487,10 @@ class UseConfig:
     predict: list[str] | None = flag(
         None,
         "print the most probable classes of these images, with the weights of --resume (a "
-        "checkpoint, or a file of torch.save or .safetensors), on one GPU or the CPU; unreadable "
-        "images are skipped, with exit code 2 if one was named itself (default: none)",
+        "checkpoint or a file of torch.save or .safetensors), on one GPU or the CPU; skips "
+        "unreadable images, exit code 2 if one was named itself (default: none)",
         metavar="IMAGE_OR_FOLDER",
+        requires=_CLASSIFIES,
         incompatible_with=("eval_only",),
         common=True,
     )
@@ -494,7 +550,7 @@ class UseConfig:
         "folder for a report of --eval_only: per_class.csv, confusion.csv and confusion.png, with "
         "the accuracy of each class and the classes it was mistaken for (default: none)",
         metavar="FOLDER",
-        requires=("eval_only",),
+        requires=("eval_only", *_CLASSIFIES),
     )
     json: bool = flag(
         False,
@@ -547,8 +603,7 @@ class ShardingConfig:
     )
     mesh_fsdp: int | None = flag(
         None,
-        "number of devices that shard each replica (FSDP) (default: all devices / the other "
-        "--mesh_*)",
+        "number of devices that shard each replica (FSDP) (default: the rest)",
         kind=positive,
         names=("--mesh_fsdp", "--dp_shard"),
         common=True,
@@ -556,9 +611,10 @@ class ShardingConfig:
     )
     mesh_domain: int = flag(
         1,
-        "number of devices that shard the rows of each image (domain parallel)",
+        "devices that shard the rows of each image (domain parallel)",
         kind=positive,
         common=True,
+        requires=_CLASSIFIES,
     )
     domain_attention: Literal["auto", "ring", "ulysses", "gather"] = flag(
         "auto",
@@ -571,10 +627,11 @@ class ShardingConfig:
     )
     mesh_tensor: int = flag(
         1,
-        "number of devices that shard the heads and MLP columns of each block (tensor parallel); "
-        "XLA with SPMD; must divide both; not for all models (--list_models)",
+        "devices that shard heads and MLP columns of a block (tensor parallel); must divide "
+        "both; XLA with SPMD; not all models (--list_models)",
         kind=positive,
         common=True,
+        requires=_CLASSIFIES,
         incompatible_with=("run_without_fsdp",),
     )
 
@@ -653,9 +710,10 @@ class RunConfig:
     )
     self_check: bool = flag(
         False,
-        "check these flags on these devices with a small model, and disk and data, instead of "
-        "training (docs/self_check.md); exit code 1 if a check fails",
+        "check flags, devices, disk and data with a small model, instead of training "
+        "(docs/self_check.md); exit code 1 if a check fails",
         common=True,
+        requires=_CLASSIFIES,
         incompatible_with=("predict", "eval_only", "compile_only", "buckets"),
     )
     plan: bool = flag(
@@ -663,18 +721,19 @@ class RunConfig:
         "search the fastest, cheapest and smallest hardware and flags to train --model, instead of "
         "training (docs/planning.md)",
         common=True,
+        requires=_CLASSIFIES,
         incompatible_with=("predict", "eval_only", "self_check", "compile_only", "buckets"),
     )
     list_models: str | None = flag(
         None,
-        "list the models whose names contain PATTERN, or match it with * and ?, and exit (default: "
-        "off)",
+        "list models by a part of their name, or * and ?, and exit (default: off)",
         metavar="PATTERN",
         bare="*",
         common=True,
     )
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -26,7 +27,7 @@ from matplotlib.colors import PowerNorm
 from torch import nn
 
 from data.files import printable, replace_file
-from data.loader import PADDING, Batch, BatchLoader, prefetch
+from data.loader import PADDING, Batch, BatchLoader, numbered, prefetch
 from training.backend import Backend
 from training.logs.records import Evaluation, save_figure
 
@@ -38,6 +39,9 @@ _AHEAD = 8
 
 class Measure(abc.ABC):
     """What is measured in one evaluation; padding (label -1) counts for nothing."""
+
+    numbered: ClassVar[bool] = False
+    """Whether images come with their numbers in the validation set instead of labels."""
 
     @abc.abstractmethod
     def of_batch(
@@ -70,9 +74,11 @@ def evaluate(
     seen: set[int] = set()
 
     def source() -> Iterator[Batch]:
-        for images, labels in itertools.islice(loader.epoch(0), batches or None):
+        for index, batch in enumerate(itertools.islice(loader.epoch(0), batches or None)):
+            labels = batch[1]
             seen.update(labels.tolist())  # on the host, as the batches pass
-            yield images, labels
+            first = (index * backend.world_size + backend.rank) * len(labels)
+            yield numbered(batch, first) if measure.numbered else batch
 
     model.eval()
     stopped, pending = False, deque[Future]()

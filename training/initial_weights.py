@@ -22,9 +22,9 @@ from training.weights import Weights, weights_in
 
 _PATCHES = "patch_embed.proj.weight"
 _HEAD = "head."
-_MAY_BE_NEW = (_HEAD, "cls_token", "reg_token", "attn_pool.", "fc_norm.")
+_MAY_BE_NEW = (_HEAD, "cls_token", "reg_token", "attn_pool.", "fc_norm.", "mask_token", "decoder_")
 """Prefixes of tensors that only the model may have: they start as new ones do."""
-_MAY_BE_DROPPED = (*_MAY_BE_NEW, "norm.", "mask_token")
+_MAY_BE_DROPPED = (*_MAY_BE_NEW, "norm.")
 """Prefixes of tensors that only the weights may have."""
 _NORMS = ("norm.", "fc_norm.")
 """The last norm, before and after pooling: a model has one of the two, and gets the other's."""

@@ -20,7 +20,7 @@ from training.config import RunConfig
 from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
 from training.evaluate import evaluate
 from training.logs.bad_images import TRAIN, VAL, BadImages
-from training.logs.records import Evaluation
+from training.logs.records import Evaluation, score
 from training.logs.reports import Reports, StepTimer
 from training.objectives import Objective
 from training.processes.exchange import MinutesInterval
@@ -312,7 +312,7 @@ class Evaluations(Hook):
     done: set[int]
     """The steps after which the run's folder has an evaluation."""
     best: float
-    """The highest top-1 so far, in percent; the EMA's, if there is one."""
+    """The highest ``score`` so far; the EMA's, if there is one."""
     _count: int = field(default=0, init=False)
 
     def before_training(self, at: Position) -> None:
@@ -350,9 +350,9 @@ class Evaluations(Hook):
         epoch = at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
         session.reports.evaluation(at.step, epoch, result, ema)
         self.done.add(at.step)
-        top1 = (ema or result).top1
-        if top1 > self.best:
-            self.best = top1
+        found = score((ema or result).values)
+        if found > self.best:
+            self.best = found
             self.saves.best_is(at)
         session.timer.restart()
 

@@ -62,7 +62,7 @@ def updates_of(config: OptimizerConfig, model: ModelSpec) -> Updates:
     last = max(model.layers.values())
     updates: dict[str, Update] = {}
     for name, shape in shapes.items():
-        if config.linear_probe and name not in model.head_parameters:
+        if name in model.frozen or (config.linear_probe and name not in model.head_parameters):
             continue
         rule: Rule = config.optimizer
         matrix = None
@@ -262,7 +262,7 @@ def random_bits(shape: Sequence[int], device: torch.device, key: Tensor, step: T
             run = torch.arange(_RUN, dtype=torch.int32, device=device)
             along = (starts.unsqueeze(-1) + run).flatten()[:size]
         index = index.unsqueeze(-1) * size + along
-    return _hash(index + _hash(key + step.to(torch.int32) * _KEY_STRIDE))
+    return hashed(index + hashed(key + step.to(torch.int32) * _KEY_STRIDE))
 
 
 def to_bf16(x: Tensor, bits: Tensor, same_bits: Bitcast = Tensor.view) -> Tensor:
@@ -300,7 +300,7 @@ def round_moments(
     moments["exp_avg_sq"].copy_(to_bf16(exact["exp_avg_sq"], upper(bits), same_bits))
 
 
-def _hash(x: Tensor) -> Tensor:
+def hashed(x: Tensor) -> Tensor:
     """Return a hash of each int32 number, as int32; different numbers have different hashes."""
     first, second = _MURMUR
     x = (x ^ _shifted_right(x, 16)) * first

@@ -26,6 +26,7 @@ from training.begin import (
     check_same_training,
     check_weights,
     with_saved_model,
+    with_saved_objective,
 )
 from training.checkpoints.state import load_state
 from training.config import RunConfig
@@ -57,7 +58,8 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
     ema = config.use.use_ema
     weights = find_weights(folder_at(of.ckpt_dir), of.resume, of.resume_epoch, use_ema=ema)
     if weights.run:
-        model = model_of(with_saved_model(weights.run, config.model))
+        config = with_saved_objective(weights.run, config)
+        model = model_of(with_saved_model(weights.run, config.model), config.objective)
         check_same_training(weights.run, model, None)
         config = replace(config, model=weights.run.model)
     config, model = resolve_model(config)
@@ -85,6 +87,11 @@ def _class_names(weights: Weights, of_data: list[str], num_classes: int) -> list
 @bad_data_is_the_users()
 def predict(config: RunConfig, weights: Weights) -> None:
     """Print the most likely classes of every image of ``--predict``, in plain PyTorch."""
+    if config.objective.objective != "classify":
+        raise UsageError(
+            f"--predict requires a classifier, {weights.path} was trained with --objective "
+            f"{config.objective.objective}: fine-tune it with --init_from first"
+        )
     config, spec = resolve_model(config)
     weights, run = with_preprocessing_of(weights, Run[Any](config, None, spec, Mesh()))
     config = run.config

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
-from models.registry import open_model
-from training.config import RunConfig
+from models.registry import open_model, with_additions
+from training.config import ObjectiveConfig, RunConfig
 from training.errors import UsageError, is_first_of_torchrun
 from training.files import folder_at, log_folder
 from training.flags import by_field, flat
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
     from models.spec import ModelSizes, ModelSpec
 
-MODEL_FLAG = {name: option.names[0] for name, option in by_field(ModelConfig).items()}
-"""The flag of each model argument, by timm's name."""
+MODEL_FLAG = {
+    name: option.names[0] for name, option in by_field(ModelConfig, ObjectiveConfig).items()
+}
+"""The flag of each model argument, by timm's name, and of what an objective adds to a model."""
 
 
 Own = TypeVar("Own")
@@ -217,10 +219,12 @@ _ANY_CHANNELS = ("volumes", "fake")
 """Sources whose images can have any number of channels; others are color or gray."""
 
 
-def model_of(config: ModelConfig) -> ModelSpec:
-    """Return the model of the flags. Raises UsageError for an unknown or impossible one."""
+def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> ModelSpec:
+    """Return the model of the flags, with what its objective adds to it; without one: the model
+    alone. Raises UsageError for an unknown or impossible one."""
     try:
-        return open_model(config.model or DEFAULT_MODEL, config.overrides())
+        spec = open_model(config.model or DEFAULT_MODEL, config.overrides())
+        return with_additions(spec, objective.objective, flat(objective)) if objective else spec
     except ModelError as error:
         raise UsageError(error.told(MODEL_FLAG)) from None
 
@@ -228,7 +232,7 @@ def model_of(config: ModelConfig) -> ModelSpec:
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     """Return the configuration with a model named, and that model. Raises UsageError."""
     named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
-    model, source = model_of(named), config.data.data_source
+    model, source = model_of(named, config.objective), config.data.data_source
     if config.optimizer.linear_probe:  # frozen blocks compute as in evaluation
         for name, rate in model.settings.items():
             if name.endswith("_rate") and name != "drop_rate" and rate:

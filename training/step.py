@@ -89,13 +89,26 @@ def put_micro_batches(backend: Backend, batch: Batch, count: int) -> list[Batch]
 
 
 class TrainBatches:
-    """Iterates over the training images from any position, each batch as micro-batches."""
+    """Iterates over the training images from any position, each batch as micro-batches.
+
+    ``numbered``: with each image's place in the global batch instead of its label.
+    """
 
     def __init__(
-        self, loader: BatchLoader, backend: Backend, batch_size: int, micro_batches: int
+        self,
+        loader: BatchLoader,
+        backend: Backend,
+        batch_size: int,
+        micro_batches: int,
+        *,
+        numbered: bool = False,
     ) -> None:
         self.loader, self._backend = loader, backend
         self._batch_size, self._micro_batches = batch_size, micro_batches
+        self._places: torch.Tensor | None = None
+        if numbered:  # the same tensor in each step: constant images are put on the devices once
+            share = batch_size // backend.world_size
+            self._places = backend.rank * share + torch.arange(share)
         self.last_wait_s = 0.0
         """The seconds that the newest batch was waited for."""
         self.failed: DataFolderError | None = None
@@ -116,7 +129,9 @@ class TrainBatches:
         """Yield the micro-batches of each step from ``at`` to the end of its epoch."""
 
         def put(batch: Batch) -> list[Batch]:
-            return put_micro_batches(self._backend, batch, self._micro_batches)
+            images, labels = batch
+            with_labels = images, labels if self._places is None else self._places
+            return put_micro_batches(self._backend, with_labels, self._micro_batches)
 
         def failed(error: BaseException) -> None:
             if isinstance(error, DataFolderError):

@@ -115,7 +115,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
             last_step=last_step,
             keep_records=history.continues,
             expected_s=prepared.expected_s,
-            last_top1=history.top1.get(last_step),
+            last_evaluation=history.evaluated.get(last_step),
         )
         reports.events.start(prepared.process_started, at.step)
         stop, watchdog = StopRequest(backend), Watchdog(config.log.step_timeout_s)
@@ -146,20 +146,24 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
 
                 # Train: the loop, and what is done after each step, in this order.
                 batches = TrainBatches(
-                    loader, backend, config.data.batch_size, config.data.grad_accum_steps
+                    loader,
+                    backend,
+                    config.data.batch_size,
+                    config.data.grad_accum_steps,
+                    numbered=objective.numbered,
                 )
                 images = val_loader(data, backend, config.data.pass_size)
                 profiler = loop.StepProfiler(
                     config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
                 )
-                saves, evaluated = loop.Saves(session, saver), set(history.top1)
+                saves, evaluated = loop.Saves(session, saver), set(history.evaluated)
                 hooks: list[loop.Hook] = [
                     profiler,
                     loop.StepLog(session, batches),
                     loop.StopCheck(session, batches, saver),
                     saves,
                     loop.Evaluations(
-                        session, model, objective, images, saves, evaluated, history.best_top1
+                        session, model, objective, images, saves, evaluated, history.best_score
                     ),
                 ]
                 if prepared.plain:
@@ -292,9 +296,9 @@ def _end(run: Run, session: loop.Session, newest: Path | None, curves: Path | No
             BAD_IMAGES,
         )
     if is_main:
-        top1 = "" if reports.last_top1 is None else f"val top-1 {reports.last_top1:.2f} %, "
+        figure = "" if reports.last_evaluation is None else f"{reports.last_evaluation}, "
         print(
-            f"training completed: step {session.last_step}, {top1}checkpoint {newest}, "
+            f"training completed: step {session.last_step}, {figure}checkpoint {newest}, "
             f"log {run.ckpt_dir / METRICS_FILE}, plot {curves and run.ckpt_dir / curves.name}",
             flush=True,
         )

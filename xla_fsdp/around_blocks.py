@@ -166,9 +166,13 @@ class _Forward(nn.Module):
 
 
 def gather_small_parameters(
-    module: nn.Module, gather: Callable[[str, torch.Tensor], torch.Tensor]
+    module: nn.Module,
+    gather: Callable[[str, torch.Tensor], torch.Tensor],
+    of_blocks: tuple[str, ...] = (),
 ) -> None:
     """Let a block, or the model around its blocks, ``gather`` small parameters before use.
+
+    ``of_blocks``: what the names of the blocks' parameters start with, which gather their own.
 
     Small are all that are no weights of layers: vectors, embeddings. At rest they are sharded along
     some axes of the mesh. Left to itself, the partitioner may shard the features of activations
@@ -183,7 +187,7 @@ def gather_small_parameters(
         small = {
             f"module.{name}": gather(name, parameter)
             for name, parameter in module.named_parameters()
-            if not name.startswith("blocks.") and name not in large
+            if not name.startswith(of_blocks) and name not in large
         }
         return torch.func.functional_call(run, small, args, kwargs)
 

@@ -40,7 +40,7 @@ class XlaConfig:
     flatten_parameters: bool = flag(
         False,
         "flatten the parameters of each unit into one (nested FSDP)",
-        requires=("xla_fsdp=nested",),
+        requires=("xla_fsdp=nested", "objective=classify"),
         incompatible_with=("run_without_fsdp",),
     )
     shard_on_cpu: bool = flag(

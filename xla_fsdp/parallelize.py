@@ -21,7 +21,7 @@ from xla_fsdp.attention.flash import use_flash
 from xla_fsdp.attention.whole import use_whole
 from xla_fsdp.layout import MeshLayout
 from xla_fsdp.products import linear_weights, multiply_unfolded, normalize_unfolded
-from xla_fsdp.remat import SAVED_BY
+from xla_fsdp.remat import SAVED_BY, SaveInput
 from xla_fsdp.resolve_xla import Recipe
 from xla_fsdp.scan import ScannedBlocks
 from xla_fsdp.sharding import mark_both
@@ -41,7 +41,10 @@ def parallelize_spmd(
 ) -> nn.Module:
     """Make ``model`` one program for all devices, sharded by marks that the partitioner follows."""
     mesh, logical = recipe.mesh, recipe.mesh.logical_spec
-    blocks = units[:-1]
+    stacks = {
+        name: [each for each in units[:-1] if each[0].rpartition(".")[0] == name]
+        for name in recipe.model.stacks
+    }
     batch_parts = mesh.shard_count(logical("batch"))
     token_parts = mesh.shard_count(logical("tokens between the halves of a block"))
     # A norm that folds a device's one image with its tokens would take their padding for tokens.
@@ -49,14 +52,8 @@ def parallelize_spmd(
     drops = recipe.model.settings.get("patch_drop_rate")
     uneven = bool(drops) or recipe.model.sizes.num_tokens % token_parts > 0
     unfolds_norms = uneven and (mesh.domain > 1 or recipe.pass_size == batch_parts)
-    save = SAVED_BY[recipe.remat if recipe.scan else "full"]()
-    in_int8 = linear_weights(blocks[0][1]) if recipe.int8 else set[str]()
 
-    def gather(name: str, weight: torch.Tensor) -> torch.Tensor:
-        # Products in int8 gather their weights themselves, after rounding.
-        return weight if name in in_int8 else layout.gather(name, weight)
-
-    def change_block(block: nn.Module) -> None:
+    def change_block(block: nn.Module, save: SaveInput) -> None:
         int8 = layout.int8_marks if recipe.int8 else None
         pack(block, layout.packed)  # for "tensor"
 
@@ -85,47 +82,52 @@ def parallelize_spmd(
         if unfolds_norms:
             normalize_unfolded(block)
 
-    # Scan: the loop computes with one block that has the parameters of all of them, stacked. It
-    # rematerializes, gathers weights and marks tokens itself, in each round.
-    stack: ScannedBlocks | None = None
-    if recipe.scan:
-        stack = ScannedBlocks(
-            model.blocks,  # type: ignore[arg-type]
-            layout,
-            save,
-            adapt=change_block,
-            gather=gather,
-            bf16=recipe.bf16,
-        )
-        if recipe.residual_bf16:
-            around_blocks.add_in_bf16(stack)
+    for stack, blocks in stacks.items():
+        save = SAVED_BY[recipe.remat if recipe.scan else "full"]()
+        change = functools.partial(change_block, save=save)
+        # Scan: the loop computes with one block that has the parameters of all of them, stacked. It
+        # rematerializes, gathers weights and marks tokens itself, in each round.
+        scanned: ScannedBlocks | None = None
+        if recipe.scan:
+            in_int8 = linear_weights(blocks[0][1]) if recipe.int8 else set[str]()
+            scanned = ScannedBlocks(
+                getattr(model, stack),
+                layout,
+                save,
+                adapt=change,
+                # Products in int8 gather their weights themselves, after rounding.
+                gather=functools.partial(_gather_unless, in_int8, layout),
+                bf16=recipe.bf16,
+            )
+            if recipe.residual_bf16:
+                around_blocks.add_in_bf16(scanned)
 
-    for index, (name, block) in enumerate(blocks):
-        initialize(block, name)
-        if stack:
-            # Shard and place: into the stack, whose shards are on the devices already.
-            pack(block, layout.packed)
-            stack.fill(index, block)
-            block.to("meta")  # the host needs no second copy
-        else:
-            fill_buffers(block, layout.constant)
-            change_block(block)
-            # Rematerialize after attention is changed, and before what wraps the whole block.
-            if recipe.remat == "full" and _trains(block):
-                checkpoint_module(block)
-            # Shard and place.
-            layout.place(block, layout.tensor_dims)
-            # Domain: tokens stay sharded between blocks, and vectors are gathered before use.
-            if mesh.domain > 1 and mesh.tensor == 1:
-                around_blocks.gather_small_parameters(block, layout.gather_small)
-            around_blocks.after_forward(block, layout.mark_tokens)
-            if recipe.residual_bf16 and index == 0:
-                around_blocks.add_in_bf16(block)
-        end_graph()  # the device has this unit before the host makes the next one
+        for index, (name, block) in enumerate(blocks):
+            initialize(block, name)
+            if scanned:
+                # Shard and place: into the stack, whose shards are on the devices already.
+                pack(block, layout.packed)
+                scanned.fill(index, block)
+                block.to("meta")  # the host needs no second copy
+            else:
+                fill_buffers(block, layout.constant)
+                change(block)
+                # Rematerialize after attention is changed, and before what wraps the whole block.
+                if recipe.remat == "full" and _trains(block):
+                    checkpoint_module(block)
+                # Shard and place.
+                layout.place(block, layout.tensor_dims)
+                # Domain: tokens stay sharded between blocks, and vectors are gathered before use.
+                if mesh.domain > 1 and mesh.tensor == 1:
+                    around_blocks.gather_small_parameters(block, layout.gather_small)
+                around_blocks.after_forward(block, layout.mark_tokens)
+                if recipe.residual_bf16 and index == 0:
+                    around_blocks.add_in_bf16(block)
+            end_graph()  # the device has this unit before the host makes the next one
+        if scanned:
+            recipe.model.put_blocks(model, stack, scanned)
 
     # Around the blocks: embedding, norm, head.
-    if stack:
-        recipe.model.put_blocks(model, stack)
     initialize(model, units[-1][0])
     fill_buffers(model, layout.constant)
     layout.place(model, {})
@@ -140,7 +142,8 @@ def parallelize_spmd(
             around_blocks.before_forward(part, functools.partial(mark_both, mark=mark))
             around_blocks.after_forward(part, functools.partial(mark_both, mark=mark))
     if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
-        around_blocks.gather_small_parameters(model, layout.gather_small)
+        of_blocks = tuple(f"{stack}." for stack in stacks)
+        around_blocks.gather_small_parameters(model, layout.gather_small, of_blocks)
         head = model.get_submodule("head")
         around_blocks.before_forward(head, lambda x: mark_both(x, layout.mark_images))
         around_blocks.after_forward(model, lambda logits: mark_both(logits, layout.mark_images))
@@ -151,10 +154,17 @@ def parallelize_spmd(
     # Breaks of the graph come last: outside of all that belongs to a block.
     if recipe.break_graph_every:
         around_blocks.break_graph_every(
-            recipe.break_graph_every, [block for _, block in blocks], end_graph
+            recipe.break_graph_every, [block for _, block in units[:-1]], end_graph
         )
     end_graph(wait=True)
     return model
+
+
+def _gather_unless(
+    names: set[str], layout: MeshLayout, name: str, weight: torch.Tensor
+) -> torch.Tensor:
+    """Gather a block's weight before use, unless its name is among ``names``."""
+    return weight if name in names else layout.gather(name, weight)
 
 
 def parallelize_nested(

@@ -254,18 +254,27 @@ def _resolve_attention(
 
     ``generation`` is the TPU's, None without a TPU. Raises UsageError for kernels that it lacks.
     """
-    sizes, form = sizes_of_largest(config, model), own.attention
-    of_kernels = of_whole = _hinders_kernels(config, sizes, generation)
-    heads = sizes.num_heads // config.sharding.mesh_tensor
+    form, of_whole = own.attention, None
+    stacks = [*model.stacks.values()]
+    if len(stacks) == 1:
+        stacks = [sizes_of_largest(config, model)]
+    sizes = max(stacks, key=lambda each: each.num_tokens)
+    reasons = (_hinders_kernels(config, each, generation) for each in stacks)
+    of_kernels = next(filter(None, reasons), None)
     dtype = torch.bfloat16 if config.sharding.precision == "bf16" else torch.float32
-    whole = WholeSizes(1, sizes.num_tokens, heads, sizes.head_dim, dtype)
+
+    def fits(sizes: ModelSizes) -> bool:
+        heads = sizes.num_heads // config.sharding.mesh_tensor
+        return WholeSizes(1, sizes.num_tokens, heads, sizes.head_dim, dtype).fits(generation or 0)
+
     if of_kernels:
-        pass
+        of_whole = of_kernels
     elif sizes.num_tokens >= FLASH_FROM:
         of_whole = f"takes up to {FLASH_FROM - 1:,} tokens, this model has {sizes.num_tokens:,}"
     elif config.sharding.mesh_domain > 1:
         of_whole = f"is incompatible with --mesh_domain {config.sharding.mesh_domain}"
-    elif not whole.fits(generation or 0):
+    elif not all(map(fits, stacks)):
+        heads = sizes.num_heads // config.sharding.mesh_tensor
         of_whole = f"has no room in vector memory for {heads} heads of {sizes.head_dim}"
     if form != "auto":
         reason = {"flash": of_kernels, "whole": of_whole}.get(form)

@@ -111,10 +111,11 @@ class SpmdBackend(XlaBackend):
     # -- state ------------------------------------------------------------------------
 
     def _plain_names(self, name: str) -> list[str]:
-        if not name.startswith(_STACKED):
+        stack, is_stacked, in_block = name.partition(_STACKED)
+        if not is_stacked:
             return [name]
-        depth, in_block = self._run.model.sizes.depth, name.removeprefix(_STACKED)
-        return [f"blocks.{i}.{in_block}" for i in range(depth)]
+        depth = self._run.model.stacks[stack].depth
+        return [f"{stack}.{i}.{in_block}" for i in range(depth)]
 
     def _packed_parts(self, name: str) -> int:
         """Return into how many parts a parameter was unfolded, 0 if it is as in the plain model."""
@@ -128,7 +129,7 @@ class SpmdBackend(XlaBackend):
         return math.prod(i.stop - i.start for i in indices) * tensor.element_size()
 
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        names, stacked = self._plain_names(name), name.startswith(_STACKED)
+        names, stacked = self._plain_names(name), _STACKED in name
         chunks: dict[tuple[int, ...], Chunk] = {}
         for shard in xs.XLAShardedTensor(tensor).local_shards:
             if shard.indices is REPLICATED:
@@ -150,7 +151,7 @@ class SpmdBackend(XlaBackend):
         }
 
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
-        stacked = name.startswith(_STACKED) and tensor.dim() > 0  # AdamW's step is one for all
+        stacked = _STACKED in name and tensor.dim() > 0  # AdamW's step is one for all
         sharded = [each for each in saved if isinstance(each, ShardedTensor)]
         if not sharded:  # on one device, or replicated
             replicated = self.constant(torch.stack(saved) if stacked else saved[0])
@@ -169,7 +170,8 @@ class SpmdBackend(XlaBackend):
 # Stacked parameters are (depth, ...) on the devices, packed ones (parts, rows, ...). Checkpoints
 # have those of the plain model.
 
-_STACKED = "blocks.block."
+_STACKED = ".block."
+"""Between the name of a stack of blocks and a parameter's name in a block."""
 
 
 def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:

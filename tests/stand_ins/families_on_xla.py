@@ -46,7 +46,7 @@ def filled(spec: ModelSpec) -> nn.Module:
 def on_xla(spec: ModelSpec, plain: nn.Module, form: str, bf16: bool) -> nn.Module:
     model = copy.deepcopy(plain)
     if form == "scanned":
-        spec.put_blocks(model, scanned(model.blocks, bf16))
+        spec.put_blocks(model, "blocks", scanned(model.blocks, bf16))
     elif form == "checkpointed":
         for block in model.blocks:
             checkpoint_module(block)

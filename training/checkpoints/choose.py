@@ -3,21 +3,24 @@
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from training.checkpoints import format as checkpoint
 from training.checkpoints.format import SavedRun
 from training.errors import UsageError
 from training.files import as_url, folder_at, is_unreachable, is_url, remove_tree, sync_folder
-from training.logs.records import METRICS_FILE, decisive, evaluations, read_metrics
+from training.logs.records import METRICS_FILE, decisive, evaluations, read_metrics, score
 
 _NAME = re.compile(r"step_(\d+)")
 RUN_FILE = "run.json"
-BEST = {"best": ("val_top1", 1), "lowest_loss": ("val_loss", -1)}
-"""The values of evaluations that ``--resume`` can choose by, and whether high is good (1) or low
-(-1)."""
+BEST: dict[str, Callable[[dict[str, Any]], float]] = {
+    "best": score,
+    "lowest_loss": lambda record: -decisive(record, "val_loss"),
+}
+"""What ``--resume`` can choose evaluations by: the highest is the best."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,11 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
         if resume == "auto":
             return _newest(existing)
         if resume in BEST:
-            by_step, (value, sign) = evaluations(read_metrics(ckpt_dir)), BEST[resume]
+            by_step = evaluations(read_metrics(ckpt_dir))
             evaluated = [path for path in existing if step_of(path) in by_step]
             if not evaluated:
                 raise UsageError(f"--resume {resume}: {ckpt_dir} has no evaluated checkpoint")
-            best = max(evaluated, key=lambda path: sign * decisive(by_step[step_of(path)], value))
+            best = max(evaluated, key=lambda path: BEST[resume](by_step[step_of(path)]))
             return Candidates([_undamaged(best)])
     path = folder_at(resume)
     with checkpoint.readable(path):

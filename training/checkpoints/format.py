@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from models.config import ModelConfig
 from training.backend import State
+from training.config import ObjectiveConfig
 from training.errors import UsageError
 from training.files import folder_at, is_unreachable, is_url, replace_file, sync_folder
 from training.flags import from_values
@@ -97,6 +98,11 @@ class SavedRun:
     def model(self) -> ModelConfig:
         """The flags of its model."""
         return from_values(ModelConfig, self.arguments)
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """The flags of what it was trained for."""
+        return from_values(ObjectiveConfig, self.arguments)
 
 
 def training_tensors(

@@ -17,9 +17,11 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
+from PIL import Image
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.summary import scalar
+from tensorboardX.summary import image, scalar
 
 from data.files import make_folder, no_link, printable, replace_file
 
@@ -36,28 +38,35 @@ class Evaluation:
     """How good a model was on a validation set."""
 
     loss: float
-    """The mean cross-entropy."""
-    top1: float
-    """The percentage of images whose highest logit is their label."""
-    top5: float
-    """The percentage of images whose label is among the five highest logits."""
-    images: int
+    """The mean cross-entropy, or what else the objective's loss is."""
+    top1: float | None = None
+    """The percentage of images whose highest logit is their label; None without labels."""
+    top5: float | None = None
+    """The percentage of images whose label is among the five highest logits; as ``top1``."""
+    images: int = 0
     labels: frozenset[int] = frozenset()
     """The labels of the images that this process has loaded."""
     left_out: int = 0
     """How many images could not be read."""
     lost_classes: tuple[str, ...] = ()
     """The classes of which no image could be read."""
+    pictures: np.ndarray | None = None
+    """What the model makes of some images, as one picture: (height, width, 3), uint8."""
 
     @property
     def values(self) -> dict[str, float]:
         """The figures by their names in records."""
-        return {
-            "val_loss": self.loss,
-            "val_top1": self.top1,
-            "val_top5": self.top5,
-            "val_images": self.images,
-        }
+        tops = {"val_top1": self.top1, "val_top5": self.top5}
+        known = {name: value for name, value in tops.items() if value is not None}
+        return {"val_loss": self.loss, **known, "val_images": self.images}
+
+    @property
+    def figures(self) -> str:
+        """The loss and the accuracy, if there is one, for a line."""
+        loss = f"val loss {self.loss:.4f}"
+        if self.top1 is None:
+            return loss
+        return f"{loss}, accuracy {self.top1:.2f} %, top-5 {self.top5:.2f} %"
 
     def __str__(self) -> str:
         images = f"{self.images:,}"
@@ -69,6 +78,8 @@ class Evaluation:
             lost = f", {len(self.lost_classes):,} classes have none left ({lost}{more})"
         elif lost:
             lost = f", class {lost} has none left"
+        if self.top1 is None:
+            return f"val loss: {self.loss:.4f} of {images} images"
         return (
             f"val loss: {self.loss:.4f}, accuracy on val: {self.top1:.2f} % of {images} images"
             f"{lost}, top-5: {self.top5:.2f} %"
@@ -152,13 +163,29 @@ def _read_lines(path: Path, *names: str) -> list[dict[str, Any]]:
 
 def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the evaluations among records of ``read_metrics``, by step, whose loss was finite."""
-    return {r["step"]: r for r in records if None not in (r.get("val_top1"), r.get("val_loss"))}
+    finite = (r for r in records if None not in (r.get("val_loss"), r.get("val_top1", 0.0)))
+    return {r["step"]: r for r in finite}
 
 
 def decisive(record: dict[str, Any], name: str) -> float:
     """Return an evaluation's "val_top1" or "val_loss": the EMA's if the run had one."""
     of_ema = record.get(f"ema_{name}")
     return record[name] if of_ema is None else of_ema
+
+
+def score(record: dict[str, Any]) -> float:
+    """Return how good an evaluation of ``evaluations`` was, more being better: the top-1 or,
+    without labels, the loss with the other sign."""
+    if "val_top1" in record:
+        return decisive(record, "val_top1")
+    return -decisive(record, "val_loss")
+
+
+def summary(record: dict[str, Any]) -> str:
+    """Return the figure of an evaluation by which runs are compared, for a line."""
+    if "val_top1" in record:
+        return f"val top-1 {record['val_top1']:.2f} %"
+    return f"val loss {record['val_loss']:.4f}"
 
 
 # -- Writing ------------------------------------------------------------------------------------
@@ -186,6 +213,12 @@ class Guarded:
             if self._lost:
                 self._say(f"note: {self._name} is written again, {self._lost} record(s) are lost")
             self._lost = 0
+
+    def write_picture(self, name: str, pixels: np.ndarray, step: int) -> None:
+        """Write a picture, (height, width, 3), uint8, where the sink takes one."""
+        if hasattr(self._sink, "write_picture"):
+            with self._failing("cannot be written"):
+                self._sink.write_picture(name, pixels, step)
 
     def close(self) -> None:
         if self._sink is not None:
@@ -270,6 +303,11 @@ class TensorBoard:
     def write(self, record: dict[str, Any]) -> None:
         for name, value in _grouped(record).items():
             self._write(Event(summary=scalar(name, value)), record["step"])
+        self._events.flush()
+
+    def write_picture(self, name: str, pixels: np.ndarray, step: int) -> None:
+        """Write a picture, (height, width, 3), uint8."""
+        self._write(Event(summary=image(name, pixels, dataformats="HWC")), step)
         self._events.flush()
 
     def _write(self, event: Event, step: int) -> None:
@@ -395,30 +433,38 @@ class Events:
 
 # -- The curves as one picture ---------------------------------------------------------------------
 
-_PANELS = (
-    ("Loss", (("loss", "train"), ("val_loss", "val"), ("ema_val_loss", "EMA")), "cross-entropy"),
-    ("Learning rate", (("lr", "lr"),), "lr"),
+_LOSS = (("loss", "train"), ("val_loss", "val"), ("ema_val_loss", "EMA"))
+_ACCURACY = (
+    "Validation accuracy",
     (
-        "Validation accuracy",
-        (
-            ("val_top1", "top-1"),
-            ("val_top5", "top-5"),
-            ("ema_val_top1", "EMA, top-1"),
-            ("val_knn_10", "k-NN, k 10"),
-            ("val_knn_200", "k-NN, k 200"),
-            ("val_probe", "linear probe"),
-        ),
-        "%",
+        ("val_top1", "top-1"),
+        ("val_top5", "top-5"),
+        ("ema_val_top1", "EMA, top-1"),
+        ("val_knn_10", "k-NN, k 10"),
+        ("val_knn_200", "k-NN, k 200"),
+        ("val_probe", "linear probe"),
     ),
-    ("Throughput", (("images_per_s", "images/s"),), "images/s"),
+    "%",
 )
+_GRADIENTS = ("Gradients", (("grad_norm", "norm before clipping"),), "norm")
+_LOSSES = {"classify": "cross-entropy", "mae": "squared error"}
+"""What the loss is, by objective."""
 
 
-def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
-    """Draw loss, learning rate, accuracy and throughput of a run's records over steps."""
+def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "classify") -> Path:
+    """Draw loss, learning rate, accuracy (where there is none, gradients) and throughput of a run's
+    records over steps."""
+    measured = {name for record in records for name in record}
+    has_accuracy = objective == "classify" or measured & {"val_knn_10", "val_probe"}
+    panels = (
+        ("Loss", _LOSS, _LOSSES[objective]),
+        ("Learning rate", (("lr", "lr"),), "lr"),
+        _ACCURACY if has_accuracy else _GRADIENTS,
+        ("Throughput", (("images_per_s", "images/s"),), "images/s"),
+    )
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True)
     figure.subplots_adjust(left=0.08, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.28)
-    for axis, (title, series, unit) in zip(axes.flat, _PANELS, strict=True):
+    for axis, (title, series, unit) in zip(axes.flat, panels, strict=True):
         for key, label in series:
             points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
             if points:
@@ -441,10 +487,17 @@ def plot_curves(records: list[dict[str, Any]], path: Path) -> Path:
         axis.grid(alpha=0.3)
         if len(series) > 1 and axis.lines:
             axis.legend()
-        if unit in ("cross-entropy", "images/s") and axis.lines:
+        if title in ("Loss", "Throughput") and axis.lines:
             axis.set_ylim(bottom=0)
     save_figure(figure, path)
     return path
+
+
+def save_picture(pixels: np.ndarray, path: Path) -> None:
+    """Write pixels, (height, width, 3), uint8, as a PNG. Raises OSError."""
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, format="png")
+    replace_file(path, content.getvalue())
 
 
 def save_figure(figure: plt.Figure, path: Path) -> None:

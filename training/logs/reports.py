@@ -60,6 +60,8 @@ def read_expectation(run: Run) -> float | None:
 # -- reports ---------------------------------------------------------------------------------------
 
 CURVES_FILE = "curves.png"
+PICTURES = "reconstructions"
+"""The name of pictures in TensorBoard and, with .png, of the newest in the run's folder."""
 _COMPARED = 3
 """How many log lines show the expected seconds a step beside the measured ones."""
 SMOOTHING_WINDOW = 5
@@ -99,13 +101,13 @@ class Reports:
         last_step: int,
         keep_records: bool = True,
         expected_s: float | None = None,
-        last_top1: float | None = None,
+        last_evaluation: str | None = None,
     ) -> None:
         """Open the reports of a run.
 
         ``keep_records``: those of its folder up to ``first_step`` are of the same run.
-        ``expected_s``: the expected seconds of a step, shown in the first log lines. ``last_top1``:
-        that of an earlier evaluation of the last step.
+        ``expected_s``: the expected seconds of a step, shown in the first log lines.
+        ``last_evaluation``: the figure of an earlier evaluation of the last step.
         """
         active, folder = backend.is_main, run.log_dir
         self._dir, self._backend, self._active = folder, backend, active
@@ -122,7 +124,8 @@ class Reports:
         self._expected_s, self._compared = expected_s, 0
         self.longest_row_skipped = 0
         """How many steps in a row were not finite, as far as log steps have been read."""
-        self.last_top1 = last_top1
+        self.last_evaluation = last_evaluation
+        self._objective = run.config.objective.objective
         self.events = records.Events(folder, self.say, active=active)
         self._sinks: list[records.Guarded] = []
         has_copies = active and folder != run.ckpt_dir
@@ -294,19 +297,29 @@ class Reports:
     ) -> None:
         """Record an evaluation of the weights and, if there is one, of their EMA."""
         self.flush()
-        self.last_top1 = result.top1
         self._compilations = -1  # the evaluation compiled its own step
         record = {"step": step, "epoch": epoch, **result.values}
+        self.last_evaluation = records.summary(record)
         line = f"epoch {epoch} step {step}, {result}"
         if of_ema:
-            record["ema_val_loss"], record["ema_val_top1"] = of_ema.loss, of_ema.top1
-            record["ema_val_top5"] = of_ema.top5
-            line += (
-                f"; of the EMA: val loss {of_ema.loss:.4f}, accuracy {of_ema.top1:.2f} %, "
-                f"top-5 {of_ema.top5:.2f} %"
-            )
+            values = of_ema.values
+            del values["val_images"]
+            record |= {f"ema_{name}": value for name, value in values.items()}
+            line += f"; of the EMA: {of_ema.figures}"
         self._write(record)
         self.say(line)
+        self._write_pictures(step, of_ema or result)
+
+    def _write_pictures(self, step: int, result: records.Evaluation) -> None:
+        """Write what an evaluation shows, if anything: to a PNG, and to TensorBoard."""
+        if result.pictures is None or not self._active:
+            return
+        for sink in self._sinks:
+            sink.write_picture(PICTURES, result.pictures, step)
+        try:
+            records.save_picture(result.pictures, self._dir / f"{PICTURES}.png")
+        except OSError as error:
+            self.say(f"warning: {PICTURES}.png cannot be written ({error.strerror})")
 
     def frozen(
         self,
@@ -350,7 +363,7 @@ class Reports:
         curves = None
         try:
             if found := records.read_metrics(self._dir):
-                curves = records.plot_curves(found, self._dir / CURVES_FILE)
+                curves = records.plot_curves(found, self._dir / CURVES_FILE, self._objective)
         except Exception as error:  # noqa: BLE001 - a picture may not end a run
             self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 OBJECTIVES = {
     "classify": "training.objectives.classify:Classification",
+    "mae": "training.objectives.mae:Reconstruction",
 }
 """Module and class of each objective, by its name. It is imported when it is chosen."""
 
@@ -31,6 +32,9 @@ Constant = Callable[[torch.Tensor], torch.Tensor]
 
 class Objective(abc.ABC):
     """Prepares images on the devices, and computes what to minimize and what to measure."""
+
+    numbered: ClassVar[bool] = False
+    """Whether images come with their places in the global batch instead of labels."""
 
     @abc.abstractmethod
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
@@ -42,6 +46,7 @@ class Objective(abc.ABC):
     ) -> torch.Tensor:
         """Return the mean loss of the images of a micro-batch on a replica, a scalar in fp32.
 
+        ``labels`` are the images' places in the global batch where they are ``numbered``.
         ``pass_index``: the number of the pass since the start of training.
         """
 
@@ -54,7 +59,7 @@ def open_objective(
     run: Run, backend: Backend, say: Callable[[str], None] = lambda line: None
 ) -> Objective:
     """Return the objective of ``run``. It must be made before the first step is recorded."""
-    module, _, name = OBJECTIVES["classify"].partition(":")
+    module, _, name = OBJECTIVES[run.config.objective.objective].partition(":")
     return cast(Objective, getattr(import_module(module), name)(run, backend, say))
 
 

@@ -1,0 +1,293 @@
+"""Masked autoencoders (MAE, He et al., arXiv 2111.06377): a timm ViT, and a decoder of pixels.
+
+The encoder sees a random part of an image's patches alone; a narrow decoder, in the place of
+pooling and head, predicts the pixels of the others. Parameters of the encoder have timm's names,
+those of the decoder the names in published weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from timm.layers import LayerNorm
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import nn
+
+from models.config import ModelError
+from models.initialize import initialize
+from models.spec import ModelSizes, ModelSpec
+from models.timm_models import WITHOUT_MEMORY, TimmSpec
+
+BLOCKS, DECODER = "blocks", "decoder_blocks"
+"""The names of the two stacks of blocks."""
+_MLP_RATIO = 4.0
+"""Of the decoder's blocks, as in the paper."""
+_STD = 0.02
+_LONGEST_WAVE = 10_000.0
+
+
+def add_to(encoder: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
+    """Return ``encoder`` as a masked autoencoder. ``settings`` are the flags of the objective, by
+    their fields. Raises ModelError for an encoder or sizes that cannot be one."""
+    if not isinstance(encoder, TimmSpec) or encoder.kind is not VisionTransformer:
+        kind = encoder.kind.__name__ if isinstance(encoder, TimmSpec) else "another class"
+        raise ModelError(
+            f"<objective> mae requires a model of timm's VisionTransformer, {encoder.name} is of "
+            f"{kind}"
+        )
+    if encoder.meta.pos_embed is None:
+        raise ModelError("<objective> mae requires <pos_embed> learn, which it fills and freezes")
+    width, heads = settings["decoder_embed_dim"], settings["decoder_num_heads"]
+    if width % heads:
+        raise ModelError(
+            f"<decoder_embed_dim> {width} is not a multiple of <decoder_num_heads> {heads}"
+        )
+    for name, each in (("embed_dim", encoder.sizes.embed_dim), ("decoder_embed_dim", width)):
+        if each % 4:
+            raise ModelError(
+                f"<{name}> {each} must be a multiple of 4: positions are sines and cosines of rows "
+                "and columns"
+            )
+    patches, ratio = encoder.sizes.num_patches, settings["mask_ratio"]
+    if not 0 < int(patches * (1 - ratio)) < patches:
+        what = "masks none" if ratio < 0.5 else "leaves none to be seen"
+        raise ModelError(f"<mask_ratio> {ratio:g} of {patches} patches {what}")
+    spec = MaeSpec(encoder, ratio, settings["decoder_depth"], width, heads)
+    if settings["norm_pix_loss"] and spec.patch_size == (1, 1) and spec.sizes.input_shape[0] == 1:
+        raise ModelError("<norm_pix_loss> requires patches of more than one pixel: turn it off")
+    return spec
+
+
+class MaeSpec(TimmSpec):
+    """The spec of a masked autoencoder: the encoder's, and the sizes of the decoder."""
+
+    def __init__(
+        self, encoder: TimmSpec, mask_ratio: float, depth: int, width: int, heads: int
+    ) -> None:
+        self.encoder = encoder
+        self.shown = int(encoder.sizes.num_patches * (1 - mask_ratio))
+        """How many patches of an image the encoder sees."""
+        self._decoder = {"depth": depth, "width": width, "heads": heads}
+        given = (encoder.name, encoder.overrides, encoder.kind, encoder.arguments)
+        super().__init__(*given, encoder.preprocessing)
+        self.settings |= {
+            "decoder_depth": depth,
+            "decoder_embed_dim": width,
+            "decoder_num_heads": heads,
+        }
+
+    def build(self) -> nn.Module:
+        arguments = self.arguments | WITHOUT_MEMORY[self.kind] | {"num_classes": 0}
+        return MaskedAutoencoder(arguments, self.shown, **self._decoder)
+
+    def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
+        initialize(module, name, seed=seed, scheme=_scheme)
+
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        """The encoder's, which sees a part of the patches in evaluations, too."""
+        return self._sizes(self.shown, self.encoder.sizes)
+
+    @functools.cached_property
+    def stacks(self) -> Mapping[str, ModelSizes]:
+        block: Any = self.meta.decoder_blocks[0]  # type: ignore[index]
+        decoder = ModelSizes(
+            **vars(self.encoder.sizes)
+            | {
+                "depth": self._decoder["depth"],
+                "embed_dim": self._decoder["width"],
+                "num_heads": block.attn.num_heads,
+                "head_dim": block.attn.head_dim,
+                "value_dim": block.attn.head_dim,
+                "hidden": block.mlp.fc2.in_features,
+                "attn_drop_rate": 0.0,
+            }
+        )
+        return {BLOCKS: self.sizes, DECODER: self._sizes(self.sizes.num_patches, decoder)}
+
+    def _sizes(self, patches: int, sizes: ModelSizes) -> ModelSizes:
+        prefix = self.encoder.sizes.num_tokens - self.encoder.sizes.num_patches
+        tokens = {"num_tokens": prefix + patches, "train_tokens": prefix + patches}
+        return ModelSizes(**vars(sizes) | tokens)
+
+    @property
+    def frozen(self) -> set[str]:
+        return {"pos_embed"}
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        """Height and width of a patch in pixels."""
+        model: Any = self.meta
+        return model.patch_size
+
+    def why_no_token_part(self) -> str | None:
+        return "its decoder needs all tokens of an image"
+
+    def why_one_grid(self) -> str | None:
+        return "its positions are of one grid"
+
+    def example(self) -> tuple[torch.Tensor, ...]:
+        ranks = torch.empty(1, self.sizes.num_patches, dtype=torch.int32, device="meta")
+        return (*super().example(), ranks)
+
+
+class MaskedAutoencoder(VisionTransformer):
+    """Predicts all patches of images of which ``shown`` patches are seen."""
+
+    def __init__(
+        self, arguments: Mapping[str, Any], shown: int, *, depth: int, width: int, heads: int
+    ) -> None:
+        """``arguments``: the encoder's, by timm's names; the others are the decoder's sizes."""
+        super().__init__(**arguments)
+        place: Any = {"device": "meta"}
+        self.attn_pool = None
+        self.patch_embed.strict_img_size = False  # it is given a part of the patches
+        self.shown, grid = shown, self.patch_embed.grid_size
+        self.patch_size: tuple[int, int] = self.patch_embed.patch_size
+
+        self.decoder_embed = nn.Linear(self.embed_dim, width, **place)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, width, **place))
+        self.decoder_positions = FixedPositions(self.num_prefix_tokens, grid, width)
+        block = functools.partial(Block, width, heads, _MLP_RATIO, qkv_bias=True, **place)
+        self.decoder_blocks = nn.Sequential(*(block() for _ in range(depth)))
+        self.decoder_norm = LayerNorm(width, **place)
+        values = self.in_chans * self.patch_size[0] * self.patch_size[1]
+        self.decoder_pred = nn.Linear(width, values, **place)
+
+    def no_weight_decay(self) -> set[str]:
+        return {*super().no_weight_decay(), "mask_token"}
+
+    def forward(self, images: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+        """Return the predicted pixels of all patches, (batch, patches, values of a patch).
+
+        ``images``: (batch, channels, height, width), normalized. ``ranks``: (batch, patches),
+        integers: each patch's place in a random order of the image's patches; the first ``shown``
+        are seen. Products with ones and zeros select patches: exact in fp32, sharded as the batch
+        is, and without the sums in any order that a gather's gradient is on a GPU.
+        """
+        places = torch.arange(self.shown, dtype=ranks.dtype, device=ranks.device)
+        selected = ranks[:, None, :] == places[:, None]  # (batch, shown, patches)
+
+        # The encoder: only what is seen is embedded, as an image of one row of patches.
+        pixels = _select(selected, patches_of(images, self.patch_size))
+        x = self.patch_embed(self._row_of(pixels))
+        of_prefix, of_patches = self.pos_embed.tensor_split(
+            [0 if self.no_embed_class else self.num_prefix_tokens], dim=1
+        )
+        x = x + _select(selected, of_patches)
+        tokens = [each for each in (self.cls_token, self.reg_token) if each is not None]
+        if tokens:
+            prefix = torch.cat(tokens, dim=1)
+            prefix = prefix if self.no_embed_class else prefix + of_prefix
+            x = torch.cat([prefix.expand(len(x), -1, -1).to(x.dtype), x], dim=1)
+        x = self.blocks(self.norm_pre(self.pos_drop(x)))
+        x = self.fc_norm(self.norm(x))  # one of the two is the last norm
+
+        # The decoder: each patch at its place, the mask token where it was not seen.
+        x = self.decoder_embed(x)
+        first, seen = x.tensor_split([self.num_prefix_tokens], dim=1)
+        hidden = (ranks >= self.shown)[..., None]
+        x = _select(selected.transpose(1, 2), seen) + hidden * self.mask_token
+        x = torch.cat([first.to(x.dtype), x], dim=1)
+        x = self.decoder_blocks(x + self.decoder_positions().to(x.dtype))
+        return self.decoder_pred(self.decoder_norm(x)[:, self.num_prefix_tokens :])
+
+    def _row_of(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return (batch, shown, values) as images (batch, channels, patch, shown x patch)."""
+        height, width = self.patch_size
+        pixels = pixels.unflatten(2, (height, width, self.in_chans))
+        return pixels.permute(0, 4, 2, 1, 3).flatten(3)
+
+
+def patches_of(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
+    """Return images, (batch, channels, height, width), as (batch, patches, values of a patch).
+
+    A patch's values are in the order of its rows, then columns, then channels.
+    """
+    height, width = patch_size
+    rows = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
+    return rows.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def images_of(
+    patches: torch.Tensor, patch_size: tuple[int, int], grid: tuple[int, int]
+) -> torch.Tensor:
+    """Return the images that ``patches_of`` made (batch, patches, values of a patch) of."""
+    pixels = patches.unflatten(2, (*patch_size, -1)).unflatten(1, grid)
+    return pixels.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
+
+
+def _select(selected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the rows of ``x``, (batch or 1, rows, width), that are true in ``selected``.
+
+    ``selected`` is (batch, results, rows) with at most one true entry for each result; one without
+    any becomes zeros.
+    """
+    kind = "cpu" if x.device.type == "meta" else x.device.type  # meta has no autocast
+    with torch.autocast(kind, enabled=False):  # positions must not be rounded
+        return torch.matmul(selected.to(x.dtype), x)
+
+
+# -- Positions: fixed, of sines and cosines ------------------------------------------------------
+
+
+def sines_and_cosines(prefix: int, grid: tuple[int, int], width: int) -> torch.Tensor:
+    """Return fixed positions, (1, prefix + patches, width), fp32: zeros for the first ``prefix``.
+
+    The first half of a position is of the patch's column, the second of its row, as in MAE's
+    published weights; each is sines, then cosines, of wave lengths from 2 pi to 10,000 times as
+    much (Vaswani et al. 2017).
+    """
+    rows, columns = grid
+    quarter = width // 4
+    frequency = _LONGEST_WAVE ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
+
+    def waves(places: torch.Tensor) -> torch.Tensor:  # (patches, width / 2)
+        angles = places.double()[:, None] * frequency
+        return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+    column = torch.arange(columns).repeat(rows)
+    row = torch.arange(rows).repeat_interleave(columns)
+    of_patches = torch.cat([waves(column), waves(row)], dim=1)
+    return torch.cat([of_patches.new_zeros(prefix, width), of_patches])[None].float()
+
+
+class FixedPositions(nn.Module):
+    """Positions that are computed, and so are not in checkpoints."""
+
+    values: torch.Tensor
+
+    def __init__(self, prefix: int, grid: tuple[int, int], width: int) -> None:
+        super().__init__()
+        self._arguments = (prefix, grid, width)
+        shape = (1, prefix + grid[0] * grid[1], width)
+        self.register_buffer("values", torch.empty(shape, device="meta"), persistent=False)
+
+    def init_non_persistent_buffers(self) -> None:
+        """Fill them; timm's name of such a function (``models.initialize``)."""
+        self.values.copy_(sines_and_cosines(*self._arguments))
+
+    def forward(self) -> torch.Tensor:
+        return self.values
+
+
+# -- First weights ---------------------------------------------------------------------------------
+
+
+def _scheme(part: nn.Module, name: str) -> None:
+    """Fill as the paper says (appendix A): Xavier uniform; tokens normal, std 0.02."""
+    if isinstance(part, MaskedAutoencoder):
+        prefix = 0 if part.no_embed_class else part.num_prefix_tokens
+        part.pos_embed.copy_(sines_and_cosines(prefix, part.patch_embed.grid_size, part.embed_dim))
+        for token in (part.cls_token, part.reg_token, part.mask_token):
+            if token is not None:
+                nn.init.normal_(token, std=_STD)
+    elif isinstance(part, nn.Linear | nn.Conv2d):
+        nn.init.xavier_uniform_(part.weight.flatten(1))
+        if part.bias is not None:
+            nn.init.zeros_(part.bias)
+    elif hasattr(part, "reset_parameters"):
+        part.reset_parameters()  # type: ignore[operator]
