@@ -188,6 +188,17 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 run_vit_training.py --init_from vit_base": Elsewhere("hours of training", trains),
     "python3 run_vit_training.py @recipes/vit_10b.args": Elsewhere("10 billion parameters", trains),
     "python3 run_vit_training.py @recipes/mnist.args": Elsewhere("minutes of training", trains),
+    # docs/pretraining.md
+    "make train-mae": Run(
+        (r"^training completed: step 1100, val loss 0\.\d+, checkpoint runs/digits-mae-",),
+        leaves=("runs/digits-mae-*/step_1100", "runs/digits-mae-*/reconstructions.png"),
+        long=True,
+    ),
+    "python3 run_vit_training.py --objective mae": Elsewhere("weeks of training", trains),
+    "python3 run_vit_training.py @recipes/mae_vit_l16.args": Elsewhere("weeks of training", trains),
+    "python3 run_vit_training.py @recipes/mae_vit_l16_finetune.args": Elsewhere(
+        "days of training", trains
+    ),
     # docs/benchmarks.md
     "python benchmarks/xla_step.py --devices 1 2 4": Run(
         (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)), long=True

@@ -24,6 +24,7 @@ class StepSizes:
     """Parameters of one block."""
     other_parameters: int
     classes: int
+    """Values that the model returns for an image."""
     pixels: int
     """Values of one image."""
     train_flops: float
@@ -43,11 +44,18 @@ def state_bytes(config: RunConfig) -> int:
 
 
 @functools.cache
-def step_sizes(model: ModelSpec) -> StepSizes:
-    """Return the sizes of a model."""
-    sizes = model.sizes
-    parameters = [p for block in model.meta.blocks for p in block.parameters()]  # type: ignore[union-attr]
-    blocks = sum(parameter.numel() for parameter in parameters)
+def step_sizes(model: ModelSpec, stack: str = "blocks") -> StepSizes:
+    """Return the sizes of a model, or of another stack of its blocks than the first.
+
+    All that is around the blocks counts to the first stack. Another one is a decoder: what it
+    returns of an image has as many values as the image.
+    """
+    sizes, pixels = model.stacks[stack], math.prod(model.sizes.input_shape)
+    parameters = {
+        name: sum(p.numel() for block in getattr(model.meta, name) for p in block.parameters())
+        for name in model.stacks
+    }
+    is_first = stack == next(iter(model.stacks))
     return StepSizes(
         depth=sizes.depth,
         width=sizes.embed_dim,
@@ -55,9 +63,9 @@ def step_sizes(model: ModelSpec) -> StepSizes:
         heads=sizes.num_heads,
         head_dim=sizes.head_dim,
         tokens=sizes.train_tokens,
-        block_parameters=blocks // sizes.depth,
-        other_parameters=model.parameter_count - blocks,
-        classes=sizes.num_classes,
-        pixels=math.prod(sizes.input_shape),
+        block_parameters=parameters[stack] // sizes.depth,
+        other_parameters=model.parameter_count - sum(parameters.values()) if is_first else 0,
+        classes=sizes.num_classes if is_first else pixels,
+        pixels=pixels,
         train_flops=model.train_flops_per_image,
     )

@@ -271,19 +271,23 @@ def resolve_policy(
         return with_policy("full"), " (--grad_ckpt auto: blocks are not scanned)"
     if chip is None:
         return with_policy("full"), " (--grad_ckpt auto: what fits is known for TPUs alone)"
-    found = {
-        name: estimate(step_sizes(model), chip, mesh, with_policy(name), own.attention)
-        for name in POLICIES
-    }
-    fitting = [name for name in found if found[name].peak_bytes <= _USABLE * chip.hbm_bytes]
+    seconds, peaks = {}, {}
+    for name in POLICIES:  # stacks of blocks compute one after the other, and all save for it
+        of_stacks = [
+            estimate(step_sizes(model, stack), chip, mesh, with_policy(name), own.attention)
+            for stack in model.stacks
+        ]
+        seconds[name] = sum(each.step_s for each in of_stacks)
+        peaks[name] = sum(each.peak_bytes for each in of_stacks)
+    fitting = [name for name in peaks if peaks[name] <= _USABLE * chip.hbm_bytes]
     if fitting:
-        chosen = min(fitting, key=lambda name: found[name].step_s)
+        chosen = min(fitting, key=lambda name: seconds[name])
         why = "by arithmetic the fastest that fits"
     else:
-        chosen = min(found, key=lambda name: found[name].peak_bytes)
+        chosen = min(peaks, key=lambda name: peaks[name])
         why = "by arithmetic nothing fits, this needs least"
     figures = ", ".join(
-        f"{name} {each.step_s * 1e3:,.0f} ms and {each.peak_bytes / 2**30:.1f} GiB"
-        for name, each in found.items()
+        f"{name} {seconds[name] * 1e3:,.0f} ms and {peaks[name] / 2**30:.1f} GiB"
+        for name in POLICIES
     )
     return with_policy(chosen), f" (--grad_ckpt auto: {why}, {figures})"

@@ -16,6 +16,10 @@ PARAMETERS = {
     "deit3_large": 304_374_760 - 52 * 1024,
     "deit3_small": 22_059_496,
     "dinov3_7b_probe": 6_716_035_072 - 4096 + 4096 * 1000 + 1000,  # no mask token
+    # As published, less the fixed positions of the decoder.
+    "mae_vit_b16": 111_907_840 - 197 * 512,
+    "mae_vit_l16": 329_541_888 - 197 * 512,
+    "mae_vit_h14": 657_074_508 - 257 * 512,
     "mae_vit_l16_finetune": 304_326_632,
     "vit_10b": 10_077_917_160,
     "vit_l16_finetune": 304_763_880,

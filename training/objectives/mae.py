@@ -125,7 +125,7 @@ def ranks_of(numbers: torch.Tensor, key: torch.Tensor, patches: int) -> torch.Te
     patch's number, which differs for different numbers, so that no two patches share a place. A
     patch's place is how many have smaller hashes: without sorting, each image on its own device.
     """
-    of_images = hashed(numbers.to(torch.int32) + key)
+    of_images = hashed(numbers.to(torch.int32) + hashed(key))
     places = torch.arange(patches, dtype=torch.int32, device=numbers.device)
     hashes = hashed(of_images[:, None] + places)
     return (hashes[:, :, None] > hashes[:, None, :]).sum(-1, dtype=torch.int32)
