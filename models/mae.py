@@ -1,7 +1,7 @@
 """Masked autoencoders (MAE, He et al., arXiv 2111.06377): a timm ViT, and a decoder of pixels.
 
-The encoder sees a random part of an image's patches alone; a narrow decoder, in the place of
-pooling and head, predicts the pixels of the others. Parameters of the encoder have timm's names,
+The encoder sees a random part of an image's patches alone; a narrow decoder, instead of pooling
+and head, predicts the pixels of the others. Parameters of the encoder have timm's names,
 those of the decoder the names in published weights.
 """
 
@@ -160,14 +160,18 @@ class MaskedAutoencoder(VisionTransformer):
     def no_weight_decay(self) -> set[str]:
         return {*super().no_weight_decay(), "mask_token"}
 
-    def forward(self, images: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor, ranks: torch.Tensor | None = None) -> torch.Tensor:
         """Return the predicted pixels of all patches, (batch, patches, values of a patch).
+
+        Without ``ranks``: what the encoder alone makes of whole images, as timm computes it.
 
         ``images``: (batch, channels, height, width), normalized. ``ranks``: (batch, patches),
         integers: each patch's place in a random order of the image's patches; the first ``shown``
         are seen. Products with ones and zeros select patches: exact in fp32, sharded as the batch
         is, and without the sums in any order that a gather's gradient is on a GPU.
         """
+        if ranks is None:
+            return super().forward(images)
         places = torch.arange(self.shown, dtype=ranks.dtype, device=ranks.device)
         selected = ranks[:, None, :] == places[:, None]  # (batch, shown, patches)
 

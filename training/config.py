@@ -66,6 +66,11 @@ class ObjectiveConfig:
         16, "number of attention heads of the decoder", kind=positive, requires=("objective=mae",)
     )
 
+    @property
+    def uses_labels(self) -> bool:
+        """Whether images need labels."""
+        return self.objective == "classify"
+
 
 _CLASSIFIES = ("objective=classify",)
 

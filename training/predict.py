@@ -220,7 +220,8 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
             raise UsageError(f"--eval_report {folder}: give a folder of this machine")
         check_folder_writable(folder, "--eval_report")
     weights, run = with_preprocessing_of(weights, run)
-    data = open_data(dataset_request(run, with_train=False))
+    labels = run.config.objective.uses_labels
+    data = open_data(dataset_request(run, with_train=False, labels=labels))
     check_same_classes(weights.run.classes if weights.run else None, weights.path, data)
     return run, functools.partial(_evaluate_weights, weights, data)
 

@@ -77,7 +77,7 @@ def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, 
     else:
         run = with_preprocessing(run, start.saved)
     with bad_data_is_the_users():
-        data = open_data(dataset_request(run))
+        data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
     if start.saved:
         begin.check_resume(start.saved, run, data)
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
@@ -152,7 +152,6 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     config.data.grad_accum_steps,
                     numbered=objective.numbered,
                 )
-                images = val_loader(data, backend, config.data.pass_size)
                 profiler = loop.StepProfiler(
                     config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
                 )
@@ -162,10 +161,17 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     loop.StepLog(session, batches),
                     loop.StopCheck(session, batches, saver),
                     saves,
-                    loop.Evaluations(
-                        session, model, objective, images, saves, evaluated, history.best_score
-                    ),
                 ]
+                if data.val_length:
+                    images, best = (
+                        val_loader(data, backend, config.data.pass_size),
+                        history.best_score,
+                    )
+                    hooks.append(
+                        loop.Evaluations(session, model, objective, images, saves, evaluated, best)
+                    )
+                else:
+                    reports.say("there are no validation images: nothing is evaluated")
                 if prepared.plain:
                     frozen = FrozenEvaluation(model, run, backend, prepared.plain, bad_images)
                     hooks.append(FrozenEvaluations(session, frozen))
