@@ -158,11 +158,12 @@ class ReconstructionError(Measure):
         values = {"totals": self._backend.sum(torch.stack([loss, present.sum().float()]))}
 
         # The first images are on any device: a product with ones and zeros, and a sum over all,
-        # bring them to each. Of all batches, so that these are one compiled program.
-        chosen = (self._shown[:, None] == labels).float()
-        parts = [found.patches, found.painted(), found.hidden[..., None]]
+        # bring them to each. Where it is compiled of all batches, so that these are one program.
         first = self._pictures is None
-        self._pictures = self._backend.sum(chosen @ torch.cat(parts, dim=-1).flatten(1))
+        if first or self._backend.compiles:
+            chosen = (self._shown[:, None] == labels).float()
+            parts = [found.patches, found.painted(), found.hidden[..., None]]
+            self._pictures = self._backend.sum(chosen @ torch.cat(parts, dim=-1).flatten(1))
         return values | ({"pictures": self._pictures} if first else {})
 
     def add(self, values: Mapping[str, list[float]]) -> None:
