@@ -164,7 +164,9 @@ class ReconstructionError(Measure):
             chosen = (self._shown[:, None] == labels).float()
             parts = [found.patches, found.painted(), found.hidden[..., None]]
             self._pictures = self._backend.sum(chosen @ torch.cat(parts, dim=-1).flatten(1))
-        return values | ({"pictures": self._pictures} if first else {})
+        if first and self._pictures is not None:
+            values["pictures"] = self._pictures
+        return values
 
     def add(self, values: Mapping[str, list[float]]) -> None:
         self._totals += values["totals"]
