@@ -74,7 +74,7 @@ class Reconstruction(Objective):
         assert isinstance(spec, MaeSpec)
         self._run, self._backend, self._spec = run, backend, spec
         self._normalize = normalizer(run, backend.constant)
-        encoder = spec.encoder.parameter_count - len_of_head(spec)
+        encoder = spec.encoder.parameter_count - _parameters_of_head(spec)
         say(
             f"objective: mae, {spec.shown} of {spec.sizes.num_patches} patches seen, encoder of "
             f"{encoder:,} parameters"
@@ -108,7 +108,7 @@ class Reconstruction(Objective):
         return ReconstructionError(self, self._run, self._backend)
 
 
-def len_of_head(spec: MaeSpec) -> int:
+def _parameters_of_head(spec: MaeSpec) -> int:
     """Return how many parameters the classifier has that the encoder would have."""
     names = spec.meta.state_dict().keys()
     left = (p.numel() for name, p in spec.encoder.meta.named_parameters() if name not in names)
