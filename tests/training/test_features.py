@@ -125,14 +125,6 @@ def assert_are(found, tokens, of=FEATURES, rel=1e-5, prefix=PREFIX):
     assert {*FEATURES}.intersection(found) == {*of}
 
 
-def wrote(out, *flags, **how):
-    """What the program prints."""
-    command = ("run_vit_training.py", "--features", str(out), *map(str, flags))
-    done = run_program(*command, **how)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def write_here(capsys, out, *flags):
     """The same in this process, on FSDP2, which starts no other one."""
     words = ["--backend", "cuda", "--features", out, *LOADER, *flags]
@@ -143,32 +135,33 @@ def write_here(capsys, out, *flags):
 FORMS = {
     "SPMD, one device": ["--cpu_devices", "1"],
     "SPMD, four devices": ["--cpu_devices", "4"],
+    "SPMD, four devices, bf16": ["--cpu_devices", "4", "--precision", "bf16"],
     "nested": ["--cpu_devices", "1", "--xla_fsdp", "nested"],
     "FSDP2, two processes": ["--backend", "cuda"],
+    "Megatron-FSDP, two processes": ["--backend", "cuda", "--fsdp", "megatron"],
 }
 
 
+def run_form(form, *flags):
+    """The finished program, on a form of sharding."""
+    if "SPMD" in form or "nested" in form:
+        need_xla()
+    start = ["run_vit_training.py"]
+    if "Megatron" in form:
+        start = ["-m", "tests.stand_ins.megatron_on_cpu"]
+    words = map(str, (*LOADER, *FORMS[form], *flags))
+    done = run_program(*start, *words, processes=2 if "two" in form else 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 @pytest.mark.parametrize(
-    "form",
-    [
-        "SPMD, four devices",
-        *map(long, ("SPMD, one device", "nested", "FSDP2, two processes")),
-    ],
+    "form", ["SPMD, four devices", *(long(form) for form in FORMS if form != "SPMD, four devices")]
 )
 def test_features_are_timms(form, images, weights, tmp_path):
     """Of all images that can be read, with their paths and labels; the broken one is named."""
-    if "FSDP2" not in form:
-        need_xla()
-    flags = (*FLAGS, *LOADER, *FORMS[form], "--init_from", weights, "--data_dir", images)
-    said = wrote(
-        tmp_path / "out",
-        "--features_of",
-        "class",
-        "mean",
-        "patches",
-        *flags,
-        processes=2 if "two" in form else 1,
-    )
+    asked = ("--features", tmp_path / "out", "--features_of", *FEATURES)
+    said = run_form(form, *asked, *FLAGS, "--init_from", weights, "--data_dir", images).stdout
     assert said.count(f"{images}/train/3/broken.png cannot be read") == 1
     description = json.loads((tmp_path / "out" / "features.json").read_text())
     assert description["images"] == {"train": TRAIN, "val": VAL}
@@ -179,7 +172,7 @@ def test_features_are_timms(form, images, weights, tmp_path):
         found = read(tmp_path / "out", split)
         assert found["path"] == [str(path) for path in paths]
         assert found["label"] == [int(path.parent.name) for path in paths]
-        assert_are(found, tokens_of(backbone(), paths))
+        assert_are(found, tokens_of(backbone(), paths), rel=3e-2 if "bf16" in form else 1e-5)
 
 
 def test_parquet_of_images_without_labels(images, weights, tmp_path, capsys):

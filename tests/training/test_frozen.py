@@ -12,16 +12,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import run_vit_training
-from tests.cli import DIGITS, need_xla, run_program, train_tiny, train_tiny_gpu
+from tests.cli import DIGITS, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.training.test_features import (
     FLAGS,
-    FORMS,
     LOADER,
     TRAIN,
     backbone,
     images,  # noqa: F401 - a fixture
     read,
+    run_form,
     tokens_of,
     weights,  # noqa: F401 - a fixture
 )
@@ -225,14 +225,8 @@ def expected_of(root):
 )
 def test_eval_only(form, images, weights):  # noqa: F811
     """On each form what the plain vote over timm's features finds; a broken image is left out."""
-    if "FSDP2" not in form:
-        need_xla()
-    command = ["--eval_only", "--knn", "--probe", "--json", *FLAGS, *LOADER, *FORMS[form]]
-    command += ["--init_from", weights, "--data_dir", images]
-    done = run_program(
-        "run_vit_training.py", *map(str, command), processes=2 if "two" in form else 1
-    )
-    assert done.returncode == 0, done.stderr
+    asked = ("--eval_only", "--knn", "--probe", "--json", "--init_from", weights)
+    done = run_form(form, *asked, *FLAGS, "--data_dir", images)
     assert "broken.png" in done.stderr
     expected = {f"val_knn_{k}": top1 for k, top1 in expected_of(images).items()}
     found = json.loads(done.stdout)

@@ -68,6 +68,20 @@ def test_hosts_train_as_one_and_hand_over(slice_of, tmp_path, eight_devices):
     assert last.evaluations[-1]["val_images"] == 359
 
 
+@pytest.mark.rehearse
+def test_each_host_reads_the_features_of_its_images(slice_of, tmp_path):
+    """k-NN over two hosts finds what one process with all images does, and so do probes."""
+    flags = "--max_steps 3 --knn_every 3 --probe_every 3 --test_epoch_interval 99".split()
+    two = slice_of(TWO_HOSTS).train(tmp_path / "two", *flags)
+    one = train_tiny(tmp_path / "one", *flags, devices=8)
+    for name, most in (("val_knn_10", 0.6), ("val_knn_200", 0.6), ("val_probe", 2.0)):
+        found, expected = (
+            [record[name] for record in run.records if name in record] for run in (two, one)
+        )
+        assert found == pytest.approx(expected, abs=most)
+        assert len(found) == 1
+
+
 def assert_parts_of_all_hosts(checkpoint, hosts):
     """Each has written what its devices have, and no more."""
     sizes = [sum(f.stat().st_size for f in checkpoint.glob(f"__{n}_*")) for n in range(hosts)]
