@@ -321,11 +321,13 @@ def ulysses_attention(
     prefix: tuple[int, int],
     scale: float,
     group: DomainGroup,
+    *,
+    fused: bool,
 ) -> Tensor:
     """Compute attention of this process's queries to the keys of all processes of ``group``.
 
     Each tensor is (batch, heads, tokens, width). ``prefix``: how many of the queries, and of the
-    keys, come first that are the same in all processes.
+    keys, come first that are the same in all processes. ``fused``: by the device's kernel.
     """
     first, before = prefix
     exchange = functools.partial(all_to_all, group=group.group)
@@ -345,7 +347,10 @@ def ulysses_attention(
     keys = torch.cat([k[:, mine, :before], keys], dim=2)
     values = torch.cat([v[:, mine, :before], values], dim=2)
     asked = torch.cat([q[:, mine, :first], *queries], dim=2)
-    found = F.scaled_dot_product_attention(asked, keys, values, scale=scale)
+    if fused:
+        found = F.scaled_dot_product_attention(asked, keys, values, scale=scale)
+    else:
+        found = (scale * asked @ keys.mT).softmax(dim=-1) @ values
 
     output = []
     if first:
@@ -359,10 +364,10 @@ def ulysses_attention(
     return torch.cat(output, dim=2)
 
 
-def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> None:
+def attend_over_processes(model: nn.Module, form: str, group: DomainGroup, *, fused: bool) -> None:
     """Let every attention in ``model``, which is given a part of the tokens, see all of them.
 
-    ``form`` is "ring" or "ulysses".
+    ``form`` is "ring" or "ulysses". ``fused``: the device has PyTorch's fused attention.
     """
 
     def product(own_queries: bool, q, k, v) -> Tensor:
@@ -371,7 +376,7 @@ def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> No
         q, k = q.to(v.dtype), k.to(v.dtype)
         if form == "ring":
             return ring_attention(q, k, v, before, scale, group)
-        return ulysses_attention(q, k, v, (first, before), scale, group)
+        return ulysses_attention(q, k, v, (first, before), scale, group, fused=fused)
 
     for part in attentions(model):
         use_product(part, functools.partial(product, has_own_queries(part)))

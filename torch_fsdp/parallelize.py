@@ -74,7 +74,8 @@ def parallelize(
         rows, across = run.model.sizes.grid[0], run.model.sizes.row_patches
         patches = [len(run.mesh.rows_of(rows, place)) * across for place in range(run.mesh.domain)]
         group = DomainGroup(image_mesh.get_group(DOMAIN), index, tuple(patches))
-        attend_over_processes(model, recipe.domain_attention, group)
+        fused = device.fused_attention
+        attend_over_processes(model, recipe.domain_attention, group, fused=fused)
     elif not device.fused_attention:
         for attention in attentions(model):
             attention.fused_attn = False  # type: ignore[assignment]
