@@ -236,7 +236,7 @@ def check_use(run, tmp_path):
         ("--model_ema --model_ema_decay 1", "1 must be at least 0 and below 1"),
         ("--model_ema_decay 0.9", "--model_ema_decay 0.9 requires --model_ema"),
         ("--model_ema_warmup", "--model_ema_warmup requires --model_ema"),
-        ("--use_ema", "--use_ema requires --predict or --eval_only"),
+        ("--use_ema", "--use_ema requires --predict, --eval_only or --features"),
         (
             "--model_ema --backend cuda --fsdp megatron --no_preserve_fp32_weights",
             "--model_ema is incompatible with --no_preserve_fp32_weights: drop one of the two",
