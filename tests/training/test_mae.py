@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 from data.loader import Share
 from data.source import open_data
 from models.mae import images_of, patches_of
-from tests.cli import DIGITS, run_program, tiny, train_tiny, train_tiny_gpu
+from tests.cli import DIGITS, need_xla, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.references import plain_mae
 from tests.references.plain_checkpoint import convert
@@ -311,6 +311,7 @@ def test_by_the_tpu_compiler():
     ],
 )
 def test_mistakes(flags, line, capsys, monkeypatch, tmp_path):
+    need_xla()
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     words = [*tiny(tmp_path / "run"), *MAE, "--cpu_devices", "2", *flags.split()]
     assert line in told_in_one_line(capsys, *words)
