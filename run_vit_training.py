@@ -44,22 +44,14 @@ def read_flags(argv: Sequence[str] | None = None) -> Flags:
 
 
 def choose_backend(choice: BackendChoice) -> BackendChoice:
-    """Return the backend that was asked for; for auto a TPU's, else CUDA, else XLA on the CPU.
-
-    Raises UsageError for XLA without torch_xla.
-    """
-    has_xla = importlib.util.find_spec("torch_xla") is not None
-    if choice == "xla" and not has_xla:
-        raise errors.UsageError(
-            "--backend xla requires the package torch_xla: "
-            "python3 -m pip install -r requirements-tpu.txt"
-        )
+    """Return the backend that was asked for; for auto a TPU's, else CUDA, else XLA on the CPU."""
     if choice != "auto":
         return choice
     from torch_fsdp.devices import Cuda, Tpu
     from xla_fsdp.resolve_xla import device_type
 
     found: BackendChoice
+    has_xla = _has_torch_xla()
     if has_xla and device_type() == "TPU":
         found, package = "xla", "torch_xla"
     elif Tpu.is_available():
@@ -70,6 +62,10 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
         version = errors.installed_version(package)
         print(f"{PROGRAM}: --backend auto: {found}, by {package} {version}", file=sys.stderr)
     return found
+
+
+def _has_torch_xla() -> bool:
+    return importlib.util.find_spec("torch_xla") is not None
 
 
 Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
@@ -88,6 +84,11 @@ def start(backend: BackendChoice, flags: Flags, config: RunConfig, prepare: Prep
 
         with NoBackwardYet():
             run, body = prepare(resolve_xla.resolve(config, flags.xla))
+        if not _has_torch_xla():
+            raise errors.UsageError(
+                "--backend xla requires the package torch_xla: "
+                "python3 -m pip install -r requirements-tpu.txt"
+            )
         resolve_xla.check_libtpu()
 
         launch_on_xla(functools.partial(naming_itself, body), run)
