@@ -161,6 +161,7 @@ def test_what_the_compiler_says():
     ],
 )
 def test_refused(flags, said):
+    need_xla()
     done = run_program("run_vit_training.py", "--fake_data", *flags.split())
     assert done.returncode == 2
     assert said in done.stderr

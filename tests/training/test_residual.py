@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.cli import run_program, train_tiny
+from tests.cli import need_xla, run_program, train_tiny
 from tests.marks import long
 
 
@@ -53,6 +53,7 @@ def test_halves_what_is_kept_of_each_block():
     ],
 )
 def test_refused(flags, said):
+    need_xla()
     done = run_program(
         "run_vit_training.py", "--fake_data", "--residual_dtype", "bf16", *flags.split()
     )
