@@ -285,11 +285,6 @@ _OF_CHIP = {
     # As in Google's own recipes (AI-Hypercomputer/tpu-recipes, training/ironwood).
     "tpu7x": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
 }
-_AS_TORCH_XLA = {
-    # torch_xla sets these on v5e and v5p. Without the first, gathers become all-reduces there.
-    "xla_enable_async_all_gather": "true",
-    "xla_enable_async_collective_permute": "true",
-}
 _START = Path(__file__).with_name("libtpu_start.py")
 _START_SECONDS = 60
 
@@ -319,12 +314,9 @@ def for_newer_libtpu(topology: Topology, given: str) -> dict[str, str]:
 
     torch_xla does not run with it, so it sets none. ``given`` is the value that the user has set.
     """
-    ours = _ours(topology.chip.kind)
-    if topology.generation == 5:
-        ours |= _AS_TORCH_XLA
     joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
     return {
-        VARIABLE: _with_ours(given, ours),
+        VARIABLE: _with_ours(given, _ours(topology.chip.kind)),
         "TPU_LIBRARY_PATH": str(NEWER_LIBRARY),
         **joined,
     }
