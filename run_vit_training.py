@@ -51,7 +51,7 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
     from xla_fsdp.resolve_xla import device_type
 
     found: BackendChoice
-    has_xla = _has_torch_xla()
+    has_xla = importlib.util.find_spec("torch_xla") is not None
     if has_xla and device_type() == "TPU":
         found, package = "xla", "torch_xla"
     elif Tpu.is_available():
@@ -62,10 +62,6 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
         version = errors.installed_version(package)
         print(f"{PROGRAM}: --backend auto: {found}, by {package} {version}", file=sys.stderr)
     return found
-
-
-def _has_torch_xla() -> bool:
-    return importlib.util.find_spec("torch_xla") is not None
 
 
 Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
@@ -84,12 +80,7 @@ def start(backend: BackendChoice, flags: Flags, config: RunConfig, prepare: Prep
 
         with NoBackwardYet():
             run, body = prepare(resolve_xla.resolve(config, flags.xla))
-        if not _has_torch_xla():
-            raise errors.UsageError(
-                "--backend xla requires the package torch_xla: "
-                "python3 -m pip install -r requirements-tpu.txt"
-            )
-        resolve_xla.check_libtpu()
+        resolve_xla.check_installed()
 
         launch_on_xla(functools.partial(naming_itself, body), run)
     else:

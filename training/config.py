@@ -25,6 +25,8 @@ from config_fields import (
 from data.config import DataConfig
 from models.config import ModelConfig
 
+_CLASSIFIES, _MASKS = ("objective=classify",), ("objective=mae",)
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
@@ -42,37 +44,34 @@ class ObjectiveConfig:
         0.75,
         "share of an image's patches that are masked: hidden from the encoder, and reconstructed",
         kind=rate,
-        requires=("objective=mae",),
+        requires=_MASKS,
     )
     norm_pix_loss: bool = flag(
         True,
         "reconstruct pixels that are normalized by the mean and deviation of their patch, instead "
         "of the image's own",
-        requires=("objective=mae",),
+        requires=_MASKS,
     )
     decoder_depth: int = flag(
         8,
         "number of blocks of the decoder",
         kind=bounded(int, 1, 1000),
-        requires=("objective=mae",),
+        requires=_MASKS,
     )
     decoder_embed_dim: int = flag(
         512,
         "width of the decoder",
         kind=bounded(int, 1, 2**20),
-        requires=("objective=mae",),
+        requires=_MASKS,
     )
     decoder_num_heads: int = flag(
-        16, "number of attention heads of the decoder", kind=positive, requires=("objective=mae",)
+        16, "number of attention heads of the decoder", kind=positive, requires=_MASKS
     )
 
     @property
     def uses_labels(self) -> bool:
         """Whether images need labels."""
         return self.objective == "classify"
-
-
-_CLASSIFIES = ("objective=classify",)
 
 
 @dataclass(frozen=True)

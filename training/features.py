@@ -86,6 +86,14 @@ class Labelled(NamedTuple):
     """How many the split has, over all processes, with those that cannot be read."""
 
 
+def counts_of(bank: Labelled, queries: Labelled) -> tuple[list[tuple[int, int]], int]:
+    """Return how many images of both each process has, and how many classes those of ``bank`` are
+    of: one more than their largest label. All processes must call it."""
+    most = int(bank.labels.max()) if len(bank.labels) else -1
+    found = exchange.gather([len(bank.labels), len(queries.labels), most])
+    return [(here, asked) for here, asked, _ in found], 1 + max(most for *_, most in found)
+
+
 class Features:
     """Computes features of the images of a source, in each process those of its own share."""
 

@@ -5,6 +5,7 @@ The features of all training and validation images are computed on the devices, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Collection
@@ -64,13 +65,15 @@ class FrozenEvaluation:
                 return None
             self._images.collect(split, loader, say)
             found[split] = labelled
-        results: list[Accuracy | None] = []
-        if KNN in by:
-            results.append(knn(found[TRAIN], found[VAL], part_done))
-        if PROBE in by and None not in results:
-            results.append(probe(found[TRAIN], found[VAL], self._seed, part_done))
-        complete = [result for result in results if result is not None]
-        return complete if len(complete) == len(results) else None
+        probed = functools.partial(probe, seed=self._seed)
+        results: list[Accuracy] = []
+        for name, compute in ((KNN, knn), (PROBE, probed)):
+            if name in by:
+                result = compute(found[TRAIN], found[VAL], part_done=part_done)
+                if result is None:
+                    return None
+                results.append(result)
+        return results
 
 
 # -- --eval_only, with --knn or --probe ------------------------------------------------------------
@@ -126,10 +129,8 @@ class FrozenEvaluations(Hook):
         due = [name for name, n in every.items() if n and (done.at.step % n == 0 or done.is_last)]
         if not due:
             return
-        if config.ema.model_ema:
-            with session.backend.ema_weights():
-                results = self._measure(due)
-        else:
+        weights = session.backend.ema_weights if config.ema.model_ema else contextlib.nullcontext
+        with weights():
             results = self._measure(due)
         if results is None:
             return

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from training.features import Labelled
+from training.features import Labelled, counts_of
 from training.logs.records import KnnAccuracy
 from training.processes import exchange
 
@@ -37,16 +37,15 @@ def knn(
 
     All processes must call it.
     """
-    most = int(bank.labels.max()) if len(bank.labels) else -1
-    sizes = exchange.gather([len(bank.labels), len(queries.labels), most])
-    in_bank, asked = sum(each[0] for each in sizes), sum(each[1] for each in sizes)
+    sizes, classes = counts_of(bank, queries)
+    in_bank, asked = map(sum, zip(*sizes, strict=True))
     if not in_bank or not asked:
         return KnnAccuracy({}, asked, in_bank)
-    classes, ks = 1 + max(each[2] for each in sizes), neighbors_of(in_bank)
-    part = max(1, _SIMILARITIES // max(each[0] for each in sizes))
+    ks = neighbors_of(in_bank)
+    part = max(1, _SIMILARITIES // max(here for here, _ in sizes))
     lengths = bank.features.norm(dim=1).clamp(min=1e-12)
     right = torch.zeros(len(ks), dtype=torch.int64)
-    for owner, (_, count, _) in enumerate(sizes):
+    for owner, (_, count) in enumerate(sizes):
         is_mine = owner == exchange.rank()
         for start in range(0, count, part):
             shape = (min(part, count - start), bank.features.shape[1])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from training.features import Labelled
+from training.features import Labelled, counts_of
 from training.logs.records import ProbeAccuracy
 from training.processes import exchange
 
@@ -46,20 +46,19 @@ def probe(
     train: Labelled,
     val: Labelled,
     seed: int,
-    step_done: Callable[[], bool | None] = lambda: None,
+    part_done: Callable[[], bool | None] = lambda: None,
 ) -> ProbeAccuracy | None:
     """Train probes on the ``train`` images of all processes, and measure them on those of ``val``;
-    return None if ``step_done``, called after each step, returns True.
+    return None if ``part_done``, called after each step, returns True.
 
     The seed and the images alone decide the batches: sums over processes are all that differs. All
     processes must call it.
     """
-    most = int(train.labels.max()) if len(train.labels) else -1
-    sizes = exchange.gather([len(train.labels), len(val.labels), most])
-    seen, asked = sum(each[0] for each in sizes), sum(each[1] for each in sizes)
+    sizes, classes = counts_of(train, val)
+    seen, asked = map(sum, zip(*sizes, strict=True))
     if not seen or not asked:
         return ProbeAccuracy({}, asked, seen)
-    classes, width = 1 + max(each[2] for each in sizes), train.features.shape[1]
+    width = train.features.shape[1]
 
     # Standardize: a feature that is the same for all images stays 0.
     mean = _sum_of_rows(train.features, lambda x: x) / seen
@@ -88,7 +87,7 @@ def probe(
         count = _sum(torch.tensor([float(len(places))]))
         velocity = MOMENTUM * velocity + gradient / count.clamp(min=1.0)
         weights -= rates * 0.5 * (1 + math.cos(math.pi * step / steps)) * velocity
-        if step_done():
+        if part_done():
             return None
 
     right = torch.zeros(len(RATES))

@@ -163,10 +163,8 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     saves,
                 ]
                 if data.val_length:
-                    images, best = (
-                        val_loader(data, backend, config.data.pass_size),
-                        history.best_score,
-                    )
+                    images = val_loader(data, backend, config.data.pass_size)
+                    best = history.best_score
                     hooks.append(
                         loop.Evaluations(session, model, objective, images, saves, evaluated, best)
                     )

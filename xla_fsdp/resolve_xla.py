@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -377,8 +378,14 @@ def _check_slices(mesh: Mesh) -> None:
         raise UsageError(f"--mesh_tensor {mesh.tensor} must divide the {here} devices of a host")
 
 
-def check_libtpu() -> None:
-    """Raises UsageError on a TPU if libtpu would end the run because of LIBTPU_INIT_ARGS."""
+def check_installed() -> None:
+    """Raises UsageError if there is no torch_xla, or, on a TPU, if libtpu would end the run because
+    of LIBTPU_INIT_ARGS."""
+    if importlib.util.find_spec("torch_xla") is None:
+        raise UsageError(
+            "--backend xla requires the package torch_xla: "
+            "python3 -m pip install -r requirements-tpu.txt"
+        )
     if device_type() == "TPU":
         tpu.set_for_this_tpu()
         tpu.check()
