@@ -85,6 +85,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         long=True,
     ),
     "make test": Elsewhere("it runs this test", make_knows),
+    "make train BACKEND=torchtpu": Elsewhere("an environment of its own", make_knows),
     "make train-domain": Run(
         (
             r"^XLA: 4 CPU device\(s\), .*mesh domain 4",

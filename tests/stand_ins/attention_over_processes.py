@@ -67,7 +67,8 @@ def compare(form: str, patches: tuple[int, ...], prefix: int, own: int, value_wi
     if form == "ring":
         found = ring_attention(*parts, prefix, scale, group)
     else:
-        found = ulysses_attention(*parts, (first, prefix), scale, group)
+        fused = form == "ulysses by the kernel"
+        found = ulysses_attention(*parts, (first, prefix), scale, group, fused=fused)
     grads = gradients(found, here(weights, first), parts)
     errors = [off(found, here(expected, first))]
     for grad, wanted, before in zip(grads, expected_grads, befores, strict=True):
@@ -85,9 +86,9 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 def main() -> None:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
-    forms = ("ring", "ulysses") if HEADS % size == 0 else ("ring",)
+    ulysses = ("ulysses by the kernel", "ulysses by products") if HEADS % size == 0 else ()
     divisions = ((EVEN,) * size, UNEVEN[:size])
-    cases = itertools.product(forms, divisions, PREFIXES, OWN_QUERIES, (WIDTH, VALUE_WIDTH))
+    cases = itertools.product(("ring", *ulysses), divisions, PREFIXES, OWN_QUERIES, (WIDTH, VALUE_WIDTH))
     found = [compare(*case) for case in cases]
     if dist.get_rank() == 0:
         print(json.dumps(found))
