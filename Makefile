@@ -21,7 +21,7 @@ help:
 	@echo "make test-long  the tests that compile, train or wait for long (an hour)"
 	@echo "make test-torchtpu  the tests of TorchTPU, in an environment of its own (a few minutes)"
 	@echo "make rehearse  the tests that rehearse TPU pods for minutes"
-	@echo "make coverage  test, test-long and rehearse; then which lines no test executes (hours)"
+	@echo "make coverage  all of these suites; then which lines no test executes (hours)"
 	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"
 	@echo "make lint    ruff, mypy, and words that help, messages and docs do not use"
 	@echo "make format  let ruff format the code"
@@ -93,10 +93,12 @@ train-mae: $(INSTALLED) datasets/digits
 		--cpu_devices 2 --num_workers 2 --ckpt_dir $(subst digits,digits-mae,$(RUN)) $(ARGS)
 
 # COVERAGE=1 notes which lines are executed, for make coverage. TESTS="tests/data": only these.
-PYTEST = $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest
+RUN_PYTEST = $(if $(COVERAGE),-m coverage run) -m pytest
+PYTEST = $(BIN)/python $(RUN_PYTEST)
+PYTEST_NEWER = TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NEWER)/bin/python $(RUN_PYTEST)
 TWO_AT_A_TIME := -n 2 --dist worksteal
 TESTS ?= tests
-SUITES ?= test test-long rehearse
+SUITES ?= test test-long rehearse test-torchtpu
 
 test: $(INSTALLED) datasets/digits
 	$(PYTEST) $(TWO_AT_A_TIME) $(TESTS)
@@ -106,7 +108,7 @@ GPU_PATH ?= tests/torch_fsdp tests/models tests/training tests/tools/test_gpu_st
 	tests/launch/test_launch_gpu.py tests/launch/test_launch_meet.py
 
 test-gpu-path: $(NEWER)/installed
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NEWER)/bin/python -m pytest $(TWO_AT_A_TIME) $(GPU_PATH)
+	$(PYTEST_NEWER) $(TWO_AT_A_TIME) $(GPU_PATH)
 
 test-fast: $(INSTALLED) datasets/digits
 	$(PYTEST) $(TWO_AT_A_TIME) -m fast $(TESTS)
@@ -116,7 +118,7 @@ test-long: $(INSTALLED) datasets/digits
 
 # The first environment, too: runs move between PyTorch/XLA and TorchTPU.
 test-torchtpu: $(INSTALLED) $(NEWER)/installed datasets/digits
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NEWER)/bin/python -m pytest tests/torchtpu
+	$(PYTEST_NEWER) tests/torchtpu
 
 rehearse: $(INSTALLED) datasets/digits
 	$(PYTEST) -m rehearse $(TESTS)

@@ -88,7 +88,8 @@ def main() -> None:
     size = dist.get_world_size()
     ulysses = ("ulysses by the kernel", "ulysses by products") if HEADS % size == 0 else ()
     divisions = ((EVEN,) * size, UNEVEN[:size])
-    cases = itertools.product(("ring", *ulysses), divisions, PREFIXES, OWN_QUERIES, (WIDTH, VALUE_WIDTH))
+    forms, widths = ("ring", *ulysses), (WIDTH, VALUE_WIDTH)
+    cases = itertools.product(forms, divisions, PREFIXES, OWN_QUERIES, widths)
     found = [compare(*case) for case in cases]
     if dist.get_rank() == 0:
         print(json.dumps(found))
