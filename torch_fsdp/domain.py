@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from data.loader import BadImage, Batch, BatchLoader, Share
 from models.blocks import attentions, combine_parts, use_product
 from models.timm_private import has_own_queries
+from training.processes.exchange import without_greetings
 from training.resolve import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -416,7 +417,8 @@ def open_loader(
     rows = [image_rows(run, place) for place in range(mesh.domain)]
     # A group of its own, for tensors on the CPU.
     ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+    with without_greetings():
+        group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
     return SharedImages(open_share(share), group, rows, sources, of_part // sources)
 
 

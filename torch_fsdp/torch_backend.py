@@ -18,6 +18,7 @@ from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.recipe import DTYPES, TorchRun
 from training.backend import InitializeModule, State, pass_seed
 from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage, count_skipped, not_finite
+from training.processes.exchange import without_greetings
 from training.processes.stopping import largest_of_all
 from training.resolve import Run
 
@@ -105,7 +106,8 @@ class TorchBackend(abc.ABC):
         self, run: Run[Any], model: nn.Module, initialize: InitializeModule
     ) -> nn.Module:
         assert isinstance(run, TorchRun)
-        self._frozen = type(self)(run, self._device)
+        with without_greetings():
+            self._frozen = type(self)(run, self._device)
         return self._frozen.shard(model, list(run.model.units(model)), initialize)
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
