@@ -34,6 +34,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     common: bool = False
     requires: tuple[str, ...] = ()
+    requires_at_default: bool = False
     incompatible_with: tuple[str, ...] = ()
     replaces: tuple[str, ...] = ()
 
@@ -62,6 +63,9 @@ def flag(default: Any, help: str, **properties: Any) -> Any:
     common: shown by ``--help`` alone.
     requires: conditions that must hold where the value is not the default, each "field" or
         "field=value", with "|" between alternatives.
+    requires_at_default: whether they must hold also where the flag is given at its default: of a
+        part of what another flag turns on, whose default is no "off". Other flags may be given at
+        their defaults anywhere: that turns off what a file of flags has turned on.
     incompatible_with: fields that must then be at their defaults.
     replaces: fields with the same meaning, whose flags must then not be given, even at their
         defaults.

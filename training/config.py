@@ -45,27 +45,35 @@ class ObjectiveConfig:
         "share of an image's patches that are masked: hidden from the encoder, and reconstructed",
         kind=rate,
         requires=_MASKS,
+        requires_at_default=True,
     )
     norm_pix_loss: bool = flag(
         True,
         "reconstruct pixels that are normalized by the mean and deviation of their patch, instead "
         "of the image's own",
         requires=_MASKS,
+        requires_at_default=True,
     )
     decoder_depth: int = flag(
         8,
         "number of blocks of the decoder",
         kind=bounded(int, 1, 1000),
         requires=_MASKS,
+        requires_at_default=True,
     )
     decoder_embed_dim: int = flag(
         512,
         "width of the decoder",
         kind=bounded(int, 1, 2**20),
         requires=_MASKS,
+        requires_at_default=True,
     )
     decoder_num_heads: int = flag(
-        16, "number of attention heads of the decoder", kind=positive, requires=_MASKS
+        16,
+        "number of attention heads of the decoder",
+        kind=positive,
+        requires=_MASKS,
+        requires_at_default=True,
     )
 
     @property
@@ -161,12 +169,14 @@ class LossConfig:
         "target of distillation; hard: the teacher's most probable class, as a second label; soft: "
         "all its probabilities",
         requires=("teacher",),
+        requires_at_default=True,
     )
     distillation_alpha: float = flag(
         0.5,
         "share of the distillation loss in the loss; the labels' loss has the rest",
         kind=fraction,
         requires=("teacher",),
+        requires_at_default=True,
     )
     distillation_tau: float = flag(
         1.0,
@@ -314,6 +324,7 @@ class EmaConfig:
         "decay of the moving average: share of the average that a step keeps",
         kind=rate,
         requires=("model_ema",),
+        requires_at_default=True,
     )
     model_ema_warmup: bool = flag(
         False,
@@ -651,6 +662,7 @@ class PlanConfig:
         "largest number of chips, or GPUs, of a plan",
         kind=positive,
         requires=("plan",),
+        requires_at_default=True,
     )
     hours: float | None = flag(
         None,
@@ -679,12 +691,14 @@ class PlanConfig:
         "those in --plan_dir do not count; 0: none",
         kind=count,
         requires=("plan",),
+        requires_at_default=True,
     )
     plan_dir: str = flag(
         "runs/plan",
         "folder for the picture and for the compiler's results, which later plans reuse",
         metavar="FOLDER",
         requires=("plan",),
+        requires_at_default=True,
     )
 
 

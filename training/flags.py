@@ -162,14 +162,17 @@ MODE_FLAGS = (
 
 
 def check_rules(config: RunConfig, *own: Any, only: Collection[str] | None = None) -> None:
-    """Raise UsageError for a flag, not at its default, whose rules do not hold.
+    """Raise UsageError for a flag, not at its default, whose rules do not hold; for some flags
+    also at its default (``Flag.requires_at_default``).
 
     ``own``: the configurations of backends. All must be resolved, as rules are about final values,
     but for the fields ``only``, which resolving does not change.
     """
     values, known = flat(config, *own), by_field(type(config), *map(type, own))
     for name, option in known.items():
-        if values[name] == option.field.default or (only is not None and name not in only):
+        counts_at_default = option.flag.requires_at_default and name in config.given
+        passed_over = values[name] == option.field.default and not counts_at_default
+        if passed_over or (only is not None and name not in only):
             continue
         given = option.typed(values[name])
         for requirement in option.flag.requires:

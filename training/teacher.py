@@ -53,6 +53,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
                 optimizer=replace(config.optimizer, linear_probe=False),
                 checkpoints=replace(config.checkpoints, resume=str(weights.path), resume_epoch=0),
                 sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
+                given=frozenset(),  # what was given is the student's
             )
         )
         weights.check_fits(teacher.model)

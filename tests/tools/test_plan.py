@@ -108,6 +108,13 @@ def test_what_is_kept_takes_memory_and_saves_time(shapes):
     assert least < found["full"].peak_bytes < 1.6 * least
 
 
+def test_a_candidate_is_trained_whatever_flags_of_the_plan_were_given():
+    config, own, _ = asked("--model", VIT_B, "--tpu_topology", "v5e:2x4", "--chips_at_most", "256")
+    candidate = next(candidates(config, own))
+    chosen, of_xla = candidate.configs(config, own)
+    assert not resolve_for_slice(chosen, of_xla, candidate.topology).config.plan
+
+
 # -- the search, beside a made-up compiler ----------------------------------------------
 
 

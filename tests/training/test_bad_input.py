@@ -190,6 +190,14 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--fake_data --batch_size 1281168", "1281167 training images, fewer than one batch"),
         ("--data_dir=", "argument --data_dir: it must not be empty: is a variable of the shell"),
         ("--batch 16", "unknown flag --batch: did you mean --batch_size?"),
+        # At their defaults, too: what they are a part of is off.
+        ("--max_steps 1 --norm_pix_loss", "--norm_pix_loss requires --objective mae, this is clas"),
+        ("--max_steps 1 --mask_ratio 0.75", "--mask_ratio 0.75 requires --objective mae"),
+        ("--max_steps 1 --decoder_depth 8", "--decoder_depth 8 requires --objective mae"),
+        ("--max_steps 1 --model_ema_decay 0.9998", "0.9998 requires --model_ema"),
+        ("--max_steps 1 --distillation_type hard", "--distillation_type hard requires --teacher"),
+        ("--max_steps 1 --distillation_alpha 0.5", "--distillation_alpha 0.5 requires --teacher"),
+        ("--max_steps 1 --chips_at_most 256", "--chips_at_most 256 requires --plan"),
     ],
 )
 def test_flags(flags, words, capsys, tmp_path, monkeypatch):

@@ -106,6 +106,7 @@ def assert_as_plain(result, monkeypatch, flags, teacher, steps=STEPS, devices=1,
         assert result.column(name)[:steps] == pytest.approx(expected, rel=rel)
 
 
+DEFAULT_TYPE = "--distillation_type hard --distillation_alpha 0.7".split()
 SOFT = "--distillation_type soft --distillation_tau 3 --distillation_alpha 0.7".split()
 
 
@@ -146,9 +147,7 @@ def test_hard_in_bf16_in_other_forms(devices, form, flags, teacher, monkeypatch,
     assert_steady(result, executions=2 if "accum" in flags else 1)
 
 
-@pytest.mark.parametrize(
-    ("zero", "kind"), [long("2", SOFT), long("3", SOFT), ("3", ["--distillation_alpha", "0.7"])]
-)
+@pytest.mark.parametrize(("zero", "kind"), [long("2", SOFT), long("3", SOFT), ("3", DEFAULT_TYPE)])
 def test_on_fsdp2_by_a_checkpoint_of_this_program(zero, kind, own_teacher, monkeypatch, tmp_path):
     """Of the two kinds hard distillation is the one without a flag."""
     flags = [*own_teacher[1], *kind, "--grad_accum_steps", "2"]

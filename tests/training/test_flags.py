@@ -13,7 +13,8 @@ from run_vit_training import OWN, read_flags
 from tests import flags_page
 from tests.cli import ROOT
 from training.config import RunConfig
-from training.flags import build_parser, by_field, flat
+from training.errors import UsageError
+from training.flags import build_parser, by_field, check_rules, flat
 
 pytestmark = pytest.mark.fast
 
@@ -269,6 +270,15 @@ def test_every_flag_at_its_default():
     words = [word for each in typed.values() for word in each]
     assert values(*words) == values()
     assert given(*words) == typed.keys()
+
+
+def test_a_file_is_turned_off_by_a_default(tmp_path):
+    """So a flag may be given at its default though what it requires is not so."""
+    (tmp_path / "a.args").write_text("--mixup 0.8 --mixup_prob 0.5 --mesh_tensor 2")
+    words = [f"@{tmp_path}/a.args", "--objective", "mae"]
+    with pytest.raises(UsageError, match=r"--mixup 0\.8 requires --objective classify"):
+        check_rules(read_flags(words).run)
+    check_rules(read_flags([*words, *"--mixup 0 --mixup_prob 1 --mesh_tensor 1".split()]).run)
 
 
 @pytest.mark.parametrize(

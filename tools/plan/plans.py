@@ -192,7 +192,8 @@ class Candidate:
             grad_ckpt=self.grad_ckpt,  # type: ignore[arg-type]
         )
         data = replace(config.data, grad_accum_steps=self.grad_accum_steps)
-        config = replace(config, use=UseConfig(), planning=PlanConfig(), plan=False)
+        given = config.given - by_field(PlanConfig).keys()
+        config = replace(config, use=UseConfig(), planning=PlanConfig(), plan=False, given=given)
         return replace(config, sharding=sharding, data=data)
 
 
