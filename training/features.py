@@ -30,7 +30,7 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.files import check_folder_writable, folder_at, replace_file
 from training.initial_weights import InitialWeights, fit
-from training.logs.bad_images import BadImages
+from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.objectives import normalizer
 from training.predict import find_trained, place_trained, printer
 from training.processes import exchange
@@ -254,6 +254,12 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
     if os.path.lexists(out):
         raise UsageError(f"--features {out} is there already: give another name")
     check_folder_writable(out, "--features")
+    if out.resolve().is_relative_to(Path(run.config.data.data_dir).resolve()):
+        raise UsageError(
+            f"--features {out} is inside of --data_dir {run.config.data.data_dir}, where images "
+            "are looked for: give another place"
+        )
+    _check_left(_partial(out))
     if out.suffix == _PARQUET:
         try:
             import pyarrow  # noqa: F401
@@ -277,6 +283,44 @@ def _out(run: Run) -> Path:
     return Path(run.config.use.features)
 
 
+def _partial(out: Path) -> Path:
+    """Return the folder that is written, and renamed when it is complete."""
+    return out.with_name(f"{out.name}.partial")
+
+
+def _check_left(partial: Path) -> None:
+    """Raise UsageError if ``partial`` is there and no folder that a start of this kind has left."""
+    if not os.path.lexists(partial):
+        return
+    try:
+        is_left = not partial.is_symlink() and all(
+            each.name.startswith((f"{TRAIN}-", f"{VAL}-", DESCRIPTION))
+            for each in partial.iterdir()
+        )
+    except OSError:
+        is_left = False
+    if not is_left:
+        raise UsageError(
+            f"{partial}, the folder for what is incomplete, is there already and has something "
+            "else: remove it, or give --features another name"
+        )
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Raise in all processes a UsageError if one of them cannot write inside.
+
+    It must not contain a collective call.
+    """
+    with exchange.failing_together():
+        try:
+            yield
+        except OSError as error:
+            where = f": {error.filename}" if error.filename else ""
+            reason = error.strerror or error
+            raise UsageError(f"cannot write --features {out}: {reason}{where}") from None
+
+
 @bad_data_is_the_users()
 def _write_features(
     weights: Weights,
@@ -287,11 +331,11 @@ def _write_features(
     backend: Backend,
 ) -> None:
     out, say = _out(run), printer(backend)
-    partial = out.with_name(f"{out.name}.partial")
+    partial = _partial(out)
     check_alike(run, data)
-    with exchange.failing_together():
+    with _writing(out):
         if backend.is_main:
-            if os.path.lexists(partial):
+            if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
     with exchange.failing_together():
@@ -311,13 +355,13 @@ def _write_features(
         writer = _Writer(partial, split, out.suffix, images.name_of, labels)
         for numbers, values in features.of(loader):
             writer.add(numbers, values)
-        with exchange.failing_together():
+        with _writing(out):
             writer.finish()
         bad_images.collect(split, loader, say)
         counts[split] = sum(exchange.gather(writer.written))
     if bad_images.excess:
         raise UsageError(bad_images.excess, agreed=True)
-    with exchange.failing_together():
+    with _writing(out):
         if backend.is_main:
             content = {
                 "model": run.config.model.model,

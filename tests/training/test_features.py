@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import sys
 
@@ -293,7 +294,17 @@ def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):
     dangling.symlink_to(tmp_path / "nowhere")
     file = tmp_path / "file"
     file.touch()
+    of_link, of_file, of_others = (tmp_path / f"{each}.partial" for each in "abc")
+    of_link.symlink_to(target)
+    of_file.touch()
+    of_others.mkdir()
+    (of_others / "photo.jpg").touch()
     for out, message in (
+        *(
+            (tmp_path / each, f"{each}.partial, the folder for what is incomplete")
+            for each in "abc"
+        ),
+        (images / "train" / "out", f"is inside of --data_dir {images}, where images are looked"),
         (target, "is there already: give another name"),
         (link, "is there already: give another name"),
         (dangling, "is there already: give another name"),
@@ -314,8 +325,29 @@ def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):
         )
         assert message in told
     assert list(target.iterdir()) == []
+    assert [path.name for path in of_others.iterdir()] == ["photo.jpg"]
     assert not os.path.lexists(tmp_path / "nowhere")
     assert sys.modules.get("torch_xla") is None
+
+
+def test_a_full_disk_and_what_is_left_of_it(images, weights, tmp_path, capsys):
+    """One line, nothing under the final name; the same command then writes all."""
+    words = [*FLAGS, "--init_from", weights, "--data_dir", images]
+    out = tmp_path / "out"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # bytes of a file
+    try:
+        always = ["--backend", "cuda", "--features", out, *LOADER]
+        assert run_vit_training.main(list(map(str, [*always, *words]))) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: cannot write --features {out}: File too large" in told
+    assert not out.exists()
+    assert (tmp_path / "out.partial").is_dir()
+    write_here(capsys, out, *words)
+    assert len(read(out, "train")["path"]) == TRAIN
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_images_without_labels_must_be_named_so(images, weights, tmp_path, capsys):

@@ -99,7 +99,8 @@ def failing_together() -> Iterator[None]:
     except UsageError as error:
         problem = str(error)
     except OSError as error:  # of a disk or a storage: the others are not to wait for this process
-        problem = f"cannot use {error.filename}: {error.strerror}"
+        what = f"cannot use {error.filename}: " if error.filename else ""
+        problem = f"{what}{error.strerror or error}"
     found = gather([problem, socket.gethostname()])
     failed = [number for number, (text, _) in enumerate(found) if text is not None]
     if failed:
