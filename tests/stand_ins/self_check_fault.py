@@ -60,19 +60,24 @@ def wrong_row(backend_class):
 
 def lost_optimizer_shard(backend_class):
     """A process, of XLA a parameter, does not get its moments back."""
-    load = backend_class.load
+    state, load_state = backend_class.state, backend_class.load_state
+    kept = []
 
-    def load_in_part(self, path, **kwargs):
-        kept = []
+    def remembered(self, **kwargs):
+        # What is read from a checkpoint goes into the state that was asked for last.
+        kept.clear()
         if last_process(self):
-            moments = [state["exp_avg"] for state in self._optimizer.state.values()]
+            moments = [each["exp_avg"] for each in self._optimizer.state.values()]
             moments = moments[:1] if hasattr(self, "_named_parameters") else moments
-            kept = [(moment, moment.clone()) for moment in moments]
-        load(self, path, **kwargs)
+            kept.extend((moment, moment.clone()) for moment in moments)
+        return state(self, **kwargs)
+
+    def load_in_part(self, loaded):
+        load_state(self, loaded)
         for moment, before in kept:
             moment.copy_(before)
 
-    backend_class.load = load_in_part
+    backend_class.state, backend_class.load_state = remembered, load_in_part
 
 
 # -- on GPUs, in several processes ----------------------------------------------------
@@ -110,9 +115,9 @@ def gpu_stale_weight(backend_class):
         return
     update = backend_class._update
 
-    def without_installing(self, skipped):
+    def without_installing(self, *args):
         self._model.install_optimized_model_weights = lambda: None
-        update(self, skipped)
+        update(self, *args)
 
     backend_class._update = without_installing
 
