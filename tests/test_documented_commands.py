@@ -349,6 +349,9 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 -m tools.goodput": Run(
         (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  save every ", r"^picture: "), trained=True
     ),
+    "python3 -m tools.report": Run(
+        (r"^report: \S+/vit_10b/report.html$",), leaves=("../vit_10b/report.html",), trained=True
+    ),
     # make help
     "make lint": Elsewhere("CI runs it before the tests", make_knows),
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),

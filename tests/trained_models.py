@@ -15,8 +15,9 @@ def put_trained(machine: Machine, ckpt_dir: Path) -> None:
     """``ckpt_dir`` is that of a finished run of digits."""
     (checkpoint,) = ckpt_dir.glob("step_*")
     for name in ("vit_10b/step_1000", "vit_large/step_1250"):
-        shutil.copytree(checkpoint, machine.home / name)
-    shutil.copy(ckpt_dir / "events.jsonl", machine.home / "vit_10b")
+        copy = shutil.copytree(checkpoint, machine.home / name)
+        for file in ("events.jsonl", "metrics.jsonl", "run.json"):
+            shutil.copy(ckpt_dir / file, copy.parent)
     downloaded = machine.home / "downloads" / "vit_large"
     downloaded.mkdir(parents=True)
     weights = timm.create_model("vit_tiny_patch16_224", embed_dim=12, depth=1).state_dict()

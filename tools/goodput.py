@@ -4,10 +4,11 @@
 suggests how often to save.
 """
 
+import functools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,35 +35,105 @@ USEFUL, DATA, FIRST, OTHER, EVAL, SAVE, LOST, DOWN = PARTS = (
 """The parts of wall time. Lost work: steps that a later start repeated. Down: from the last sign of
 life of one start to the start of the next one."""
 _SPANS = {"eval": EVAL, "save": SAVE, "first_step": FIRST}
+_NUMBERS = {
+    "start": ("process_started", "step"),
+    "steps": ("step", "steps", "waited"),
+    **dict.fromkeys(_SPANS, ("seconds",)),
+}
+"""The numbers that an account needs of an event, besides its time."""
+_LAST_TIME = 4e9
+"""In seconds since 1970; a damaged file may have any number."""
 
 
-@dataclass
-class _Steps:
-    """Steps between two events, which may become lost work if a later start repeats them."""
+def is_complete(event: Mapping[str, Any]) -> bool:
+    """Return True if an event of events.jsonl has all that ``account_of`` needs of it."""
+    if not isinstance(event["event"], str):
+        return False
+    for name in ("time", *_NUMBERS.get(event["event"], ())):
+        number = event.get(name)
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            return False
+        if not 0 <= number <= _LAST_TIME:
+            return False
+    return True
 
-    last: int
-    count: int
-    useful_s: float
-    data_s: float
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of a run's wall time, and the part of it that it counts for."""
+
+    part: str
+    """For steps ``USEFUL``, although they may have waited for data."""
+    began: float
+    """In seconds since 1970, as ``ended``."""
+    ended: float
+    steps: int = 0
+    last: int = 0
+    """The number of the last of the steps."""
+    waited: float = 0.0
+    """Seconds that the steps waited for data."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    def cut_after(self, step: int) -> "Span | None":
+        """Return the steps after this one as lost work, and be without them; None if there are
+        none."""
+        lost = min(self.steps, max(0, self.last - step))
+        if not lost:
+            return None
+        share = lost / self.steps
+        cut = self.ended - share * self.seconds
+        rest = Span(LOST, cut, self.ended, lost, self.last)
+        self.ended, self.waited = cut, self.waited * (1 - share)
+        self.steps, self.last = self.steps - lost, self.last - lost
+        return rest
 
 
 @dataclass
 class Account:
     """A run's wall time, in seconds."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    spans: list[Span] = field(default_factory=list)
+    """Where it went, in no certain order; they do not overlap."""
     starts: int = 0
-    failures: int = 0
-    """Starts that ended neither at the last step nor by a signal."""
-    steps: int = 0
-    """Useful steps; the first one of each start is not counted."""
-    lost_steps: int = 0
+    failed_at: list[float] = field(default_factory=list)
+    """The last signs of life, in seconds since 1970, of starts that ended neither at the last step
+    nor by a signal."""
     saves: list[float] = field(default_factory=list)
     """How long training stopped for each checkpoint."""
 
     @property
+    def failures(self) -> int:
+        return len(self.failed_at)
+
+    @functools.cached_property
+    def seconds(self) -> dict[str, float]:
+        """The sum of each part."""
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for span in self.spans:
+            seconds[span.part] += span.seconds - span.waited
+            seconds[DATA] += span.waited
+        return seconds
+
+    @property
+    def steps(self) -> int:
+        """Useful steps; the first one of each start is not counted."""
+        return sum(span.steps for span in self.spans if span.part == USEFUL)
+
+    @property
+    def lost_steps(self) -> int:
+        return sum(span.steps for span in self.spans if span.part == LOST)
+
+    @property
     def wall_s(self) -> float:
         return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of useful steps, from 0 to 1; NaN if no time has passed."""
+        return self.seconds[USEFUL] / self.wall_s if self.wall_s else math.nan
 
     @property
     def step_s(self) -> float:
@@ -71,58 +142,67 @@ class Account:
         return both / self.steps if self.steps else math.nan
 
 
-def account_of(events: Sequence[Mapping[str, Any]]) -> Account:
+def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
     """Return where the time of a run went, from its first start on.
 
     ``events``: those of ``training/logs/records.py``, in order. The time up to each counts for what
     it describes, so the parts add up to the whole. The time between a start that reached its last
-    step and the next one is not counted. Raises ValueError if there is no start.
+    step and the next one is not counted. An event of an unknown kind takes no time. Raises
+    ValueError if there is no start.
     """
     account = Account()
-    taken: list[_Steps] = []
+    taken: list[Span] = []
+    """Steps that may become lost work if a later start repeats them."""
     at, ended = math.nan, ""
+
+    def spend(part: str, until: float) -> None:
+        if until > at:
+            account.spans.append(Span(part, at, until))
+
     for event in events:
         kind, now = event["event"], float(event["time"])
         if kind == "start":
             began = float(event["process_started"])
             if account.starts:
-                account.seconds[DOWN] += 0.0 if ended == "completed" else max(0.0, began - at)
-                account.failures += ended in ("", "failed")
-                for steps in taken:  # those after the one that is resumed are lost
-                    lost = min(steps.count, max(0, steps.last - int(event["step"])))
-                    share = lost / steps.count
-                    account.lost_steps += lost
-                    account.seconds[LOST] += share * (steps.useful_s + steps.data_s)
-                    steps.count -= lost
-                    steps.last -= lost
-                    steps.useful_s *= 1 - share
-                    steps.data_s *= 1 - share
-                taken = [steps for steps in taken if steps.count]
+                if ended != "completed":
+                    spend(DOWN, began)
+                if ended in ("", "failed"):
+                    account.failed_at.append(at)
+                while taken and taken[-1].last > int(event["step"]):
+                    lost = taken[-1].cut_after(int(event["step"]))
+                    account.spans += [lost] if lost else []
+                    if taken[-1].steps:
+                        break
+                    taken.pop()
+                at = max(began, at)
+            else:
+                at = began
             account.starts += 1
-            at, ended = max(began, at) if account.starts > 1 else began, ""
+            ended = ""
         if not account.starts:
             continue
-        passed = max(0.0, now - at)
-        at = max(at, now)
         if kind == "steps":
-            waited = min(float(event["waited"]), passed)
-            taken.append(_Steps(event["step"], int(event["steps"]), passed - waited, waited))
+            waited = max(0.0, min(float(event["waited"]), now - at))
+            steps, last = int(event["steps"]), int(event["step"])
+            taken.append(Span(USEFUL, at, max(at, now), steps, last, waited))
+            account.spans.append(taken[-1])
         elif kind in _SPANS:
-            inside = min(float(event["seconds"]), passed)
-            account.seconds[_SPANS[kind]] += inside
-            account.seconds[OTHER] += passed - inside
+            inside = max(0.0, min(float(event["seconds"]), now - at))
+            spend(OTHER, now - inside)
+            at = max(at, now - inside)
+            spend(_SPANS[kind], now)
             if event.get("written"):
                 account.saves.append(inside)
-        else:
-            account.seconds[OTHER] += passed
+        elif kind in ("start", "stop", "end"):
+            spend(OTHER, now)
             ended = event.get("how", ended)
+        else:
+            continue
+        at = max(at, now)
     if not account.starts:
         raise ValueError("it records no start")
-    account.failures += ended == "failed"
-    for steps in taken:
-        account.steps += steps.count
-        account.seconds[USEFUL] += steps.useful_s
-        account.seconds[DATA] += steps.data_s
+    if ended == "failed":
+        account.failed_at.append(at)
     return account
 
 
@@ -186,10 +266,9 @@ def table(name: str, account: Account) -> str:
     }
     for part in PARTS:
         lines.append(f"  {part:<22} {duration(account.seconds[part]):>14} {shares[part]:>8.2%}")
-    goodput = shares[USEFUL] if account.wall_s else math.nan
     per_step = f", {duration(account.step_s)} each" if account.steps else ""
     lost = f"; {account.lost_steps:,} lost and repeated" if account.lost_steps else ""
-    lines.append(f"  goodput {goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
+    lines.append(f"  goodput {account.goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
     suggestion = suggest(account)
     if suggestion is None:
         lines.append(
@@ -217,7 +296,7 @@ def as_values(name: str, account: Account) -> dict[str, Any]:
     values: dict[str, Any] = {
         "run": name,
         "wall_s": account.wall_s,
-        "goodput": account.seconds[USEFUL] / account.wall_s if account.wall_s else None,
+        "goodput": account.goodput if account.wall_s else None,
         "seconds": account.seconds,
         "starts": account.starts,
         "failures": account.failures,
@@ -236,7 +315,7 @@ def as_values(name: str, account: Account) -> dict[str, Any]:
     return values
 
 
-_COLOURS = {
+COLOURS = {
     USEFUL: "#2e8b57",
     DATA: "#e6b422",
     FIRST: "#6baed6",
@@ -249,12 +328,18 @@ _COLOURS = {
 _LEAST_LABELLED = 5.0  # percent
 
 
+def short_names(folders: Iterable[str]) -> dict[str, str]:
+    """Return the last part of each path, or the whole paths if those parts are not different."""
+    short = {name: Path(name).name for name in folders}
+    if "" in short.values() or len(set(short.values())) < len(short):
+        return {name: name for name in short}
+    return short
+
+
 def draw(accounts: Mapping[str, Account], path: Path) -> None:
     """Write a picture of the runs' shares of wall time, a bar a run. Raises OSError."""
     figure, axis = plt.subplots(figsize=(10, 1.7 + 0.55 * len(accounts)), layout="constrained")
-    short = {name: Path(name).name for name in accounts}
-    if "" in short.values() or len(set(short.values())) < len(short):
-        short = {name: name for name in accounts}
+    short = short_names(accounts)
     names = [f"{short[name]}\n{duration(account.wall_s)}" for name, account in accounts.items()]
     left = [0.0] * len(accounts)
     for part in PARTS:
@@ -262,7 +347,7 @@ def draw(accounts: Mapping[str, Account], path: Path) -> None:
         if not any(shares):
             continue
         dark = part in (USEFUL, LOST, DOWN)
-        bars = axis.barh(names, shares, left=left, color=_COLOURS[part], label=part, height=0.62)
+        bars = axis.barh(names, shares, left=left, color=COLOURS[part], label=part, height=0.62)
         texts = [f"{share:.1f} %" if share >= _LEAST_LABELLED else "" for share in shares]
         colour = "white" if dark else "black"
         axis.bar_label(bars, texts, label_type="center", fontsize=8, color=colour)

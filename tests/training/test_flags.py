@@ -352,6 +352,7 @@ def test_an_empty_word_is_no_value_of_any_flag(capsys):
         ("tools.convert", ["", "out.pt"]),
         ("tools.convert", ["in.pt", ""]),
         ("tools.goodput", [""]),
+        ("tools.report", [""]),
         ("data.pack", ["", "out"]),
         ("data.pack", ["in", ""]),
     ],

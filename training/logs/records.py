@@ -23,7 +23,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import image, scalar
 
-from data.files import make_folder, no_link, printable, replace_file
+from data.files import make_folder, no_link, printable, regular, replace_file
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -142,23 +142,27 @@ class ProbeAccuracy:
 def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl; [] if there is none."""
     path = ckpt_dir / METRICS_FILE
-    return _read_lines(path, "step") if path.exists() else []
+    return [r for r in read_lines(path, "step") if r is not None] if path.exists() else []
 
 
 def read_events(ckpt_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of events.jsonl. Raises OSError."""
-    return _read_lines(ckpt_dir / EVENTS_FILE, "event", "time")
+    lines = read_lines(ckpt_dir / EVENTS_FILE, "event", "time")
+    return [event for event in lines if event is not None]
 
 
-def _read_lines(path: Path, *names: str) -> list[dict[str, Any]]:
-    """Return the JSON objects that have these names; a line that a crash cut off is skipped."""
-    found = []
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            if isinstance(record, dict) and all(name in record for name in names):
-                found.append(record)
-    return found
+def read_lines(path: Path, *names: str) -> Iterator[dict[str, Any] | None]:
+    """Yield the JSON objects that have these names, one a line of a file.
+
+    A line that is no such object is None: a crash may have cut it off. Raises OSError.
+    """
+    with open(path, errors="replace", opener=regular) as file:
+        for line in file:
+            record = None
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            is_whole = isinstance(record, dict) and all(name in record for name in names)
+            yield record if is_whole else None
 
 
 def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

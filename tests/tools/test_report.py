@@ -1,0 +1,273 @@
+"""``python -m tools.report``: its page in a real browser, beside what the runs have written."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.tools.test_goodput import goodput, two_starts, write_events
+from tools.goodput import PARTS, account_of
+from tools.report import Curve, main, shares_by_pixel, thinned
+from training.logs.records import read_events
+
+pytestmark = pytest.mark.fast
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+STEPS = 300
+MALICIOUS = "<script>document.title = 'harmed'<"
+"""A name of a folder, and of other things: what would run if it were not escaped."""
+
+
+def loss_at(step):
+    return 2.0 / step + 0.01 * (step % 7)
+
+
+def write_run(folder, *, steps=STEPS, every=1, lr=1e-3, **settings):
+    """A run whose every measure is known; its events are those of ``two_starts``."""
+    write_events(folder, *two_starts())
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(every, steps + 1, every):
+            record = {"step": step, "epoch": 1, "loss": loss_at(step), "lr": lr}
+            file.write(json.dumps(record | {"images_per_s": 100.0 + step % 3}) + "\n")
+            if step % (steps // 3) == 0:
+                found = {"val_top1": 10.0 + step / 10, "val_knn_10": 60.0, "val_probe": 70.0}
+                file.write(json.dumps({"step": step, "epoch": 1, **found}) + "\n")
+    content = {"arguments": {"lr": lr, "model": "vit", **settings}, "devices": 8}
+    (folder / "run.json").write_text(json.dumps(content))
+    return folder
+
+
+def report(capsys, *words):
+    """The text of the page, and what the program prints before its last line."""
+    assert main(list(map(str, words))) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    with open(last.removeprefix("report: ")) as file:
+        return file.read(), lines
+
+
+def refused(capsys, *words):
+    assert main(list(map(str, words))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("tools.report: error: ")
+
+
+# -- in a browser ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Runs a browser without a window, with these words; returns its output."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("no browser: apt-get install chromium")
+
+    def run(*words):
+        variables = os.environ | {"HOME": str(tmp_path)}
+        flags = f"--headless=new --no-sandbox --disable-gpu --user-data-dir={tmp_path}/profile"
+        return subprocess.run(
+            [browser, *flags.split(), *map(str, words)],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        ).stdout
+
+    return run
+
+
+IN_THE_PAGE = """<pre id=found></pre><script>
+const panel = document.querySelector("svg.panel"), frame = panel.getBoundingClientRect();
+const move = new PointerEvent("pointermove",
+  {clientX: frame.left + frame.width * 0.6, clientY: frame.top + 20});
+panel.dispatchEvent(move);
+const all = document.querySelector(".hover").textContent;
+document.querySelector("#show0").click();
+panel.dispatchEvent(move);
+document.querySelector("#found").textContent = JSON.stringify({
+  all, one: document.querySelector(".hover").textContent,
+  title: document.title, scripts: document.scripts.length, images: document.images.length,
+  loaded: performance.getEntriesByType("resource").map((entry) => entry.name),
+  wide: document.documentElement.scrollWidth - innerWidth,
+  captions: [...document.querySelectorAll("figcaption")].map((caption) => caption.textContent),
+});
+</script>"""
+
+
+def test_in_a_browser(tmp_path, capsys, browse):
+    """Values below the pointer are those of metrics.jsonl; nothing is loaded, nothing runs."""
+    first = write_run(tmp_path / "first", steps=30)
+    second = write_run(tmp_path / MALICIOUS, steps=30, lr=2e-3, note="</script><img src=x>")
+    text, _ = report(capsys, first, second, "--output", tmp_path / "page.html")
+    page = tmp_path / "with_script.html"
+    page.write_text(text.replace("</body>", IN_THE_PAGE + "</body>"))
+    shown = browse("--dump-dom", f"file://{page}")
+    (inside,) = re.findall('<pre id="found">(.*?)</pre>', shown)
+    found = json.loads(html.unescape(inside))
+    for name, box in (("first", "all"), (MALICIOUS, "all"), (MALICIOUS, "one")):
+        line = re.escape(name) + r"  (\S+)  at step (\S+)\n"
+        ((value, step),) = re.findall(line, found[box])
+        assert float(value) == pytest.approx(loss_at(int(step)), abs=1e-3)
+        assert 10 < int(step) < 25
+    assert "first" not in found["one"]
+    assert found["title"] == f"first, {MALICIOUS}"
+    assert (found["scripts"], found["images"], found["loaded"]) == (2, 0, [])
+    assert found["wide"] <= 0
+    titles = ["Training loss", "Validation top-1 %", "k-NN, k 10 %", "Linear probe %"]
+    titles += ["Throughput images/s", "Learning rate"]
+    assert [caption.strip() for caption in found["captions"]] == titles
+
+
+@pytest.mark.parametrize(("scheme", "is_dark"), [(0, True), (1, False)])
+def test_dark_and_light(scheme, is_dark, tmp_path, capsys, browse):
+    """What stands out from the background does so in both."""
+    runs = [write_run(tmp_path / f"run{n}", steps=30 + n) for n in range(8)]
+    report(capsys, *runs)
+    picture = tmp_path / "page.png"
+    browse(
+        f"--blink-settings=preferredColorScheme={scheme}",
+        *("--window-size=1200,1600", f"--screenshot={picture}"),
+        f"file://{runs[0] / 'report.html'}",
+    )
+    with Image.open(picture) as image:
+        gray = np.asarray(image.convert("L")).astype(int)
+    background = int(np.median(gray))
+    assert (background < 64) == is_dark
+    assert background < 64 or background > 192
+    assert 0.02 < (abs(gray - background) > 100).mean() < 0.5
+
+
+# -- what is on it ---------------------------------------------------------------------------------
+
+
+def test_goodput_is_that_of_its_own_tool(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    (values,) = goodput(capsys, folder)
+    text, lines = report(capsys, folder)
+    assert lines == ["left out: run: events.jsonl: 1 damaged line"]
+    assert f"<td>{values['goodput']:.2%}</td>" in text
+    account = account_of(read_events(folder))
+    shares = shares_by_pixel(account, 1000.0, 7.0, 200)
+    by_part = dict(zip(PARTS, shares.sum(axis=1), strict=True))
+    seconds = values["seconds"]
+    steps = seconds["useful steps"] + seconds.pop("waiting for data")
+    assert by_part.pop("waiting for data") == 0
+    assert by_part == pytest.approx(seconds | {"useful steps": steps})
+    assert np.allclose(shares.sum(axis=0)[: 1180 // 7], 7.0)
+    # The failure is at the last sign of life, 1778 s, and the next start at 1900 s.
+    assert "failure: the last sign of life, 1970-01-01 00:29:38 UTC" in text
+    assert "start after step 200, 1970-01-01 00:31:40 UTC" in text
+    assert "checkpoint at step 200, 1970-01-01 00:25:28 UTC" in text
+
+
+def test_differences_are_marked(tmp_path, capsys):
+    runs = [write_run(tmp_path / f"r{n}", steps=30, lr=lr) for n, lr in enumerate((1, 1, 3))]
+    text, _ = report(capsys, *runs)
+    differing, same = text[text.index("Settings that differ") :].split("<details>")
+    assert '<td>arguments.lr</td><td>1</td><td>1</td><td class="differs">3</td>' in differing
+    assert "arguments.model" not in differing
+    assert "<td>arguments.model</td><td>vit</td><td>vit</td><td>vit</td>" in same
+    assert "differs" not in same
+
+
+def test_an_event_of_another_kind_is_shown(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", steps=30)
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    other = {"event": "resize <b>", "time": 1300.0, "step": 100, "devices": 4}
+    (folder / "events.jsonl").write_text("\n".join([*lines[:3], json.dumps(other), *lines[3:-1]]))
+    text, left_out = report(capsys, folder)
+    assert "resize &lt;b&gt; {&quot;step&quot;: 100, &quot;devices&quot;: 4}" in text
+    assert left_out == []
+    (values,) = goodput(capsys, folder)
+    assert values["seconds"]["useful steps"] == 180 + 180 + 198
+
+
+def test_long_runs_are_thinned(tmp_path, capsys):
+    """A million points become hundreds, with their extremes; the page of a long run is small."""
+    generator = np.random.default_rng(0)
+    curve = Curve(np.arange(1e6), generator.normal(size=1_000_000))
+    few = thinned(curve)
+    assert 300 < len(few.steps) <= 602
+    assert np.isin(few.steps, curve.steps).all()
+    assert (curve.values[few.steps.astype(int)] == few.values).all()
+    assert (few.steps[0], few.steps[-1]) == (0, 999_999)
+    assert (few.values.min(), few.values.max()) == (curve.values.min(), curve.values.max())
+    short, _ = report(capsys, write_run(tmp_path / "short", steps=10_000))
+    long, _ = report(capsys, write_run(tmp_path / "long", steps=60_000))
+    assert len(long) < 1.2 * len(short) < 500_000
+    assert "60,000" in long
+
+
+# -- damaged and missing files, and where the page goes --------------------------------------------
+
+
+def test_what_is_damaged_is_left_out(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", steps=30)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": "many"}\n{"step": -1, "loss": 1}\n[[[\n' + b"[" * 100_000 + b"\n")
+        file.write(b'{"step": 31, "loss": null, "lr": "fast", "grad_norm": 1e400, "x": true}\n')
+        file.write(b'{"step": 32, "loss": ' + b"9" * 5000 + b'}\n\xff\xfe\n{"step": 33, "lo')
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('\n{"event": "steps", "time": null}\n{"event": "save", "time": 1e300}\n')
+        file.write('{"event": ["start"], "time": 2200.0}\n')
+    (folder / "run.json").write_text('{"arguments": {"lr": 1')
+    text, lines = report(capsys, folder)
+    assert lines[:2] == [
+        "left out: run: metrics.jsonl: 7 damaged lines",
+        "left out: run: events.jsonl: 4 damaged lines",
+    ]
+    assert lines[2].startswith("left out: run: run.json: it cannot be read: ")
+    assert "<td>30</td>" in text  # the last step
+    assert all(line.removeprefix("left out: ") in html.unescape(text) for line in lines)
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl", "run.json"])
+def test_a_file_that_is_empty_or_missing_or_a_pipe(file, tmp_path, capsys):
+    others = {"metrics.jsonl": "summary", "events.jsonl": "loss", "run.json": "loss"}
+    assert others[file]
+    folder = write_run(tmp_path / "run", steps=30)
+    (folder / file).write_text("")
+    _, lines = report(capsys, folder)
+    assert len([line for line in lines if line.startswith(f"left out: run: {file}: ")]) == 1
+    (folder / file).unlink()
+    _, lines = report(capsys, folder)
+    assert f"left out: run: {file}: there is none" in lines
+    os.mkfifo(folder / file)  # reading it would wait for ever
+    _, lines = report(capsys, folder)
+    assert any(line.startswith(f"left out: run: {file}: it cannot be read: ") for line in lines)
+
+
+def test_mistakes(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=30)
+    none = f"{tmp_path} is not a run's folder: it has none of metrics.jsonl, events.jsonl, run.json"
+    assert refused(capsys, tmp_path) == none
+    assert refused(capsys, run, tmp_path) == none
+    assert not (run / "report.html").exists()
+    assert "none is not a folder" in refused(capsys, tmp_path / "none")
+    assert "is given twice" in refused(capsys, run, tmp_path / "run" / ".." / "run")
+    assert refused(capsys, *[run] * 9) == "9 runs are given: a page is for 8 at most"
+    assert "cannot write" in refused(capsys, run, "--output", tmp_path / "none" / "page.html")
+    with pytest.raises(SystemExit, match="2"):
+        main(["s3://bucket/run"])
+
+
+def test_nothing_but_a_report_is_overwritten(tmp_path, capsys):
+    run, page = write_run(tmp_path / "run", steps=30), tmp_path / "page.html"
+    page.write_text("mine")
+    assert "is not a report, and is not overwritten" in refused(capsys, run, "--output", page)
+    assert page.read_text() == "mine"
+    page.unlink()
+    first, _ = report(capsys, run, "--output", page)
+    write_run(run, steps=60)
+    second, _ = report(capsys, run, "--output", page)
+    assert first != second
+    link = tmp_path / "link.html"
+    link.symlink_to(page)
+    assert "it is a link" in refused(capsys, run, "--output", link)
+    assert page.read_text() == second

@@ -1,0 +1,658 @@
+"""A page of runs, one HTML file: curves, wall time, events and configurations side by side.
+
+``python3 -m tools.report RUN_DIR [RUN_DIR ...]`` reads what the runs have written, also while they
+train. The page, ``tools/report.html`` filled in, needs no network and no other file.
+"""
+
+import html
+import itertools
+import json
+import math
+import string
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+
+from config_fields import local_path
+from data.files import no_link, printable, reason_of, regular, replace_file
+from tools.goodput import (
+    COLOURS,
+    DATA,
+    PARTS,
+    Account,
+    account_of,
+    duration,
+    is_complete,
+    short_names,
+)
+from training.checkpoints.choose import RUN_FILE
+from training.errors import UsageError
+from training.flags import OneLineParser
+from training.logs.records import EVENTS_FILE, METRICS_FILE, read_lines
+
+MOST_RUNS = 8
+"""As many as there are colors that can be told apart, on a light page and on a dark one."""
+
+# -- Reading what a run has written ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A measure over the steps of a run: two arrays of the same length, sorted by step."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclass
+class RecordedRun:
+    """What a run's folder has, as far as it can be read."""
+
+    name: str
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """By the names of the measures in metrics.jsonl."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Those of events.jsonl, but for steps."""
+    account: Account | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    """The content of run.json, one text a setting."""
+    left_out: list[str] = field(default_factory=list)
+    """What could not be read, and why; each is a line."""
+
+
+def read_run(folder: Path, name: str) -> RecordedRun:
+    """Read a run's folder. Raises UsageError if it is none; what is damaged in it is left out."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder: give a run's --ckpt_dir")
+    readers = {METRICS_FILE: _read_curves, EVENTS_FILE: _read_account, RUN_FILE: _read_settings}
+    found = [file for file in readers if (folder / file).exists()]
+    if not found:
+        raise UsageError(f"{folder} is not a run's folder: it has none of {', '.join(readers)}")
+    run = RecordedRun(name)
+    for file, read in readers.items():
+        problem = "there is none"
+        if file in found:
+            try:
+                problem = read(run, folder / file)
+            except (OSError, ValueError, RecursionError) as error:
+                problem = f"it cannot be read: {reason_of(error)}"
+        if problem:
+            run.left_out.append(f"{name}: {file}: {problem}")
+    return run
+
+
+def _lines_left_out(count: int) -> str:
+    return f"{count:,} damaged line" + ("s" if count > 1 else "") if count else ""
+
+
+def _read_curves(run: RecordedRun, path: Path) -> str:
+    """Read metrics.jsonl; return what was left out."""
+    points: dict[str, array[float]] = {}
+    damaged = 0
+    for record in read_lines(path, "step"):
+        step = _number(record and record["step"])
+        if record is None or step is None or step < 0:
+            damaged += 1
+            continue
+        for name, text in record.items():
+            value = _number(text)
+            if value is not None and name not in ("step", "epoch"):
+                points.setdefault(name, array("d")).extend((step, value))
+    for name, found in points.items():
+        pairs = np.array(found).reshape(-1, 2)
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+        run.curves[name] = Curve(pairs[:, 0], pairs[:, 1])
+    return _lines_left_out(damaged) or ("" if points else "it is empty")
+
+
+def _number(value: Any) -> float | None:
+    """Return a JSON value as a number; None if it is no finite one."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < _LARGEST else None
+
+
+_LARGEST = 1e100
+"""Larger numbers, of a damaged file, would leave no room for others."""
+
+
+def _read_account(run: RecordedRun, path: Path) -> str:
+    """Read events.jsonl; return what was left out."""
+    damaged = 0
+
+    def whole() -> Iterator[dict[str, Any]]:
+        nonlocal damaged
+        for event in read_lines(path, "event", "time"):
+            if event is None or not is_complete(event):
+                damaged += 1
+                continue
+            if event["event"] != "steps":
+                run.events.append(event)
+            yield event
+
+    try:
+        run.account = account_of(whole())
+    except ValueError as error:
+        return "; ".join(filter(None, [str(error), _lines_left_out(damaged)]))
+    return _lines_left_out(damaged)
+
+
+def _read_settings(run: RecordedRun, path: Path) -> str:
+    """Read run.json; return what was left out."""
+    with open(path, errors="replace", opener=regular) as file:
+        content = json.load(file)
+    if not isinstance(content, dict):
+        return "it holds no settings"
+    for name, value in content.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        for key, each in inner.items():
+            text = each if isinstance(each, str) else json.dumps(each)
+            run.settings[f"{name}.{key}".rstrip(".")] = text[:_LONGEST_SETTING]
+    return ""
+
+
+_LONGEST_SETTING = 400
+
+# -- Curves as SVG ---------------------------------------------------------------------------------
+
+_TITLES = {
+    "loss": ("Training loss", ""),
+    "val_loss": ("Validation loss", ""),
+    "ema_val_loss": ("Validation loss, EMA", ""),
+    "val_top1": ("Validation top-1", "%"),
+    "ema_val_top1": ("Validation top-1, EMA", "%"),
+    "val_top5": ("Validation top-5", "%"),
+    "ema_val_top5": ("Validation top-5, EMA", "%"),
+    "val_knn_10": ("k-NN, k 10", "%"),
+    "val_knn_20": ("k-NN, k 20", "%"),
+    "val_knn_100": ("k-NN, k 100", "%"),
+    "val_knn_200": ("k-NN, k 200", "%"),
+    "val_probe": ("Linear probe", "%"),
+    "images_per_s": ("Throughput", "images/s"),
+    "mfu": ("MFU", "share of the peak"),
+    "data_wait": ("Waiting for data", "share of the time"),
+    "lr": ("Learning rate", ""),
+    "grad_norm": ("Gradient norm before clipping", ""),
+}
+"""The measures shown first, in this order, with their units; others follow by their own names."""
+_MOST_MORE = 40
+_WIDTH, _HEIGHT = 440, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 416, 8, 206
+"""The frame of a panel, in its pixels."""
+_BUCKETS = 300
+"""A thinned curve has the lowest and the highest value of so many parts."""
+SMOOTHED = 200
+_OUTLIERS = 0.5
+"""The percentage of a long curve, above and below, that need not fit into the frame."""
+
+
+def thinned(curve: Curve) -> Curve:
+    """Return the curve with at most two points for each of ``_BUCKETS`` parts: its extremes there.
+
+    The first and the last point stay.
+    """
+    count = len(curve.steps)
+    if count <= 2 * _BUCKETS:
+        return curve
+    edges = np.linspace(0, count, _BUCKETS + 1).astype(int)
+    chosen = {0, count - 1}
+    for start, end in itertools.pairwise(edges):
+        part = curve.values[start:end]
+        chosen |= {start + int(part.argmin()), start + int(part.argmax())}
+    at = np.array(sorted(chosen))
+    return Curve(curve.steps[at], curve.values[at])
+
+
+def smoothed(curve: Curve) -> Curve:
+    """Return the mean of each hundredth part of a curve, around each point that has so many."""
+    window = len(curve.steps) // 100
+    sums = np.concatenate([[0.0], np.cumsum(curve.values)])
+    means = (sums[window:] - sums[:-window]) / window
+    return Curve(curve.steps[window // 2 :][: len(means)], means)
+
+
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """Return round numbers from ``low`` to ``high``."""
+    ticks = MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    return [float(tick) for tick in ticks if low <= tick <= high]
+
+
+def _range(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Return the limits of an axis on which all of these values fit, but outliers of long curves"""
+    outliers = [_OUTLIERS if len(each) > SMOOTHED else 0.0 for each in arrays]
+    low = min(np.percentile(a, q) for a, q in zip(arrays, outliers, strict=True))
+    high = max(np.percentile(a, 100 - q) for a, q in zip(arrays, outliers, strict=True))
+    margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
+    return float(low - margin), float(high + margin)
+
+
+def panel(name: str, curves: Mapping[int, Curve], names: Sequence[str], last_step: float) -> str:
+    """Return the panel of one measure, with a curve a run; ``names``: of all runs, by number."""
+    title, unit = _TITLES.get(name, (name, ""))
+    bottom, top = _range([curve.values for curve in curves.values()])
+    largest = max(curve.values.max() for curve in curves.values())
+    above = f"up to {largest:.4g} above the frame" if largest > top else ""
+
+    def across(step: Any) -> Any:
+        return _LEFT + step / last_step * (_RIGHT - _LEFT)
+
+    def down(value: Any) -> Any:
+        return _BOTTOM - (value - bottom) / (top - bottom) * (_BOTTOM - _TOP)
+
+    parts = []
+    for tick in _ticks(0, last_step, 5):
+        parts.append(_line(across(tick), _TOP, across(tick), _BOTTOM, "grid"))
+        parts.append(_text(across(tick), _BOTTOM + 15, f"{tick:,.10g}", "middle"))
+    for tick in _ticks(bottom, top, 5):
+        parts.append(_line(_LEFT, down(tick), _RIGHT, down(tick), "grid"))
+        parts.append(_text(_LEFT - 6, down(tick) + 4, f"{tick:.6g}", "end"))
+    parts.append(
+        f'<rect class="frame" x="{_LEFT}" y="{_TOP}" width="{_RIGHT - _LEFT}" '
+        f'height="{_BOTTOM - _TOP}"/>'
+    )
+    parts.append('<g clip-path="url(#frame)">')
+    for number, curve in curves.items():
+        long = len(curve.steps) > SMOOTHED
+        drawn = [("raw", curve), ("main", smoothed(curve))] if long else [("main", curve)]
+        for kind, each in drawn:
+            few = thinned(each)
+            places = list(zip(across(few.steps), down(few.values), strict=True))
+            points = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
+            parts.append(
+                f'<polyline class="r{number} {kind}" data-name="{html.escape(names[number])}" '
+                f'points="{points}"/>'
+            )
+            if len(places) <= 40:
+                parts += [
+                    f'<circle class="r{number} point" cx="{x:.2f}" cy="{y:.2f}" r="2.5"/>'
+                    for x, y in places
+                ]
+    parts.append(f'</g><line class="cursor" y1="{_TOP}" y2="{_BOTTOM}" visibility="hidden"/>')
+    notes = ", ".join(filter(None, [unit, above]))
+    caption = f"{html.escape(printable(title))} <span>{html.escape(notes)}</span>"
+    return (
+        f'<figure><figcaption>{caption}</figcaption><svg class="panel" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" data-frame="{_LEFT} {_RIGHT} {_TOP} {_BOTTOM}" '
+        f'data-range="{last_step!r} {bottom!r} {top!r}">{"".join(parts)}</svg></figure>'
+    )
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+# -- Wall time: one lane a run ---------------------------------------------------------------------
+
+_LANE, _LANES_LEFT, _LANES_RIGHT = 62, 10, 1190
+_PIXELS = _LANES_RIGHT - _LANES_LEFT
+
+
+def shares_by_pixel(account: Account, began: float, pixel_s: float, pixels: int) -> np.ndarray:
+    """Return the seconds of each part, in the order of ``PARTS``, in each pixel of a time axis."""
+    edges = began + pixel_s * np.arange(pixels + 1)
+    found = np.zeros((len(PARTS), pixels))
+    for number, part in enumerate(PARTS):
+        spans = sorted((s.began, s.ended) for s in account.spans if s.part == part)
+        if spans:
+            times = np.array(spans).ravel()
+            seconds = np.array([end - start for start, end in spans])
+            total = np.concatenate([[0.0], np.cumsum(seconds)])
+            so_far = np.stack([total[:-1], total[1:]], axis=1).ravel()
+            found[number] = np.diff(np.interp(edges, times, so_far))
+    return found
+
+
+def lanes(runs: Mapping[int, RecordedRun]) -> str:
+    """Return where each run's time went, from its first start on, and its events above that."""
+    accounts = {number: run.account for number, run in runs.items() if run.account}
+    if not accounts:
+        return "<p>No run has events.jsonl, which says where the time went.</p>"
+    first = {number: min(s.began for s in a.spans) for number, a in accounts.items() if a.spans}
+    longest = max(
+        (s.ended - first[number] for number, a in accounts.items() for s in a.spans), default=0.0
+    )
+    longest = longest or 1.0
+    parts = []
+    height = _LANE * len(accounts) + 34
+    unit, size = next(
+        (unit, size)
+        for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+        if longest >= 2 * size or size == 1
+    )
+    for tick in _ticks(0, longest / size, 12):
+        x = _LANES_LEFT + tick * size / longest * _PIXELS
+        parts.append(_line(x, 0, x, height - 30, "grid"))
+        parts.append(_text(x, height - 16, f"{tick:,.6g}", "middle"))
+    parts.append(_text(_LANES_RIGHT, height - 2, f"{unit} since a run's first start", "end"))
+    for lane, (number, account) in enumerate(accounts.items()):
+        top = lane * _LANE + 16
+        name = runs[number].name
+        shown = name if len(name) <= 60 else f"{name[:30]} ... {name[-25:]}"
+        parts.append(f'<g class="r{number}"><text class="name" x="{_LANES_LEFT}" y="{top}">')
+        parts.append(f"{html.escape(shown)}</text>")
+        if number in first:
+            parts += _bar(account, first[number], longest / _PIXELS, top + 24)
+            parts += _marks(runs[number], first[number], longest / _PIXELS, top + 14)
+        parts.append("</g>")
+    swatches = "".join(
+        f'<span><span class="swatch" style="background:{COLOURS[part]}"></span> {part}</span>'
+        for part in PARTS
+        if part != DATA and any(account.seconds[part] for account in accounts.values())
+    )
+    signs = "".join(
+        f'<span><svg viewBox="-7 -7 14 14" style="width:14px;display:inline">{_SIGNS[kind]}</svg> '
+        f"{_KINDS[kind]}</span>"
+        for kind in _KINDS
+    )
+    return (
+        f'<div class="legend" style="position:static">{swatches}{signs}</div>'
+        f'<svg class="lanes" viewBox="0 0 1200 {height}">{"".join(parts)}</svg>'
+        f'<div class="scroll">{_shares(runs)}</div>'
+    )
+
+
+def _bar(account: Account, began: float, pixel_s: float, top: float) -> list[str]:
+    """Return the rectangles of a lane: in each pixel the part with most of its time."""
+    shares = shares_by_pixel(account, began, pixel_s, _PIXELS)
+    largest = np.where(shares.max(axis=0) > 0, shares.argmax(axis=0), -1)
+    edges = [0, *(np.flatnonzero(np.diff(largest)) + 1).tolist(), _PIXELS]
+    parts = []
+    for start, end in itertools.pairwise(edges):
+        if largest[start] >= 0:
+            part = PARTS[largest[start]]
+            parts.append(
+                f'<rect x="{_LANES_LEFT + start}" y="{top}" width="{end - start}" height="18" '
+                f'fill="{COLOURS[part]}"><title>{part}</title></rect>'
+            )
+    return parts
+
+
+_KINDS = {
+    "start": "start",
+    "save": "checkpoint",
+    "eval": "evaluation",
+    "failure": "failure: the last sign of life",
+    "other": "other event",
+}
+_SIGNS = {
+    "start": '<path class="start" d="M-4,-5 L5,0 L-4,5 Z"/>',
+    "save": '<path class="save" d="M0,-5 L0,5"/>',
+    "eval": '<circle class="eval" r="3.5"/>',
+    "failure": '<path class="failure" d="M-5,-5 L5,5 M-5,5 L5,-5"/>',
+    "other": '<path class="other" d="M0,-5 L5,0 L0,5 L-5,0 Z"/>',
+}
+
+
+def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[str]:
+    """Return the signs of a run's events; those of a kind within some pixels are one sign."""
+    texts: dict[tuple[str, int], list[str]] = {}
+
+    def mark(kind: str, time: float, text: str) -> None:
+        x = round((time - began) / pixel_s / _MARK_PIXELS[kind]) * _MARK_PIXELS[kind]
+        at = datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        texts.setdefault((kind, x), []).append(f"{text}, {at}")
+
+    for event in run.events:
+        kind, step = str(event["event"]), event.get("step", "?")
+        if kind == "start":
+            mark(kind, float(event["process_started"]), f"start after step {step}")
+        elif kind == "eval" or (kind == "save" and event.get("written")):
+            mark(kind, float(event["time"]), f"{_KINDS[kind]} at step {step}")
+        elif kind not in ("save", "steps", "first_step", "stop", "end"):
+            known = {name: event[name] for name in event if name not in ("event", "time")}
+            mark("other", float(event["time"]), f"{kind} {json.dumps(known)}"[:_LONGEST_SETTING])
+    for time in run.account.failed_at if run.account else ():
+        mark("failure", time, "failure: the last sign of life")
+    parts = []
+    for (kind, x), each in sorted(texts.items(), key=lambda item: list(_KINDS).index(item[0][0])):
+        more = f"\n... {len(each):,} in all" if len(each) > _MARKS_NAMED else ""
+        title = html.escape("\n".join(each[:_MARKS_NAMED]) + more)
+        parts.append(
+            f'<g transform="translate({_LANES_LEFT + x},{top})">{_SIGNS[kind]}'
+            f"<title>{title}</title></g>"
+        )
+    return parts
+
+
+_MARK_PIXELS = {"start": 6, "save": 4, "eval": 8, "failure": 6, "other": 6}
+_MARKS_NAMED = 5
+
+
+def _shares(runs: Mapping[int, RecordedRun]) -> str:
+    """Return the table of goodput: the share of each part of a run's time."""
+    head = ["run", "wall time", "goodput", *PARTS[1:]]
+    rows = []
+    for number, run in runs.items():
+        if account := run.account:
+            wall = account.wall_s or math.nan
+            shares = [f"{account.seconds[part] / wall:.2%}" for part in PARTS[1:]]
+            rows.append(
+                [
+                    _name(number, run),
+                    duration(account.wall_s),
+                    f"{account.goodput:.2%}",
+                    *(share.replace("nan%", "") for share in shares),
+                ]
+            )
+    return _table(head, rows)
+
+
+# -- Tables ----------------------------------------------------------------------------------------
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """Return a table; ``head`` and ``rows`` are HTML, a cell may be a whole ``<td>``."""
+    first = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join(
+        "<tr>"
+        + "".join(cell if cell.startswith("<td") else f"<td>{cell}</td>" for cell in row)
+        + "</tr>"
+        for row in rows
+    )
+    return f'<table class="{kind}"><tr>{first}</tr>{body}</table>'
+
+
+def _name(number: int, run: RecordedRun) -> str:
+    return f'<span class="name r{number}">{html.escape(run.name)}</span>'
+
+
+def summary(runs: Mapping[int, RecordedRun]) -> str:
+    """Return the table of the runs' figures; a column is left out if no run has it."""
+    rows = []
+    for run in runs.values():
+        cells: dict[str, str] = {}
+        steps = [curve.steps[-1] for curve in run.curves.values()]
+        cells["step"] = f"{max(steps):,.0f}" if steps else ""
+        if account := run.account:
+            ended = [e["how"] for e in run.events if e["event"] == "stop" and "how" in e]
+            closed = [e["event"] for e in run.events if e["event"] in ("start", "stop")]
+            cells["ended"] = (
+                html.escape(str(ended[-1])) if ended and closed[-1] == "stop" else "no end recorded"
+            )
+            cells["wall time"] = duration(account.wall_s)
+            cells["goodput"] = f"{account.goodput:.2%}"
+            cells["starts"] = str(account.starts)
+            cells["failures"] = str(account.failures)
+            cells["steps lost"] = f"{account.lost_steps:,}"
+            cells["checkpoints"] = f"{len(account.saves):,}"
+        if curve := run.curves.get("images_per_s"):
+            cells["images/s, median"] = f"{np.median(curve.values):,.4g}"
+        if curve := run.curves.get("loss"):
+            cells["last loss"] = f"{curve.values[-1]:.4f}"
+        for name, title in _BEST.items():
+            if curve := run.curves.get(name):
+                best = int(curve.values.argmax())
+                cells[title] = f"{curve.values[best]:.2f} % at step {curve.steps[best]:,.0f}"
+        rows.append(cells)
+    columns = list(dict.fromkeys(name for cells in rows for name in cells))
+    table = [
+        [_name(number, run), *(cells.get(column, "") for column in columns)]
+        for (number, run), cells in zip(runs.items(), rows, strict=True)
+    ]
+    return _table(["run", *columns], table)
+
+
+_BEST = {
+    "val_top1": "best top-1",
+    "ema_val_top1": "best top-1, EMA",
+    "val_knn_10": "best k-NN, k 10",
+    "val_knn_20": "best k-NN, k 20",
+    "val_probe": "best probe",
+}
+
+
+def settings(runs: Mapping[int, RecordedRun]) -> str:
+    """Return the configurations side by side: first what differs, then, folded, what does not."""
+    have = {number: run for number, run in runs.items() if run.settings}
+    if not have:
+        return "<p>No run has run.json, which holds the configuration.</p>"
+    names = list(dict.fromkeys(name for run in have.values() for name in run.settings))
+    rows: dict[bool, list[list[str]]] = {True: [], False: []}
+    for name in names:
+        values = [run.settings.get(name) for run in have.values()]
+        commonest = Counter(values).most_common(1)[0][0]
+        differs = len(set(values)) > 1
+        cells = [html.escape(name)]
+        for value in values:
+            text = "-" if value is None else html.escape(value)
+            cells.append(f'<td class="differs">{text}</td>' if value != commonest else text)
+        rows[differs].append(cells)
+    head = ["setting", *(_name(number, run) for number, run in have.items())]
+    same = _table(head, rows[False], "settings")
+    if len(have) == 1:
+        return f'<div class="scroll">{same}</div>'
+    differing = _table(head, rows[True], "settings") if rows[True] else "<p>None differs.</p>"
+    return (
+        "<p>Settings that differ; marked: other than in most runs.</p>"
+        f'<div class="scroll">{differing}</div><details><summary>{len(rows[False])} settings that '
+        f'are the same</summary><div class="scroll">{same}</div></details>'
+    )
+
+
+# -- The page --------------------------------------------------------------------------------------
+
+_PAGE = Path(__file__).with_suffix(".html")
+_MARK = b'<meta name="generator" content="vit-fsdp tools.report">'
+"""What a report has near its beginning, as no other file."""
+
+
+def page(recorded: Sequence[RecordedRun], made: datetime) -> str:
+    """Return the page of these runs; ``made``: when, in UTC."""
+    runs = dict(enumerate(recorded))
+    names = [run.name for run in recorded]
+    measures = dict.fromkeys([*_TITLES, *sorted({m for run in recorded for m in run.curves})])
+    last_step = max((c.steps[-1] for run in recorded for c in run.curves.values()), default=0.0)
+    last_step = 1.01 * float(last_step) or 1.0  # the last points are whole, too
+    panels = {
+        name: panel(name, curves, names, last_step)
+        for name in list(measures)[: len(_TITLES) + _MOST_MORE]
+        if (curves := {n: run.curves[name] for n, run in runs.items() if name in run.curves})
+    }
+    more = "".join(text for name, text in panels.items() if name not in _TITLES)
+    left_out = [line for run in recorded for line in run.left_out]
+    if len(measures) > len(_TITLES) + _MOST_MORE:
+        left_out.append(f"{len(measures) - len(_TITLES) - _MOST_MORE:,} more measures")
+    shown = {
+        "title": html.escape(", ".join(names)),
+        "heading": "A run" if len(runs) == 1 else f"{len(runs)} runs",
+        "made": f"Made on {made:%Y-%m-%d %H:%M} UTC from what the runs had written by then.",
+        "hidden": "\n".join(
+            f"body:has(#show{n}:not(:checked)) svg .r{n} {{ display: none; }}" for n in runs
+        ),
+        "frame": f'x="{_LEFT}" y="{_TOP}" width="{_RIGHT - _LEFT}" height="{_BOTTOM - _TOP}"',
+        "left_out": f'<div class="left_out">Left out:<br>{_lines(left_out)}</div>'
+        if left_out
+        else "",
+        "legend": "".join(
+            f'<label><input type="checkbox" id="show{n}" checked> {_name(n, run)}</label>'
+            for n, run in runs.items()
+        ),
+        "summary": summary(runs),
+        "time": lanes(runs),
+        "smoothed": str(SMOOTHED),
+        "panels": "".join(text for name, text in panels.items() if name in _TITLES),
+        "more_panels": f"<details><summary>Other measures</summary>"
+        f'<div class="panels">{more}</div></details>'
+        if more
+        else "",
+        "settings": settings(runs),
+    }
+    return string.Template(_PAGE.read_text()).substitute(shown)
+
+
+def _lines(texts: Iterable[str]) -> str:
+    return "<br>".join(html.escape(text) for text in texts)
+
+
+def write_report(path: Path, text: str) -> None:
+    """Write the page, unless ``path`` is a link or a file that is no report. Raises UsageError."""
+    try:
+        if path.is_symlink() or path.exists():
+            with open(path, "rb", opener=no_link) as file:
+                if _MARK not in file.read(4096):
+                    raise UsageError(
+                        f"{path} is not a report, and is not overwritten: give another --output"
+                    )
+        replace_file(path, text.encode(errors="replace"))
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {reason_of(error)}") from None
+
+
+# -- The command line ------------------------------------------------------------------------------
+
+_PROGRAM = "tools.report"
+_REPORT = "report.html"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; return the exit code."""
+    parser = OneLineParser(
+        _PROGRAM,
+        "Write a page about runs, one HTML file that needs no network: curves, where the time "
+        "went, events, configurations side by side.",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=local_path,
+        metavar="RUN_DIR",
+        help=f"a run's --ckpt_dir; at most {MOST_RUNS}",
+    )
+    parser.add_argument(
+        "--output",
+        type=local_path,
+        metavar="FILE",
+        help=f"write the page here (default: {_REPORT} in the first RUN_DIR)",
+    )
+    given = parser.parse_args(argv)
+    try:
+        if len(given.runs) > MOST_RUNS:
+            raise UsageError(f"{len(given.runs)} runs are given: a page is for {MOST_RUNS} at most")
+        if len({run.resolve() for run in given.runs}) < len(given.runs):
+            raise UsageError("a folder is given twice: drop one of the two")
+        names = short_names(map(str, given.runs))
+        runs = [read_run(run, printable(names[str(run)])) for run in given.runs]
+        path = given.output or given.runs[0] / _REPORT
+        write_report(path, page(runs, datetime.now(UTC)))
+    except UsageError as error:
+        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    for line in (line for run in runs for line in run.left_out):
+        print(f"left out: {line}")
+    print(f"report: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
