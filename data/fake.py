@@ -30,7 +30,7 @@ class Zeros(Split):
         """Training drops a short last batch; validation fills it up with padding, by its labels."""
         full, rest = divmod(len(self), batch_size)
         dtype = getattr(torch, self.request.config.image_dtype(len(self.request.size)))
-        shape = share.shape_of(batch_size, self.request.shape)
+        shape = share.shape_of(batch_size, self.shape)
         # The operating system gives no memory to zeros of NumPy's until they are written to.
         # Zeros of torch.Tensor.expand take none either, but cannot be pinned for a GPU.
         zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)

@@ -34,7 +34,8 @@ Key = tuple[int, ...]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """A batch on the CPU: images (share, channels, rows, width), labels (share,) int64; of volumes
-(share, channels, slices, height, width). Images are uint8, or normalised fp32."""
+(share, channels, slices, height, width); of packed crops (share, bytes). Images are uint8, or
+normalised fp32."""
 
 
 def numbered(batch: Batch, first: int) -> Batch:
@@ -74,9 +75,11 @@ class Share:
 
     def shape_of(self, batch_size: int, image_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the images that are loaded of a global batch of ``batch_size``."""
-        channels, height, *others = image_shape
         count = batch_size // self.world_size if self.loads else 0
-        return (count, channels, height if self.rows is None else len(self.rows), *others)
+        if self.rows is None:
+            return (count, *image_shape)
+        channels, _, *others = image_shape
+        return (count, channels, len(self.rows), *others)
 
 
 # -- the order of the images -----------------------------------------------------------

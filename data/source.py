@@ -19,7 +19,8 @@ import xxhash
 from torch.utils.data import Dataset
 
 from data import loader
-from data.config import OPENED_BY, DataConfig
+from data.config import GIVE_FLOATS, OPENED_BY, DataConfig
+from data.crops import CropLayout, CropRequest
 from data.files import BrokenImageError, DataFolderError, MissingSplitError, printable
 
 Found = TypeVar("Found")
@@ -45,11 +46,18 @@ class DatasetRequest:
     augment: bool = True
     """Whether training images are shuffled and augmented; else they are read as validation images
     are: each once, in order, unreadable ones left out."""
+    crops: CropRequest | None = None
+    """Of each augmented training image these crops, packed (``CropLayout``), instead of one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of one image: the channels, then the spatial sizes."""
         return (self.channels, *self.size)
+
+    @property
+    def layout(self) -> CropLayout | None:
+        """Return how the crops of training images are packed; None: they have no crops."""
+        return CropLayout(self.shape, self.crops) if self.crops and self.augment else None
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -86,7 +94,10 @@ def open_data(request: DatasetRequest) -> DataSource:
 
     Raises DataFolderError if it cannot be used.
     """
-    module, _, name = OPENED_BY[request.config.data_source].partition(":")
+    kind = request.config.data_source
+    if request.crops and (len(request.size) != 2 or kind in GIVE_FLOATS):
+        raise DataFolderError(f"crops are made of photographs, and --data_source {kind} has arrays")
+    module, _, name = OPENED_BY[kind].partition(":")
     open_source: Callable[[DatasetRequest], DataSource] = getattr(import_module(module), name)
     source = open_source(request)
     drops_last = request.with_train and request.augment
@@ -134,8 +145,10 @@ class Split(Dataset):
         self.left_out = left_out or Counter[str]()
         self.seed, self.is_train = request.seed, name == "train" and request.augment
         """``is_train``: images are shuffled, augmented, and replaced if they are broken."""
-        self.shape = request.shape
+        self.shape: tuple[int, ...] = request.shape
         """The shape of what ``make`` returns."""
+        if self.is_train and request.layout:
+            self.shape = (request.layout.length,)
         self.rows = range(request.size[0])
         """The rows of an image that ``make`` returns."""
 
@@ -215,7 +228,7 @@ class Split(Dataset):
             repeats=config.aug_repeats if self.is_train else 1,
         )
         if not share.loads:
-            images = torch.zeros(share.shape_of(batch_size, self.request.shape), dtype=self.dtype)
+            images = torch.zeros(share.shape_of(batch_size, self.shape), dtype=self.dtype)
             return loader.ConstantLoader(len(sampler), (images, torch.zeros(0, dtype=torch.int64)))
         workers = config.num_workers
         if workers is None:

@@ -9,7 +9,7 @@ import functools
 import math
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -25,7 +25,9 @@ from torchvision.transforms import ColorJitter, v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from data.config import DataConfig, Preprocessing
+from data.crops import GLOBALS, CropLayout, block_mask
 from data.decode import OpenImage, open_image
+from data.distortion import FIRST, LOCAL, SECOND, distort, draw_distortion
 from data.files import DataFolderError
 from data.source import DatasetRequest, Split
 
@@ -34,7 +36,8 @@ Size = tuple[int, ...]
 Box = tuple[int, int, int, int]
 """A part of an image: its first row and column, its height and width."""
 Transform = Callable[[OpenImage], torch.Tensor]
-"""From an image to (channels, height, width), uint8. Raises BrokenImageError."""
+"""From an image to (channels, height, width), or to packed crops, (bytes,): uint8. Raises
+BrokenImageError."""
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
@@ -99,7 +102,11 @@ def transforms_of(request: DatasetRequest) -> dict[str, Transform]:
     val = val_transform(config.preprocessing, size, channels)
     if not request.with_train:
         return {"val": val}
-    train = TrainTransform(config, size, channels) if request.augment else val
+    train: Transform = val
+    if request.layout:
+        train = MultiCrop(config, request.layout)
+    elif request.augment:
+        train = TrainTransform(config, size, channels)
     return {"train": train, "val": val}
 
 
@@ -156,21 +163,15 @@ class TrainTransform:
     """Makes a random resized crop and flips it at random, as torchvision's transforms draw them.
 
     Then come the other augmentations, in the order of timm's ``transforms_imagenet_train``.
-
-    No pixels are decoded that are not needed: if a crop is several times as large as its target
-    size, the image is decoded at a fraction of its size, and the crop starts and ends at a pixel
-    of that.
     """
 
     def __init__(self, config: DataConfig, size: Size, channels: int) -> None:
         """Raises DataFolderError for augmentations that timm cannot compute."""
         how = config.preprocessing
-        chosen = config.train_interpolation or how.interpolation
-        names = _BY_TENSORS if chosen == "random" else (chosen,)
-        self._modes = [v2.InterpolationMode(name) for name in names]
+        self._modes = _modes(config)
         self._scale, self._ratio = config.scale, config.ratio
         self._hflip, self._vflip = config.hflip, config.vflip
-        self._size, self._channels = list(size), channels
+        self._size, self._channels = size, channels
         self._on_pictures: list[Callable] = [_policy(config.aa, config, size)] if config.aa else []
         if config.color_jitter:
             self._on_pictures.append(ColorJitter(*config.jitter_of_each))
@@ -187,23 +188,8 @@ class TrainTransform:
         # The order of the random draws is a part of what a seed means: do not change it.
         flips = torch.rand(()).item() < self._hflip
         flips_over = self._vflip > 0 and torch.rand(()).item() < self._vflip
-        top, left, height, width = random_box(image.size, self._scale, self._ratio)
-        mode = self._modes[0]
-        if len(self._modes) > 1:
-            mode = self._modes[int(torch.randint(len(self._modes), ()))]
-
-        # Crop and resize.
-        most = min(height / self._size[0], width / self._size[1]) / _MIN_RATIO
-        shrink = max((each for each in image.shrinks if each <= most), default=1)
-        top, left, height, width = (each // shrink for each in (top, left, height, width))
-        crop = image.pixels(shrink)[top : top + height, left : left + width]
-        if mode.value in _BY_TENSORS:
-            # Without a copy: PyTorch computes on (height, width, channels) in memory.
-            tensor = torch.from_numpy(crop).permute(2, 0, 1)
-            made = v2.functional.resize_image(tensor, self._size, mode, antialias=True)
-        else:
-            made = pil_to_tensor(v2.functional.resize(Image.fromarray(crop), self._size, mode))
-
+        box = random_box(image.size, self._scale, self._ratio)
+        (made,) = resized_parts(image, [(box, self._size)], _one_of(self._modes))
         made = made.flip(-1) if flips else made
         made = made.flip(-2) if flips_over else made
         if self._on_pictures:
@@ -221,6 +207,37 @@ class TrainTransform:
         with drawn_from(int(torch.randint(_SEEDS, ()))):
             self._erase(canvas)
         return canvas.image
+
+
+class MultiCrop:
+    """Makes the packed crops of an image for DINO, and draws the mask of the first global one.
+
+    Each is a random resized crop that is flipped at random and then distorted
+    (``data/distortion.py``). Of the two global crops a random one is the first.
+    """
+
+    def __init__(self, config: DataConfig, layout: CropLayout) -> None:
+        self._layout, self._gray = layout, layout.shape[0] == 1
+        self._modes, self._ratio, self._hflip = _modes(config), config.ratio, config.hflip
+        how, size = layout.request, layout.shape[1:]
+        self._wanted = [(how.global_scale, size), (how.global_scale, size)]
+        self._wanted += [(how.local_scale, how.local_size)] * how.local_number
+
+    def __call__(self, image: OpenImage) -> torch.Tensor:
+        how = self._layout.request
+        kinds = [FIRST, SECOND] if torch.rand(()).item() < 0.5 else [SECOND, FIRST]
+        kinds += [LOCAL] * how.local_number
+        parts = [(random_box(image.size, scale, self._ratio), size) for scale, size in self._wanted]
+        crops = []
+        for crop, kind in zip(
+            resized_parts(image, parts, _one_of(self._modes)), kinds, strict=True
+        ):
+            crop = crop.flip(-1) if torch.rand(()).item() < self._hflip else crop
+            crop = v2.functional.rgb_to_grayscale(crop) if self._gray else crop
+            crops.append(distort(crop, draw_distortion(kind)))
+        locals_ = torch.stack(crops[GLOBALS:]) if how.local_number else crops[0].new_empty(0)
+        mask = block_mask(how.grid, how.mask_ratio)
+        return self._layout.pack(torch.stack(crops[:GLOBALS]), locals_, mask)
 
 
 class _Canvas:
@@ -241,6 +258,42 @@ class _Canvas:
             self.image, self._is_copy = self.image.clone(), True
         written = (values * self._std + self._mean).round_().clamp_(0, _WHITE)
         self.image[where] = written.to(torch.uint8)
+
+
+def _modes(config: DataConfig) -> list[v2.InterpolationMode]:
+    """Return the interpolations of training images; one is drawn for each."""
+    chosen = config.train_interpolation or config.preprocessing.interpolation
+    names = _BY_TENSORS if chosen == "random" else (chosen,)
+    return [v2.InterpolationMode(name) for name in names]
+
+
+def _one_of(modes: list[v2.InterpolationMode]) -> v2.InterpolationMode:
+    return modes[int(torch.randint(len(modes), ()))] if len(modes) > 1 else modes[0]
+
+
+def resized_parts(
+    image: OpenImage, parts: Sequence[tuple[Box, Size]], mode: v2.InterpolationMode
+) -> list[torch.Tensor]:
+    """Return parts of an image, each resized to a size of its own, (3, height, width) uint8.
+
+    No pixels are decoded that are not needed: if all parts are several times as large as their
+    sizes, the image is decoded at a fraction of its size, and the parts start and end at a pixel of
+    that. Raises BrokenImageError.
+    """
+    most = min(min(box[2] / size[0], box[3] / size[1]) for box, size in parts) / _MIN_RATIO
+    shrink = max((each for each in image.shrinks if each <= most), default=1)
+    pixels, made = image.pixels(shrink), []
+    for box, size in parts:
+        top, left, height, width = (each // shrink for each in box)
+        part = pixels[top : top + height, left : left + width]
+        if mode.value in _BY_TENSORS:
+            # Without a copy: PyTorch computes on (height, width, channels) in memory.
+            tensor = torch.from_numpy(part).permute(2, 0, 1)
+            made.append(v2.functional.resize_image(tensor, list(size), mode, antialias=True))
+        else:
+            resized = v2.functional.resize(Image.fromarray(part), list(size), mode)
+            made.append(pil_to_tensor(resized))
+    return made
 
 
 def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:

@@ -171,9 +171,10 @@ class MeshLayout:
         return x if spec is None else self.mark(x, spec)
 
     def batch_spec(self, dimensions: int) -> Spec:
-        """Return the spec of images, whose rows are sharded as tokens are, or of labels."""
+        """Return the spec of images, whose rows are sharded as tokens are, or of what has no rows:
+        of labels, and of packed crops (images, bytes)."""
         spec = self._activations(dimensions)
-        if dimensions == 1:
+        if dimensions <= 2:
             return spec
         return (*spec[:2], *self.mesh.logical_spec("tokens"), *spec[3:])
 
