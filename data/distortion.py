@@ -4,7 +4,7 @@ Each crop's colors are jittered, it is made gray, blurred and solarized, each wi
 its own (DINOv2, https://arxiv.org/abs/2304.07193; the numbers are those of its code,
 dinov2/data/augmentations.py). What is drawn is a ``Distortion``; ``distort`` computes it. Values
 stay fp32, from 0 to 255, until the end: they differ from torchvision's operations on fp32 images by
-the rounding to a byte, at most 0.5 of 255.
+the rounding to a byte, at most 0.5 of 255, or 1 at the threshold of solarizing.
 """
 
 import math
