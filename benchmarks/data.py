@@ -2,6 +2,7 @@
 
     python benchmarks/data.py --repeats 5
     python benchmarks/data.py --decoders       # which library decodes fastest
+    python benchmarks/data.py --crops          # DINO's crops: 2 of 224 and 8 of 96 pixels
     python benchmarks/data.py --cores          # cores that a host needs for each model and slice
 
 The images are JPEGs of 500 x 375 pixels, made of scikit-learn's two photographs: other parts of
@@ -10,6 +11,9 @@ the classic transforms: random resized crop to 224 pixels, bicubic, and a flip; 
 makes fp32 of them and normalises, which the program does on the devices. They run in turn. "A core"
 means a second of CPU time of all loader processes and of the one that takes the batches: so other
 programs on the machine change little. Medians of the repeats, and the ratio's lowest and highest.
+
+With --crops both make DINO's crops instead; torchvision's by its v2 transforms of Pillow's images,
+in the order and with the probabilities that DINOv2 gives (dinov2/data/augmentations.py).
 """
 
 import argparse
@@ -22,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,10 @@ from benchmarks.common import ROOT, commit
 from benchmarks.compiled import CODE_THAT_IS_COMPILED, kept_report
 
 SIZE = 224
+LOCAL_SIZE, LOCALS = 96, 8
+GLOBAL_SCALE, LOCAL_SCALE = (0.32, 1.0), (0.05, 0.32)
+"""Of DINOv2's crops: the shares of an image's area."""
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLASSES = 8
 CORE_TABLE = {  # model: flags, and by slice the batch and the chips of a host
     "vit_base_patch16_224": ("--batch_size 2048", ("v5e:2x4", "v6e:2x4")),
@@ -59,9 +67,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
     parser.add_argument("--seconds", type=float, default=6, help="of each measurement (default: 6)")
     parser.add_argument("--decoders", action="store_true", help="time decoding alone, by library")
+    parser.add_argument("--crops", action="store_true", help="make DINO's crops of the images")
     parser.add_argument("--cores", action="store_true", help="compile steps; cores that they need")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args()
+    if args.crops and args.cores:
+        parser.error("--crops is incompatible with --cores, which are those of whole images")
     with tempfile.TemporaryDirectory() as folder:
         size = make_images(Path(folder), args.images)
         print(
@@ -70,7 +81,8 @@ def main() -> None:
             f"{args.workers} loader process(es)"
         )
         found: dict[str, Any] = {"decoders": time_decoders(Path(folder))} if args.decoders else {}
-        found["loaders"] = time_loaders(Path(folder), args)
+        kind = "crops" if args.crops else "loaders"
+        found[kind] = time_loaders(Path(folder), args, CROPS if args.crops else WHOLE)
     if args.cores:
         found["cores"] = cores_needed(found["loaders"]["program"]["images_per_cpu_s"])
     if args.json:
@@ -184,9 +196,14 @@ def _pillow() -> dict[str, Callable[[bytes], Any]]:
 # -- loaders ---------------------------------------------------------------------------
 
 
-def time_loaders(root: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+Loader = Callable[[Path, int, int], Iterator[int]]
+"""From a folder, a batch size and a number of processes to the lengths of batches, without end."""
+
+
+def time_loaders(
+    root: Path, args: argparse.Namespace, opened: Mapping[str, Loader]
+) -> dict[str, dict[str, float]]:
     """Print and return the pace of each loader, and how far the program's is ahead."""
-    opened = {"torchvision": torchvisions, "program": programs}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in opened}
     for _ in tqdm(range(args.repeats), unit="repeat", leave=False):
         for name, open_loader in opened.items():
@@ -206,21 +223,63 @@ def time_loaders(root: Path, args: argparse.Namespace) -> dict[str, dict[str, fl
 
 
 def torchvisions(root: Path, batch_size: int, workers: int) -> Iterator[int]:
-    """Yield the lengths of torchvision's batches, without end."""
-    from torch.utils.data import DataLoader
+    """Load with torchvision's classic transforms."""
     from torchvision import transforms
-    from torchvision.datasets import ImageFolder
 
     classic = transforms.Compose(
         [
             transforms.RandomResizedCrop(SIZE, interpolation=transforms.InterpolationMode.BICUBIC),
             transforms.RandomHorizontalFlip(),
             transforms.ToTensor(),
-            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+            transforms.Normalize(MEAN, STD),
         ]
     )
+    yield from _image_folders(root, batch_size, workers, classic)
+
+
+def torchvisions_crops(root: Path, batch_size: int, workers: int) -> Iterator[int]:
+    """Load with torchvision's v2 transforms, composed as DINOv2 does."""
+    import torch
+    from torchvision.transforms import v2
+
+    def cropped(size: int, scale: tuple[float, float]) -> v2.Compose:
+        bicubic = v2.InterpolationMode.BICUBIC
+        crop = v2.RandomResizedCrop(size, scale, interpolation=bicubic)
+        return v2.Compose([crop, v2.RandomHorizontalFlip()])
+
+    def distorted(blurred: float, *then: v2.Transform) -> v2.Compose:
+        return v2.Compose(
+            [
+                v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.2, 0.1)], 0.8),
+                v2.RandomGrayscale(0.2),
+                v2.RandomApply([v2.GaussianBlur(9, (0.1, 2.0))], blurred),
+                *then,
+                v2.ToImage(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(MEAN, STD),
+            ]
+        )
+
+    of_globals, of_locals = cropped(SIZE, GLOBAL_SCALE), cropped(LOCAL_SIZE, LOCAL_SCALE)
+    first, second = distorted(1.0), distorted(0.1, v2.RandomSolarize(128, 0.2))
+    local = distorted(0.5)
+
+    def crops(image: Image.Image) -> list[torch.Tensor]:
+        locals_ = [local(of_locals(image)) for _ in range(LOCALS)]
+        return [first(of_globals(image)), second(of_globals(image)), *locals_]
+
+    yield from _image_folders(root, batch_size, workers, crops)
+
+
+def _image_folders(
+    root: Path, batch_size: int, workers: int, transform: Callable[[Image.Image], Any]
+) -> Iterator[int]:
+    """Yield the lengths of the batches of torchvision's image folder."""
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+
     loader = DataLoader(
-        ImageFolder(str(root / "train"), classic),
+        ImageFolder(str(root / "train"), transform),
         batch_size,
         shuffle=True,
         num_workers=workers,
@@ -228,24 +287,42 @@ def torchvisions(root: Path, batch_size: int, workers: int) -> Iterator[int]:
         persistent_workers=True,
     )
     while True:
-        for images, _ in loader:
-            yield len(images)
+        for _, labels in loader:
+            yield len(labels)
 
 
 def programs(root: Path, batch_size: int, workers: int) -> Iterator[int]:
-    """Yield the lengths of the program's batches, without end."""
+    """Load with the program's transforms."""
+    yield from _programs(root, batch_size, workers)
+
+
+def programs_crops(root: Path, batch_size: int, workers: int) -> Iterator[int]:
+    """Load DINO's crops as the program makes them, with masks."""
+    from data.crops import CropRequest
+
+    size, patches, ratio = (LOCAL_SIZE, LOCAL_SIZE), (SIZE // 16, SIZE // 16), (0.1, 0.5)
+    crops = CropRequest(size, LOCALS, GLOBAL_SCALE, LOCAL_SCALE, patches, ratio)
+    yield from _programs(root, batch_size, workers, crops=crops)
+
+
+def _programs(root: Path, batch_size: int, workers: int, **request: Any) -> Iterator[int]:
+    """Yield the lengths of the program's batches."""
     from data.config import DataConfig
     from data.loader import Share
     from data.source import DatasetRequest, open_data
 
     config = DataConfig(data_dir=str(root), batch_size=batch_size, num_workers=workers)
-    source = open_data(DatasetRequest(config, 3, (SIZE, SIZE), CLASSES, seed=0))
+    source = open_data(DatasetRequest(config, 3, (SIZE, SIZE), CLASSES, seed=0, **request))
     loader = source.train_loader(batch_size, Share())
     epoch = 0
     while True:
-        for images, _ in loader.epoch(epoch):
-            yield len(images)
+        for _, labels in loader.epoch(epoch):
+            yield len(labels)
         epoch += 1
+
+
+WHOLE: Mapping[str, Loader] = {"torchvision": torchvisions, "program": programs}
+CROPS: Mapping[str, Loader] = {"torchvision": torchvisions_crops, "program": programs_crops}
 
 
 def pace_of(lengths: Iterator[int], seconds: float) -> tuple[float, float]:

@@ -1,12 +1,13 @@
 """Draws augmented images: ``python3 -m tools.show_augmentations FLAGS PICTURE.png``.
 
 The flags are those of a training. Each row is one image, first unchanged, then augmented several
-times; with mixup or cutmix, the images of a column are mixed with each other.
+times; with mixup or cutmix, the images of a column are mixed with each other. For DINO the columns
+are the crops of the image, with the masked patches of the first one.
 """
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from data.loader import Batch, Share
-from data.source import open_data
+from data.source import DatasetRequest, open_data
 from training.backend import bad_data_is_the_users, dataset_request
 from training.config import RunConfig
 from training.errors import UsageError
@@ -30,6 +31,11 @@ matplotlib.use("Agg")
 
 IMAGES, DRAWS = 4, 6
 """Rows of the picture, and augmented columns."""
+_UNCHANGED: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0}
+_UNCHANGED |= {"vflip": 0.0, "aa": None, "color_jitter": 0.0, "reprob": 0.0}
+"""The flags of images that are only resized."""
+_MASKED = 0.75
+"""How much of a masked patch is gray in the picture."""
 _LEAST_SHARE = 0.02
 """The least share of a label with which a class is named; label smoothing gives less."""
 
@@ -42,6 +48,7 @@ class Column:
     images: torch.Tensor
     """(IMAGES, channels, height, width), from 0 to 1."""
     labels: list[str]
+    """What is written below each image."""
 
 
 def read_run(flags: Sequence[str]) -> Run[Any]:
@@ -60,10 +67,11 @@ def read_run(flags: Sequence[str]) -> Run[Any]:
 
 def columns(run: Run[Any]) -> list[Column]:
     """Return the columns for the first images of an epoch. Raises DataFolderError."""
+    request = dataset_request(run)
+    if request.crops:
+        return crop_columns(request)
     config, classes = run.config.loss, run.model.sizes.num_classes
-    unchanged: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0}
-    unchanged |= {"vflip": 0.0, "aa": None, "color_jitter": 0.0, "reprob": 0.0}
-    (images, labels), *_ = _draws(run.with_data(**unchanged))[1]
+    (images, labels), *_ = _draws(run.with_data(**_UNCHANGED))[1]
     names, draws = _draws(run)
     found = [_column("image", run, names, images, smoothed(labels, classes, 0.0))]
     mixing = None
@@ -79,6 +87,34 @@ def columns(run: Run[Any]) -> list[Column]:
             title = "not mixed" if label_share == 1 else f"{kind}, {label_share:.2f}"
         found.append(_column(title, run, names, images, shares))
     return found
+
+
+def crop_columns(request: DatasetRequest) -> list[Column]:
+    """Return the columns of a request of crops: the images, the global and the local crops.
+
+    Masked patches of the first crop are gray. Raises DataFolderError.
+    """
+    layout = request.layout
+    assert layout is not None
+    whole = replace(request, crops=None, config=replace(request.config, **_UNCHANGED))
+    images, packed = (
+        next(iter(open_data(each).train_loader(IMAGES, Share()).epoch(0)))[0]
+        for each in (whole, request)
+    )
+    globals_, locals_, mask = layout.unpack(packed)
+    none = [""] * IMAGES
+    shares = [f"{100 * each:.0f} % masked" for each in mask.float().mean(1).tolist()]
+    rows, columns = layout.request.grid
+    patch = globals_.shape[3] // rows, globals_.shape[4] // columns
+    gray = _MASKED * mask.view(-1, 1, rows, columns).float()
+    gray = gray.repeat_interleave(patch[0], 2).repeat_interleave(patch[1], 3)
+    masked = torch.lerp(globals_[0] / 255, torch.tensor(0.5), gray)
+    return [
+        Column("image", images / 255, none),
+        Column("global, masked", masked, shares),
+        Column("global", globals_[1] / 255, none),
+        *(Column(f"local {n + 1}", each / 255, none) for n, each in enumerate(locals_)),
+    ]
 
 
 def _draws(run: Run[Any]) -> tuple[Sequence[str] | None, list[Batch]]:
@@ -145,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"show_augmentations: error: {error}", file=sys.stderr)
         return 2
-    print(f"{name}: {IMAGES} images, augmented {DRAWS} times")
+    print(f"{name}: {IMAGES} images, augmented {len(found) - 1} times")
     return 0
 
 

@@ -22,6 +22,7 @@ from data.loader import Share
 from data.source import DatasetRequest, open_data
 from data.transforms import MultiCrop, seeded
 from tests.data.test_decode import GUARD, as_pillow, jpeg
+from tools.show_augmentations import IMAGES, crop_columns, draw
 
 pytestmark = pytest.mark.fast
 
@@ -336,3 +337,27 @@ def test_fake_crops():
 def test_volumes_have_no_crops(source, size):
     with pytest.raises(DataFolderError, match=f"^crops are made of photographs, and .* {source}"):
         opened("", data_source=source, size=size)
+
+
+# -- the picture ----------------------------------------------------------------------
+
+
+def test_the_picture_shows_the_crops_of_the_first_images(digits, tmp_path):
+    data = opened(digits, batch_size=IMAGES)
+    found = crop_columns(data.splits["train"].request)
+    images, _ = next(data.train_loader(IMAGES, Share()).epoch(0))
+    globals_, locals_, mask = CropLayout((3, 16, 16), SMALL).unpack(images)
+    plain = opened(digits, None, batch_size=IMAGES, scale=(1, 1), ratio=(1, 1), hflip=0.0)
+    whole, _ = next(plain.train_loader(IMAGES, Share()).epoch(0))
+    image, masked, second, *others = (column.images for column in found)
+    assert torch.equal(image, whole / 255)
+    assert torch.equal(second, globals_[1] / 255)
+    assert torch.equal(torch.stack(others), locals_ / 255)
+    hidden = mask.view(IMAGES, 1, 4, 4).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    hidden = hidden.expand(-1, 3, -1, -1)
+    assert torch.equal(masked[~hidden], (globals_[0] / 255)[~hidden])
+    assert (masked[hidden] - 0.5).abs().max() <= 0.126
+    assert found[1].labels == [f"{100 * int(each.sum()) / 16:.0f} % masked" for each in mask]
+    draw(found, tmp_path / "crops.png")
+    with Image.open(tmp_path / "crops.png") as drawn:
+        assert drawn.width > drawn.height > 300
