@@ -6,7 +6,7 @@
 
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -27,8 +27,11 @@ from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
 from training.logs.records import (
     EVENTS_FILE,
+    KNN,
     METRICS_FILE,
+    PROBE,
     evaluations,
+    frozen_steps,
     read_metrics,
     score,
     summary,
@@ -333,6 +336,8 @@ class History:
     """The folder's records are of this run."""
     evaluated: dict[int, str | None]
     """By step, the figure of each evaluation; None of one that was not finite."""
+    frozen: Mapping[str, Collection[int]]
+    """By ``records.KNN`` and ``PROBE``, the steps of the evaluations by frozen features."""
     best: Path | None = None
     """The checkpoint of the best evaluation, if there is one."""
     best_score: float = -math.inf
@@ -343,14 +348,14 @@ def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
     """Return what the folder's metrics say of the steps up to ``step``; later ones are dropped."""
     if saved is None or saved.path.parent.resolve() != ckpt_dir.resolve():
         # What was resumed from elsewhere is not evaluated again.
-        return History(False, {step: None} if step else {})
+        return History(False, {step: None} if step else {}, {KNN: {step}, PROBE: {step}})
     records = [r for r in read_metrics(ckpt_dir) if r["step"] <= step]
     finite = evaluations(records)
     best = max(((score(r), at) for at, r in finite.items()), default=(-math.inf, 0))
     steps = [r["step"] for r in records if "val_images" in r]
     evaluated = {at: summary(finite[at]) if at in finite else None for at in steps}
     folder = choose.folder_of(ckpt_dir, best[1]) if best[1] else None
-    return History(True, evaluated, folder, best[0])
+    return History(True, evaluated, frozen_steps(records), folder, best[0])
 
 
 # -- whether a checkpoint fits a run ---------------------------------------------------------------

@@ -8,27 +8,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from data.source import DataSource
 from training.backend import Backend, bad_data_is_the_users
+from training.checkpoints.format import Position
 from training.errors import BAD_IMAGES, UsageError
 from training.features import Features, Labelled, default_kind, fit_backbone, open_plainly
 from training.initial_weights import InitialWeights
 from training.knn import knn
 from training.logs.bad_images import TRAIN, VAL, BadImages
-from training.logs.records import KnnAccuracy, ProbeAccuracy
-from training.loop import Hook, Session, StepDone
+from training.logs.records import KNN, PROBE, KnnAccuracy, ProbeAccuracy
+from training.loop import Hook, Session, StepDone, last_epoch
 from training.predict import place_trained, printer
 from training.probe import probe
 from training.processes.exchange import check_alike
 from training.resolve import Run
 from training.weights import Weights, with_preprocessing_of
 
-KNN, PROBE = "knn", "probe"
 Accuracy = KnnAccuracy | ProbeAccuracy
 
 
@@ -121,12 +121,27 @@ class FrozenEvaluations(Hook):
 
     session: Session
     evaluation: FrozenEvaluation
+    done: Mapping[str, Collection[int]]
+    """By KNN and PROBE, the steps after which the run's folder has such an evaluation."""
     _count: int = field(default=0, init=False)
 
+    def before_training(self, at: Position) -> None:
+        """Evaluate what an earlier start saved, but did not evaluate any more."""
+        self._evaluate_if_due(at)
+
     def after_step(self, done: StepDone) -> None:
+        self._evaluate_if_due(done.at)
+
+    def _evaluate_if_due(self, at: Position) -> None:
         session, config = self.session, self.session.config
         every = {KNN: config.log.knn_every, PROBE: config.log.probe_every}
-        due = [name for name, n in every.items() if n and (done.at.step % n == 0 or done.is_last)]
+        is_last = at.step >= session.last_step
+        due = [
+            name
+            for name, interval in every.items()
+            if interval and at.step and (at.step % interval == 0 or is_last)
+            if at.step not in self.done[name]
+        ]
         if not due:
             return
         weights = session.backend.ema_weights if config.ema.model_ema else contextlib.nullcontext
@@ -137,7 +152,7 @@ class FrozenEvaluations(Hook):
         if session.bad_images.excess:
             session.stop.exit_code = BAD_IMAGES
             return
-        session.reports.frozen(done.at.step, done.epoch + 1, results)
+        session.reports.frozen(at.step, last_epoch(at), results)
         session.timer.restart()
 
     def _measure(self, by: Collection[str]) -> list[Accuracy] | None:

@@ -300,6 +300,11 @@ class Saves(Hook):
             self.save(at)
 
 
+def last_epoch(at: Position) -> int:
+    """Return the number, from 1 on, of the epoch whose images were trained on last."""
+    return at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
+
+
 @dataclass
 class Evaluations(Hook):
     """Evaluates the model after the steps and epochs that the flags name, and at the end."""
@@ -308,6 +313,8 @@ class Evaluations(Hook):
     model: nn.Module
     objective: Objective
     loader: BatchLoader
+    images: int
+    """How many validation images there are."""
     saves: Saves
     done: set[int]
     """The steps after which the run's folder has an evaluation."""
@@ -347,8 +354,7 @@ class Evaluations(Hook):
         if session.bad_images.excess:
             session.stop.exit_code = BAD_IMAGES
             return
-        epoch = at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
-        session.reports.evaluation(at.step, epoch, result, ema)
+        session.reports.evaluation(at.step, last_epoch(at), result, ema)
         self.done.add(at.step)
         found = score((ema or result).values)
         if found > self.best:
@@ -371,7 +377,8 @@ class Evaluations(Hook):
                     session.watchdog.alive()
                 return session.stop.due()
 
-            measure = self.objective.measure()
+            images = min(self.images, batches * session.config.data.pass_size)
+            measure = self.objective.measure(images)
             result = evaluate(
                 self.model, measure, self.loader, session.backend, batches, batch_done
             )

@@ -240,11 +240,11 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     # Evaluate.
     say("evaluating" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
     objective, predictions = open_objective(run, backend), None
-    measure = objective.measure()
+    measure = objective.measure(data.val_length)
     if use.eval_report:
         assert isinstance(objective, Classification)
         predictions = Predictions(backend, pass_size)
-        measure = objective.measure(predictions)
+        measure = objective.measure(data.val_length, predictions)
     result = evaluate(sharded, measure, loader, backend)
     assert result is not None  # nothing stops it
     bad_images = BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main)

@@ -163,16 +163,23 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     saves,
                 ]
                 if data.val_length:
-                    images = val_loader(data, backend, config.data.pass_size)
-                    best = history.best_score
                     hooks.append(
-                        loop.Evaluations(session, model, objective, images, saves, evaluated, best)
+                        loop.Evaluations(
+                            session,
+                            model,
+                            objective,
+                            val_loader(data, backend, config.data.pass_size),
+                            data.val_length,
+                            saves,
+                            evaluated,
+                            history.best_score,
+                        )
                     )
                 else:
                     reports.say("there are no validation images: nothing is evaluated")
                 if prepared.plain:
                     frozen = FrozenEvaluation(model, run, backend, prepared.plain, bad_images)
-                    hooks.append(FrozenEvaluations(session, frozen))
+                    hooks.append(FrozenEvaluations(session, frozen, history.frozen))
                 with stop, reports.events.training(last_step):
                     at = loop.train_loop(
                         session, model, objective, batches, progress.schedule, hooks, at

@@ -307,6 +307,23 @@ def test_while_it_trains(tmp_path, capsys):
     check_training(train_tiny_gpu(tmp_path / "run", *EVERY), tmp_path, capsys)
 
 
+def test_what_a_kill_has_left_out_is_made_up(tmp_path):
+    """A start whose checkpoint was written, but not the evaluations of its step; then no more."""
+    flags = "--knn_every 2 --probe_every 2 --max_steps 2 --batch_size 64".split()
+    first = train_tiny_gpu(tmp_path / "run", *flags)
+    whole = first.records
+    frozen = [each for each in whole if "val_knn_10" in each or "val_probe" in each]
+    assert len(frozen) == 2
+    metrics = first.ckpt_dir / "metrics.jsonl"
+    for left_out in (frozen, frozen[1:], []):
+        lines = [json.dumps(each) + "\n" for each in whole if each not in left_out]
+        metrics.write_text("".join(lines))
+        again = train_tiny_gpu(tmp_path / "run", *flags)
+        assert again.records == whole
+        assert again.stdout.count("k-NN on val") == (left_out == frozen)
+        assert again.stdout.count("linear probe on val") == (left_out != [])
+
+
 @pytest.mark.long
 def test_it_changes_no_step(tmp_path):
     one, other = (

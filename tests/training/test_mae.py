@@ -29,6 +29,7 @@ from training.objectives.mae import ranks_of
 DECODER = "--decoder_depth 2 --decoder_embed_dim 16 --decoder_num_heads 2".split()
 SMALL = ["--class_token", *DECODER]
 MAE = ["--objective", "mae", *SMALL]
+PICTURE = "reconstructions.png"
 PREPROCESSING = "--mean 0.485 0.456 0.406 --std 0.229 0.224 0.225 --crop_pct 0.875".split()
 
 
@@ -69,8 +70,11 @@ def test_two_processes(on_gpu, expected):
         long(1, "--xla_fsdp nested --grad_accum_steps 2"),
     ],
 )
-def test_on_xla(devices, flags, expected, tmp_path):
+def test_on_xla(devices, flags, expected, on_gpu, tmp_path):
     assert_same(train_tiny(tmp_path, *MAE, *flags.split(), devices=devices), expected[0])
+    # The same images, of which the same is seen; reconstructed there by the EMA.
+    here, there = (np.asarray(Image.open(each / PICTURE)) for each in (tmp_path, on_gpu.ckpt_dir))
+    assert abs(here.astype(int) - there)[:, : 2 * 96 + 2].max() <= 1  # of 255
 
 
 @pytest.mark.long
@@ -161,14 +165,17 @@ def test_reports_have_no_accuracy(on_gpu):
 
 
 def test_pictures(on_gpu):
-    """Image, what is seen, reconstruction: a row for each of the first eight images."""
-    picture = np.asarray(Image.open(on_gpu.ckpt_dir / "reconstructions.png"))
+    """Image, what is seen, reconstruction: a row for each of eight images of different digits."""
+    picture = np.asarray(Image.open(on_gpu.ckpt_dir / PICTURE))
     times, side, gap = 6, 96, 2
     assert picture.shape == (8 * side + 7 * gap, 3 * side + 2 * gap, 3)
     request = dataset_request(on_gpus([*tiny(on_gpu.ckpt_dir), *MAE, *PREPROCESSING]))
-    images, _ = next(open_data(request).val_loader(16, Share()).epoch(0))
+    data = open_data(request)
+    images = torch.cat([batch for batch, _ in data.val_loader(16, Share()).epoch(0)])
+    numbers = [i * data.val_length // 8 for i in range(8)]
+    assert len({data.splits["val"].labels[number] for number in numbers}) > 5
     rows = [picture[i * (side + gap) :][:side] for i in range(8)]
-    for image, row in zip(images, rows, strict=False):
+    for image, row in zip(images[numbers], rows, strict=True):
         whole, seen, painted = (
             row[:, j * (side + gap) :][:, :side][::times, ::times] for j in range(3)
         )
@@ -217,18 +224,35 @@ def test_backbone_is_timms(on_gpu, tmp_path):
     assert all(torch.equal(values, trained[name]) for name, values in state.items())
     assert torch.equal(state["pos_embed"], plain_mae.positions(4, 32))  # fixed
 
+    # A folder as on Hugging Face holds all that timm needs to make it.
+    to_folder = ["-m", "tools.convert", str(on_gpu.ckpt_dir), str(tmp_path / "b"), "--to"]
+    done = run_program(*to_folder, "safetensors")
+    assert done.returncode == 0, done.stderr
+    made = timm.create_model(f"local-dir:{tmp_path / 'b'}", pretrained=True).eval()
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(made(images), model.eval()(images))
+    with_head = timm.create_model(f"local-dir:{tmp_path / 'b'}", pretrained=True, num_classes=7)
+    assert torch.equal(with_head.pos_embed, model.pos_embed)
+    assert with_head.eval()(images).shape == (2, 7)
+
 
 def weights_of(ckpt_dir):
     return convert(ckpt_dir / "step_6", ckpt_dir / "plain.pt")["model"]
 
 
 @pytest.mark.long
-def test_fine_tuned(on_gpu, tmp_path):
+@pytest.mark.parametrize("converted", [False, True])
+def test_fine_tuned(converted, on_gpu, tmp_path):
     """A classifier of the encoder's weights: with a new head, and no decoder."""
-    flags = ["--init_from", str(on_gpu.ckpt_dir), "--lr", "0", "--weight_decay", "0"]
-    result = train_tiny_gpu(tmp_path, "--class_token", *flags)
+    weights = str(on_gpu.ckpt_dir)
+    if converted:
+        weights = str(tmp_path / "converted")
+        how = ["-m", "tools.convert", str(on_gpu.ckpt_dir), weights, "--to", "safetensors"]
+        assert run_program(*how).returncode == 0
+    flags = ["--init_from", weights, "--lr", "0", "--weight_decay", "0"]
+    result = train_tiny_gpu(tmp_path / "run", "--class_token", *flags)
     assert "new: head.bias, head.weight" in result.stdout
-    trained, tuned = weights_of(on_gpu.ckpt_dir), weights_of(tmp_path)
+    trained, tuned = weights_of(on_gpu.ckpt_dir), weights_of(tmp_path / "run")
     for name, values in tuned.items():
         assert name.startswith("head.") or torch.equal(values, trained[name]), name
     assert "val_top1" in result.evaluations[0]

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,10 @@ class Evaluation:
         )
 
 
+KNN, PROBE = "knn", "probe"
+"""The evaluations by frozen features, by which the names of their figures start."""
+
+
 @dataclass(frozen=True)
 class KnnAccuracy:
     """How many validation images their nearest training images name right."""
@@ -100,7 +104,7 @@ class KnnAccuracy:
     @property
     def values(self) -> dict[str, float]:
         """The figures by their names in records."""
-        return {f"val_knn_{k}": top1 for k, top1 in self.top1.items()}
+        return {f"val_{KNN}_{k}": top1 for k, top1 in self.top1.items()}
 
     def __str__(self) -> str:
         by_k = ", ".join(f"{top1:.2f} % (k {k})" for k, top1 in self.top1.items())
@@ -126,7 +130,9 @@ class ProbeAccuracy:
     @property
     def values(self) -> dict[str, float]:
         """The figures by their names in records."""
-        return {"val_probe": self.top1[self.best], "val_probe_lr": self.best} if self.top1 else {}
+        if not self.top1:
+            return {}
+        return {f"val_{PROBE}": self.top1[self.best], f"val_{PROBE}_lr": self.best}
 
     def __str__(self) -> str:
         return (
@@ -169,6 +175,14 @@ def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the evaluations among records of ``read_metrics``, by step, whose loss was finite."""
     finite = (r for r in records if None not in (r.get("val_loss"), r.get("val_top1", 0.0)))
     return {r["step"]: r for r in finite}
+
+
+def frozen_steps(records: list[dict[str, Any]]) -> dict[str, set[int]]:
+    """Return the steps of the evaluations by frozen features, by KNN and PROBE."""
+    return {
+        name: {r["step"] for r in records if any(each.startswith(f"val_{name}") for each in r)}
+        for name in (KNN, PROBE)
+    }
 
 
 def decisive(record: dict[str, Any], name: str) -> float:
@@ -495,6 +509,35 @@ def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "cla
             axis.set_ylim(bottom=0)
     save_figure(figure, path)
     return path
+
+
+_GAP = 2
+"""Pixels between pictures."""
+_LEAST_SIDE = 96
+"""Pixels of a picture: of a smaller image each pixel is drawn as several."""
+
+
+def spread(most: int, images: int) -> list[int]:
+    """Return the numbers of at most ``most`` of so many images, at equal distances: images of
+    a class may be next to each other."""
+    most = min(most, images)
+    return [place * images // most for place in range(most)]
+
+
+def side_by_side(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Return one picture, (height, width, 3), uint8: a row for each image, with one of each column.
+
+    ``columns``: (images, 3, height, width), from 0 to 1.
+    """
+    times = -(-_LEAST_SIDE // max(columns[0].shape[2:]))
+    after = ((0, 0), (0, 0), (0, _GAP), (0, _GAP))
+    cells = [
+        np.pad(each.repeat(times, 2).repeat(times, 3), after, constant_values=1.0)
+        for each in columns
+    ]
+    rows = np.concatenate(cells, axis=3)
+    picture = np.concatenate(rows, axis=1)[:, :-_GAP, :-_GAP]
+    return (picture * 255).round().astype(np.uint8).transpose(1, 2, 0)
 
 
 def save_picture(pixels: np.ndarray, path: Path) -> None:

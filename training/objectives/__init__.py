@@ -51,8 +51,8 @@ class Objective(abc.ABC):
         """
 
     @abc.abstractmethod
-    def measure(self) -> Measure:
-        """Return what measures the model in one evaluation."""
+    def measure(self, images: int) -> Measure:
+        """Return what measures the model in one evaluation, of so many ``images``."""
 
 
 def open_objective(

@@ -81,7 +81,7 @@ class Classification(Objective):
         distilled = self._teacher_loss(logits, targets.teacher_logits)
         return (1 - self._alpha) * loss + self._alpha * distilled
 
-    def measure(self, predictions: Predictions | None = None) -> Measure:
+    def measure(self, images: int, predictions: Predictions | None = None) -> Measure:
         """Return what measures loss and accuracy.
 
         ``predictions`` collects what each image was taken for.

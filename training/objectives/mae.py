@@ -19,7 +19,7 @@ from data.loader import PADDING
 from models.mae import MaeSpec, images_of, patches_of
 from training.backend import Backend
 from training.evaluate import Measure
-from training.logs.records import Evaluation
+from training.logs.records import Evaluation, side_by_side, spread
 from training.objectives import Objective, normalizer
 from training.optimizers import hashed, key_of
 
@@ -33,10 +33,6 @@ _EPS = 1e-6
 _PICTURES = 8
 _MOST_PIXELS = 2_000_000
 """Values of all images that are shown, at most: they are read from the devices."""
-_GAP = 2
-"""Pixels between pictures."""
-_LEAST_SIDE = 96
-"""Pixels of a picture: of a smaller image each pixel is drawn as several."""
 
 
 class Prediction(NamedTuple):
@@ -104,8 +100,8 @@ class Reconstruction(Objective):
         predicted = model(images, ranks).float()
         return Prediction(predicted, patches, mean, deviation, ranks >= self._spec.shown)
 
-    def measure(self) -> Measure:
-        return ReconstructionError(self, self._run, self._backend)
+    def measure(self, images: int) -> Measure:
+        return ReconstructionError(self, self._run, self._backend, images)
 
 
 def _parameters_of_head(spec: MaeSpec) -> int:
@@ -139,14 +135,19 @@ class ReconstructionError(Measure):
 
     numbered = True
 
-    def __init__(self, objective: Reconstruction, run: Run, backend: Backend) -> None:
+    def __init__(self, objective: Reconstruction, run: Run, backend: Backend, images: int) -> None:
+        """``images``: how many are evaluated."""
         self._objective, self._run, self._backend = objective, run, backend
         self._totals = np.zeros(2)  # loss, images
-        pixels = math.prod(run.model.sizes.input_shape)
-        most = min(_PICTURES, run.config.data.pass_size, _MOST_PIXELS // pixels)
-        self._shown = backend.constant(torch.arange(max(1, most)))
+        self._size, self._batches = run.config.data.pass_size, 0
+        self._last = (images - 1) // self._size
+        sizes = run.model.sizes
+        pixels = math.prod(sizes.input_shape)
+        shown = spread(min(_PICTURES, max(1, _MOST_PIXELS // pixels)), images)
+        self._batches_shown = {number // self._size for number in shown}
+        self._shown = backend.constant(torch.tensor(shown))
         """The numbers of the images of which there are pictures."""
-        self._pictures: torch.Tensor | None = None
+        self._pictures = backend.constant(torch.zeros(len(shown), 2 * pixels + sizes.num_patches))
         self._read: list[float] = []
 
     def of_batch(
@@ -157,15 +158,16 @@ class ReconstructionError(Measure):
         loss = (found.errors() * present).sum()
         values = {"totals": self._backend.sum(torch.stack([loss, present.sum().float()]))}
 
-        # The first images are on any device: a product with ones and zeros, and a sum over all,
-        # bring them to each. Where it is compiled of all batches, so that these are one program.
-        first = self._pictures is None
-        if first or self._backend.compiles:
+        # The images may be on any device: a product with ones and zeros, and a sum over all, bring
+        # them to each. Where it is compiled of all batches, so that these are one program.
+        if self._backend.compiles or self._batches in self._batches_shown:
             chosen = (self._shown[:, None] == labels).float()
             parts = [found.patches, found.painted(), found.hidden[..., None]]
-            self._pictures = self._backend.sum(chosen @ torch.cat(parts, dim=-1).flatten(1))
-        if first and self._pictures is not None:
+            of_batch = self._backend.sum(chosen @ torch.cat(parts, dim=-1).flatten(1))
+            self._pictures = self._pictures + of_batch
+        if self._batches == self._last:
             values["pictures"] = self._pictures
+        self._batches += 1
         return values
 
     def add(self, values: Mapping[str, list[float]]) -> None:
@@ -174,19 +176,25 @@ class ReconstructionError(Measure):
 
     def result(self) -> Evaluation:
         loss, images = self._totals.tolist()
-        pictures = _drawn(self._run, torch.tensor(self._read), len(self._shown))
+        pictures = None
+        if self._read:
+            pictures = _drawn(self._run, torch.tensor(self._read), len(self._shown))
         return Evaluation(loss / (images or float("nan")), images=int(images), pictures=pictures)
 
 
 def _drawn(run: Run, values: torch.Tensor, images: int) -> np.ndarray | None:
     """Return one picture (height, width, 3), uint8: a row for each image, with the image, what is
-    seen of it, and the reconstruction. None for images that have neither one channel nor three."""
+    seen of it, and the reconstruction. None for images that have neither one channel nor three, and
+    if none can be read."""
     spec = run.model
     assert isinstance(spec, MaeSpec)
     channels = spec.sizes.input_shape[0]
     if channels not in (1, 3):
         return None
     values = values.view(images, spec.sizes.num_patches, -1)
+    values = values[values[..., -1].any(dim=1)]  # nothing is hidden of an image that is not there
+    if not len(values):
+        return None
     hidden = values[..., -1:] > 0
     originals, painted = values[..., :-1].chunk(2, dim=-1)
     colours = run.config.data.preprocessing.of_channels(channels)
@@ -200,11 +208,5 @@ def _drawn(run: Run, values: torch.Tensor, images: int) -> np.ndarray | None:
     of_pixels = hidden.float().expand_as(originals)
     mask = images_of(of_pixels, spec.patch_size, (rows, columns))[:, :1] > 0
     whole, reconstructed = pixels(originals), pixels(painted)
-    times = -(-_LEAST_SIDE // max(whole.shape[2:]))
-    shown = [
-        each.repeat_interleave(times, 2).repeat_interleave(times, 3)
-        for each in (whole, torch.where(mask, 0.5, whole), reconstructed)
-    ]
-    with_gaps = [nn.functional.pad(each, (0, _GAP, 0, _GAP), value=1.0) for each in shown]
-    picture = torch.cat(torch.cat(with_gaps, dim=3).unbind(), dim=1)[:, :-_GAP, :-_GAP]
-    return (picture * 255).round().byte().permute(1, 2, 0).numpy()
+    columns = (whole, torch.where(mask, 0.5, whole), reconstructed)
+    return side_by_side([each.numpy() for each in columns])
