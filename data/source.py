@@ -237,6 +237,19 @@ class Split(Dataset):
         workers = workers if self.is_train else min(workers, len(sampler))
         return loader.DatasetLoader(dataset, sampler, workers)
 
+    def batches_of(
+        self, numbers: Sequence[int], batch_size: int, share: loader.Share
+    ) -> loader.BatchLoader:
+        """Return the same of a few images, in this order, which each process loads itself.
+
+        Not for shares of a part of each image.
+        """
+        rank, parts = share.rank, share.world_size
+        sampler = loader.GlobalBatchSampler(
+            len(numbers), batch_size, shuffle=False, rank=rank, world_size=parts
+        )
+        return loader.DatasetLoader(_Some(self, numbers), sampler, 0)
+
     def facts(self) -> dict[str, Any]:
         """Return what the images are and, beside flags, their order, under names for a person to
         read."""
@@ -259,6 +272,17 @@ class _RowsOf(Dataset):
     def __getitem__(self, key: loader.Key) -> loader.Sample:
         image, label, bad = self._split[key]
         return image[:, self._rows.start : self._rows.stop], label, bad
+
+
+class _Some(Dataset):
+    """Images of a split, by their places among ``numbers``."""
+
+    def __init__(self, split: Split, numbers: Sequence[int]) -> None:
+        self._split, self._numbers = split, numbers
+
+    def __getitem__(self, key: loader.Key) -> loader.Sample:
+        epoch, place = key
+        return self._split[epoch, place if place == loader.PADDING else self._numbers[place]]
 
 
 ATTEMPTS = 10

@@ -177,7 +177,11 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     ),
     "python3 run_vit_training.py --features features": Run(
         (r"^features \((class, )?mean\) of 1,797 images: features$",),
-        leaves=("features/features.json", "features/val-00000-00000.safetensors"),
+        leaves=(
+            "features/features.json",
+            "features/pca.png",
+            "features/val-00000-00000.safetensors",
+        ),
         trained=True,
         private=True,
         long=True,

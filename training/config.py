@@ -540,6 +540,12 @@ class UseConfig:
         "(docs/data.md)",
         requires=("features",),
     )
+    pca: bool = flag(
+        False,
+        "let --features also draw pca.png: eight images of val/, or without one of train/, beside "
+        "the first three principal components of their patch features as red, green and blue",
+        requires=("features",),
+    )
     knn: bool = flag(
         False,
         "let --eval_only measure features instead of predictions, by k-NN: validation images are "

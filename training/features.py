@@ -19,18 +19,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import save
 from torch import nn
 
 from data.loader import PADDING, Batch, BatchLoader, prefetch
 from data.source import DataSource, open_data
 from models.spec import ModelSpec
+from training import pca
 from training.backend import Backend, bad_data_is_the_users, dataset_request
 from training.config import RunConfig
 from training.errors import UsageError
 from training.files import check_folder_writable, folder_at, replace_file
 from training.initial_weights import InitialWeights, fit
 from training.logs.bad_images import TRAIN, VAL, BadImages
+from training.logs.records import save_picture, spread
 from training.objectives import normalizer
 from training.predict import find_trained, place_trained, printer
 from training.processes import exchange
@@ -109,10 +112,15 @@ class Features:
         self._prefix = run.model.prefix_tokens
         self._normalize = normalizer(run, backend.constant)
 
-    def loader(self, split: str) -> BatchLoader:
-        """Open a loader of a split's images, each with its number in place of its label."""
+    def loader(self, split: str, only: Sequence[int] | None = None) -> BatchLoader:
+        """Open a loader of a split's images, each with its number in place of its label.
+
+        ``only``: the numbers of a few; None: all.
+        """
         size, images = self._run.config.data.pass_size, self.data.splits[split].numbered()
         open_share = functools.partial(images.batches, size)
+        if only is not None:
+            open_share = functools.partial(images.batches_of, only, size)
         return self._backend.loader(open_share, size, reads_rows=self.data.reads_rows)
 
     def of(
@@ -161,6 +169,21 @@ class Features:
                 yield arrived()
         finally:
             self._model.train(was_training)
+
+    def of_some(self, split: str, numbers: Sequence[int]) -> torch.Tensor:
+        """Return PATCHES, the only kind computed, of the images with these numbers: (images,
+        patches, width), fp32 on the host of every process; zeros for one that cannot be read.
+
+        All processes must call it.
+        """
+        places = {number: place for place, number in enumerate(numbers)}
+        sizes = self._run.model.sizes
+        found = torch.zeros(len(numbers), sizes.num_patches, sizes.embed_dim)
+        for which, values in self.of(self.loader(split, only=numbers)):
+            found[[places[number] for number in which.tolist()]] = values[PATCHES]
+        if exchange.count() > 1:
+            dist.all_reduce(found)
+        return found
 
     def labelled(
         self,
@@ -245,7 +268,7 @@ def fit_backbone(weights: Weights, run: Run, data: DataSource) -> InitialWeights
 _PARQUET = ".parquet"
 _FILE_BYTES = 2**28
 """The most bytes of features in a file, unless one batch has more; a process holds three such."""
-DESCRIPTION = "features.json"
+DESCRIPTION, PICTURE = "features.json", "pca.png"
 
 
 def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
@@ -272,6 +295,8 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
         kinds = [CLASS, MEAN] if run.model.has_class_token else [MEAN]
     if CLASS in kinds and not run.model.has_class_token:
         raise UsageError(f"--features_of class: {run.model.name} has no class token here")
+    if use.pca and run.config.data.data_source == "volumes":
+        raise UsageError("--pca draws images, --data_source volumes has none: drop one of the two")
     weights, run = with_preprocessing_of(weights, run)
     data = open_plainly(run, labels=not use.without_labels)
     initial = fit_backbone(weights, run, data)
@@ -294,7 +319,7 @@ def _check_left(partial: Path) -> None:
         return
     try:
         is_left = not partial.is_symlink() and all(
-            each.name.startswith((f"{TRAIN}-", f"{VAL}-", DESCRIPTION))
+            each.name.startswith((f"{TRAIN}-", f"{VAL}-", DESCRIPTION, PICTURE))
             for each in partial.iterdir()
         )
     except OSError:
@@ -330,7 +355,7 @@ def _write_features(
     run: Run,
     backend: Backend,
 ) -> None:
-    out, say = _out(run), printer(backend)
+    use, out, say = run.config.use, _out(run), printer(backend)
     partial = _partial(out)
     check_alike(run, data)
     with _writing(out):
@@ -342,16 +367,16 @@ def _write_features(
         if not partial.is_dir():
             raise UsageError(f"--features {out}: give a folder that all hosts share")
     say(f"data: {data}")
-    features = Features(
-        place_trained(weights, run, backend, say, initial), run, backend, data, kinds
-    )
+    model = place_trained(weights, run, backend, say, initial)
+    features = Features(model, run, backend, data, kinds)
+    of_patches = Features(model, run, backend, data, [PATCHES])
     say(backend.describe())
     bad_images = BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main)
     counts = {}
     for split, images in data.splits.items():
         say(f"computing features of {len(images):,} images of {split} ...")
         loader = features.loader(split)
-        labels = None if run.config.use.without_labels else np.asarray(images.labels)
+        labels = None if use.without_labels else np.asarray(images.labels)
         writer = _Writer(partial, split, out.suffix, images.name_of, labels)
         for numbers, values in features.of(loader):
             writer.add(numbers, values)
@@ -361,8 +386,14 @@ def _write_features(
         counts[split] = sum(exchange.gather(writer.written))
     if bad_images.excess:
         raise UsageError(bad_images.excess, agreed=True)
+    split = VAL if VAL in data.splits else TRAIN
+    shown = spread(pca.IMAGES, len(data.splits[split])) if use.pca else []
+    patches = of_patches.of_some(split, shown) if shown else torch.zeros(0)
     with _writing(out):
         if backend.is_main:
+            picture = pca.draw(data.splits[split], shown, patches, run.model.sizes.grid)
+            if picture is not None:
+                save_picture(picture, partial / PICTURE)
             content = {
                 "model": run.config.model.model,
                 "weights": str(weights.path),

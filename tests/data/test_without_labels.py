@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 import data.index
@@ -165,6 +166,15 @@ def test_numbers_in_place_of_labels(tmp_path):
         for images, numbers in split.batches(4, Share(rank, 2)).epoch(0):
             for image, number in zip(images, numbers.tolist(), strict=True):
                 assert number == PADDING or int(image[0, 0, 0]) == GREYS[number]
+
+
+def test_a_few_images(tmp_path):
+    """By their numbers, in any process's share, with padding at the end."""
+    split = opened(write(tmp_path, FLAT), augment=False).splits["train"].numbered()
+    parts = [next(split.batches_of([2, 0, 1], 4, Share(rank, 2)).epoch(0)) for rank in range(2)]
+    images, numbers = (torch.cat(each) for each in zip(*parts, strict=True))
+    assert numbers.tolist() == [2, 0, 1, PADDING]
+    assert images[:3, 0, 0, 0].tolist() == [GREYS[number] for number in (2, 0, 1)]
 
 
 # -- shards and tables -------------------------------------------------------------------
