@@ -334,6 +334,10 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     'make faults ARGS="--tries 2 --backends fsdp2 --faults sigkill hang --seed 1"': Elsewhere(
         "it writes docs/reliability.md", make_knows
     ),
+    "python3 -m tools.forecast --chips": Run(
+        (r"^storage +37 min 52 s +91\.50% ", r"^fewer machines  ", r"^picture: forecast.png$"),
+        leaves=("forecast.png",),
+    ),
     # docs/files.md
     "python3 -m tools.convert ~/vit_10b/step_1000": Run(
         (r"^converted /\S+/vit_10b/step_1000: 31 tensors, 111,528 bytes, to vit_10b.safetensors$",),

@@ -136,6 +136,17 @@ class Account:
         return self.seconds[USEFUL] / self.wall_s if self.wall_s else math.nan
 
     @property
+    def running_s(self) -> float:
+        return self.wall_s - self.seconds[DOWN]
+
+    @property
+    def first_start_s(self) -> float:
+        """Seconds of starting and compiling until the first step of all."""
+        steps_began = min((s.began for s in self.spans if s.steps), default=math.inf)
+        parts = [s for s in self.spans if s.part in (OTHER, FIRST) and s.began < steps_began]
+        return sum(span.seconds for span in parts)
+
+    @property
     def step_s(self) -> float:
         """Seconds a useful step, waiting for data included; NaN without any step."""
         both = self.seconds[USEFUL] + self.seconds[DATA]
@@ -224,19 +235,23 @@ class Suggestion:
     """The share of time that saving and lost work then cost together, to first order."""
 
 
-def suggest(account: Account) -> Suggestion | None:
-    """Return Young's first-order optimum, sqrt(2 * cost of a checkpoint * MTBF).
+def young(save_s: float, mtbf_s: float) -> float:
+    """Return the first-order best interval between checkpoints, sqrt(2 * their cost * MTBF).
 
-    None for a run that has written no checkpoint or taken no steps. J. W. Young, "A first order
-    approximation to the optimum checkpoint interval", Communications of the ACM 17(9), 1974; J. T.
-    Daly's higher-order estimate (Future Generation Computer Systems 22, 2006) is less by about the
-    cost of one checkpoint.
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of
+    the ACM 17(9), 1974; J. T. Daly's higher-order estimate (``tools/forecast.py``) is less by about
+    the cost of one checkpoint.
     """
+    return math.sqrt(2 * save_s * mtbf_s)
+
+
+def suggest(account: Account) -> Suggestion | None:
+    """Return Young's interval; None for a run that has written no checkpoint or taken no steps."""
     if not account.saves or not account.steps:
         return None
     save_s = sum(account.saves) / len(account.saves)
-    mtbf_s = (account.wall_s - account.seconds[DOWN]) / max(1, account.failures)
-    interval_s = math.sqrt(2 * save_s * mtbf_s)
+    mtbf_s = account.running_s / max(1, account.failures)
+    interval_s = young(save_s, mtbf_s)
     every = max(1, round(interval_s / account.step_s))
     waste = save_s / interval_s + interval_s / (2 * mtbf_s) if interval_s else 0.0
     return Suggestion(save_s, mtbf_s, interval_s, every, waste)

@@ -39,7 +39,7 @@ from training.flags import OneLineParser
 from training.logs.records import EVENTS_FILE, METRICS_FILE, read_lines
 
 MOST_RUNS = 8
-"""As many as there are colors that can be told apart, on a light page and on a dark one."""
+"""As many as there are different colors, readable on a light page and on a dark one."""
 
 # -- Reading what a run has written ----------------------------------------------------------------
 
@@ -544,7 +544,7 @@ def settings(runs: Mapping[int, RecordedRun]) -> str:
 
 _PAGE = Path(__file__).with_suffix(".html")
 _MARK = b'<meta name="generator" content="vit-fsdp tools.report">'
-"""What a report has near its beginning, as no other file."""
+"""What a report has near its start, as no other file."""
 
 
 def page(recorded: Sequence[RecordedRun], made: datetime) -> str:
