@@ -208,5 +208,5 @@ def _drawn(run: Run, values: torch.Tensor, images: int) -> np.ndarray | None:
     of_pixels = hidden.float().expand_as(originals)
     mask = images_of(of_pixels, spec.patch_size, (rows, columns))[:, :1] > 0
     whole, reconstructed = pixels(originals), pixels(painted)
-    columns = (whole, torch.where(mask, 0.5, whole), reconstructed)
-    return side_by_side([each.numpy() for each in columns])
+    shown = (whole, torch.where(mask, 0.5, whole), reconstructed)
+    return side_by_side([each.numpy() for each in shown])
