@@ -85,7 +85,7 @@ def distort(image: torch.Tensor, how: Distortion) -> torch.Tensor:
             if name == "brightness":
                 values = values.mul_(factor).clamp_(0, _WHITE)
             elif name == "contrast":
-                mean = _gray(values).mean().item()
+                mean = _gray(values.mean((1, 2), keepdim=True)).item()
                 values = values.mul_(factor).add_(mean * (1 - factor)).clamp_(0, _WHITE)
             elif name == "saturation" and colors:
                 values = torch.lerp(_gray(values), values, factor).clamp_(0, _WHITE)
@@ -118,13 +118,13 @@ def shift_hue(values: torch.Tensor, shift: float) -> torch.Tensor:
     two channels say what h is: C abs(h) = C + (green - m) + (blue - m) - (red - m), and its sign is
     that of green - blue. So there is no division, no remainder, and no case by the largest channel.
     """
-    darkest = values.amin(0, keepdim=True)
-    chroma = values.amax(0, keepdim=True).sub_(darkest)
+    darkest, brightest = values.amin(0, keepdim=True), values.amax(0, keepdim=True)
+    chroma = brightest - darkest
     total = values.sum(0, keepdim=True).add_(chroma).sub_(darkest)
-    hues = torch.sub(total, values, alpha=2)
-    hues.copysign_(values.roll(-1, 0).sub_(values.roll(-2, 0)))
+    around = torch.cat([values, values[:2]])
+    hues = torch.sub(total, values, alpha=2).copysign_(around[1:4] - around[2:5])
     away = hues.add_(chroma, alpha=6 * shift).abs_()
-    return torch.minimum((2 * chroma).sub(away).clamp_(min=0), chroma).add_(darkest)
+    return torch.sub(brightest + chroma, away).clamp_(darkest, brightest)
 
 
 def blur(values: torch.Tensor, sigma: float) -> torch.Tensor:
