@@ -338,6 +338,11 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         (r"^storage +37 min 52 s +91\.50% ", r"^fewer machines  ", r"^picture: forecast.png$"),
         leaves=("forecast.png",),
     ),
+    "python3 -m tools.forecast ~/vit_10b": Run(
+        (r"^1 chips, ", r"^measured by /\S+/vit_10b: 0 failure", r"^storage, as the run  "),
+        leaves=("../vit_10b/forecast.png",),
+        trained=True,
+    ),
     # docs/files.md
     "python3 -m tools.convert ~/vit_10b/step_1000": Run(
         (r"^converted /\S+/vit_10b/step_1000: 31 tensors, 111,528 bytes, to vit_10b.safetensors$",),

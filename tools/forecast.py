@@ -184,8 +184,8 @@ class Measured:
 
     save_s: float | None
     restart_s: float
-    """Of a failure: from the last sign of life to the first step done, waiting for machines
-    included; without failures that of the first start."""
+    """From the last sign of life to the first step done, waiting for machines included, the mean;
+    without any restart that of the first start."""
     interval_s: float | None
     """Training between two checkpoints, lost work included."""
     training_s: float
@@ -206,11 +206,10 @@ def measure(account: Account) -> Measured:
     if not account.steps:
         raise UsageError("the run has no useful step yet: nothing can be measured")
     training_s = seconds[USEFUL] + seconds[DATA] + seconds[EVAL]
-    first_s = account.first_start_s
-    restarts_s = account.wall_s - training_s - seconds[LOST] - sum(saves) - first_s
+    restarts = account.restarts or [account.first_start_s]
     return Measured(
         save_s=sum(saves) / len(saves) if saves else None,
-        restart_s=restarts_s / account.failures if account.failures else first_s,
+        restart_s=sum(restarts) / len(restarts),
         interval_s=(training_s + seconds[LOST]) / len(saves) if saves else None,
         training_s=training_s,
         step_share=seconds[USEFUL] / training_s,

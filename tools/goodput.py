@@ -103,6 +103,8 @@ class Account:
     nor by a signal."""
     saves: list[float] = field(default_factory=list)
     """How long training stopped for each checkpoint."""
+    restarts: list[float] = field(default_factory=list)
+    """Seconds from the last sign of life of a start to the first step of the next one."""
 
     @property
     def failures(self) -> int:
@@ -164,7 +166,7 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
     account = Account()
     taken: list[Span] = []
     """Steps that may become lost work if a later start repeats them."""
-    at, ended = math.nan, ""
+    at, ended, last_sign = math.nan, "", math.nan
 
     def spend(part: str, until: float) -> None:
         if until > at:
@@ -179,6 +181,7 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
                     spend(DOWN, began)
                 if ended in ("", "failed"):
                     account.failed_at.append(at)
+                last_sign = began if ended == "completed" else at
                 while taken and taken[-1].last > int(event["step"]):
                     lost = taken[-1].cut_after(int(event["step"]))
                     account.spans += [lost] if lost else []
@@ -202,6 +205,8 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
             spend(OTHER, now - inside)
             at = max(at, now - inside)
             spend(_SPANS[kind], now)
+            if kind == "first_step" and account.starts > 1:
+                account.restarts.append(max(at, now) - last_sign)
             if event.get("written"):
                 account.saves.append(inside)
         elif kind in ("start", "stop", "end"):

@@ -1,11 +1,12 @@
-"""Runs the program with a pause for every batch and every checkpoint; KILLED_AT: and with an end.
+"""Runs the program with a pause for every batch and every checkpoint, and with an end by SIGKILL.
 
-That is SIGKILL, in the place of the batch of so many steps later.
+KILLED_AT: in the place of the batch of so many steps later; KILLED_AFTER_S: after so many seconds.
 """
 
 import os
 import signal
 import sys
+import threading
 import time
 
 import run_vit_training
@@ -30,5 +31,11 @@ def slow_write(*args, **kwargs):
 
 
 if __name__ == "__main__":
+    if "KILLED_AFTER_S" in os.environ:
+        kill = threading.Timer(
+            float(os.environ["KILLED_AFTER_S"]), os.kill, (os.getpid(), signal.SIGKILL)
+        )
+        kill.daemon = True
+        kill.start()
     step.prefetch, saver.write_checkpoint = slow_batches, slow_write
     sys.exit(run_vit_training.main())
