@@ -26,6 +26,7 @@ from training.checkpoints.saver import CheckpointSaver
 from training.files import folder_at
 from training.objectives import open_objective
 from training.resolve import Run
+from training.schedule import StepRates
 from training.step import put_micro_batches, shard_and_optimize, train_step
 
 WARMUP, FEWEST_STEPS = 3, 8
@@ -92,7 +93,7 @@ class Measured:
             self._backend,
             self._number,
             self._batches,
-            lr=optimizer.lr,
+            rates=StepRates(optimizer.lr),
             max_norm=optimizer.clip_grad_norm,
         )
         self._number += 1

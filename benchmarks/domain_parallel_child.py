@@ -26,6 +26,7 @@ from training.backend import Backend
 from training.errors import UsageError
 from training.objectives import open_objective
 from training.resolve import Run
+from training.schedule import StepRates
 from training.step import shard_and_optimize, train_step
 from xla_fsdp import resolve_xla
 from xla_fsdp.launch_xla import launch as launch_xla
@@ -41,9 +42,9 @@ def train(run: Run, backend: Backend, batch: Batch) -> Pass:
     sharded.train()
 
     def step(number: int) -> torch.Tensor:
-        lr, max_norm = optimizer.lr, optimizer.clip_grad_norm
+        rates, max_norm = StepRates(optimizer.lr), optimizer.clip_grad_norm
         return train_step(
-            sharded, objective, backend, number, batches, lr=lr, max_norm=max_norm
+            sharded, objective, backend, number, batches, rates=rates, max_norm=max_norm
         ).loss
 
     return step

@@ -31,6 +31,7 @@ from torch_fsdp.recipe import DTYPES, TorchRun
 from training.backend import Backend
 from training.errors import UsageError
 from training.objectives import open_objective
+from training.schedule import StepRates
 from training.step import shard_and_optimize, train_step
 
 Step = Callable[[int], torch.Tensor]
@@ -51,7 +52,7 @@ def own_step(run: TorchRun, backend: Backend, batches: list[Batch]) -> Step:
             backend,
             number,
             batches,
-            lr=optimizer.lr,
+            rates=StepRates(optimizer.lr),
             max_norm=optimizer.clip_grad_norm,
         ).loss
 

@@ -42,6 +42,7 @@ def measure(run, backend, *, steps: int, wrapper: bool) -> None:
     import torch_xla.debug.metrics as met
 
     from training.optimizers import all_by_adamw
+    from training.schedule import StepRates
 
     spec, optimizer = run.model, run.config.optimizer
     model = spec.build()
@@ -67,7 +68,7 @@ def measure(run, backend, *, steps: int, wrapper: bool) -> None:
         start = time.perf_counter()
         loss = F.cross_entropy(sharded(images).float(), labels)
         backend.backward(loss, is_last=True)
-        backend.optimizer_step(optimizer.lr, optimizer.clip_grad_norm, loss)
+        backend.optimizer_step(StepRates(optimizer.lr), optimizer.clip_grad_norm, loss)
         backend.wait()
         return time.perf_counter() - start, handed_over[0] - start
 

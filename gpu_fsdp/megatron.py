@@ -25,6 +25,7 @@ from torch_fsdp.recipe import TorchRun
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
+from training.schedule import StepRates
 
 _META_SHARE = 0.25
 """The share of the device's memory above which a model is not put there whole before sharding."""
@@ -98,8 +99,8 @@ class MegatronBackend(TorchBackend):
             assert grad is not None or not local.numel(), f"{name} got no gradient"
             local.grad = torch.empty_like(local) if grad is None else grad.to_local()
 
-    def _update(self, lr: float, skipped: torch.Tensor) -> None:
-        super()._update(lr, skipped)
+    def _update(self, rates: StepRates, skipped: torch.Tensor) -> None:
+        super()._update(rates, skipped)
         self._model.install_optimized_model_weights()
         if self._zero and not self._own.overlap_param_gather:
             self._model.start_param_sync(force_sync=True)

@@ -37,6 +37,7 @@ def resolve(config: RunConfig, own: TorchConfig) -> TorchRun:
             config.sharding.mesh_domain > 1
             or config.optimizer.linear_probe
             or config.loss.teacher is not None
+            or config.objective.has_teacher
         )
         megatron = device.runs_megatron and not needs_fsdp2
         own = replace(own, fsdp="megatron" if megatron else "fsdp2")
@@ -54,6 +55,10 @@ def _check_megatron(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Dev
         raise UsageError("--linear_probe requires --fsdp fsdp2, this is megatron")
     if config.loss.teacher is not None:
         raise UsageError("--teacher requires --fsdp fsdp2, this is megatron")
+    if config.objective.has_teacher:
+        raise UsageError(
+            f"--objective {config.objective.objective} requires --fsdp fsdp2, this is megatron"
+        )
     check_megatron_runs_here()
     if own.zero_dp_strategy == 0 and own.meta_init:
         raise UsageError(

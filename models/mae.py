@@ -176,12 +176,12 @@ class MaskedAutoencoder(VisionTransformer):
         selected = ranks[:, None, :] == places[:, None]  # (batch, shown, patches)
 
         # The encoder: only what is seen is embedded, as an image of one row of patches.
-        pixels = _select(selected, patches_of(images, self.patch_size))
+        pixels = select(selected, patches_of(images, self.patch_size))
         x = self.patch_embed(self._row_of(pixels))
         of_prefix, of_patches = self.pos_embed.tensor_split(
             [0 if self.no_embed_class else self.num_prefix_tokens], dim=1
         )
-        x = x + _select(selected, of_patches)
+        x = x + select(selected, of_patches)
         tokens = [each for each in (self.cls_token, self.reg_token) if each is not None]
         if tokens:
             prefix = torch.cat(tokens, dim=1)
@@ -194,7 +194,7 @@ class MaskedAutoencoder(VisionTransformer):
         x = self.decoder_embed(x)
         first, seen = x.tensor_split([self.num_prefix_tokens], dim=1)
         hidden = (ranks >= self.shown)[..., None]
-        x = _select(selected.transpose(1, 2), seen) + hidden * self.mask_token
+        x = select(selected.transpose(1, 2), seen) + hidden * self.mask_token
         x = torch.cat([first.to(x.dtype), x], dim=1)
         x = self.decoder_blocks(x + self.decoder_positions().to(x.dtype))
         return self.decoder_pred(self.decoder_norm(x)[:, self.num_prefix_tokens :])
@@ -224,7 +224,7 @@ def images_of(
     return pixels.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
-def _select(selected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def select(selected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the rows of ``x``, (batch or 1, rows, width), that are true in ``selected``.
 
     ``selected`` is (batch, results, rows) with at most one true entry for each result; one without

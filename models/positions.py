@@ -133,7 +133,8 @@ class Resampling:
         """Return (1, prefix + patches of the other grid, width), computed in fp32, for
         (1, prefix + own patches, width); the first entries stay as they are."""
         first, patches = positions[:, : self._prefix], positions[0, self._prefix :]
-        with torch.autocast(positions.device.type, enabled=False):
+        kind = "cpu" if positions.is_meta else positions.device.type  # meta has no autocast
+        with torch.autocast(kind, enabled=False):
             by_row = patches.float().unflatten(0, self._own)
             rows = (self._rows @ by_row.flatten(1)).unflatten(1, by_row.shape[1:])
             resampled = torch.matmul(self._columns, rows).flatten(0, 1)

@@ -24,7 +24,7 @@ FAMILIES = {
     "timm/": "models.timm_models",
 }
 """By what its names start with, the module of each family."""
-ADDITIONS = {"mae": "models.mae"}
+ADDITIONS = {"dino": "models.dino", "mae": "models.mae"}
 """By objective, the module with ``add_to``, which adds to a model what it is trained with."""
 
 _COUNTED = 30

@@ -131,7 +131,17 @@ class ModelSpec(abc.ABC):
         """The names of parameters that no training changes."""
         return set()
 
-    def example(self) -> tuple[torch.Tensor, ...]:
+    @property
+    def last_layers(self) -> set[str]:
+        """The names of parameters that do not change at first (``--freeze_last_layer_epochs``)."""
+        return set()
+
+    @property
+    def other_grids(self) -> Sequence[Grid]:
+        """Grids of patches, beside its own, of images that it is always trained with."""
+        return ()
+
+    def example(self) -> tuple[Any, ...]:
         """Return the model's arguments for one image, on the meta device."""
         return (torch.empty(1, *self.sizes.input_shape, device="meta"),)
 
@@ -210,14 +220,7 @@ class ModelSpec(abc.ABC):
         checkpointing is not counted: the convention of MFU in PaLM (Chowdhery et al. 2022, appendix
         B).
         """
-        model = self.build().train()  # dropped patches cost nothing
-        every, counts = model.blocks, []
-        for depth in range(1, min(self.sizes.depth, 2) + 1):  # others cost what the second does
-            model.blocks = every[:depth]  # type: ignore[index]
-            with _TrainStepFlops() as counter:
-                model(*self.example())
-            counts.append(counter.total)
-        return float(counts[0] + (self.sizes.depth - 1) * (counts[-1] - counts[0]))
+        return train_flops_of(self.build, self.sizes.depth, self.example())
 
     @functools.cached_property
     def layers(self) -> dict[str, int]:
@@ -266,6 +269,19 @@ _FACTORS = {
     _aten.convolution: (0, 1),
 }
 """Which arguments of a product are its two factors."""
+
+
+def train_flops_of(build: Callable[[], nn.Module], depth: int, arguments: Sequence[Any]) -> float:
+    """Return the FLOPs of forward and backward of the model that ``build`` returns on the meta
+    device, called with ``arguments``; all of its ``depth`` blocks but the first cost the same."""
+    model = build().train()  # dropped patches cost nothing
+    every, counts = model.blocks, []
+    for count in range(1, min(depth, 2) + 1):
+        model.blocks = every[:count]  # type: ignore[index]
+        with _TrainStepFlops() as counter:
+            model(*arguments)
+        counts.append(counter.total)
+    return float(counts[0] + (depth - 1) * (counts[-1] - counts[0]))
 
 
 class _TrainStepFlops(TorchDispatchMode):

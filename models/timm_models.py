@@ -15,7 +15,13 @@ from torch import nn
 from models import timm_private
 from models.blocks import blocks_differ
 from models.config import ModelError, check_arguments, check_patches
-from models.initialize import check_buffers, eva_scheme, initialize, vision_transformer_scheme
+from models.initialize import (
+    Scheme,
+    check_buffers,
+    eva_scheme,
+    initialize,
+    vision_transformer_scheme,
+)
 from models.positions import Grid, PartOfPositions, Resampling, TokenPart
 from models.spec import ModelSizes, ModelSpec
 
@@ -56,16 +62,18 @@ class TimmSpec(ModelSpec):
             raise ModelError(f"timm cannot build {self.name}: {reason}") from None
 
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
+        initialize(module, name, seed=seed, scheme=self.scheme())
+
+    def scheme(self) -> Scheme:
+        """Return what fills the parameters of a module, as timm does."""
         settings = self.settings
         if self.kind is Eva:
-            scheme = eva_scheme(head_init_scale=settings["head_init_scale"])
-        else:
-            scheme = vision_transformer_scheme(
-                weight_init=settings["weight_init"],
-                num_classes=settings["num_classes"],
-                fix_init=settings["fix_init"],
-            )
-        initialize(module, name, seed=seed, scheme=scheme)
+            return eva_scheme(head_init_scale=settings["head_init_scale"])
+        return vision_transformer_scheme(
+            weight_init=settings["weight_init"],
+            num_classes=settings["num_classes"],
+            fix_init=settings["fix_init"],
+        )
 
     def put_blocks(self, model: nn.Module, stack: str, blocks: nn.Module) -> None:
         timm_private.put_blocks(model, stack, blocks)

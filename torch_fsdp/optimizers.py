@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from training.optimizers import (
     orthogonalized,
     round_moments,
 )
+from training.schedule import StepRates
 
 
 class PartsOptimizer:
@@ -61,7 +62,7 @@ class PartsOptimizer:
         groups: dict[Update, dict[str, Any]] = {}
         for name, part in parts.items():
             if update := updates.get(name):
-                alike = Update(update.rule, update.weight_decay, update.lr_scale)
+                alike = replace(update, matrix=None)
                 groups.setdefault(alike, {"params": [], **asdict(alike)})["params"].append(part)
         rules = {update.rule for update in groups}
         self._is_lion, self._fused = "lion" in rules, fused and not rounds
@@ -72,6 +73,7 @@ class PartsOptimizer:
             self._optimizer = torch.optim.AdamW(
                 list(groups.values()), betas=betas, eps=eps, fused=self._fused
             )
+        self._decays = [group["weight_decay"] for group in self._optimizer.param_groups]
         dtype = torch.bfloat16 if rounds else None  # else the parameters'
         zeros_like = functools.partial(torch.zeros_like, dtype=dtype, requires_grad=False)
         allocate_state(
@@ -99,10 +101,12 @@ class PartsOptimizer:
             dtype = ns_dtype(config.sharding.precision)
             self._muon = Muon(self._optimizer, parts, views, updates, group, dtype, eps)
 
-    def step_unless(self, lr: float, skipped: Tensor) -> None:
+    def step_unless(self, rates: StepRates, skipped: Tensor) -> None:
         """Update the parts by their gradients, unless ``skipped``."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
+        for group, decay in zip(self._optimizer.param_groups, self._decays, strict=True):
+            group["lr"] = rates.lr * group["lr_scale"]
+            group["lr"] *= rates.last_layer if group["last_layer"] else 1
+            group["weight_decay"] = decay * rates.weight_decay
         if self._is_lion:
             lion_unless(self._optimizer, skipped)
             return
@@ -110,10 +114,14 @@ class PartsOptimizer:
             self._muon.step_unless(skipped)
         if not self._fused:
             if self._compiler:  # a number would be a constant of what is compiled
-                rates = [group["lr"] for group in self._optimizer.param_groups]
-                on_device = torch.tensor(rates).to(skipped.device, non_blocking=True).unbind()
-                for group, rate in zip(self._optimizer.param_groups, on_device, strict=True):
-                    group["lr"] = rate
+                numbers = [
+                    group[name]
+                    for group in self._optimizer.param_groups
+                    for name in ("lr", "weight_decay")
+                ]
+                on_device = torch.tensor(numbers).to(skipped.device, non_blocking=True).unbind()
+                for index, group in enumerate(self._optimizer.param_groups):
+                    group["lr"], group["weight_decay"] = on_device[2 * index : 2 * index + 2]
             adamw_unless(self._optimizer, skipped, self._keys, self._units, self._adamw)
             return
         # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:
@@ -134,7 +142,7 @@ def adamw(
     skipped: Tensor,
     *,
     lr: float | Tensor,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     betas: tuple[float, float],
     eps: float,
 ) -> None:

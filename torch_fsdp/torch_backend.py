@@ -21,6 +21,7 @@ from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage, count_s
 from training.processes.exchange import without_greetings
 from training.processes.stopping import largest_of_all
 from training.resolve import Run
+from training.schedule import StepRates
 
 
 class TorchBackend(abc.ABC):
@@ -49,6 +50,7 @@ class TorchBackend(abc.ABC):
         """This process's part of each parameter, by names in the plain model."""
         self._ema: WeightAverage | None = None
         self._frozen: TorchBackend | None = None
+        self.teacher: nn.Module | None = None
         self._skipped = torch.zeros(len(COUNTS)).to(device.where)
         is_fp16 = run.config.sharding.precision == "fp16"
         self._loss_scale = LossScale(device.where) if is_fp16 else None
@@ -108,7 +110,8 @@ class TorchBackend(abc.ABC):
         assert isinstance(run, TorchRun)
         with without_greetings():
             self._frozen = type(self)(run, self._device)
-        return self._frozen.shard(model, list(run.model.units(model)), initialize)
+        self.teacher = self._frozen.shard(model, list(run.model.units(model)), initialize).eval()
+        return self.teacher
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         self._optimizer = PartsOptimizer(
@@ -123,9 +126,15 @@ class TorchBackend(abc.ABC):
             units=self._blocks,
             compiler=self._recipe.compiler if self._compiles_updates else None,
         )
-        if self._run.config.ema.model_ema:
+        if self._run.config.averages:
             updates_seen = torch.zeros((), device=next(iter(self._locals.values())).device)
-            self._ema = WeightAverage(self._locals, self._run.config.ema, updates_seen)
+            values: Mapping[str, torch.Tensor]
+            if self._run.config.objective.has_teacher:
+                assert self._frozen is not None
+                values = self._frozen._locals
+            else:
+                values = {name: torch.zeros_like(part) for name, part in self._locals.items()}
+            self._ema = WeightAverage(self._locals, values, self._run.config.ema, updates_seen)
 
     # -- a step -----------------------------------------------------------------------
 
@@ -155,7 +164,7 @@ class TorchBackend(abc.ABC):
 
     @torch.no_grad()
     def optimizer_step(
-        self, lr: float, max_norm: float, loss: torch.Tensor
+        self, rates: StepRates, max_norm: float, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._collect_gradients()
         if self._loss_scale is not None:
@@ -175,17 +184,19 @@ class TorchBackend(abc.ABC):
             bad = torch.maximum(bad_loss, skipped * self._loss_scale.is_least())
             self._loss_scale.update(overflowed=skipped, counts=1 - bad_loss)
         self._skipped = count_skipped(self._skipped, bad)
-        self._update(lr, skipped)
+        self._update(rates, skipped)
         if self._ema is not None:
-            self._ema.update(skipped)
+            self._ema.update(skipped, rates.newest)
+        if self._frozen is not None and self._run.config.objective.has_teacher:
+            self._frozen._after_load()
         for part in self._locals.values():
             part.grad = None
         self._drop_gradients()
         return norm, self._skipped
 
-    def _update(self, lr: float, skipped: torch.Tensor) -> None:
+    def _update(self, rates: StepRates, skipped: torch.Tensor) -> None:
         """Take the optimizer's step, unless ``skipped`` is 1.0."""
-        self._optimizer.step_unless(lr, skipped)
+        self._optimizer.step_unless(rates, skipped)
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scale gradients down to ``max_norm``, if above 0; returns their norm before, a scalar.
@@ -281,7 +292,7 @@ class TorchBackend(abc.ABC):
             "parameters": self._locals.values(),
             "optimizer": state,
         }
-        if self._ema is not None:
+        if self._ema is not None and not self._run.config.objective.has_teacher:
             tensors["ema"] = self._ema.values.values()
         if self._frozen is not None:
             tensors["teacher"] = self._frozen._locals.values()

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import nn
 
+from data.crops import CropRequest
 from data.files import DataFolderError
 from data.loader import Batch, BatchLoader, Share
 from data.source import ANY_CLASSES, DatasetRequest, DataSource
 from training.errors import UsageError
 from training.optimizers import Updates
+from training.schedule import StepRates
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -76,6 +78,8 @@ class Backend(Protocol):
     image_rows: range
     """The rows of each image (slices of a volume) that this process puts on its devices."""
     device_count: int
+    teacher: nn.Module | None
+    """What ``shard_frozen`` has returned."""
     compiles: bool
     """Whether the first step of a kind takes long, because it is compiled."""
 
@@ -92,7 +96,9 @@ class Backend(Protocol):
     def shard_frozen(self, run: Run, model: nn.Module, initialize: InitializeModule) -> nn.Module:
         """Fill, shard and place ``model``, the model of ``run``, beside the trained one.
 
-        It has no optimizer and no EMA, and is not part of ``state``. Call it once at most.
+        It computes as in evaluation and has no optimizer. Call it once at most, and before
+        ``build_optimizer`` if the objective has a teacher: then its parameters are the EMA of the
+        trained ones, and so are part of ``state``. Otherwise they are not.
         """
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
@@ -127,7 +133,7 @@ class Backend(Protocol):
         """Add the loss's gradients; with ``is_last`` they are complete afterwards."""
 
     def optimizer_step(
-        self, lr: float, max_norm: float, loss: torch.Tensor
+        self, rates: StepRates, max_norm: float, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip to the global norm (0 or less: don't), update, clear gradients, end the step.
 
@@ -140,7 +146,7 @@ class Backend(Protocol):
         """Send the recorded graph to the device; eager backends have nothing to do."""
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model computes with the EMA of its weights (``--model_ema``)."""
+        """Inside, the model computes with the EMA of its weights (``RunConfig.averages``)."""
 
     # Values and waiting.
 
@@ -207,8 +213,19 @@ def dataset_request(
 
     Without ``augment`` they may have any number of classes: nothing is trained.
     """
-    sizes = run.model.sizes
+    sizes, objective = run.model.sizes, run.config.objective
     channels, *size = sizes.input_shape
+    crops = None
+    if augment and objective.objective == "dino":
+        side = objective.local_crop_size
+        crops = CropRequest(
+            local_size=(side, side),
+            local_number=objective.local_crops,
+            global_scale=objective.global_crops_scale,
+            local_scale=objective.local_crops_scale,
+            grid=sizes.grid,  # type: ignore[arg-type]
+            mask_ratio=objective.ibot_mask_ratio,
+        )
     return DatasetRequest(
         run.config.data,
         channels,
@@ -218,6 +235,7 @@ def dataset_request(
         with_train=with_train,
         labels=labels,
         augment=augment,
+        crops=crops,
     )
 
 

@@ -26,6 +26,7 @@ from data.config import DataConfig
 from models.config import ModelConfig
 
 _CLASSIFIES, _MASKS = ("objective=classify",), ("objective=mae",)
+_DISTILLS = ("objective=dino",)
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class ObjectiveConfig:
 
     group: ClassVar[str] = "objective"
 
-    objective: Literal["classify", "mae"] = flag(
+    objective: Literal["classify", "mae", "dino"] = flag(
         "classify",
-        "what to train for; classify: the labels of images; mae: masked autoencoding, without "
-        "labels (docs/pretraining.md)",
+        "what to train for; classify: the labels of images; mae: masked autoencoding, dino: "
+        "self-distillation of crops, both without labels (docs/pretraining.md)",
         common=True,
     )
     mask_ratio: float = flag(
@@ -75,11 +76,157 @@ class ObjectiveConfig:
         requires=_MASKS,
         requires_at_default=True,
     )
+    local_crops: int = flag(
+        8,
+        "number of local crops of an image, beside two global ones of --image_size",
+        kind=bounded(int, 0, 64),
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    local_crop_size: int = flag(
+        96,
+        "side of a local crop in pixels, a multiple of --patch_size",
+        kind=bounded(int, 1, 16384),
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    global_crops_scale: tuple[float, float] = flag(
+        (0.32, 1.0),
+        "smallest and largest share of an image's area in a global crop",
+        kind=fraction,
+        metavar=("MIN", "MAX"),
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    local_crops_scale: tuple[float, float] = flag(
+        (0.05, 0.32),
+        "smallest and largest share of an image's area in a local crop",
+        kind=fraction,
+        metavar=("MIN", "MAX"),
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    ibot_mask_ratio: tuple[float, float] = flag(
+        (0.1, 0.5),
+        "smallest and largest share of the patches that are masked in one of an image's global "
+        "crops, drawn for each image",
+        kind=fraction,
+        metavar=("MIN", "MAX"),
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    dino_prototypes: int = flag(
+        65536,
+        "number of prototypes that class tokens are compared with",
+        kind=bounded(int, 2, 2**24),
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    ibot_prototypes: int = flag(
+        65536,
+        "number of prototypes that masked patches are compared with",
+        kind=bounded(int, 2, 2**24),
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    dino_head_hidden: int = flag(
+        2048,
+        "width inside both heads",
+        kind=bounded(int, 1, 2**20),
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    dino_head_bottleneck: int = flag(
+        256,
+        "width of both heads before the prototypes",
+        kind=bounded(int, 1, 2**20),
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    student_temp: float = flag(
+        0.1,
+        "temperature of the student's probabilities, by which logits are divided",
+        kind=positive_number,
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    teacher_temp: float = flag(
+        0.07,
+        "temperature of the teacher's probabilities after --warmup_teacher_temp_epochs",
+        kind=positive_number,
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    warmup_teacher_temp: float = flag(
+        0.04,
+        "temperature of the teacher's probabilities at the start; it rises linearly",
+        kind=positive_number,
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    warmup_teacher_temp_epochs: float = flag(
+        30.0,
+        "number of epochs from --warmup_teacher_temp to --teacher_temp; 0: the latter from the "
+        "start",
+        kind=non_negative,
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    teacher_momentum: float = flag(
+        0.992,
+        "share of itself that the teacher, an average of the student's weights, keeps in a step, "
+        "at the start",
+        kind=fraction,
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    teacher_momentum_end: float = flag(
+        1.0,
+        "the same at the last step of --num_epochs, reached along half a cosine; the value of "
+        "--teacher_momentum keeps it constant",
+        kind=fraction,
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    freeze_last_layer_epochs: float = flag(
+        1.0,
+        "number of epochs at the start in which the learning rate of the prototypes is 0",
+        kind=non_negative,
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    ibot_weight: float = flag(
+        1.0,
+        "weight of the loss of masked patches",
+        kind=non_negative,
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    koleo_weight: float = flag(
+        0.1,
+        "weight of the KoLeo loss, which spreads the class tokens of different images",
+        kind=non_negative,
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
+    koleo_group: int = flag(
+        16,
+        "number of consecutive images of a batch among which the KoLeo loss finds nearest "
+        "neighbors; must divide the images of a device and pass",
+        kind=bounded(int, 2, 2**20),
+        requires=_DISTILLS,
+        requires_at_default=True,
+    )
 
     @property
     def uses_labels(self) -> bool:
         """Whether images need labels."""
         return self.objective == "classify"
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a second model is trained as the moving average of the first."""
+        return self.objective == "dino"
 
 
 @dataclass(frozen=True)
@@ -293,6 +440,13 @@ class ScheduleConfig:
         kind=non_negative,
         requires=("lr_schedule=cosine|lr_schedule=linear|lr_schedule=wsd",),
     )
+    weight_decay_end: float | None = flag(
+        None,
+        "weight decay at the last step of --num_epochs, reached from --weight_decay along half a "
+        "cosine (default: constant)",
+        kind=non_negative,
+        metavar="X",
+    )
     decay_steps: int | None = flag(
         None,
         "number of steps of wsd's decay, the last of --num_epochs or --max_steps (default: none)",
@@ -317,6 +471,7 @@ class EmaConfig:
         "maintain an exponential moving average (EMA) of the weights, in fp32 and sharded like "
         "them: 4 bytes more a parameter; it is evaluated and saved beside the weights, and "
         "--ckpt_best uses its accuracy or loss",
+        requires=("objective=classify|objective=mae",),
         incompatible_with=("preserve_fp32_weights",),
     )
     model_ema_decay: float = flag(
@@ -770,3 +925,8 @@ class RunConfig:
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """The fields, of this and of all backends' configurations, whose flags are on the command line,
     whatever their values; the environment does not count."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether there is a moving average (EMA) of the weights."""
+        return self.ema.model_ema or self.objective.has_teacher

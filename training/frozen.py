@@ -144,7 +144,7 @@ class FrozenEvaluations(Hook):
         ]
         if not due:
             return
-        weights = session.backend.ema_weights if config.ema.model_ema else contextlib.nullcontext
+        weights = session.backend.ema_weights if config.averages else contextlib.nullcontext
         with weights():
             results = self._measure(due)
         if results is None:

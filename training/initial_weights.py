@@ -22,7 +22,8 @@ from training.weights import Weights, weights_in
 
 _PATCHES = "patch_embed.proj.weight"
 _HEAD = "head."
-_MAY_BE_NEW = (_HEAD, "cls_token", "reg_token", "attn_pool.", "fc_norm.", "mask_token", "decoder_")
+_OF_OBJECTIVES = ("mask_token", "decoder_", "dino_head.", "ibot_head.")
+_MAY_BE_NEW = (_HEAD, "cls_token", "reg_token", "attn_pool.", "fc_norm.", *_OF_OBJECTIVES)
 """Prefixes of tensors that only the model may have: they start as new ones do."""
 _MAY_BE_DROPPED = (*_MAY_BE_NEW, "norm.")
 """Prefixes of tensors that only the weights may have."""

@@ -119,7 +119,7 @@ def train_loop(
         session.timer.restart()
         with contextlib.closing(batches.rest_of_epoch(at)) as epoch:
             for micro_batches in epoch:
-                lr = schedule.lr(batches.number(at))
+                rates = schedule.at(batches.number(at))
                 is_first = session.is_first(micro_batches[0][0])
                 for hook in hooks:
                     hook.before_step(at.step + 1, is_first=is_first)
@@ -130,7 +130,7 @@ def train_loop(
                         backend,
                         at.step,
                         micro_batches,
-                        lr=lr,
+                        rates=rates,
                         max_norm=config.optimizer.clip_grad_norm,
                     )
                 session.watchdog.alive()
@@ -141,7 +141,7 @@ def train_loop(
                 is_last = at.step >= session.last_step
                 if is_last:
                     epoch.close()  # its loader is to leave the machine to what follows
-                done = StepDone(at, before.epoch, lr, result, is_first, is_last)
+                done = StepDone(at, before.epoch, rates.lr, result, is_first, is_last)
                 for hook in hooks:
                     hook.after_step(done)
                     if stop.exit_code:

@@ -45,6 +45,8 @@ class Update:
     """The factor of the learning rate."""
     matrix: tuple[int, int] | None = None
     """Rows and columns of the matrix as which Muon sees the parameter; None with other rules."""
+    last_layer: bool = False
+    """Its learning rate has the factor ``StepRates.last_layer``, too."""
 
 
 Updates = Mapping[str, Update]
@@ -72,7 +74,8 @@ def updates_of(config: OptimizerConfig, model: ModelSpec) -> Updates:
             rule = "adamw"
         weight_decay = 0.0 if name in without_decay else config.weight_decay
         lr_scale = config.layer_decay ** (last - model.layers[name])
-        updates[name] = Update(rule, weight_decay, lr_scale, matrix)
+        is_last = name in model.last_layers
+        updates[name] = Update(rule, weight_decay, lr_scale, matrix, is_last)
     return updates
 
 
@@ -155,13 +158,13 @@ class WeightAverage:
     def __init__(
         self,
         weights: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
         config: EmaConfig,
         updates: Tensor,
-        zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> None:
-        """Start with the values of ``weights``; ``updates`` is a scalar 0.0 on the device."""
-        self._weights, self._config = dict(weights), config
-        self.values = {name: zeros_like(values) for name, values in weights.items()}
+        """Start ``values``, which may be the parameters of another model, at ``weights``;
+        ``updates`` is a scalar 0.0 on the device."""
+        self._weights, self.values, self._config = dict(weights), dict(values), config
         self.updates = updates
         """How many updates the average has seen."""
         self.start()
@@ -173,18 +176,20 @@ class WeightAverage:
             self.values[name].copy_(weights * 1.0)  # XLA would share the weights themselves
 
     @torch.no_grad()
-    def update(self, skipped: Tensor) -> None:
+    def update(self, skipped: Tensor, newest: Tensor | float | None = None) -> None:
         """Average the weights after an update; no change if it was ``skipped``: 1.0, else 0.0.
 
-        The newest weights count 1 in the first update, then 1 - decay; with warmup n^(-2/3) in
-        update n, where that is more.
+        ``newest``: the share of the newest weights. None: they count 1 in the first update, then
+        1 - decay; with warmup n^(-2/3) in update n, where that is more.
         """
         takes = 1 - skipped.to(self.updates.device)  # with --cpu_offload the host
         self.updates.add_(takes)
-        newest = torch.full_like(self.updates, 1 - self._config.model_ema_decay)
-        if self._config.model_ema_warmup:
-            newest = torch.maximum(newest, self.updates.clamp(min=1) ** -_WARMUP_POWER)
-        newest = torch.where(self.updates > 1, newest, 1.0) * takes
+        if newest is None:
+            newest = torch.full_like(self.updates, 1 - self._config.model_ema_decay)
+            if self._config.model_ema_warmup:
+                newest = torch.maximum(newest, self.updates.clamp(min=1) ** -_WARMUP_POWER)
+            newest = torch.where(self.updates > 1, newest, 1.0)
+        newest = newest * takes
         for name, weights in self._weights.items():
             self._lerp(self.values[name], weights, newest)
 

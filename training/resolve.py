@@ -77,12 +77,12 @@ class Run(Generic[Own]):
         return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
 
     def build_model(self, constant: Callable[[Tensor], Tensor]) -> Module:
-        """Return the model on the meta device, for images of all buckets.
+        """Return the model on the meta device, for images of all buckets and crops.
 
         ``constant`` puts a tensor on the devices, as ``Backend.constant``.
         """
         model = self.model.build()
-        if found := grids(self.config, self.model):
+        if found := [*grids(self.config, self.model), *self.model.other_grids]:
             self.model.compute_on_grids(model, found, constant)
         return model
 
@@ -120,6 +120,10 @@ def resolve_common(config: RunConfig) -> RunConfig:
         raise UsageError("--warmup_lr requires a warmup: --warmup_steps or --warmup_epochs above 0")
     if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
         raise UsageError("--lr_schedule wsd requires --decay_steps")
+    if schedule.weight_decay_end is not None and not config.optimizer.weight_decay:
+        raise UsageError("--weight_decay_end requires --weight_decay above 0, where it starts")
+    if config.objective.objective == "dino":
+        _check_dino(config)
     of_features = {
         "--features": config.use.features,
         "--knn": config.use.knn,
@@ -145,8 +149,7 @@ def _check_data(data: DataConfig) -> None:
     """Raise UsageError for crops, normalization or augmentations that contradict each other or the
     source of the images."""
     for name, (low, high) in (("--scale", data.scale), ("--ratio", data.ratio)):
-        if low > high:
-            raise UsageError(f"{name} {low} {high}: the first must not be above the second")
+        _check_range(name, low, high)
     if data.data_source != "volumes":
         for name, values in (("--mean", data.mean), ("--std", data.std)):
             wrong = next((each for each in values or () if not 0 <= each <= 1), None)
@@ -182,6 +185,41 @@ def _check_data(data: DataConfig) -> None:
         )
     if data.scale[1] == 0:
         raise UsageError("--scale 0 0 leaves no image to crop")
+
+
+def _check_range(name: str, low: float, high: float) -> None:
+    """Raise UsageError for a range whose end is below its start."""
+    if low > high:
+        raise UsageError(f"{name} {low} {high}: the first must not be above the second")
+
+
+def _check_dino(config: RunConfig) -> None:
+    """Raise UsageError for flags that ``--objective dino`` cannot follow."""
+    dino, flags = config.objective, by_field(ObjectiveConfig)
+    for name in ("global_crops_scale", "local_crops_scale", "ibot_mask_ratio"):
+        low, high = getattr(dino, name)
+        _check_range(flags[name].names[0], low, high)
+        if not high:
+            raise UsageError(f"{flags[name].names[0]} 0 0 leaves nothing: give more")
+    if "scale" in config.given:
+        raise UsageError("--objective dino replaces --scale by --global_crops_scale: drop --scale")
+    of_data = by_field(DataConfig)
+    for name in ("vflip", "aa", "color_jitter", "reprob"):  # crops have distortions of their own
+        value = getattr(config.data, name)
+        if value != of_data[name].field.default:
+            raise UsageError(
+                f"{of_data[name].typed(value)} does nothing with --objective dino: drop it"
+            )
+    if config.sharding.grad_ckpt == "auto":
+        raise UsageError("--objective dino is incompatible with --grad_ckpt auto: choose a value")
+    use, of = config.use, config.checkpoints
+    if use.eval_only and not (use.knn or use.probe):
+        raise UsageError("--eval_only of --objective dino requires --knn or --probe")
+    if of.ckpt_best or of.resume in ("best", "lowest_loss"):
+        given = "--ckpt_best" if of.ckpt_best else f"--resume {of.resume}"
+        raise UsageError(
+            f"{given} requires evaluations of a loss, and --objective dino has none: drop it"
+        )
 
 
 def _check_wandb() -> None:
@@ -351,6 +389,13 @@ def check_batch(run: Run) -> None:
         raise UsageError(
             f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
             f"{together}{passes}"
+        )
+    objective = run.config.objective
+    here = data.pass_size // mesh.batch_parts
+    if objective.objective == "dino" and objective.koleo_weight and here % objective.koleo_group:
+        raise UsageError(
+            f"--koleo_group {objective.koleo_group} does not divide the {here} images of a device "
+            "and pass: change it, --batch_size or --grad_accum_steps"
         )
     loss, shape = run.config.loss, run.model.sizes.input_shape
     if not loss.mixes:

@@ -1,8 +1,10 @@
-"""The learning rate of each step: a linear warmup, then one of several curves."""
+"""The numbers of each step that schedules give: the learning rate, a linear warmup and then one of
+several curves, and what else an objective changes from step to step."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from training.config import RunConfig
 from training.errors import UsageError
@@ -17,8 +19,40 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True)
+class StepRates:
+    """The numbers of one step that schedules give, on the host."""
+
+    lr: float
+    """The learning rate."""
+    last_layer: float = 1.0
+    """The factor of the last layers' learning rate (``ModelSpec.last_layers``): 0 freezes them."""
+    weight_decay: float = 1.0
+    """The factor of each parameter's weight decay."""
+    newest: float | None = None
+    """The share of the newest weights in their moving average after the step; None: as
+    ``--model_ema_decay`` says."""
+    teacher_temp: float = 1.0
+    """The temperature of a teacher's probabilities."""
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A number that moves from ``first`` to ``last`` over ``steps`` steps, and then stays."""
+
+    first: float
+    last: float
+    steps: int
+    shape: str = "linear"
+
+    def at(self, step: int) -> float:
+        if step >= self.steps or self.first == self.last:
+            return self.last
+        return self.last + (self.first - self.last) * SHAPES[self.shape](step / self.steps)
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """The learning rate as a pure function of the step.
+    """The learning rate, and what else changes, as pure functions of the step.
 
     Step s counts from 0: the first update runs at ``lr(0)``. With W warmup steps it is
     warmup_lr + (peak - warmup_lr) * s / W for s < W, then min_lr + (peak - min_lr) * shape(x).
@@ -36,6 +70,23 @@ class Schedule:
     """The D of warmup-stable-decay (WSD, https://arxiv.org/abs/2404.06395): the peak, and a decay
     in the last D steps, where x is (s - (T - D)) / D. "sqrt" and "linear" are the shapes of
     https://arxiv.org/abs/2405.18392."""
+    frozen_steps: int = 0
+    """So many steps at the start do not change the last layers."""
+    weight_decay: Ramp = Ramp(1.0, 1.0, 0)
+    """The factor of each parameter's weight decay."""
+    momentum: Ramp | None = None
+    """The share that a teacher keeps of itself in a step; None without one."""
+    teacher_temp: Ramp = Ramp(1.0, 1.0, 0)
+
+    def at(self, step: int) -> StepRates:
+        """Return all numbers of a step."""
+        return StepRates(
+            lr=self.lr(step),
+            last_layer=float(step >= self.frozen_steps),
+            weight_decay=self.weight_decay.at(step),
+            newest=None if self.momentum is None else 1 - self.momentum.at(step),
+            teacher_temp=self.teacher_temp.at(step),
+        )
 
     def lr(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -70,13 +121,33 @@ def make_schedule(config: RunConfig, steps_per_epoch: int, end: int) -> Schedule
     how, peak, warmup = config.schedule, config.optimizer.lr, config.optimizer.warmup_steps
     if how.warmup_epochs is not None:
         warmup = round(how.warmup_epochs * steps_per_epoch)
+    total = config.num_epochs * steps_per_epoch
+    others = _other_numbers(config, steps_per_epoch, total)
     if how.lr_schedule != "wsd":
-        total = config.num_epochs * steps_per_epoch
-        return Schedule(peak, warmup, total, how.warmup_lr, how.min_lr, how.lr_schedule)
+        return Schedule(peak, warmup, total, how.warmup_lr, how.min_lr, how.lr_schedule, **others)
     assert how.decay_steps is not None  # checked (training/resolve.py)
     if warmup + how.decay_steps > end:
         raise UsageError(
             f"{warmup:,} steps of warmup and --decay_steps {how.decay_steps} are more than the "
             f"{end:,} steps of the run: give fewer, or more --num_epochs"
         )
-    return Schedule(peak, warmup, end, how.warmup_lr, how.min_lr, how.decay_shape, how.decay_steps)
+    shape, decay = how.decay_shape, how.decay_steps
+    return Schedule(peak, warmup, end, how.warmup_lr, how.min_lr, shape, decay, **others)
+
+
+def _other_numbers(config: RunConfig, steps_per_epoch: int, total: int) -> dict[str, Any]:
+    """Return the fields of a ``Schedule`` beside the learning rate's.
+
+    All but the temperature change along half a cosine over ``total`` steps, of ``--num_epochs``.
+    """
+    start, end = config.optimizer.weight_decay, config.schedule.weight_decay_end
+    others: dict[str, Any] = {}
+    if end is not None:
+        others["weight_decay"] = Ramp(1.0, end / start, total, "cosine")
+    if config.objective.has_teacher:
+        dino = config.objective
+        others["momentum"] = Ramp(dino.teacher_momentum, dino.teacher_momentum_end, total, "cosine")
+        warmup = round(dino.warmup_teacher_temp_epochs * steps_per_epoch)
+        others["teacher_temp"] = Ramp(dino.warmup_teacher_temp, dino.teacher_temp, warmup)
+        others["frozen_steps"] = round(dino.freeze_last_layer_epochs * steps_per_epoch)
+    return others

@@ -17,6 +17,7 @@ from training.checkpoints.format import Position
 from training.objectives import Objective
 from training.optimizers import updates_of
 from training.resolve import Run
+from training.schedule import StepRates
 
 
 def shard_and_optimize(
@@ -34,6 +35,9 @@ def shard_and_optimize(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in updates)
     sharded = backend.shard(model, list(run.model.units(model)), initialize)
+    if run.config.objective.has_teacher:
+        teacher = run.build_model(backend.constant).requires_grad_(False)
+        backend.shard_frozen(run, teacher, initialize)
     assert optimizer.betas is not None  # resolved
     backend.build_optimizer(updates, betas=optimizer.betas, eps=optimizer.eps)
     return sharded
@@ -57,12 +61,13 @@ def train_step(
     step: int,
     micro_batches: list[Batch],
     *,
-    lr: float,
+    rates: StepRates,
     max_norm: float,
 ) -> StepResult:
     """Update the weights once; ``step`` is the number of updates before."""
+    objective.begin_step(rates)
     loss = forward_backward(model, objective, backend, step, micro_batches)
-    return StepResult(loss, *backend.optimizer_step(lr, max_norm, loss))
+    return StepResult(loss, *backend.optimizer_step(rates, max_norm, loss))
 
 
 def forward_backward(

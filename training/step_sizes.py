@@ -40,7 +40,7 @@ def state_bytes(config: RunConfig) -> int:
     the few parameters that AdamW updates under Muon are counted as Muon's) and EMA."""
     moments = 2 if config.optimizer.optimizer == "adamw" else 1
     each = {"fp32": 4, "bf16": 2}[config.optimizer.optimizer_dtype]
-    return 4 + moments * each + (4 if config.ema.model_ema else 0)
+    return 4 + moments * each + (4 if config.averages else 0)
 
 
 @functools.cache

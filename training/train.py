@@ -162,7 +162,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     loop.StopCheck(session, batches, saver),
                     saves,
                 ]
-                if data.val_length:
+                if data.val_length and objective.measured:
                     hooks.append(
                         loop.Evaluations(
                             session,
@@ -175,7 +175,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                             history.best_score,
                         )
                     )
-                else:
+                elif objective.measured:
                     reports.say("there are no validation images: nothing is evaluated")
                 if prepared.plain:
                     frozen = FrozenEvaluation(model, run, backend, prepared.plain, bad_images)
@@ -212,7 +212,7 @@ def _place(
         initialize = initial.initialize
     model = shard_and_optimize(run, backend, initialize)
     if saved:
-        has_ema, with_ema = load_state(backend, saved.path), run.config.ema.model_ema
+        has_ema, with_ema = load_state(backend, saved.path), run.config.averages
         if with_ema and not has_ema:
             say("note: the checkpoint has no EMA of the weights: it starts with these weights")
         if has_ema and not with_ema:

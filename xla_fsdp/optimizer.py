@@ -5,7 +5,7 @@ So learning rate, counters and the random bits that round moments are tensors on
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def parameter_groups(
         first, scales = updates[0], tuple(update.lr_scale for update in updates)
         is_one = len(set(scales)) == 1
         shape = () if is_one else tuple(parameter.shape)
-        kind = (first.rule, first.weight_decay, scales[:1] if is_one else scales, shape)
+        kind = (replace(first, matrix=None), scales[:1] if is_one else scales, shape)
         if kind not in groups:
             scale = torch.tensor(scales[0] if is_one else scales)
             scale = scale.view((*scale.shape, *(1 for _ in shape[1:])))
@@ -52,6 +52,7 @@ def parameter_groups(
                 "rule": first.rule,
                 "weight_decay": first.weight_decay,
                 "lr_scale": None if is_one and scales[0] == 1 else constant(scale),
+                "last_layer": first.last_layer,
             }
         groups[kind]["params"].append(parameter)
     return sorted(groups.values(), key=lambda group: group["rule"] != "muon")
@@ -64,14 +65,19 @@ def build_optimizer(
     *,
     betas: tuple[float, float],
     eps: float,
+    decays: bool = True,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of these groups, with its state allocated.
 
     Counters and learning rates are on the device: host numbers in the update would be uploaded one
     by one, or compiled in. ``zeros_like`` returns zeros laid out like a parameter, for the moments,
     ``scalar`` a device scalar. Muon's parameters are in groups of AdamW, too, but ``step_unless``
-    takes their step.
+    takes their step. ``decays`` off: ``step_unless`` decays the weights, by a factor that changes.
     """
+    for group in groups:
+        group["decay"] = group["weight_decay"]
+        if not decays:
+            group["weight_decay"] = 0.0
     optimizer: torch.optim.Optimizer
     if any(group["rule"] == "lion" for group in groups):
         optimizer = Lion(groups, betas=betas, foreach=False)
@@ -83,14 +89,22 @@ def build_optimizer(
 
 
 def set_lr(
-    optimizer: torch.optim.Optimizer, lr: float, scalar: Callable[[float], torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    scalar: Callable[[float], torch.Tensor],
+    last_layer: torch.Tensor | None = None,
 ) -> None:
-    """Set each group's learning rate, a tensor on the device: one for each of stacked blocks."""
+    """Set each group's learning rate, a tensor on the device: one for each of stacked blocks.
+
+    ``last_layer``: the factor of the last layers' (``StepRates``), a device scalar, if it changes.
+    """
     value = scalar(max(lr, _SMALLEST_LR))
     for group in optimizer.param_groups:
         group["lr"] = value
+        if group["last_layer"] and last_layer is not None:
+            group["lr"] = (value * last_layer).clamp(min=_SMALLEST_LR)
         if group["lr_scale"] is not None:
-            scaled = (value * group["lr_scale"]).clamp(min=_SMALLEST_LR)
+            scaled = (group["lr"] * group["lr_scale"]).clamp(min=_SMALLEST_LR)
             # PyTorch's AdamW drops dimensions of 1, which would broadcast along others.
             group["lr"] = scaled.expand(group["params"][0].shape) if scaled.dim() else scaled
 
@@ -101,18 +115,23 @@ def step_unless(
     skip: torch.Tensor,
     keys: torch.Tensor | None = None,
     directions: Directions | None = None,
+    decay: torch.Tensor | None = None,
 ) -> None:
     """Update the parameters, or change nothing if ``skip``, a boolean device scalar, is true.
 
     Both are one graph, which chooses between the old value and the new one as it writes it.
     ``keys`` are for moments in bf16: an int32 number on the device for each parameter. From it and
     the step's number follow the random bits that the moments are rounded with. ``directions`` are
-    for Muon.
+    for Muon. ``decay``: the factor of weight decay, a device scalar; None if it never changes.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = [t for p in parameters for t in optimizer.state[p].values()]
     tensors = [*parameters, *state]
     before = [tensor.detach().clone() for tensor in tensors]  # of the recording: no copy is made
+    if decay is not None:  # as AdamW, Lion and Muon do it, before all else
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group["decay"] else []:
+                parameter.mul_(1 - group["lr"] * (group["decay"] * decay))
     if directions is not None:
         _step_muon(optimizer, directions)
     if keys is None:

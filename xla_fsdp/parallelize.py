@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
 from models.initialize import fill_buffers
@@ -146,7 +147,8 @@ def parallelize_spmd(
         around_blocks.gather_small_parameters(model, layout.gather_small, of_blocks)
         head = model.get_submodule("head")
         around_blocks.before_forward(head, lambda x: mark_both(x, layout.mark_images))
-        around_blocks.after_forward(model, lambda logits: mark_both(logits, layout.mark_images))
+        mark = functools.partial(mark_both, mark=layout.mark_images)
+        around_blocks.after_forward(model, functools.partial(tree_map, mark))
     if mesh.tensor > 1:
         around_blocks.drop_patches_of_whole_images(model, layout.mark_images)
     if recipe.bf16:

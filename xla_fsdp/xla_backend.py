@@ -20,6 +20,7 @@ from training import optimizers
 from training.backend import InitializeModule, State, pass_seed
 from training.optimizers import COUNTS, UPDATES, Update, Updates, WeightAverage
 from training.processes.stopping import largest_of_all
+from training.schedule import StepRates
 from xla_fsdp import tpu
 from xla_fsdp.memory import DeviceMemory
 from xla_fsdp.optimizer import (
@@ -62,6 +63,9 @@ class XlaBackend(abc.ABC):
         self._memory = DeviceMemory(self._device)
         self._ema: WeightAverage | None = None
         self._frozen: XlaBackend | None = None
+        self.teacher: nn.Module | None = None
+        self._has_teacher = run.config.objective.has_teacher
+        self._decay_changes = run.config.schedule.weight_decay_end is not None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self.is_main = xr.process_index() == 0
         self.device_count = xr.global_runtime_device_count()
@@ -140,7 +144,8 @@ class XlaBackend(abc.ABC):
         self, run: XlaRun, model: nn.Module, initialize: InitializeModule
     ) -> nn.Module:
         self._frozen = type(self)(run)
-        return self._frozen.shard(model, list(run.model.units(model)), initialize)
+        self.teacher = self._frozen.shard(model, list(run.model.units(model)), initialize).eval()
+        return self.teacher
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         dtype = torch.bfloat16 if self._rounds_moments else torch.float32
@@ -154,6 +159,7 @@ class XlaBackend(abc.ABC):
             self._scalar,
             betas=betas,
             eps=eps,
+            decays=not self._decay_changes,
         )
         self._directions = functools.partial(self._muon_directions, held, eps)
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -170,10 +176,16 @@ class XlaBackend(abc.ABC):
         with torch.no_grad():
             for parameter in (*self._named_parameters().values(), *trained):
                 parameter.mul_(1.0)
-        if self._run.config.ema.model_ema:
-            zeros_like = functools.partial(self._zeros_like, dtype=torch.float32)
+        if self._run.config.averages:
             parameters, config = self._named_parameters(), self._run.config.ema
-            self._ema = XlaWeightAverage(parameters, config, self._scalar(0.0), zeros_like)
+            values: Mapping[str, torch.Tensor]
+            if self._has_teacher:
+                assert self._frozen is not None
+                values = self._frozen._named_parameters()
+            else:
+                zeros_like = functools.partial(self._zeros_like, dtype=torch.float32)
+                values = {name: zeros_like(parameter) for name, parameter in parameters.items()}
+            self._ema = XlaWeightAverage(parameters, values, config, self._scalar(0.0))
         self._break_graph(wait=True)
 
     def _muon_directions(
@@ -215,18 +227,28 @@ class XlaBackend(abc.ABC):
             self._break_graph()
 
     def optimizer_step(
-        self, lr: float, max_norm: float, loss: torch.Tensor
+        self, rates: StepRates, max_norm: float, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        set_lr(self._optimizer, lr, self._scalar)
+        last_layer = decay = newest = None
+        if self._has_teacher or self._decay_changes:  # one small tensor, one transfer
+            numbers = [rates.last_layer, rates.weight_decay, rates.newest or 0.0]
+            last_layer, decay, newest = self.constant(torch.tensor(numbers)).unbind()
+        set_lr(self._optimizer, rates.lr, self._scalar, last_layer)
         norm = self._clip_grad_norm(max_norm if max_norm > 0 else float("inf"))
         skipped = optimizers.not_finite(loss, norm)
-        step_unless(self._optimizer, skipped > 0, self._rounding_keys, self._directions)
+        step_unless(
+            self._optimizer,
+            skipped > 0,
+            self._rounding_keys,
+            self._directions,
+            decay if self._decay_changes else None,
+        )
         if self._ema is not None:
-            self._ema.update(skipped)
+            self._ema.update(skipped, newest if self._has_teacher else None)
         # A new tensor: the last step's may still wait to be read.
         self._skipped = self._mark_replicated(optimizers.count_skipped(self._skipped, skipped))
         self._optimizer.zero_grad(set_to_none=True)
-        del skipped  # or it would be a result of the step
+        del skipped, last_layer, decay, newest  # or they would be results of the step
         self.end_step()
         return norm, self._skipped
 
@@ -288,7 +310,7 @@ class XlaBackend(abc.ABC):
             "parameters": self._named_parameters().values(),
             "optimizer": state,
         }
-        if self._ema is not None:
+        if self._ema is not None and not self._has_teacher:
             tensors["ema"] = self._ema.values.values()
         if self._frozen is not None:
             tensors["teacher"] = self._frozen._named_parameters().values()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tests.resolved import on_gpus
 from tests.stand_ins.megatron_on_cpu import without_cuda
+from training.schedule import StepRates
 from training.step import shard_and_optimize
 
 
@@ -38,7 +39,7 @@ def compare(run, backend):
         labels = torch.randint(10, (4,), generator=draw)
         loss = F.cross_entropy(model(images), labels)
         backend.backward(loss, is_last=True)
-        backend.optimizer_step(1e-2, 1.0, loss.detach())
+        backend.optimizer_step(StepRates(1e-2), 1.0, loss.detach())
     everyone = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, parts_of(backend.state()))
     apart, copies = 0.0, 0

@@ -9,6 +9,7 @@ import sys
 import torch
 
 from tests.resolved import on_xla
+from training.schedule import StepRates
 from training.step import shard_and_optimize
 from xla_fsdp.launch_xla import launch
 
@@ -21,7 +22,7 @@ def measure(run, backend) -> None:
     for _ in range(2):
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         backend.backward(loss, is_last=True)
-        backend.optimizer_step(1e-3, 1.0, loss)
+        backend.optimizer_step(StepRates(1e-3), 1.0, loss)
     backend.wait()
 
     def on_first_device(tensors) -> int:

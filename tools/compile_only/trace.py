@@ -12,6 +12,7 @@ import torch
 
 from tools.compile_only.graphs import Step
 from training.objectives import open_objective
+from training.schedule import StepRates
 from training.step import forward_backward, put_micro_batches, shard_and_optimize
 from xla_fsdp.resolve_xla import XlaRun
 
@@ -62,6 +63,8 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
 
     backend.start_recording()
     micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)
+    rates = StepRates(optimizer.lr)
+    objective.begin_step(rates)
 
     def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -71,7 +74,7 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
     with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is), in_loss:
         loss = forward_backward(sharded, objective, backend, 0, micro_batches)
     with in_optimizer:
-        outcome = backend.optimizer_step(optimizer.lr, optimizer.clip_grad_norm, loss)
+        outcome = backend.optimizer_step(rates, optimizer.clip_grad_norm, loss)
     del loss, outcome  # until here they live, and so are results
     return Step(
         graphs=backend.recorder.graphs,

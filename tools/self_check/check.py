@@ -42,6 +42,7 @@ from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
 from training.processes.stopping import Watchdog
 from training.resolve import Run
+from training.schedule import StepRates
 from training.step import put_micro_batches, train_step
 from training.weights import with_preprocessing
 
@@ -346,7 +347,7 @@ class Devices:
                 self.backend,
                 number - 1,
                 batch,
-                lr=settings.lr,
+                rates=StepRates(settings.lr),
                 max_norm=settings.max_norm,
             )
             found = self.backend.read({"loss": loss, "norm": norm}).result()

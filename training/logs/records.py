@@ -465,7 +465,7 @@ _ACCURACY = (
     "%",
 )
 _GRADIENTS = ("Gradients", (("grad_norm", "norm before clipping"),), "norm")
-_LOSSES = {"classify": "cross-entropy", "mae": "squared error"}
+_LOSSES = {"classify": "cross-entropy", "mae": "squared error", "dino": "dino, ibot and koleo"}
 """What the loss is, by objective."""
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from training.backend import Backend
 from training.evaluate import Measure
+from training.schedule import StepRates
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 OBJECTIVES = {
     "classify": "training.objectives.classify:Classification",
     "mae": "training.objectives.mae:Reconstruction",
+    "dino": "training.objectives.dino:SelfDistillation",
 }
 """Module and class of each objective, by its name. It is imported when it is chosen."""
 
@@ -35,10 +37,15 @@ class Objective(abc.ABC):
 
     numbered: ClassVar[bool] = False
     """Whether images come with their places in the global batch instead of labels."""
+    measured: ClassVar[bool] = True
+    """Whether there is anything to evaluate besides features (``--knn_every``)."""
 
     @abc.abstractmethod
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         """Put on the devices what the loss needs besides the model; ``say`` logs what that is."""
+
+    def begin_step(self, rates: StepRates) -> None:  # noqa: B027
+        """Take the numbers of the step that starts; called before its passes."""
 
     @abc.abstractmethod
     def loss(
@@ -50,9 +57,10 @@ class Objective(abc.ABC):
         ``pass_index``: the number of the pass since the start of training.
         """
 
-    @abc.abstractmethod
     def measure(self, images: int) -> Measure:
-        """Return what measures the model in one evaluation, of so many ``images``."""
+        """Return what measures the model in one evaluation, of so many ``images``, if it is
+        ``measured``."""
+        raise NotImplementedError
 
 
 def open_objective(

@@ -1,0 +1,344 @@
+"""Self-distillation (DINO, iBOT and DINOv2: arXiv 2104.14294, 2111.07832, 2304.07193): a timm ViT,
+and two heads that compare what student and teacher make of crops of an image.
+
+The trunk sees all global crops of the images, then all local ones: two sizes, so two programs on
+XLA. Student and teacher are the same model. Parameters of the trunk have timm's names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import PatchEmbed
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from models.config import ModelError
+from models.initialize import Scheme
+from models.mae import select
+from models.positions import Grid
+from models.spec import ModelSizes, ModelSpec, train_flops_of
+from models.timm_models import WITHOUT_MEMORY, TimmSpec
+
+_STD = 0.02
+
+
+def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
+    """Return ``trunk`` with what DINO adds. ``settings`` are the flags of the objective, by their
+    fields. Raises ModelError for a model or sizes that cannot be trained so."""
+    if not isinstance(trunk, TimmSpec):
+        raise ModelError(
+            f"<objective> dino requires a model of timm's VisionTransformer or Eva, {trunk.name} "
+            "is of another class"
+        )
+    if not trunk.has_class_token:
+        raise ModelError("<objective> dino requires <class_token>, whose output it compares")
+    height, width = trunk.sizes.input_shape[1:]
+    patch = (height // trunk.sizes.grid[0], width // trunk.sizes.grid[1])
+    side = settings["local_crop_size"]
+    shown = " x ".join(map(str, patch))
+    for name, sides in (("local_crop_size", (side, side)), ("img_size", (height, width))):
+        if any(each % of for each, of in zip(sides, patch, strict=True)):
+            of = " x ".join(map(str, dict.fromkeys(sides)))
+            raise ModelError(f"<{name}> {of} is no whole number of patches of {shown}")
+    if side > min(height, width):
+        raise ModelError(
+            f"<local_crop_size> {side} is larger than the global crops, <img_size> "
+            f"{height} x {width}"
+        )
+    local: Grid = (side // patch[0], side // patch[1])
+    if local != trunk.sizes.grid:
+        if trunk.kind is VisionTransformer:
+            if reason := trunk.why_one_grid():
+                raise ModelError(f"<objective> dino cannot use {trunk.name}: {reason}")
+        elif trunk.meta.pos_embed is not None or trunk.settings.get("rope_mixed_mode"):
+            raise ModelError(
+                f"<objective> dino cannot use {trunk.name}: its positions are learned for one size"
+            )
+    return DinoSpec(trunk, settings)
+
+
+_HEAD_SETTINGS = ("dino_prototypes", "ibot_prototypes", "dino_head_hidden", "dino_head_bottleneck")
+
+
+class DinoSpec(TimmSpec):
+    """The spec of a student, and so of its teacher: the trunk's, and the sizes of its heads."""
+
+    def __init__(self, trunk: TimmSpec, settings: Mapping[str, Any]) -> None:
+        self.trunk = trunk
+        self._most_masked = int(trunk.sizes.num_patches * settings["ibot_mask_ratio"][1])
+        self.local_crops, side = settings["local_crops"], settings["local_crop_size"]
+        """How many of an image there are."""
+        self._channels, *own = trunk.sizes.input_shape
+        self._local_size = (side, side)
+        self.local_grid: Grid = tuple(
+            side * count // of for count, of in zip(trunk.sizes.grid, own, strict=True)
+        )
+        self._heads = {name: settings[name] for name in _HEAD_SETTINGS}
+        given = (trunk.name, trunk.overrides, trunk.kind, trunk.arguments)
+        super().__init__(*given, trunk.preprocessing)
+        self.settings |= self._heads
+
+    def build(self) -> nn.Module:
+        kind = DinoEva if self.kind is Eva else DinoVisionTransformer
+        arguments = self.arguments | WITHOUT_MEMORY[self.kind] | {"num_classes": 0}
+        model: Any = kind(**arguments)
+        model.add(**self._heads)
+        if self.kind is Eva and self.local_grid != self.trunk.sizes.grid:
+            # The angles of local crops, from a model of their size.
+            small: Any = self.kind(**arguments | {"img_size": self._local_size})
+            model.local_rope = small.rope
+        return model
+
+    def scheme(self) -> Scheme:
+        of_trunk = super().scheme()
+
+        def scheme(part: nn.Module, name: str) -> None:
+            of_trunk(part, name)
+            if isinstance(part, DinoVisionTransformer | DinoEva):
+                nn.init.zeros_(part.mask_token)
+
+        return scheme
+
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        return self.trunk.sizes
+
+    @property
+    def last_layers(self) -> set[str]:
+        return {f"{head}.prototypes.weight" for head in (CLASS_HEAD, PATCH_HEAD)}
+
+    def why_one_grid(self) -> str | None:
+        return "its crops have sizes of their own"
+
+    def why_no_token_part(self) -> str | None:
+        return "its masks are of whole images"
+
+    @property
+    def other_grids(self) -> Sequence[Grid]:
+        return [self.local_grid]
+
+    def compute_on_grids(
+        self,
+        model: nn.Module,
+        grids: Sequence[Grid],
+        constant: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        if self.kind is VisionTransformer:  # the other has no learned positions
+            super().compute_on_grids(model, grids, constant)
+
+    def example(self) -> tuple[Any, ...]:
+        return (self._crops("meta"),)
+
+    def _crops(self, device: str, *, hides: bool = True) -> Crops:
+        """Return the crops of one image."""
+        channels, own = self._channels, self.sizes.input_shape[1:]
+        local = None
+        if hides and self.local_crops:
+            shape = (1, self.local_crops, channels, *self._local_size)
+            local = torch.empty(shape, device=device)
+        return Crops(
+            torch.empty(1, 2, channels, *own, device=device),
+            local,
+            torch.zeros(1, self.sizes.num_patches, dtype=torch.bool, device=device),
+            self._most_masked,
+            hides,
+        )
+
+    @functools.cached_property
+    def train_flops_per_image(self) -> float:
+        """Those of the student, and of the teacher's forward pass (``teacher_flops_per_image``)."""
+        return train_flops_of(self._on_meta, self.sizes.depth, self.example()) + (
+            self.teacher_flops_per_image
+        )
+
+    @functools.cached_property
+    def teacher_flops_per_image(self) -> float:
+        """Floating-point operations of the teacher for one image: a forward pass of its global
+        crops."""
+        example = (self._crops("meta", hides=False),)
+
+        def teacher() -> nn.Module:
+            return self._on_meta().requires_grad_(False)
+
+        return train_flops_of(teacher, self.sizes.depth, example)
+
+    def _on_meta(self) -> nn.Module:
+        model = self.build()
+        self.compute_on_grids(model, self.other_grids, lambda values: values.to("meta"))
+        return model
+
+
+class Crops(NamedTuple):
+    """What a student or teacher is shown of images."""
+
+    global_crops: torch.Tensor
+    """(images, 2, channels, height, width), normalized."""
+    local_crops: torch.Tensor | None
+    """(images, number, channels, height, width) of another size; None: none."""
+    mask: torch.Tensor
+    """Which patches of each first global crop are masked: (images, patches), boolean."""
+    slots: int
+    """The most masked patches of an image: so many are compared, and those that are not there count
+    for nothing."""
+    hides: bool
+    """Masked patches are hidden, as from a student; else they are seen."""
+
+
+class Compared(NamedTuple):
+    """What is compared of images: logits are products with the prototypes, cosines of angles."""
+
+    classes: torch.Tensor
+    """Logits of the class tokens, (images, crops, prototypes): of global crops, then local ones."""
+    patches: torch.Tensor
+    """Logits of the masked patches of the first global crop: (images, slots, prototypes)."""
+    tokens: torch.Tensor
+    """The class tokens of the global crops, before the head: (images, 2, width)."""
+
+
+# -- The heads -------------------------------------------------------------------------------------
+
+CLASS_HEAD, PATCH_HEAD = "dino_head", "ibot_head"
+
+
+class Prototypes(nn.Module):
+    """A linear layer whose weight is normalized: each row is a unit vector (weight normalization
+    of gain 1, as DINO's ``norm_last_layer``)."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, width, device="meta"))
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight, std=_STD)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = F.normalize(self.weight.float(), dim=-1).to(self.weight.dtype)
+        return F.linear(x.to(weight.dtype), weight)
+
+
+class Head(nn.Module):
+    """Three linear layers, normalization to length 1, and prototypes."""
+
+    def __init__(self, width: int, hidden: int, bottleneck: int, prototypes: int) -> None:
+        super().__init__()
+        layer = functools.partial(nn.Linear, device="meta")
+        self.mlp = nn.Sequential(
+            layer(width, hidden),
+            nn.GELU(),
+            layer(hidden, hidden),
+            nn.GELU(),
+            layer(hidden, bottleneck),
+        )
+        self.prototypes = Prototypes(bottleneck, prototypes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.prototypes(F.normalize(self.mlp(x).float(), dim=-1))
+
+
+# -- The model -------------------------------------------------------------------------------------
+
+
+class _WithHeads(nn.Module):
+    """What DINO adds to one of timm's two Vision Transformers."""
+
+    embed_dim: int
+    num_prefix_tokens: int
+    patch_embed: PatchEmbed
+    fc_norm: nn.Module
+    forward_features: Callable[[torch.Tensor], torch.Tensor]
+
+    def add(
+        self,
+        *,
+        dino_prototypes: int,
+        ibot_prototypes: int,
+        dino_head_hidden: int,
+        dino_head_bottleneck: int,
+    ) -> None:
+        """Add the mask token and the heads, on the meta device."""
+        self.attn_pool = None
+        self.patch_embed.strict_img_size = False  # local crops are smaller
+        self.mask_token = nn.Parameter(torch.empty(1, 1, self.embed_dim, device="meta"))
+        sizes = (self.embed_dim, dino_head_hidden, dino_head_bottleneck)
+        self.dino_head = Head(*sizes, dino_prototypes)
+        self.ibot_head = Head(*sizes, ibot_prototypes)
+        self._hidden: torch.Tensor | None = None
+        """Of the images that are computed: which patches the mask token replaces."""
+
+    def no_weight_decay(self) -> set[str]:
+        of_trunk: set[str] = super().no_weight_decay()  # type: ignore[misc]
+        return {*of_trunk, "mask_token"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        groups: dict[str, Any] = super().group_matcher(coarse)  # type: ignore[misc]
+        return {**groups, "stem": rf"{groups['stem']}|^mask_token"}
+
+    def forward(self, images: torch.Tensor | Crops) -> torch.Tensor | Compared:
+        """Return what is compared of crops; of images, (batch, channels, height, width), what
+        timm's model without a head returns."""
+        if isinstance(images, torch.Tensor):
+            return super().forward(images)
+        crops, hidden = images, None
+        if crops.hides:
+            hidden = torch.stack([crops.mask, torch.zeros_like(crops.mask)], dim=1).flatten(0, 1)
+        tokens = self._tokens(crops.global_crops, hidden)
+        class_tokens, patches = tokens[:, :, 0], tokens[:, 0, self.num_prefix_tokens :]
+        of_classes = class_tokens
+        if crops.local_crops is not None:
+            of_local = self._tokens(crops.local_crops)[:, :, 0]
+            of_classes = torch.cat([class_tokens, of_local], dim=1)
+        masked = select(slots_of(crops.mask, crops.slots), patches)
+        return Compared(self.dino_head(of_classes), self.ibot_head(masked), class_tokens)
+
+    def _tokens(self, crops: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the normalized tokens of crops, (images, crops, tokens, width)."""
+        self._hidden = hidden
+        try:
+            x = self.forward_features(crops.flatten(0, 1))
+        finally:
+            self._hidden = None
+        return self.fc_norm(x).unflatten(0, crops.shape[:2])  # it or the norm before is none
+
+    def _pos_embed(self, x: torch.Tensor) -> Any:
+        if self._hidden is not None:
+            x = torch.where(self._hidden[..., None], self.mask_token.to(x.dtype), x)
+        return super()._pos_embed(x)  # type: ignore[misc]
+
+
+class DinoVisionTransformer(_WithHeads, VisionTransformer):
+    """timm's VisionTransformer with DINO's heads."""
+
+
+class DinoEva(_WithHeads, Eva):
+    """timm's Eva (DINOv3's class) with DINO's heads."""
+
+    local_rope: nn.Module | None = None
+    """The rotary positions of local crops, if these have another size."""
+
+    def _pos_embed(self, x: torch.Tensor) -> Any:
+        patches = x.shape[1]
+        x, rope = super()._pos_embed(x)
+        if self.local_rope is not None and patches != self.patch_embed.num_patches:
+            rope = self.local_rope.get_embed()  # type: ignore[operator]
+        return x, rope
+
+
+def slots_of(mask: torch.Tensor, slots: int) -> torch.Tensor:
+    """Return which patch each slot is for, (images, slots, patches), of a mask (images, patches).
+
+    The n-th masked patch is in slot n; slots that are left have none.
+    """
+    places = torch.arange(slots, dtype=torch.int32, device=mask.device)
+    return mask[:, None, :] & (number_of_masked(mask)[:, None, :] == places[:, None])
+
+
+def number_of_masked(mask: torch.Tensor) -> torch.Tensor:
+    """Return how many masked patches come before each patch, (images, patches), int32."""
+    count = mask.int().cumsum(1, dtype=torch.int32)
+    return count - mask.int()

@@ -1,0 +1,204 @@
+"""Self-distillation in plain PyTorch, written from the papers (DINO arXiv 2104.14294, iBOT
+2111.07832, DINOv2 2304.07193, KoLeo 1806.03198): a reference.
+
+One image, crop and patch at a time, by indices. Prints one JSON line. Takes the flags of the run;
+everything else is as in tests/cli.py.
+"""
+
+import copy
+import itertools
+import json
+import math
+import sys
+
+import torch
+import torch.nn.functional as F
+from timm.layers import resample_abs_pos_embed
+from torch import nn
+
+from data.loader import Share
+from data.source import open_data
+from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.references.normalized import normalized
+from tests.references.plain_mae import Block
+from tests.references.plain_steps import warm_cosine
+from tests.resolved import on_xla
+from tests.stand_ins.filled import filled
+from training.backend import dataset_request
+
+
+class Head(nn.Module):
+    def __init__(self, width, hidden, bottleneck, prototypes):
+        super().__init__()
+        self.mlp = nn.ModuleList(
+            [
+                nn.Linear(width, hidden),
+                nn.Identity(),
+                nn.Linear(hidden, hidden),
+                nn.Identity(),
+                nn.Linear(hidden, bottleneck),
+            ]
+        )
+        self.prototypes = nn.ParameterDict({"weight": torch.zeros(prototypes, bottleneck)})
+
+    def forward(self, x):
+        """The cosine of a vector (width,) with each prototype."""
+        x = F.gelu(self.mlp[0](x))
+        x = self.mlp[4](F.gelu(self.mlp[2](x)))
+        rows = self.prototypes["weight"]
+        return (rows / rows.norm(dim=1, keepdim=True)) @ (x / x.norm())
+
+
+class PlainDino(nn.Module):
+    """A student, or a teacher: square images of square patches, a class token."""
+
+    def __init__(self, *, patch, side, width, heads, depth, dino):
+        super().__init__()
+        self.patch, self.side = patch, side
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + side * side, width))
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, patch, patch)})
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        sizes = (width, dino.dino_head_hidden, dino.dino_head_bottleneck)
+        self.dino_head = Head(*sizes, dino.dino_prototypes)
+        self.ibot_head = Head(*sizes, dino.ibot_prototypes)
+
+    def tokens(self, crop, masked=()):
+        """The tokens of one crop, (1 + patches, width); the class token is the first."""
+        x = self.patch_embed["proj"](crop[None]).flatten(2).transpose(1, 2)[0]
+        rows = [self.mask_token[0, 0] if i in masked else x[i] for i in range(len(x))]
+        side = crop.shape[-1] // self.patch
+        positions = resample_abs_pos_embed(
+            self.pos_embed, [side, side], [self.side, self.side], num_prefix_tokens=1
+        )
+        x = torch.stack([self.cls_token[0, 0], *rows])[None] + positions
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)[0]
+
+
+def sinkhorn(logits, temperature):
+    """Sinkhorn and Knopp's iteration of (samples, prototypes), as the papers write it."""
+    q = torch.exp(logits.double() / temperature).T
+    prototypes, samples = q.shape
+    q = q / q.sum()
+    for _ in range(3):
+        q = q / q.sum(1, keepdim=True) / prototypes
+        q = q / q.sum(0, keepdim=True) / samples
+    return (q * samples).T.float()
+
+
+def losses_of(student, teacher, batch, temperature, dino):
+    """The parts of the loss of a batch: a list of (global crops, local crops, masked patches)."""
+    with torch.no_grad():
+        of_teacher = [[teacher.tokens(crop) for crop in crops] for crops, _, _ in batch]
+        logits = [teacher.dino_head(tokens[0]) for image in of_teacher for tokens in image]
+        classes = sinkhorn(torch.stack(logits), temperature).view(len(batch), 2, -1)
+        logits = [
+            teacher.ibot_head(image[0][1 + patch])
+            for image, (_, _, masked) in zip(of_teacher, batch, strict=True)
+            for patch in masked
+        ]
+        patches = iter(sinkhorn(torch.stack(logits), temperature))
+
+    def cross_entropy(target, logits):
+        return -(target * torch.log_softmax(logits / dino.student_temp, 0)).sum()
+
+    pairs, of_patches, class_tokens = [], [], [[], []]
+    for number, (global_crops, local_crops, masked) in enumerate(batch):
+        seen = [student.tokens(global_crops[0], masked), student.tokens(global_crops[1])]
+        answers = [student.dino_head(tokens[0]) for tokens in seen]
+        answers += [student.dino_head(student.tokens(crop)[0]) for crop in local_crops]
+        pairs += [
+            cross_entropy(classes[number, t], answer)
+            for t in range(2)
+            for s, answer in enumerate(answers)
+            if s != t
+        ]
+        found = [
+            cross_entropy(next(patches), student.ibot_head(seen[0][1 + patch])) for patch in masked
+        ]
+        of_patches.append(sum(found) / len(found))
+        for crop in range(2):
+            class_tokens[crop].append(seen[crop][0])
+
+    koleo = 0.0
+    for tokens in class_tokens:
+        points = [token / token.norm() for token in tokens]
+        for start in range(0, len(points), dino.koleo_group):
+            group = points[start : start + dino.koleo_group]
+            for point in group:
+                others = [(point - other).norm() for other in group if other is not point]
+                koleo = koleo - torch.stack(others).min().log() / len(points)
+    # iBOT's loss is a mean over all global crops, of which half have masked patches.
+    parts = torch.stack(pairs).mean(), torch.stack(of_patches).mean() / 2, koleo
+    return parts[0] + dino.ibot_weight * parts[1] + dino.koleo_weight * parts[2]
+
+
+def half_cosine(first, last, share):
+    return last + (first - last) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def train(flags, steps=6):
+    """Losses and gradient norms of a run with these flags, and its student and teacher."""
+    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--objective", "dino"]
+    run = on_xla([*source, *TINY_MODEL, *TINY_RUN, *flags])
+    how, dino, sizes = run.config.optimizer, run.config.objective, run.model.sizes
+    student = PlainDino(
+        patch=sizes.input_shape[1] // sizes.grid[0],
+        side=sizes.grid[0],
+        width=sizes.embed_dim,
+        heads=sizes.num_heads,
+        depth=sizes.depth,
+        dino=dino,
+    )
+    student.load_state_dict(filled(run.model, run.config.seed).state_dict())
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    prototypes = [head.prototypes["weight"] for head in (student.dino_head, student.ibot_head)]
+    others = [p for p in student.parameters() if not any(p is each for each in prototypes)]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": prototypes}])
+    request = dataset_request(run)
+    loader = open_data(request).train_loader(run.config.data.batch_size, Share())
+    total, epoch_steps = len(loader) * run.config.num_epochs, len(loader)
+    losses, norms, rate = [], [], warm_cosine(how)
+    for step, (packed, _) in enumerate(itertools.islice(loader.epoch(0), steps)):
+        decay = run.config.schedule.weight_decay_end
+        decay = (
+            how.weight_decay
+            if decay is None
+            else half_cosine(how.weight_decay, decay, step / total)
+        )
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = rate(step, total), decay
+        if step < round(dino.freeze_last_layer_epochs * epoch_steps):
+            optimizer.param_groups[1]["lr"] = 0.0
+        warmup = round(dino.warmup_teacher_temp_epochs * epoch_steps)
+        rise = dino.teacher_temp - dino.warmup_teacher_temp
+        temperature = dino.warmup_teacher_temp + rise * (min(1, step / warmup) if warmup else 1)
+
+        global_crops, local_crops, mask = request.layout.unpack(packed)
+        batch = [
+            (
+                [normalized(crops[i : i + 1], run)[0] for crops in global_crops],
+                [normalized(crops[i : i + 1], run)[0] for crops in local_crops],
+                mask[i].nonzero().flatten().tolist(),
+            )
+            for i in range(len(packed))
+        ]
+        loss = losses_of(student, teacher, batch, temperature, dino)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(student.parameters(), how.clip_grad_norm).item())
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        kept = half_cosine(dino.teacher_momentum, dino.teacher_momentum_end, step / total)
+        with torch.no_grad():
+            for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+                old.copy_(kept * old + (1 - kept) * new)
+    return {"loss": losses, "grad_norm": norms}, student, teacher
+
+
+if __name__ == "__main__":
+    print(json.dumps(train(sys.argv[1:])[0]))

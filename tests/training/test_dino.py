@@ -1,0 +1,260 @@
+"""``--objective dino``: against one in plain PyTorch, on several forms; its teacher."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from data.crops import CropLayout, CropRequest
+from models.dino import slots_of
+from tests.cli import need_xla, run_program, tiny, train_tiny, train_tiny_gpu
+from tests.marks import long
+from tests.references import plain_dino
+from tests.references.plain_checkpoint import convert
+from tests.training.test_resume import EPOCHS_OF_5
+from tests.usage_error import told_in_one_line
+from training.objectives.dino import koleo_loss, sinkhorn, taken
+from training.schedule import Ramp
+
+HEADS = "--dino_prototypes 48 --ibot_prototypes 32 --dino_head_hidden 24 --dino_head_bottleneck 16"
+CROPS = "--local_crops 3 --local_crop_size 8 --koleo_group 4"
+SCHEDULES = (
+    "--freeze_last_layer_epochs 0.02 --warmup_teacher_temp_epochs 0.05 --teacher_momentum 0.9 "
+    "--weight_decay 0.04 --weight_decay_end 4 --lr 1e-3"
+)
+SMALL = f"--class_token {HEADS} {CROPS} {SCHEDULES}".split()
+DINO = ["--objective", "dino", *SMALL]
+WITHOUT_CLASS_TOKEN = [word for word in DINO if word != "--class_token"]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain_dino.train(SMALL)
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory):
+    """A finished run in two processes."""
+    flags = "--ckpt_step_interval 3 --knn_every 6".split()
+    return train_tiny_gpu(tmp_path_factory.mktemp("dino"), *DINO, *flags, processes=2)
+
+
+def assert_same(result, expected):
+    for name in ("loss", "grad_norm"):
+        assert result.column(name) == pytest.approx(expected[0][name], rel=1e-5)
+    assert "Involuntary full rematerialization" not in result.stderr
+
+
+def weights_of(ckpt_dir, kind="model"):
+    return convert(ckpt_dir / "step_6", ckpt_dir / f"{kind}.pt")[kind]
+
+
+# -- losses, gradients and the teacher ---------------------------------------------------
+
+
+def test_two_processes(on_gpu, expected):
+    assert_same(on_gpu, expected)
+
+
+@pytest.mark.parametrize(
+    ("devices", "flags"),
+    [
+        (4, ""),
+        long(1, ""),
+        long(4, "--mesh_dcn 2 --mesh_fsdp 2 --grad_ckpt none"),
+        long(2, "--grad_ckpt selective"),
+        long(2, "--no-scan_blocks"),
+        long(1, "--xla_fsdp nested"),
+    ],
+)
+def test_on_xla(devices, flags, expected, tmp_path):
+    assert_same(train_tiny(tmp_path, *DINO, *flags.split(), devices=devices), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", ["", "--zero_dp_strategy 2 --grad_ckpt none"])
+def test_one_process(flags, expected, tmp_path):
+    assert_same(train_tiny_gpu(tmp_path, *DINO, *flags.split()), expected)
+
+
+def test_student_and_teacher_are_the_plain_ones(on_gpu, expected):
+    """So all gradients were the same, and nothing but the average has changed the teacher."""
+    _, *models = expected
+    for kind, model in zip(("model", "ema"), models, strict=True):
+        found = weights_of(on_gpu.ckpt_dir, kind)
+        assert found.keys() == model.state_dict().keys()
+        for name, values in model.state_dict().items():
+            torch.testing.assert_close(found[name], values, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_k_nn_is_the_teachers(on_gpu):
+    """The same figure as of the checkpoint's average, alone."""
+    (record,) = [r for r in on_gpu.records if "val_knn_10" in r]
+    flags = "--eval_only --knn --use_ema --backend cuda --batch_size 48 --data_dir datasets/digits"
+    done = run_program(
+        "run_vit_training.py", *flags.split(), "--resume", str(on_gpu.ckpt_dir), "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert f'"val_knn_10": {record["val_knn_10"]}' in done.stdout
+
+
+# -- parts ---------------------------------------------------------------------------------
+
+
+def test_sinkhorn_over_shards_is_that_of_the_whole():
+    """Each of three shards, with the sums of all, and rows that are not there."""
+    torch.manual_seed(0)
+    logits, present = torch.rand(30, 12) * 2 - 1, torch.rand(30) < 0.7
+    temperature = torch.tensor([0.05])
+    whole = sinkhorn(logits, temperature, lambda x: x, present)
+    torch.testing.assert_close(whole[present], plain_dino.sinkhorn(logits[present], 0.05))
+    assert not whole[~present].any()
+    # The sums that replicas add up, round after round, are those of the whole.
+    sums: list[torch.Tensor] = []
+    sinkhorn(logits, temperature, lambda x: sums.append(x) or x, present)
+    parts = []
+    for rows in torch.arange(30).split(10):
+        rounds = iter(sums)
+        parts.append(
+            sinkhorn(logits[rows], temperature, lambda _, r=rounds: next(r), present[rows])
+        )
+    torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def test_koleo_of_groups_is_the_mean_of_theirs():
+    torch.manual_seed(0)
+    tokens = torch.randn(12, 5)
+    parts = [koleo_loss(part, 4) for part in tokens.split(4)]
+    assert koleo_loss(tokens, 4) == pytest.approx(sum(parts).item() / 3)
+
+
+def test_slots_hold_the_masked_patches_in_order():
+    mask = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 0, 0, 1]]).bool()
+    slots = slots_of(mask, 4)
+    assert slots[0].nonzero().tolist() == [[0, 1], [1, 3], [2, 4]]
+    assert slots[1].nonzero().tolist() == [[0, 4]]
+    assert taken(mask, 4).tolist() == [[True, True, True, False], [True, False, False, False]]
+
+
+def test_ramps():
+    cosine = Ramp(0.992, 1.0, 100, "cosine")
+    assert [cosine.at(0), cosine.at(50), cosine.at(100), cosine.at(200)] == pytest.approx(
+        [0.992, 0.996, 1.0, 1.0]
+    )
+    assert Ramp(0.04, 0.07, 30).at(10) == pytest.approx(0.05)
+    assert Ramp(0.04, 0.07, 0).at(0) == 0.07
+
+
+def test_crops_are_those_of_the_layout():
+    request = CropRequest((4, 4), 2, (0.3, 1), (0.1, 0.3), (2, 2), (0.1, 0.5))
+    layout = CropLayout((3, 8, 8), request)
+    images = torch.randint(256, (5, layout.length), dtype=torch.uint8)
+    global_crops, local_crops, mask = layout.unpack(images)
+    shapes = [tuple(each.shape) for each in (global_crops, local_crops, mask)]
+    assert shapes == [(2, 5, 3, 8, 8), (2, 5, 3, 4, 4), (5, 4)]
+
+
+# -- a run as a whole --------------------------------------------------------------------------
+
+
+def test_reports(on_gpu):
+    assert not on_gpu.evaluations  # there is no loss of validation images
+    assert "of teacher" in on_gpu.stdout
+    assert (on_gpu.ckpt_dir / "curves.png").exists()
+
+
+@pytest.mark.parametrize("train", [train_tiny_gpu, long(train_tiny)])
+def test_resumed_in_mid_epoch_bit_for_bit(train, tmp_path):
+    flags = [*DINO, *EPOCHS_OF_5, "--drop_path_rate", "0.1", "--max_steps", "9"]
+    flags += ["--batch_size", "288", "--koleo_group", "16"]
+    whole = train(tmp_path / "whole", *flags, "--ckpt_step_interval", "7")
+    run = tmp_path / "run"
+    shutil.copytree(whole.ckpt_dir / "step_7", run / "step_7")
+    resumed = train(run, *flags)
+    for name in ("loss", "grad_norm", "lr"):
+        assert resumed.column(name) == whole.column(name)[7:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("train", [train_tiny, train_tiny_gpu])
+def test_bf16_is_near_fp32(train, expected, tmp_path):
+    result = train(tmp_path, *DINO, "--precision", "bf16")
+    assert result.column("loss") == pytest.approx(expected[0]["loss"], rel=0.05)
+
+
+@pytest.mark.long
+def test_accumulated_on_both_backends(tmp_path):
+    """Sinkhorn sees a micro-batch, so it is another training, but the same one on both."""
+    flags = [*DINO, "--grad_accum_steps", "2"]
+    xla = train_tiny(tmp_path / "xla", *flags, devices=2)
+    gpu = train_tiny_gpu(tmp_path / "gpu", *flags, processes=2)
+    assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+def test_optimizers(optimizer, tmp_path):
+    flags = [*DINO, "--optimizer", optimizer, "--layer_decay", "0.8", "--lr", "1e-3"]
+    flags += "--no_decay norms biases embeddings".split()
+    xla = train_tiny(tmp_path / "xla", *flags, devices=2)
+    gpu = train_tiny_gpu(tmp_path / "gpu", *flags)
+    assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("flags", "graphs"), [("", 1), ("--grad_accum_steps 2", 2)])
+def test_steady_state(flags, graphs, tmp_path):
+    """One execution a pass, no compilation, nothing read between logs."""
+    steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
+    result = train_tiny(tmp_path, *DINO, *steady, *flags.split(), devices=2)
+    at = [result.steps[step] for step in (6, 12, 18, 24)]
+    assert len({record["compilations"] for record in at}) == 1
+    assert np.diff([record["executions"] for record in at]).tolist() == [6 * graphs] * 3
+    reads = at[-1]["device_to_host"] - at[0]["device_to_host"]
+    assert abs(reads - 3 * 3) <= 3
+
+
+# -- mistakes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--mixup 0.8", "--mixup 0.8 requires --objective classify, this is dino"),
+        ("--mesh_tensor 2", "--mesh_tensor 2 requires --objective classify, this is dino"),
+        ("--mesh_domain 2", "--mesh_domain 2 requires --objective classify, this is dino"),
+        ("--plan", "--plan requires --objective classify, this is dino"),
+        ("--self_check", "--self_check requires --objective classify, this is dino"),
+        ("--model_ema", "--model_ema requires --objective classify or --objective mae"),
+        ("--buckets 16x16 12x20", "requires --objective classify, this is dino"),
+        ("--local_crop_size 20", "--local_crop_size 20 is larger than the global crops"),
+        ("--local_crop_size 6", "--local_crop_size 6 is no whole number of patches of 4 x 4"),
+        ("--pos_embed none", "it has no learned position embedding"),
+        ("--koleo_group 3", "--koleo_group 3 does not divide the 8 images of a device and pass"),
+        ("--grad_ckpt auto", "--objective dino is incompatible with --grad_ckpt auto"),
+        ("--color_jitter 0.4", "--color_jitter 0.4 does nothing with --objective dino"),
+        ("--scale 0.5 1", "--objective dino replaces --scale by --global_crops_scale"),
+        ("--ibot_mask_ratio 0.5 0.1", "the first must not be above the second"),
+        ("--ckpt_best", "--ckpt_best requires evaluations of a loss"),
+        ("--objective mae", "requires --objective dino, this is mae"),
+        ("--weight_decay 0", "--weight_decay_end requires --weight_decay above 0"),
+    ],
+)
+def test_mistakes(flags, line, capsys, monkeypatch, tmp_path):
+    need_xla()
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    words = [*tiny(tmp_path / "run"), *DINO, "--cpu_devices", "2", *flags.split()]
+    assert line in told_in_one_line(capsys, *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_token_is_required(capsys, tmp_path):
+    words = [*tiny(tmp_path / "run"), *WITHOUT_CLASS_TOKEN, "--backend", "cuda"]
+    assert "--objective dino requires --class_token" in told_in_one_line(capsys, *words)
+
+
+def test_there_is_no_loss_to_evaluate(on_gpu, capsys):
+    words = ["--eval_only", "--resume", str(on_gpu.ckpt_dir), "--backend", "cuda"]
+    line = told_in_one_line(capsys, *words)
+    assert "--eval_only of --objective dino requires --knn or --probe" in line

@@ -1,0 +1,168 @@
+"""Self-distillation: DINO's loss of class tokens, iBOT's of masked patches, and KoLeo.
+
+Formulas are those of DINOv2 (arXiv 2304.07193): section 4, and its code for what the paper leaves
+open. All are in fp32. The teacher is the moving average of the student (``Backend.teacher``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data.crops import max_masked
+from models.dino import Compared, Crops, DinoSpec
+from training.backend import Backend, dataset_request
+from training.objectives import Objective, normalizer
+from training.schedule import StepRates
+
+if TYPE_CHECKING:
+    from training.resolve import Run
+
+_ROUNDS = 3
+"""Of Sinkhorn and Knopp's iteration."""
+_EPS = 1e-8
+"""The smallest distance of two class tokens, as in KoLeo's code."""
+
+
+class SelfDistillation(Objective):
+    """Learns to predict, from crops, what the teacher makes of other crops and of whole ones."""
+
+    measured = False
+
+    def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
+        spec, request = run.model, dataset_request(run)
+        assert isinstance(spec, DinoSpec)
+        assert request.crops is not None
+        assert request.layout is not None
+        assert backend.teacher is not None
+        self._config, self._backend, self._teacher = run.config.objective, backend, backend.teacher
+        self._layout = request.layout
+        self._slots = max_masked(request.crops.grid, request.crops.mask_ratio)
+        self._normalize = normalizer(run, backend.constant)
+        self._temperature: torch.Tensor | None = None
+        say(
+            f"objective: dino, 2 global and {spec.local_crops} local crops, up to {self._slots} of "
+            f"{spec.sizes.num_patches} patches masked"
+        )
+
+    def begin_step(self, rates: StepRates) -> None:
+        # One number, and yet no scalar: equal scalars would be one input of a compiled step.
+        self._temperature = self._backend.constant(torch.tensor([rates.teacher_temp]))
+
+    def loss(
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+    ) -> torch.Tensor:
+        config, temperature = self._config, self._temperature
+        assert temperature is not None
+        global_crops, local_crops, mask = self._layout.unpack(images)
+        crops = Crops(
+            self._normalize(global_crops).transpose(0, 1),
+            self._normalize(local_crops).transpose(0, 1) if config.local_crops else None,
+            mask,
+            self._slots,
+            hides=True,
+        )
+        with torch.no_grad():
+            taught = Compared(*self._teacher(crops._replace(local_crops=None, hides=False)))
+            classes, patches = self._targets(taught, mask, temperature)
+        found = Compared(*model(crops))  # nested FSDP makes a plain tuple of it
+
+        loss = class_loss(found.classes.float() / config.student_temp, classes)
+        if config.ibot_weight:
+            of_patches = patch_loss(found.patches.float() / config.student_temp, patches, mask)
+            loss = loss + config.ibot_weight * of_patches
+        if config.koleo_weight:
+            groups = [each.float() for each in found.tokens.unbind(1)]
+            spread = sum(koleo_loss(tokens, config.koleo_group) for tokens in groups)
+            loss = loss + config.koleo_weight * spread
+        return loss
+
+    def _targets(
+        self, taught: Compared, mask: torch.Tensor, temperature: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the teacher's probabilities of class tokens, (images, 2, prototypes), and of
+        masked patches, (images, slots, prototypes): zeros in slots without one."""
+        total = self._backend.sum
+        classes = sinkhorn(taught.classes.float().flatten(0, 1), temperature, total)
+        present = taken(mask, taught.patches.shape[1])
+        of_patches = taught.patches.float().flatten(0, 1)
+        patches = sinkhorn(of_patches, temperature, total, present.flatten())
+        return classes.view(taught.classes.shape), patches.view(taught.patches.shape)
+
+
+def taken(mask: torch.Tensor, slots: int) -> torch.Tensor:
+    """Return which of the slots have a masked patch, (images, slots), boolean."""
+    places = torch.arange(slots, dtype=torch.int32, device=mask.device)
+    return places < mask.sum(1, keepdim=True, dtype=torch.int32)
+
+
+def sinkhorn(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor],
+    present: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return probabilities of prototypes, (samples, prototypes), such that over all samples of all
+    replicas each prototype is nearly as probable as any other.
+
+    Sinkhorn and Knopp's iteration, as in SwAV (arXiv 2006.09882): columns and rows of
+    exp(logits / temperature) are divided by their sums, in turn. ``logits``: at most 1, fp32.
+    ``total`` sums over the replicas. ``present``: which samples there are, (samples,); others
+    become zeros.
+    """
+    found = ((logits - 1) / temperature).exp()  # common factors cancel out
+    if present is not None:
+        found = found * present[:, None]
+    for _ in range(_ROUNDS):
+        found = found / total(found.sum(0)).clamp(min=torch.finfo(found.dtype).tiny)
+        of_samples = found.sum(1, keepdim=True)
+        if present is not None:
+            of_samples = of_samples + ~present[:, None]
+        found = found / of_samples
+    return found
+
+
+def class_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy over all pairs of a global crop that the teacher sees and of
+    another crop that the student sees.
+
+    ``logits``: the student's, divided by its temperature, (images, crops, prototypes), global crops
+    first. ``targets``: (images, 2, prototypes).
+    """
+    logs = F.log_softmax(logits, dim=-1)
+    count, crops = targets.shape[1], logits.shape[1]
+    # Of each crop, the targets of all global crops but itself: one sum over prototypes.
+    every = targets.sum(1, keepdim=True)
+    of_global = ((every - targets) * logs[:, :count]).sum((1, 2))
+    of_local = (every * logs[:, count:]).sum((1, 2))
+    return -(of_global + of_local).mean() / (count * (crops - 1))
+
+
+def patch_loss(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of masked patches: the mean over those of an image, then over all
+    global crops, as in DINOv2's code; one of the two of an image has masked patches.
+
+    ``logits``: the student's, divided by its temperature, (images, slots, prototypes). ``targets``:
+    the same shape, zeros in slots without a patch. ``mask``: (images, patches).
+    """
+    of_slots = -(targets * F.log_softmax(logits, dim=-1)).sum(-1)
+    return (of_slots.sum(1) / mask.sum(1).clamp(min=1)).mean() / 2
+
+
+def koleo_loss(tokens: torch.Tensor, group: int) -> torch.Tensor:
+    """Return KoLeo's loss (arXiv 1806.03198) of class tokens (images, width), in groups of adjacent
+    images: minus the mean logarithm of the distance to the nearest neighbor on the unit sphere."""
+    tokens = F.normalize(tokens, dim=-1).unflatten(0, (-1, group))
+    with torch.no_grad():
+        cosines = tokens @ tokens.transpose(1, 2)
+        own = torch.eye(group, dtype=torch.bool, device=tokens.device)
+        nearest = cosines.masked_fill(own, -2.0).argmax(-1)
+        places = torch.arange(group, device=tokens.device)
+        chosen = (nearest[..., None] == places).to(tokens.dtype)
+    # A product with ones and zeros, as in models/mae.py: no gather, whose gradient is a scatter.
+    difference = tokens - chosen @ tokens
+    return -(difference.square().sum(-1) + _EPS**2).sqrt().log().mean()
