@@ -37,8 +37,8 @@ class ObjectiveConfig:
 
     objective: Literal["classify", "mae", "dino"] = flag(
         "classify",
-        "what to train for; classify: the labels of images; mae: masked autoencoding, dino: "
-        "self-distillation of crops, both without labels (docs/pretraining.md)",
+        "what to train for: labels, or without them masked autoencoding (mae) or self-distillation "
+        "(dino), see docs/pretraining.md",
         common=True,
     )
     mask_ratio: float = flag(
