@@ -20,7 +20,7 @@ from matplotlib.ticker import LogFormatter
 
 from config_fields import bounded, local_path, seconds
 from data.files import reason_of
-from tools.goodput import DATA, EVAL, LOST, USEFUL, Account, account_of, duration, young
+from tools.goodput import DATA, EVAL, USEFUL, Account, account_of, duration, young
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.flags import OneLineParser
@@ -187,7 +187,7 @@ class Measured:
     """From the last sign of life to the first step done, waiting for machines included, the mean;
     without any restart that of the first start."""
     interval_s: float | None
-    """Training between two checkpoints, lost work included."""
+    """Training between two checkpoints, without lost work."""
     training_s: float
     """Useful steps, with waiting for data and evaluations."""
     step_share: float
@@ -210,7 +210,7 @@ def measure(account: Account) -> Measured:
     return Measured(
         save_s=sum(saves) / len(saves) if saves else None,
         restart_s=sum(restarts) / len(restarts),
-        interval_s=(training_s + seconds[LOST]) / len(saves) if saves else None,
+        interval_s=training_s / len(saves) if saves else None,
         training_s=training_s,
         step_share=seconds[USEFUL] / training_s,
         failures=account.failures,

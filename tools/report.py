@@ -357,8 +357,8 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
     )
     return (
         f'<div class="legend" style="position:static">{swatches}{signs}</div>'
-        f'<svg class="lanes" viewBox="0 0 1200 {height}">{"".join(parts)}</svg>'
-        f'<div class="scroll">{_shares(runs)}</div>'
+        f'<div class="scroll"><svg class="lanes" viewBox="0 0 1200 {height}">{"".join(parts)}</svg>'
+        f'</div><div class="scroll">{_shares(runs)}</div>'
     )
 
 
