@@ -900,7 +900,7 @@ class RunConfig:
         "search the fastest, cheapest and smallest hardware and flags to train --model, instead of "
         "training (docs/planning.md)",
         common=True,
-        requires=_CLASSIFIES,
+        requires=("objective=classify|objective=mae",),
         incompatible_with=("predict", "eval_only", "self_check", "compile_only", "buckets"),
     )
     list_models: str | None = flag(

@@ -28,7 +28,8 @@ class StepSizes:
     pixels: int
     """Values of one image."""
     train_flops: float
-    """FLOPs of one image, forward and backward, as MFU counts them."""
+    """FLOPs of one image, forward and backward, as MFU counts them; those of another stack than
+    the first count there, too."""
 
     @property
     def parameters(self) -> int:
@@ -67,5 +68,10 @@ def step_sizes(model: ModelSpec, stack: str = "blocks") -> StepSizes:
         other_parameters=model.parameter_count - sum(parameters.values()) if is_first else 0,
         classes=sizes.num_classes if is_first else pixels,
         pixels=pixels,
-        train_flops=model.train_flops_per_image,
+        train_flops=model.train_flops_per_image if is_first else 0.0,
     )
+
+
+def stack_sizes(model: ModelSpec) -> list[StepSizes]:
+    """Return the sizes of each stack of blocks: what is estimated of them adds up to the step."""
+    return [step_sizes(model, stack) for stack in model.stacks]

@@ -7,15 +7,19 @@ matrix unit, all else runs at the bandwidth of HBM, and collectives run beside i
 work to hide them. The constants were fitted on the compiler's figures (docs/planning.md).
 """
 
+from __future__ import annotations
+
+import functools
 import math
-from dataclasses import dataclass, replace
+import operator
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from models.spec import ModelSpec
 from training.config import RunConfig
 from training.mesh import Mesh
-from training.step_sizes import StepSizes, state_bytes, step_sizes
+from training.step_sizes import StepSizes, stack_sizes, state_bytes
 from xla_fsdp.attention.sizes import LANES, SUBLANES, padded_tokens, padded_width
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.tpu import Chip
@@ -112,6 +116,11 @@ class Estimate:
     def step_s(self) -> float:
         moving = self.traffic_s + self.waiting_s + self.dcn_s + self.saving_s
         return self.products_s + moving
+
+    def __add__(self, other: Estimate) -> Estimate:
+        """Return the estimate of two stacks of blocks: one computes after the other, and what both
+        save is in memory at the peak."""
+        return Estimate(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 def estimate(
@@ -272,13 +281,15 @@ def resolve_policy(
     if chip is None:
         return with_policy("full"), " (--grad_ckpt auto: what fits is known for TPUs alone)"
     seconds, peaks = {}, {}
-    for name in POLICIES:  # stacks of blocks compute one after the other, and all save for it
-        of_stacks = [
-            estimate(step_sizes(model, stack), chip, mesh, with_policy(name), own.attention)
-            for stack in model.stacks
-        ]
-        seconds[name] = sum(each.step_s for each in of_stacks)
-        peaks[name] = sum(each.peak_bytes for each in of_stacks)
+    for name in POLICIES:
+        found = functools.reduce(
+            operator.add,
+            (
+                estimate(shape, chip, mesh, with_policy(name), own.attention)
+                for shape in stack_sizes(model)
+            ),
+        )
+        seconds[name], peaks[name] = found.step_s, found.peak_bytes
     fitting = [name for name in peaks if peaks[name] <= _USABLE * chip.hbm_bytes]
     if fitting:
         chosen = min(fitting, key=lambda name: seconds[name])

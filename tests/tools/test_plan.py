@@ -5,8 +5,10 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
+from PIL import Image
 
 import run_vit_training
 from run_vit_training import read_flags
@@ -14,8 +16,8 @@ from tests.cli import run_program
 from tests.marks import long
 from tests.usage_error import told_in_one_line
 from tools.plan.gpu import candidates as gpu_candidates
-from tools.plan.plans import SHIPPED, Request, find_work, read_prices, words_of
-from tools.plan.tpu import refusal
+from tools.plan.plans import SHIPPED, Request, find_work, read_prices, read_request, words_of
+from tools.plan.tpu import compile_words, computed_candidates, refusal
 from tools.plan.tpu_search import (
     CHOICES,
     USUAL,
@@ -30,7 +32,7 @@ from training.errors import UsageError
 from training.flags import flat
 from training.mesh import Mesh
 from training.resolve import resolve_model
-from training.step_sizes import step_sizes
+from training.step_sizes import stack_sizes, step_sizes
 from xla_fsdp import tpu
 from xla_fsdp.estimates import POLICIES
 from xla_fsdp.resolve_xla import resolve_for_slice
@@ -113,6 +115,54 @@ def test_a_candidate_is_trained_whatever_flags_of_the_plan_were_given():
     candidate = next(candidates(config, own))
     chosen, of_xla = candidate.configs(config, own)
     assert not resolve_for_slice(chosen, of_xla, candidate.topology).config.plan
+
+
+# -- masked autoencoders: two stacks of blocks --------------------------------------------
+
+MAE = f"--objective mae --model {VIT_B} --decoder_depth 4 --batch_size 8".split()
+
+
+def test_a_masked_autoencoder_is_planned_for_tpus(tmp_path):
+    """Images without labels are counted; the compiler is asked about encoder and decoder."""
+    (tmp_path / "train").mkdir()
+    for number in range(9):
+        Image.new("RGB", (8, 8)).save(tmp_path / "train" / f"{number}.png")
+    flags = read_flags(["--plan", *MAE, "--tpu_topology", "v5e:2x2", "--data_dir", str(tmp_path)])
+    request = read_request(flags.run, flags.xla, ("v5e",))
+    assert request.work.images == 9
+    encoder, decoder = stack_sizes(request.model)
+    assert (encoder.depth, encoder.tokens) == (12, 1 + 49)
+    assert (decoder.depth, decoder.tokens, decoder.width) == (4, 1 + 196, 512)
+    assert encoder.parameters + decoder.parameters == request.model.parameter_count
+
+    options = computed_candidates(request)
+    whole = {option.candidate: option.computed for option in options}
+    candidate = TpuCandidate(Mesh(fsdp=4), "full", 1, "whole", parse_topology("v5e:2x2"))
+    parts = [candidate.estimate(each, request.config) for each in (encoder, decoder)]
+    assert whole[candidate].step_s == pytest.approx(sum(each.step_s for each in parts))
+    assert whole[candidate].peak_bytes == pytest.approx(sum(each.peak_bytes for each in parts))
+
+    typed = read_flags(compile_words(request.config, request.own, candidate))
+    _, compiled = resolve_model(typed.run)
+    assert compiled.parameter_count == request.model.parameter_count
+    assert refusal(request, candidate) is None
+    tensor = replace(candidate, mesh=Mesh(fsdp=2, tensor=2))
+    assert refusal(request, tensor).startswith("--mesh_tensor 2 requires --objective classify")
+
+
+def test_a_masked_autoencoder_is_planned_for_gpus(capsys, tmp_path):
+    """Less than a classifier of the same encoder takes, which sees all patches."""
+    fixed = "--plan --backend cuda --json --train_images 100000 --batch_size 1024".split()
+    fixed += ["--chips_at_most", "8", "--plan_dir", str(tmp_path / "plan"), "--model", VIT_L]
+    steps = []
+    for objective in ("classify", "mae"):
+        assert run_vit_training.main([*fixed, "--objective", objective]) == 0
+        found = json.loads(capsys.readouterr().out)["plans"]
+        steps.append({each["hardware"]: each["expected_step_s"] for each in found})
+        trains = {"--objective mae" in each["commands"]["train"] for each in found}
+        assert trains == {objective == "mae"}
+    assert steps[0].keys() <= steps[1].keys()
+    assert all(steps[1][name] < step_s for name, step_s in steps[0].items())
 
 
 # -- the search, beside a made-up compiler ----------------------------------------------

@@ -5,7 +5,11 @@ traffic and its exchanges take, at the shares below of what the data sheets prom
 assumptions of what PyTorch reaches with bf16, not fitted on anything.
 """
 
+from __future__ import annotations
+
+import functools
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +23,7 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh, make_mesh
 from training.resolve import Run, check_batch, check_rows
-from training.step_sizes import StepSizes, state_bytes, step_sizes
+from training.step_sizes import StepSizes, stack_sizes, state_bytes
 
 # -- GPUs ----------------------------------------------------------------------------------
 
@@ -86,6 +90,10 @@ class GpuEstimate:
 
     peak_bytes: float
     step_s: float
+
+    def __add__(self, other: GpuEstimate) -> GpuEstimate:
+        """Return the estimate of two stacks of blocks, of which one computes after the other."""
+        return GpuEstimate(self.peak_bytes + other.peak_bytes, self.step_s + other.step_s)
 
 
 def estimate(shape: StepSizes, gpu: Gpu, mesh: Mesh, config: RunConfig) -> GpuEstimate:
@@ -194,7 +202,9 @@ def _plan(request: Request, gpu: Gpu, number: int, chosen: dict[str, Any]) -> Ha
     config = replace(candidate.run_config(config), backend="cuda")
     check_rows(mesh, model)
     check_batch(Run(config, request.own, model, mesh))
-    found = estimate(step_sizes(model), gpu, mesh, config)
+    found = functools.reduce(
+        operator.add, (estimate(shape, gpu, mesh, config) for shape in stack_sizes(model))
+    )
 
     # The line that starts the training, to be typed on each node.
     nodes = math.ceil(number / NODE)

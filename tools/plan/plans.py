@@ -115,7 +115,8 @@ def find_work(config: RunConfig, model: ModelSpec) -> Work:
         images, counted = IMAGENET, "ImageNet's; --train_images is another number"
     else:
         channels, *size = model.sizes.input_shape
-        wanted = DatasetRequest(data, channels, tuple(size), model.sizes.num_classes, config.seed)
+        classes, labels = model.sizes.num_classes, config.objective.uses_labels
+        wanted = DatasetRequest(data, channels, tuple(size), classes, config.seed, labels=labels)
         try:
             images = open_data(wanted).train_length
         except DataFolderError as error:

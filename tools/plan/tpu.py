@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import math
+import operator
 import os
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from tools.plan.tpu_search import (
 )
 from training.config import EmaConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.step_sizes import step_sizes
+from training.step_sizes import stack_sizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import CHIPS, takes_newer_libtpu
@@ -64,6 +65,7 @@ def compile_words(config: RunConfig, own: XlaConfig, candidate: TpuCandidate) ->
     step = RunConfig(
         data=DataConfig(batch_size=data.batch_size, grad_accum_steps=data.grad_accum_steps),
         model=config.model,
+        objective=config.objective,
         optimizer=OptimizerConfig(
             optimizer=optimizer.optimizer,
             clip_grad_norm=optimizer.clip_grad_norm,
@@ -179,11 +181,13 @@ def computed_candidates(
     request: Request, choices: Mapping[str, tuple[Any, ...]] = CHOICES
 ) -> list[ComputedCandidate]:
     """Return all that the flags leave open of these choices, with the arithmetic's estimates."""
-    shape, prices = step_sizes(request.model), request.prices
+    shapes, prices = stack_sizes(request.model), request.prices
     return [
         ComputedCandidate(
             each,
-            each.estimate(shape, request.config),
+            functools.reduce(
+                operator.add, (each.estimate(shape, request.config) for shape in shapes)
+            ),
             prices[each.kind].per_hour if each.kind in prices else 0.0,
         )
         for each in candidates(request.config, request.own, choices)
