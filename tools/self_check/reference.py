@@ -134,7 +134,7 @@ _BF16 = torch.finfo(torch.bfloat16).eps / 2
 """Unit roundoff: half the distance from 1.0 to the next number."""
 _EXACT_LOSS, _EXACT_STATE = 2e-5, 2e-4
 """Allowed in fp32, where only the order of sums differs."""
-_TIMES = 3.0
+_TIMES = 4.0
 """What is allowed, in multiples of what rounding does to plain PyTorch."""
 _MOST, _MOST_OF_ONE = 0.3, 0.45
 """The most that is ever allowed, of all together and of one tensor, which may have few values: it
@@ -192,7 +192,10 @@ class Tolerances:
     rounded: Outcome
 
     def loss(self) -> float:
-        return min(_MOST, max(_EXACT_LOSS, 8 * self.rounding))
+        # A loss after updates is as far off as what these updates were made of.
+        moments = (each.states[UPDATES]["exp_avg"] for each in (self.rounded, self.plain))
+        of_bf16 = distance(*moments).whole
+        return min(_MOST, max(_EXACT_LOSS, 8 * self.rounding, self._of_rounding(of_bf16)))
 
     def norm(self) -> float:
         """Return what is allowed of the norm, which is not as far off as the gradient itself."""
@@ -201,7 +204,11 @@ class Tolerances:
     def state(self, update: int, kind: str, start: Tensors | None) -> Distance:
         far = distance(self.rounded.states[update][kind], self.plain.states[update][kind], start)
         whole, worst = (
-            min(most, max(_EXACT_STATE, _TIMES * of_bf16 * self.rounding / _BF16))
+            min(most, max(_EXACT_STATE, self._of_rounding(of_bf16)))
             for of_bf16, most in ((far.whole, _MOST), (far.worst, _MOST_OF_ONE))
         )
         return Distance(whole, worst)
+
+    def _of_rounding(self, of_bf16: float) -> float:
+        """Return what is allowed where rounding to bf16 makes a difference of ``of_bf16``."""
+        return _TIMES * of_bf16 * self.rounding / _BF16
