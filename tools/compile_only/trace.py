@@ -11,6 +11,7 @@ import os
 import torch
 
 from tools.compile_only.graphs import Step
+from training.backend import dataset_request
 from training.objectives import open_objective
 from training.schedule import StepRates
 from training.step import forward_backward, put_micro_batches, shard_and_optimize
@@ -55,8 +56,10 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
 
     data, optimizer = run.config.data, run.config.optimizer
     share = data.batch_size // backend.world_size
-    shape = (share, *run.model.sizes.input_shape)
-    dtype = getattr(torch, data.image_dtype(len(shape) - 2))
+    request = dataset_request(run)
+    packed = request.layout and (request.layout.length,)
+    shape = (share, *(packed or request.shape))
+    dtype = getattr(torch, data.image_dtype(len(request.size)))
     images = torch.empty(shape, dtype=dtype, device="meta")
     batch = images, torch.empty(share, dtype=torch.int64, device="meta")
     objective = open_objective(run, backend)
