@@ -89,10 +89,12 @@ class DinoSpec(TimmSpec):
         arguments = self.arguments | WITHOUT_MEMORY[self.kind] | {"num_classes": 0}
         model: Any = kind(**arguments)
         model.add(**self._heads)
-        if self.kind is Eva and self.local_grid != self.trunk.sizes.grid:
-            # The angles of local crops, from a model of their size.
-            small: Any = self.kind(**arguments | {"img_size": self._local_size})
-            model.local_rope = small.rope
+        if self.kind is Eva:
+            model.local_rope = None
+            if self.local_grid != self.trunk.sizes.grid:
+                # The angles of local crops, from a model of their size.
+                small: Any = self.kind(**arguments | {"img_size": self._local_size})
+                model.local_rope = small.rope
         return model
 
     def scheme(self) -> Scheme:
@@ -318,7 +320,7 @@ class DinoVisionTransformer(_WithHeads, VisionTransformer):
 class DinoEva(_WithHeads, Eva):
     """timm's Eva (DINOv3's class) with DINO's heads."""
 
-    local_rope: nn.Module | None = None
+    local_rope: nn.Module | None
     """The rotary positions of local crops, if these have another size."""
 
     def _pos_embed(self, x: torch.Tensor) -> Any:
