@@ -226,6 +226,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         long=True,
     ),
     "python benchmarks/data.py --repeats": Run((r"^  ratio a core \d\.\d\d",), long=True),
+    "python benchmarks/data.py --crops": Run((r"^  ratio a core \d\.\d\d",), long=True),
     "python benchmarks/data.py --cores": Run((r" of 56 cores$",), long=True),
     "python benchmarks/checkpoint.py": Run((r"\| fsdp2 \| 5 MB/s \|",), long=True),
     "python benchmarks/number_formats.py": Elsewhere("an hour of training", benchmark_takes),
