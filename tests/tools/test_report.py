@@ -20,7 +20,7 @@ pytestmark = pytest.mark.fast
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STEPS = 300
-MALICIOUS = "<script>document.title = 'harmed'<"
+MALICIOUS = '<script>document.title = "harmed"<'
 """A name of a folder, and of other things: what would run if it were not escaped."""
 
 
