@@ -139,7 +139,7 @@ class TorchConfig:
     channels_last: bool = flag(
         False,
         "store images and the patch embedding in channels-last memory order",
-        requires=("backend=cuda",),
+        requires=("backend=cuda", "objective=classify|objective=mae"),
     )
     tf32: bool = flag(
         False,

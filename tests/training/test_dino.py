@@ -235,7 +235,7 @@ def test_steady_state(flags, graphs, tmp_path):
         ("--mixup 0.8", "--mixup 0.8 requires --objective classify, this is dino"),
         ("--mesh_tensor 2", "--mesh_tensor 2 requires --objective classify, this is dino"),
         ("--mesh_domain 2", "--mesh_domain 2 requires --objective classify, this is dino"),
-        ("--plan", "--plan requires --objective classify, this is dino"),
+        ("--plan", "--plan requires --objective classify or --objective mae"),
         ("--self_check", "--self_check requires --objective classify, this is dino"),
         ("--model_ema", "--model_ema requires --objective classify or --objective mae"),
         ("--buckets 16x16 12x20", "requires --objective classify, this is dino"),
@@ -263,6 +263,12 @@ def test_mistakes(flags, line, capsys, monkeypatch, tmp_path):
 def test_a_class_token_is_required(capsys, tmp_path):
     words = [*tiny(tmp_path / "run"), *WITHOUT_CLASS_TOKEN, "--backend", "cuda"]
     assert "--objective dino requires --class_token" in told_in_one_line(capsys, *words)
+
+
+def test_crops_have_an_order_of_their_own(capsys, tmp_path):
+    words = [*tiny(tmp_path / "run"), *DINO, "--backend", "cuda", "--channels_last"]
+    line = told_in_one_line(capsys, *words)
+    assert "--channels_last requires --objective classify or --objective mae" in line
 
 
 def test_there_is_no_loss_to_evaluate(on_gpu, capsys):
