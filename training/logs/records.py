@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,8 +162,13 @@ def read_lines(path: Path, *names: str) -> Iterator[dict[str, Any] | None]:
 
     A line that is no such object is None: a crash may have cut it off. Raises OSError.
     """
-    with open(path, errors="replace", opener=regular) as file:
-        for line in file:
+    with contextlib.ExitStack() as opened:
+        lines: Iterable[str]
+        if isinstance(path, os.PathLike):
+            lines = opened.enter_context(open(path, errors="replace", opener=regular))
+        else:  # on a URL
+            lines = path.read_text(errors="replace").splitlines()
+        for line in lines:
             record = None
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
