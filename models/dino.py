@@ -186,8 +186,8 @@ class Crops(NamedTuple):
     mask: torch.Tensor
     """Which patches of each first global crop are masked: (images, patches), boolean."""
     slots: int
-    """The most masked patches of an image: so many are compared, and those that are not there count
-    for nothing."""
+    """The most masked patches of an image: so many are compared, and slots without one count for
+    nothing."""
     hides: bool
     """Masked patches are hidden, as from a student; else they are seen."""
 

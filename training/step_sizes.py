@@ -2,7 +2,10 @@
 
 import functools
 import math
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from models.spec import ModelSpec
 from training.config import RunConfig
@@ -75,3 +78,11 @@ def step_sizes(model: ModelSpec, stack: str = "blocks") -> StepSizes:
 def stack_sizes(model: ModelSpec) -> list[StepSizes]:
     """Return the sizes of each stack of blocks: what is estimated of them adds up to the step."""
     return [step_sizes(model, stack) for stack in model.stacks]
+
+
+Estimated = TypeVar("Estimated")
+
+
+def summed(estimate: Callable[[StepSizes], Estimated], stacks: Iterable[StepSizes]) -> Estimated:
+    """Return the sum of what is estimated of each stack of blocks."""
+    return functools.reduce(operator.add, map(estimate, stacks))

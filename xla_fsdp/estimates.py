@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -19,7 +18,7 @@ import torch
 from models.spec import ModelSpec
 from training.config import RunConfig
 from training.mesh import Mesh
-from training.step_sizes import StepSizes, stack_sizes, state_bytes
+from training.step_sizes import StepSizes, stack_sizes, state_bytes, summed
 from xla_fsdp.attention.sizes import LANES, SUBLANES, padded_tokens, padded_width
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.tpu import Chip
@@ -282,13 +281,10 @@ def resolve_policy(
         return with_policy("full"), " (--grad_ckpt auto: what fits is known for TPUs alone)"
     seconds, peaks = {}, {}
     for name in POLICIES:
-        found = functools.reduce(
-            operator.add,
-            (
-                estimate(shape, chip, mesh, with_policy(name), own.attention)
-                for shape in stack_sizes(model)
-            ),
+        of_stack = functools.partial(
+            estimate, chip=chip, mesh=mesh, config=with_policy(name), attention=own.attention
         )
+        found = summed(of_stack, stack_sizes(model))
         seconds[name], peaks[name] = found.step_s, found.peak_bytes
     fitting = [name for name in peaks if peaks[name] <= _USABLE * chip.hbm_bytes]
     if fitting:

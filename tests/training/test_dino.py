@@ -103,7 +103,7 @@ def test_k_nn_is_the_teachers(on_gpu):
 
 
 def test_sinkhorn_over_shards_is_that_of_the_whole():
-    """Each of three shards, with the sums of all, and rows that are not there."""
+    """Each of three shards, with the sums of all, and with missing rows."""
     torch.manual_seed(0)
     logits, present = torch.rand(30, 12) * 2 - 1, torch.rand(30) < 0.7
     temperature = torch.tensor([0.05])

@@ -7,9 +7,7 @@ assumptions of what PyTorch reaches with bf16, not fitted on anything.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh, make_mesh
 from training.resolve import Run, check_batch, check_rows
-from training.step_sizes import StepSizes, stack_sizes, state_bytes
+from training.step_sizes import StepSizes, stack_sizes, state_bytes, summed
 
 # -- GPUs ----------------------------------------------------------------------------------
 
@@ -202,9 +200,7 @@ def _plan(request: Request, gpu: Gpu, number: int, chosen: dict[str, Any]) -> Ha
     config = replace(candidate.run_config(config), backend="cuda")
     check_rows(mesh, model)
     check_batch(Run(config, request.own, model, mesh))
-    found = functools.reduce(
-        operator.add, (estimate(shape, gpu, mesh, config) for shape in stack_sizes(model))
-    )
+    found = summed(lambda shape: estimate(shape, gpu, mesh, config), stack_sizes(model))
 
     # The line that starts the training, to be typed on each node.
     nodes = math.ceil(number / NODE)

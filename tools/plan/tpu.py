@@ -4,7 +4,6 @@ import functools
 import hashlib
 import json
 import math
-import operator
 import os
 import signal
 import subprocess
@@ -33,7 +32,7 @@ from tools.plan.tpu_search import (
 )
 from training.config import EmaConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.step_sizes import stack_sizes
+from training.step_sizes import stack_sizes, summed
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import CHIPS, takes_newer_libtpu
@@ -185,9 +184,7 @@ def computed_candidates(
     return [
         ComputedCandidate(
             each,
-            functools.reduce(
-                operator.add, (each.estimate(shape, request.config) for shape in shapes)
-            ),
+            summed(functools.partial(each.estimate, config=request.config), shapes),
             prices[each.kind].per_hour if each.kind in prices else 0.0,
         )
         for each in candidates(request.config, request.own, choices)
