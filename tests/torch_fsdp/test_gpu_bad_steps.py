@@ -28,21 +28,16 @@ def train(folder, monkeypatch, flags, processes, **variables):
             long(flags, processes)
             for flags, processes in [
                 ("--zero_dp_strategy 2 --grad_accum_steps 2 --clip_grad_norm 0", 2),
-                ("--run_without_fsdp", 2),
                 ("--run_without_fsdp --optimizer muon", 2),
                 ("--dp_outer 2 --optimizer lion --layer_decay 0.5", 4),
-                ("--fsdp megatron --optimizer lion --grad_accum_steps 2", 2),
                 ("--fsdp megatron --optimizer muon --precision bf16", 2),
                 ("--linear_probe", 2),
-                ("--fsdp megatron --precision bf16 --zero_dp_strategy 2", 2),
                 (
                     "--fsdp megatron --precision bf16 --reduce_dtype bf16 "
                     "--no_preserve_fp32_weights",
                     2,
                 ),
-                ("--fsdp megatron --zero_dp_strategy 1 --no-overlap_param_gather", 2),
                 ("--fsdp megatron --zero_dp_strategy 0", 2),
-                ("--fsdp megatron --dp_outer 2", 4),
                 ("--fsdp megatron --dp_outer 2 --outer_dp_sharding_strategy 1", 4),
             ]
         ),

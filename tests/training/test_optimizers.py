@@ -141,7 +141,7 @@ def plain(flags, form, steps=6):
     ("asked", "form"),
     [
         (asked, form) if (asked, form) in QUICK else long(asked, form)
-        for asked, form in dict.fromkeys([*QUICK, *spread(ASKED, FORMS, every=2)])
+        for asked, form in dict.fromkeys([*QUICK, *spread(ASKED, FORMS, every=3)])
         if not (asked == "probe" and form in ("megatron", "outer"))
     ],
 )

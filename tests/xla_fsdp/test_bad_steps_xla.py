@@ -27,17 +27,12 @@ def train(folder, monkeypatch, flags, devices, **variables):
         *(
             long(flags, devices)
             for flags, devices in [
-                ("--precision bf16", 1),
                 ("--mesh_tensor 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
-                ("--xla_fsdp nested --precision bf16 --optimizer muon", 1),
                 ("--mesh_tensor 2 --grad_accum_steps 2 --optimizer lion --layer_decay 0.5", 4),
                 ("--linear_probe --no-scan_blocks", 2),
-                ("--no-scan_blocks --drop_path_rate 0.2", 2),
                 ("--mesh_dcn 2 --clip_grad_norm 0", 4),
-                ("--mark_step_after_forward --run_without_fsdp", 2),
                 ("--mark_step_every_n_blocks 1 --num_blocks 3 --grad_accum_steps 2", 2),
                 ("--flatten_parameters --clip_grad_norm 0 --optimizer_dtype bf16", 1),
-                ("--xla_fsdp nested --run_without_fsdp --grad_accum_steps 2", 1),
             ]
         ),
     ],

@@ -68,7 +68,7 @@ def test_as_on_whole_images(devices, flags, how, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "sharded"), spread(MODELS, SHARDED, every=6))
+@pytest.mark.parametrize(("model", "sharded"), spread(MODELS, SHARDED, every=8))
 def test_models_on_meshes(model, sharded, tmp_path):
     devices, how = SHARDED[sharded]
     flags = f"{MODELS[model]} --grad_accum_steps 2"

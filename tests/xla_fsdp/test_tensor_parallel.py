@@ -4,7 +4,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from tests.cli import run_program, tiny, train_tiny
-from tests.marks import long
+from tests.marks import long, spread
 from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
 from tools.compile_only.hlo import group_of, parse_module
 
@@ -65,8 +65,7 @@ def test_checkpoint_moves_between_meshes(one_device, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", ["scanned", "no-scan_blocks"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "form"), spread(MODELS, ["scanned", "no-scan_blocks"], every=2))
 def test_every_block(model, form, tmp_path):
     flags = flags_of(model)
     plain = train_tiny(tmp_path / "plain", *flags)
