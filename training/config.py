@@ -4,6 +4,7 @@ A field is a flag (``config_fields.flag``). None means that the program decides:
 ``training/resolve.py`` then replaces it, so a resolved configuration has no None that a run uses.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -25,8 +26,10 @@ from config_fields import (
 from data.config import DataConfig
 from models.config import ModelConfig
 
-_CLASSIFIES, _MASKS = ("objective=classify",), ("objective=mae",)
-_DISTILLS = ("objective=dino",)
+_CLASSIFIES = ("objective=classify",)
+# Of a part of an objective, whose default is no "off".
+_mae_flag = functools.partial(flag, requires=("objective=mae",), requires_at_default=True)
+_dino_flag = functools.partial(flag, requires=("objective=dino",), requires_at_default=True)
 
 
 @dataclass(frozen=True)
@@ -41,181 +44,133 @@ class ObjectiveConfig:
         "(dino), see docs/pretraining.md",
         common=True,
     )
-    mask_ratio: float = flag(
+    mask_ratio: float = _mae_flag(
         0.75,
         "share of an image's patches that are masked: hidden from the encoder, and reconstructed",
         kind=rate,
-        requires=_MASKS,
-        requires_at_default=True,
     )
-    norm_pix_loss: bool = flag(
+    norm_pix_loss: bool = _mae_flag(
         True,
         "reconstruct pixels that are normalized by the mean and deviation of their patch, instead "
         "of the image's own",
-        requires=_MASKS,
-        requires_at_default=True,
     )
-    decoder_depth: int = flag(
+    decoder_depth: int = _mae_flag(
         8,
         "number of blocks of the decoder",
         kind=bounded(int, 1, 1000),
-        requires=_MASKS,
-        requires_at_default=True,
     )
-    decoder_embed_dim: int = flag(
+    decoder_embed_dim: int = _mae_flag(
         512,
         "width of the decoder",
         kind=bounded(int, 1, 2**20),
-        requires=_MASKS,
-        requires_at_default=True,
     )
-    decoder_num_heads: int = flag(
+    decoder_num_heads: int = _mae_flag(
         16,
         "number of attention heads of the decoder",
         kind=positive,
-        requires=_MASKS,
-        requires_at_default=True,
     )
-    local_crops: int = flag(
+    local_crops: int = _dino_flag(
         8,
         "number of local crops of an image, beside two global ones of --image_size",
         kind=bounded(int, 0, 64),
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    local_crop_size: int = flag(
+    local_crop_size: int = _dino_flag(
         96,
         "side of a local crop in pixels, a multiple of --patch_size",
         kind=bounded(int, 1, 16384),
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    global_crops_scale: tuple[float, float] = flag(
+    global_crops_scale: tuple[float, float] = _dino_flag(
         (0.32, 1.0),
         "smallest and largest share of an image's area in a global crop",
         kind=fraction,
         metavar=("MIN", "MAX"),
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    local_crops_scale: tuple[float, float] = flag(
+    local_crops_scale: tuple[float, float] = _dino_flag(
         (0.05, 0.32),
         "smallest and largest share of an image's area in a local crop",
         kind=fraction,
         metavar=("MIN", "MAX"),
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    ibot_mask_ratio: tuple[float, float] = flag(
+    ibot_mask_ratio: tuple[float, float] = _dino_flag(
         (0.1, 0.5),
         "smallest and largest share of the patches that are masked in one of an image's global "
         "crops, drawn for each image",
         kind=fraction,
         metavar=("MIN", "MAX"),
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    dino_prototypes: int = flag(
+    dino_prototypes: int = _dino_flag(
         65536,
         "number of prototypes that class tokens are compared with",
         kind=bounded(int, 2, 2**24),
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    ibot_prototypes: int = flag(
+    ibot_prototypes: int = _dino_flag(
         65536,
         "number of prototypes that masked patches are compared with",
         kind=bounded(int, 2, 2**24),
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    dino_head_hidden: int = flag(
+    dino_head_hidden: int = _dino_flag(
         2048,
         "width inside both heads",
         kind=bounded(int, 1, 2**20),
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    dino_head_bottleneck: int = flag(
+    dino_head_bottleneck: int = _dino_flag(
         256,
         "width of both heads before the prototypes",
         kind=bounded(int, 1, 2**20),
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    student_temp: float = flag(
+    student_temp: float = _dino_flag(
         0.1,
         "temperature of the student's probabilities, by which logits are divided",
         kind=positive_number,
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    teacher_temp: float = flag(
+    teacher_temp: float = _dino_flag(
         0.07,
         "temperature of the teacher's probabilities after --warmup_teacher_temp_epochs",
         kind=positive_number,
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    warmup_teacher_temp: float = flag(
+    warmup_teacher_temp: float = _dino_flag(
         0.04,
         "temperature of the teacher's probabilities at the start; it rises linearly",
         kind=positive_number,
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    warmup_teacher_temp_epochs: float = flag(
+    warmup_teacher_temp_epochs: float = _dino_flag(
         30.0,
         "number of epochs from --warmup_teacher_temp to --teacher_temp; 0: the latter from the "
         "start",
         kind=non_negative,
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    teacher_momentum: float = flag(
+    teacher_momentum: float = _dino_flag(
         0.992,
         "share of itself that the teacher, an average of the student's weights, keeps in a step, "
         "at the start",
         kind=fraction,
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    teacher_momentum_end: float = flag(
+    teacher_momentum_end: float = _dino_flag(
         1.0,
         "the same at the last step of --num_epochs, reached along half a cosine; the value of "
         "--teacher_momentum keeps it constant",
         kind=fraction,
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    freeze_last_layer_epochs: float = flag(
+    freeze_last_layer_epochs: float = _dino_flag(
         1.0,
         "number of epochs at the start in which the learning rate of the prototypes is 0",
         kind=non_negative,
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    ibot_weight: float = flag(
+    ibot_weight: float = _dino_flag(
         1.0,
         "weight of the loss of masked patches",
         kind=non_negative,
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    koleo_weight: float = flag(
+    koleo_weight: float = _dino_flag(
         0.1,
         "weight of the KoLeo loss, which spreads the class tokens of different images",
         kind=non_negative,
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
-    koleo_group: int = flag(
+    koleo_group: int = _dino_flag(
         16,
         "number of consecutive images of a batch among which the KoLeo loss finds nearest "
         "neighbors; must divide the images of a device and pass",
         kind=bounded(int, 2, 2**20),
-        requires=_DISTILLS,
-        requires_at_default=True,
     )
 
     @property
