@@ -7,13 +7,18 @@ import functools
 import math
 import multiprocessing
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from torch_fsdp import torch_tpu_private
 from training.errors import UsageError
+
+Mark = Any
+"""A moment in what a device computes, of ``Device.mark``."""
 
 
 class Device:
@@ -110,6 +115,16 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait until the device has finished all that was issued."""
+
+    def mark(self) -> Mark:
+        """Return the moment at which the device has done what was issued until now, without
+        waiting for it. By the host's clock: of an asynchronous device the moment of issuing."""
+        return time.perf_counter()
+
+    def seconds_of(self, spans: Sequence[tuple[Mark, Mark]]) -> float | None:
+        """Return the sum of the seconds between pairs of ``mark``, in the order in which they were
+        made; None if the device has not reached the last one yet."""
+        return sum(end - start for start, end in spans)
 
     def counters(self) -> dict[str, int]:
         """Return running counts of what was compiled."""
@@ -216,6 +231,16 @@ class Cuda(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_of(self, spans: Sequence[tuple[Mark, Mark]]) -> float | None:
+        if spans and not spans[-1][1].query():
+            return None
+        return sum(start.elapsed_time(end) for start, end in spans) / 1e3
 
     def memory(self) -> dict[str, int]:
         return {

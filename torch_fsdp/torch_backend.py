@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from data.loader import Batch, BatchLoader, Share
+from torch_fsdp.block_clock import BlockClock
 from torch_fsdp.devices import Device
 from torch_fsdp.domain import image_rows, open_loader
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
@@ -48,6 +49,7 @@ class TorchBackend(abc.ABC):
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._locals: dict[str, nn.Parameter] = {}
         """This process's part of each parameter, by names in the plain model."""
+        self._clock: BlockClock | None = None
         self._ema: WeightAverage | None = None
         self._frozen: TorchBackend | None = None
         self.teacher: nn.Module | None = None
@@ -98,6 +100,8 @@ class TorchBackend(abc.ABC):
     ) -> nn.Module:
         self._blocks = [name for name, _ in units[:-1]]
         sharded = self._parallelize(model, units, initialize)
+        if dist.get_world_size() > 1:
+            self._clock = BlockClock(map(model.get_submodule, self._blocks), self._device)
         self._locals = {
             name: nn.Parameter(parameter.to_local().detach())
             for name, parameter in self._parameters.items()
@@ -192,6 +196,8 @@ class TorchBackend(abc.ABC):
         for part in self._locals.values():
             part.grad = None
         self._drop_gradients()
+        if self._clock is not None:
+            self._clock.end_step()
         return norm, self._skipped
 
     def _update(self, rates: StepRates, skipped: torch.Tensor) -> None:
@@ -282,6 +288,9 @@ class TorchBackend(abc.ABC):
 
     def counters(self) -> dict[str, int]:
         return self._device.counters() if self.compiles else {}
+
+    def own_seconds(self) -> list[float]:
+        return [] if self._clock is None else self._clock.take()
 
     def memory(self) -> dict[str, int]:
         return self._device.memory()

@@ -188,6 +188,13 @@ class Backend(Protocol):
     def counters(self) -> dict[str, int]:
         """Return running counts worth logging: compilations, transfers, ..."""
 
+    def own_seconds(self) -> list[float]:
+        """Return of each step whose time is known by now, in order and each once, the seconds in
+        which this process computed without waiting for another one. Never waits for the device.
+
+        With one process there may be none.
+        """
+
     def memory(self) -> dict[str, int]:
         """Return bytes of device memory (used, peak, limit); {} where the device reports none."""
 

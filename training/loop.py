@@ -22,6 +22,7 @@ from training.evaluate import evaluate
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import Evaluation, score
 from training.logs.reports import Reports, StepTimer
+from training.logs.slow_hosts import SlowHosts
 from training.objectives import Objective
 from training.processes.exchange import MinutesInterval
 from training.processes.stopping import StopRequest, Watchdog
@@ -208,6 +209,7 @@ class StepLog(Hook):
 
     def __init__(self, session: Session, batches: TrainBatches) -> None:
         self._session, self._batches = session, batches
+        self._slow_hosts = SlowHosts()
 
     def before_step(self, step: int, *, is_first: bool) -> None:
         if is_first:  # its time is the compiler's: it is measured apart, with its batch
@@ -221,11 +223,15 @@ class StepLog(Hook):
         timer.steps += 1
         timer.waited += waited
         reports.events.stepped(step, waited)
+        self._slow_hosts.stepped(self._batches.last_read_s, session.backend.own_seconds())
         interval = session.config.log.log_step_interval
         if done.is_first or done.is_last or step % interval == 0:
             values = session.backend.read(done.result._asdict())
-            measured = None if done.is_first else timer
-            reports.log(step, done.epoch + 1, done.lr, measured, values)
+            measured, slowest = None if done.is_first else timer, dict[str, float]()
+            if measured:
+                seconds = measured.seconds() / measured.steps
+                slowest = self._slow_hosts.compare(seconds, reports.say)
+            reports.log(step, done.epoch + 1, done.lr, measured, values, slowest)
             session.bad_images.collect(TRAIN, self._batches.loader, reports.say)
             if done.is_first:
                 reports.events.first_step(timer.seconds())

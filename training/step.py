@@ -4,7 +4,8 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 import torch
@@ -116,6 +117,8 @@ class TrainBatches:
             self._places = backend.rank * share + torch.arange(share)
         self.last_wait_s = 0.0
         """The seconds that the newest batch was waited for."""
+        self.last_read_s = 0.0
+        """As far as it was not read yet, rather than on its way to the devices."""
         self.failed: DataFolderError | None = None
         """Why no batch follows those that are ready; known while these are still trained on."""
 
@@ -143,13 +146,23 @@ class TrainBatches:
                 self.failed = error
                 print(f"warning: {error}: training stops with a checkpoint", file=sys.stderr)
 
+        reading: deque[float] = deque()
+
+        def timed(batches: Iterator[Batch]) -> Iterator[Batch]:
+            asked = time.perf_counter()
+            for batch in batches:
+                reading.append(time.perf_counter() - asked)
+                yield batch
+                asked = time.perf_counter()
+
         source = self.loader.epoch(at.epoch, at.images_in_epoch // self._batch_size)
         depth = self.loader.prefetch_depth
-        with contextlib.closing(prefetch(source, put, depth, failed)) as ready:
+        with contextlib.closing(prefetch(timed(source), put, depth, failed)) as ready:
             while True:
                 asked = time.perf_counter()
                 batch = next(ready, None)
                 if batch is None:
                     return
                 self.last_wait_s = time.perf_counter() - asked
+                self.last_read_s = min(self.last_wait_s, reading.popleft())
                 yield batch

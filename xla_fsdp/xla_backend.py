@@ -2,6 +2,8 @@
 
 import abc
 import functools
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -35,6 +37,9 @@ from xla_fsdp.optimizer import (
 )
 from xla_fsdp.resolve_xla import XlaRun, recipe_of
 
+_MOST_OWN = 64
+"""The most steps whose own seconds wait for a caller who asks late, or never."""
+
 
 @dataclass(frozen=True)
 class HostState(State):
@@ -67,6 +72,9 @@ class XlaBackend(abc.ABC):
         self._has_teacher = run.config.objective.has_teacher
         self._decay_changes = run.config.schedule.weight_decay_end is not None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
+        self._synced_s = self._passes_s = 0.0
+        """Seconds in ``torch_xla.sync``; of the step that is traced now, in its passes."""
+        self._own_seconds: deque[float] = deque(maxlen=_MOST_OWN)
         self.is_main = xr.process_index() == 0
         self.device_count = xr.global_runtime_device_count()
 
@@ -218,11 +226,13 @@ class XlaBackend(abc.ABC):
         # torch_xla changes its random state at each execution, and changes it otherwise with
         # checkpointing than without. Set here, masks depend on seed and step alone.
         xm.set_rng_state(pass_seed(self._run.config.seed, pass_index, self._rng_stream))
+        self._passes_s -= time.perf_counter() - self._synced_s
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         if self._own.mark_step_after_forward:
             self._break_graph()
         loss.backward()
+        self._passes_s += time.perf_counter() - self._synced_s
         if not is_last:  # a graph a micro-batch: one for all would hold all activations
             self._break_graph()
 
@@ -250,6 +260,8 @@ class XlaBackend(abc.ABC):
         self._optimizer.zero_grad(set_to_none=True)
         del skipped, last_layer, decay, newest  # or they would be results of the step
         self.end_step()
+        self._own_seconds.append(self._passes_s)
+        self._passes_s = 0.0
         return norm, self._skipped
 
     def ema_weights(self) -> AbstractContextManager[None]:
@@ -263,7 +275,9 @@ class XlaBackend(abc.ABC):
 
     def _break_graph(self, wait: bool = False) -> None:
         """End the graph here: compile and start what was recorded so far."""
+        started = time.perf_counter()
         torch_xla.sync(wait=wait)
+        self._synced_s += time.perf_counter() - started
 
     def wait(self) -> None:
         xm.wait_device_ops()
@@ -300,6 +314,13 @@ class XlaBackend(abc.ABC):
             "executions": cached + compiled,  # each execution looks up its graph
             "device_to_host": transfers[0] if transfers else 0,
         }
+
+    def own_seconds(self) -> list[float]:
+        # What devices do inside of a program is not visible on the host: this is the host's time
+        # for the passes until they are handed over.
+        found = list(self._own_seconds)
+        self._own_seconds.clear()
+        return found
 
     def memory(self) -> dict[str, int]:
         return self._memory.read()

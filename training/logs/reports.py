@@ -211,10 +211,12 @@ class Reports:
         lr: float,
         timer: StepTimer | None,
         values: Future[dict[str, list[float]]],
+        slowest: dict[str, float],
     ) -> None:
         """Record a log step, without throughput if there is no ``timer``.
 
-        ``values`` brings ``loss``, ``grad_norm`` and ``skipped``.
+        ``values`` brings ``loss``, ``grad_norm`` and ``skipped``; ``slowest`` is what is recorded
+        of the slowest process.
         """
         record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
         if timer:
@@ -228,6 +230,7 @@ class Reports:
             if self._expected_s and self._compared < _COMPARED:
                 record["expected_sec_per_iter"] = self._expected_s
                 self._compared += 1
+        record.update(slowest)
         record.update(self._backend.counters())
         sizes = self._backend.memory()
         record.update({f"memory_{name}": size for name, size in sizes.items()})

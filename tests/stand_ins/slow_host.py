@@ -1,0 +1,67 @@
+"""run_vit_training.py, one of whose processes is slow, as SLOW says.
+
+``SLOW="KIND RANK SECONDS FIRST LAST"``: in the steps FIRST to LAST, counted from 1, the process of
+that rank takes so many seconds more: ``read``: to read each batch. ``compute``: for each pass of a
+block, on the host. ``--fsdp megatron`` runs without CUDA.
+"""
+
+import os
+import sys
+import time
+
+from timm.models.vision_transformer import Block
+
+import run_vit_training
+from gpu_fsdp import resolve_gpu
+from tests.stand_ins.megatron_on_cpu import without_cuda
+from training import step as step_module
+from training import train
+from training.processes import exchange
+
+
+def main(argv: list[str]) -> int:
+    if "megatron" in argv:
+        without_cuda()
+        resolve_gpu.check_megatron_runs_here = lambda: None
+    kind, *numbers = os.environ["SLOW"].split()
+    rank, seconds, first, last = int(numbers[0]), float(numbers[1]), *map(int, numbers[2:])
+    at = 0
+
+    def pause(step):
+        if exchange.rank() == rank and first <= step <= last:
+            time.sleep(seconds)
+
+    def reads_slowly(*args):
+        loader, batches = open_loader(*args), 0
+        epoch = loader.epoch
+
+        def slow_epoch(*args):
+            nonlocal batches
+            for batch in epoch(*args):
+                batches += 1
+                pause(batches)
+                yield batch
+
+        loader.epoch = slow_epoch
+        return loader
+
+    def forward_backward(model, objective, backend, done, micro_batches):
+        nonlocal at
+        at = done + 1
+        return passes(model, objective, backend, done, micro_batches)
+
+    def slow_block(self, *args, **kwargs):
+        if self.training:
+            pause(at)
+        return forward(self, *args, **kwargs)
+
+    open_loader, passes, forward = train.train_loader, step_module.forward_backward, Block.forward
+    if kind == "read":
+        train.train_loader = reads_slowly
+    else:
+        step_module.forward_backward, Block.forward = forward_backward, slow_block
+    return run_vit_training.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

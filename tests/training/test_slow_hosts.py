@@ -1,0 +1,59 @@
+"""A process that the others wait for is named, with the reason, on real processes."""
+
+import re
+import socket
+
+import pytest
+
+from tests.cli import Result, tiny, train_tiny_gpu
+from tests.rehearsal.slice_ import Slice
+from tests.rehearsed import all_ended
+
+SLOW_HOST = "tests.stand_ins.slow_host"
+NAMED = re.compile(
+    r"warning: process (\d) on (\S+) is slow: ([\d.]+) s of each of the last 20 steps are its own, "
+    r"the median is ([\d.]+) s; it (reads|computes) slowly, ([\d.]+) s a step"
+)
+STEPS = "--max_steps 80 --log_step_interval 20 --num_epochs 9 --test_epoch_interval 99".split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"), [("read", []), ("compute", []), ("compute", ["--fsdp", "megatron"])]
+)
+def test_one_of_four_processes(kind, flags, tmp_path, monkeypatch):
+    """It is named while it is slow, not before or after; seconds are what it was slowed by."""
+    a_step = 0.2
+    passes = 1 if kind == "read" else 2 * 2  # of two blocks; in the backward pass, once more
+    monkeypatch.setenv("SLOW", f"{kind} 2 {a_step / passes} 21 60")
+    done = train_tiny_gpu(tmp_path / "run", *STEPS, *flags, processes=4, program=SLOW_HOST)
+    found = NAMED.findall(done.stdout)
+    assert len(found) == 2, done.stdout
+    for process, host, own, median, reason, seconds in found:
+        assert (process, host, reason) == ("2", socket.gethostname(), f"{kind}s")
+        assert a_step <= float(seconds) < 2 * a_step
+        assert a_step <= float(own)
+        assert float(median) < a_step
+    assert "note: process 2 on" in done.stdout.partition("epoch 4 step 80")[0]
+    assert done.stdout.count("is no longer slow") == 1
+    slow = [done.steps[step] for step in (40, 60)]
+    assert all(each["slowest_process"] == 2 and each["slowest_ratio"] > 1.5 for each in slow)
+    assert all((each["slowest_read_s"] >= a_step) == (kind == "read") for each in slow)
+
+
+def test_one_process(tmp_path):
+    done = train_tiny_gpu(tmp_path / "run", *STEPS, "--max_steps", "40")
+    assert "slow" not in done.stdout
+    assert not any("slowest_process" in record for record in done.records)
+
+
+@pytest.mark.rehearse
+@pytest.mark.parametrize("kind", ["read", "compute"])
+def test_one_of_two_hosts(kind, slice_of, tmp_path):
+    """On XLA: its images, and what it does until a step is handed to the devices."""
+    hosts, flags = slice_of(Slice("v5p-16", (2, 2, 2))), [*STEPS, "--no-scan_blocks"]
+    program, slow = ("-m", SLOW_HOST), f"{kind} 1 {0.5 if kind == 'read' else 0.25} 21 60"
+    said = all_ended(hosts.start(*tiny(tmp_path), *flags, program=program, SLOW=slow))
+    found = NAMED.findall(said[0][0])
+    assert [(process, reason) for process, _, _, _, reason, _ in found] == [("1", f"{kind}s")] * 2
+    assert said[0][0].count("process 1 on") == 3  # and once that it is no longer
+    assert Result(tmp_path).steps[60]["slowest_process"] == 1
