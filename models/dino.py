@@ -220,7 +220,11 @@ class Prototypes(nn.Module):
         nn.init.trunc_normal_(self.weight, std=_STD)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = F.normalize(self.weight.float(), dim=-1).to(self.weight.dtype)
+        weight = self.weight.float()
+        # As F.normalize does; but torch_xla 2.9 gives the norm of a parameter another hash in the
+        # first step than in later ones, and would compile the step twice.
+        length = weight.square().sum(-1, keepdim=True).clamp(min=1e-24).sqrt()
+        weight = (weight / length).to(self.weight.dtype)
         return F.linear(x.to(weight.dtype), weight)
 
 

@@ -216,11 +216,11 @@ def test_optimizers(optimizer, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("flags", "graphs"), [("", 1), ("--grad_accum_steps 2", 2)])
 def test_steady_state(flags, graphs, tmp_path):
-    """One execution a pass, no compilation, nothing read between logs."""
+    """One execution a pass, no compilation after the first step, nothing read between logs."""
     steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
     result = train_tiny(tmp_path, *DINO, *steady, *flags.split(), devices=2)
     at = [result.steps[step] for step in (6, 12, 18, 24)]
-    assert len({record["compilations"] for record in at}) == 1
+    assert {record["compilations"] for record in at} == {result.steps[1]["compilations"]}
     assert np.diff([record["executions"] for record in at]).tolist() == [6 * graphs] * 3
     reads = at[-1]["device_to_host"] - at[0]["device_to_host"]
     assert abs(reads - 3 * 3) <= 3
