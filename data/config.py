@@ -222,6 +222,15 @@ class DataConfig:
         "accumulation)",
         kind=positive,
     )
+    micro_batch_size: int | None = flag(
+        None,
+        "largest number of images of a device in a micro-batch: --grad_accum_steps becomes the "
+        "least number of equal ones, on any number of devices (default: --grad_accum_steps says "
+        "it)",
+        kind=positive,
+        incompatible_with=("plan",),
+        replaces=("grad_accum_steps",),
+    )
     scale: tuple[float, float] = flag(
         (0.08, 1.0),
         "smallest and largest area of the random resized crop, as a share of the image",

@@ -207,7 +207,9 @@ class Host:
         threading.Thread(target=self._accept, daemon=True).start()
         with self._changed:
             self._report_missing()
-            self._changed.wait_for(lambda: len(self._here) == self._args.nodes)
+            # torchrun waits for those that are not needed.
+            enough = self._args.least or self._args.nodes
+            self._changed.wait_for(lambda: len(self._here) >= enough)
             self._are_all_here = True
             job = f"{plain(socket.gethostname())}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
             self._listener.shutdown(socket.SHUT_RDWR)  # lets the thread go that accepts
@@ -221,8 +223,8 @@ class Host:
     def _report_missing(self) -> None:
         """Set what this node waits for, and send it to the others; wake the one that waits."""
         self._changed.notify_all()
-        nodes = self._args.nodes
-        if self._are_all_here or len(self._here) == nodes:
+        nodes = self._args.least or self._args.nodes
+        if self._are_all_here or len(self._here) >= nodes:
             return
         if self._args.rdzv_id:
             names = few(sorted(name.partition("/")[0] for name in self._here))
@@ -269,7 +271,11 @@ class Host:
 
     def _refusal(self, message: dict[str, Any]) -> str:
         """Return why the sender of this message cannot be one of the nodes; else ""."""
-        for key, variable in (("nodes", "NNODES"), ("rdzv_id", "RDZV_ID")):
+        for key, variable in (
+            ("nodes", "NNODES"),
+            ("least", "MIN of NNODES=MIN:MAX"),
+            ("rdzv_id", "RDZV_ID"),
+        ):
             there, here = message.get(key), getattr(self._args, key)
             if there != here:
                 return f"{variable} is '{plain(there)}' there and '{here}' here"
@@ -293,6 +299,7 @@ def join(args: argparse.Namespace, watch: Watch) -> str | None:
     greeting = {
         "name": args.name,
         "nodes": args.nodes,
+        "least": args.least,
         "rdzv_id": args.rdzv_id,
         "who": f"{socket.gethostname()} (process {os.getpid()})",
     }
@@ -334,10 +341,11 @@ def torchrun_words(args: argparse.Namespace, hosts: bool) -> Iterable[str]:
         return
     endpoint, limit = f"{args.address}:{args.port}", args.limit or FOR_EVER
     connecting = max(limit, TORCHRUN_SECONDS)
-    yield from ("--nnodes", str(args.nodes))
+    yield from ("--nnodes", f"{args.least or args.nodes}:{args.nodes}")
     if args.rdzv_id:
+        conf = f"is_host={int(hosts)},join_timeout={limit},last_call_timeout={args.elastic_wait}"
         yield from ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id")
-        yield from (args.rdzv_id, "--rdzv-conf", f"is_host={int(hosts)},join_timeout={limit}")
+        yield from (args.rdzv_id, "--rdzv-conf", conf)
     else:
         yield from ("--node-rank", str(args.rank), "--master-addr", args.address)
         yield from ("--master-port", str(args.port), "--rdzv-conf", f"timeout={connecting}")
@@ -383,7 +391,7 @@ def join_slice(args: argparse.Namespace) -> None:
         raise Refused(str(error)) from None
 
 
-def number_starts(handler: Any) -> None:
+def number_starts(handler: Any, args: argparse.Namespace) -> None:
     """Set the number of this start and the name of the job for the processes, on all nodes alike.
 
     torchrun's own count is a node's: where one fails, or is replaced, the others start their
@@ -396,7 +404,14 @@ def number_starts(handler: Any) -> None:
     def next_rendezvous(self: Any) -> Any:
         nonlocal mine
         self._bootstrap_store_info = None
+        if args.least and mine:
+            say(
+                f"waiting for {args.least} to {args.nodes} nodes, {args.elastic_wait} s for more "
+                f"than {args.least}"
+            )
         found = rendezvous(self)
+        if args.least:
+            say(f"starting on {found.world_size} of up to {args.nodes} nodes")
         found.store.set(f"start/{found.rank}", f"{mine} {os.environ['RUN_JOB_ID']}")
         lines = [found.store.get(f"start/{rank}").decode() for rank in range(found.world_size)]
         # A node that took the place of another one knows of no start before.
@@ -409,29 +424,48 @@ def number_starts(handler: Any) -> None:
     handler.next_rendezvous = next_rendezvous
 
 
-def wait_for_checkpoints(context: Any, stopping: type[Exception]) -> None:
-    """Give the processes time to write a checkpoint when torchrun is asked to stop.
+def wait_for_checkpoints(context: Any, stopping: type[Exception], agent: Any) -> None:
+    """Give the processes time to write a checkpoint when torchrun is asked to stop, or when all
+    are to start again with a node that came.
 
     torchrun kills them after 30 seconds, however long a scheduler's notice is. Those that hang are
     ended by --step_timeout_s. After another one has failed they have the 30 seconds: most then wait
     in compiled code for that one.
     """
-    close = context.close
+    close, restart = context.close, agent._restart_workers
+    a_node_came = False
 
     def patient_close(self: Any, death_sig: Any = None, timeout: int = 30) -> None:
-        close(self, death_sig, FOR_EVER if isinstance(sys.exception(), stopping) else timeout)
+        is_patient = a_node_came or isinstance(sys.exception(), stopping)
+        close(self, death_sig, FOR_EVER if is_patient else timeout)
 
-    context.close = patient_close
+    def restart_workers(self: Any, group: Any) -> None:
+        nonlocal a_node_came
+        state = group.spec.rdzv_handler._state_holder.state
+        a_node_came = bool(state.wait_list) and len(state.participants) == group.group_world_size
+        if a_node_came:
+            say("a node has come: all write a checkpoint and start again with it")
+        restart(self, group)
+        a_node_came = False
+
+    context.close, agent._restart_workers = patient_close, restart_workers
 
 
-def give_up_on_mistakes(agent: Any) -> None:
-    """Let torchrun not restart processes after an exit code after which a restart does not help."""
+def judge_ends(agent: Any, healthy: Any) -> None:
+    """Let torchrun not restart processes after an exit code after which a restart does not help.
+
+    And not count the end of processes as a failure if all write a checkpoint together for a node
+    that came: other nodes may have sent the signal first.
+    """
     monitor = agent._monitor_workers
 
     def monitor_workers(self: Any, group: Any) -> Any:
         result = monitor(self, group)
-        if any(failure.exitcode in IN_VAIN for failure in result.failures.values()):
+        codes = {failure.exitcode for failure in result.failures.values()}
+        if codes & set(IN_VAIN):
             self._remaining_restarts = 0
+        elif codes == {128 + signal.SIGTERM} and group.spec.rdzv_handler.num_nodes_waiting():
+            return healthy
         return result
 
     agent._monitor_workers = monitor_workers
@@ -442,6 +476,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--rank", type=int, help="this node's; not with --rdzv_id")
     parser.add_argument("--rdzv_id", default="", help="for nodes that number themselves")
+    parser.add_argument("--least", type=int, help="so many nodes are enough; with --rdzv_id")
+    parser.add_argument(
+        "--elastic_wait", type=int, default=30, help="seconds that these wait for more"
+    )
     parser.add_argument("--address", help="the first node's")
     parser.add_argument("--port", type=int)
     parser.add_argument("--limit", type=int, default=0, help="seconds; 0: none")
@@ -460,6 +498,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         # Before the meeting: a node without PyTorch, or with a wrong option, must not come.
         from torch.distributed import DistError, run
+        from torch.distributed.elastic.agent.server import RunResult, WorkerState
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import PContext, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -478,12 +517,12 @@ def main(argv: Sequence[str]) -> int:
             job, hosts = meet(args, watch)
             os.environ.setdefault("RUN_JOB_ID", job)
             watch.wait_for("torchrun of the other nodes")
-            number_starts(DynamicRendezvousHandler)
+            number_starts(DynamicRendezvousHandler, args)
     except Refused as refusal:
         say(f"error: {refusal}")
         return 2
-    wait_for_checkpoints(PContext, SignalException)
-    give_up_on_mistakes(LocalElasticAgent)
+    wait_for_checkpoints(PContext, SignalException, LocalElasticAgent)
+    judge_ends(LocalElasticAgent, RunResult(WorkerState.HEALTHY))
     try:
         # torchrun would leave a folder of its own for its processes' reports, one a start.
         with tempfile.TemporaryDirectory(prefix="torchelastic_") as logs:

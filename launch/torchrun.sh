@@ -6,6 +6,10 @@
 # or, for nodes that number themselves and may be restarted one by one, RDZV_ID (the same string on
 # all). They meet first (launch/meet.py): every 10 s each prints who is missing; after JOIN_TIMEOUT
 # seconds (600; 0: never) they end with code 1.
+# NNODES=MIN:MAX, with RDZV_ID: any number of nodes from MIN to MAX trains. They start ELASTIC_WAIT
+# seconds (300) after MIN of them are there, or as soon as MAX are. The same if one is lost; one that
+# comes later is taken in: the others write a checkpoint, and all start again with it. Give
+# --micro_batch_size. The node at MASTER_ADDR must stay.
 # The hosts of a TPU slice are numbered by NODE_RANK, and know of each other by NODE_ADDRESSES (all
 # of them, with commas, in that order) and TORCH_TPU_TOPOLOGY (the slice's chips along x, y and z,
 # as 4,4,1). launch.xla_dist sets all of these; on GKE they follow from what GKE sets.
@@ -62,7 +66,13 @@ if [[ $backend == torchtpu ]]; then
     fi
     [[ -z ${NODE_ADDRESSES:-} ]] || export TPU_WORKER_HOSTNAMES=$NODE_ADDRESSES
 fi
-nnodes=${NNODES:-1} port=${MASTER_PORT:-29500} rank=${NODE_RANK:-}
+nnodes=${NNODES:-1} port=${MASTER_PORT:-29500} rank=${NODE_RANK:-} least=
+unset ELASTIC_NODES
+if [[ $nnodes == *:* ]]; then
+    least=${nnodes%%:*} nnodes=${nnodes#*:}
+    [[ $least:$nnodes =~ ^[1-9][0-9]{0,4}:[1-9][0-9]{0,4}$ ]] && ((least <= nnodes)) ||
+        fail "NNODES=$NNODES is not MIN:MAX, whole numbers of 1 to 99999, MIN not above MAX"
+fi
 whole NNODES "$nnodes" 1 100000
 whole MASTER_PORT "$port" 1 65535
 whole JOIN_TIMEOUT "${JOIN_TIMEOUT:=600}" 0 100000000
@@ -72,6 +82,14 @@ whole RUN_ATTEMPT "${RUN_ATTEMPT:=0}" 0 100000000
 if ((nnodes > 1)); then
     [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES=$nnodes needs MASTER_ADDR, the first node's address"
     [[ $MASTER_ADDR =~ ^[[:alnum:].:_-]+$ ]] || fail "MASTER_ADDR=$MASTER_ADDR is not an address"
+    if [[ -n $least ]]; then
+        [[ -n ${RDZV_ID:-} ]] ||
+            fail "NNODES=$NNODES needs RDZV_ID in place of NODE_RANK: nodes that come number themselves"
+        whole ELASTIC_WAIT "${ELASTIC_WAIT:=300}" 0 100000000
+        ((JOIN_TIMEOUT == 0 || ELASTIC_WAIT < JOIN_TIMEOUT)) ||
+            fail "ELASTIC_WAIT=$ELASTIC_WAIT must be less than JOIN_TIMEOUT=$JOIN_TIMEOUT"
+        export ELASTIC_NODES=$least:$nnodes
+    fi
     if [[ -z ${RDZV_ID:-} ]]; then
         [[ $rank =~ ^(0|[1-9][0-9]{0,8})$ ]] && ((rank < nnodes)) ||
             fail "NNODES=$nnodes needs NODE_RANK of 0 to $((nnodes - 1)) (this is '$rank') or RDZV_ID"
@@ -125,5 +143,6 @@ if ((nnodes == 1)); then
 fi
 who=(--rank "$rank")
 [[ -z ${RDZV_ID:-} ]] || who=(--rdzv_id="$RDZV_ID")
+[[ -z $least ]] || who+=(--least "$least" --elastic_wait "$ELASTIC_WAIT")
 exec "$python" "$root/launch/meet.py" --nodes "$nnodes" "${who[@]}" --address="$MASTER_ADDR" \
     --port "$port" --limit "$JOIN_TIMEOUT" ${tpu[@]+"${tpu[@]}"} -- "${words[@]}"

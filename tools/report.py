@@ -406,7 +406,8 @@ def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[s
     for event in run.events:
         kind, step = str(event["event"]), event.get("step", "?")
         if kind == "start":
-            mark(kind, float(event["process_started"]), f"start after step {step}")
+            on = f" on {event['devices']:,} devices" if "devices" in event else ""
+            mark(kind, float(event["process_started"]), f"start after step {step}{on}")
         elif kind == "eval" or (kind == "save" and event.get("written")):
             mark(kind, float(event["time"]), f"{_KINDS[kind]} at step {step}")
         elif kind not in ("save", "steps", "first_step", "stop", "end"):

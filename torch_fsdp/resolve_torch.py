@@ -28,6 +28,7 @@ from training.resolve import (
     resolve_common,
     resolve_domain,
     resolve_model,
+    with_passes,
 )
 from training.teacher import with_teacher
 
@@ -93,6 +94,7 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
     )
     if zero == 0 and own.fsdp == "fsdp2":
         mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)  # FSDP2 without sharding: replicas alone
+    config = with_passes(config, mesh)
     form.check(config, own, mesh, device)
     _check_precision(config, own, device)
 
@@ -111,7 +113,19 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
     run = TorchRun(config, own, model, mesh, form=form, recipe=recipe)
     check_batch(run)
     blocks.check(run)
+    _check_elastic(run)
     return run
+
+
+def _check_elastic(run: TorchRun) -> None:
+    """Raise UsageError if the run does not fit one of the numbers of nodes that
+    launch/torchrun.sh may start it on."""
+    least, _, most = os.environ.get("ELASTIC_NODES", "").partition(":")
+    for nodes in range(int(least), int(most) + 1) if most else ():
+        try:
+            run.on(nodes * int(os.environ["LOCAL_WORLD_SIZE"]))
+        except UsageError as error:
+            raise UsageError(f"on {nodes} nodes, of NNODES={least}:{most}: {error}") from None
 
 
 def _check_devices(device: Device) -> None:

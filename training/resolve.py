@@ -95,7 +95,8 @@ class Run(Generic[Own]):
         if devices == self.mesh.devices:
             return self
         teacher = self.teacher and self.teacher.on(devices)
-        run = replace(self, mesh=make_mesh(self.config.sharding, devices), teacher=teacher)
+        mesh = make_mesh(self.config.sharding, devices)
+        run = replace(self, config=with_passes(self.config, mesh), mesh=mesh, teacher=teacher)
         check_batch(run)
         return run
 
@@ -373,6 +374,15 @@ def resolve_domain(
     return replace(config, sharding=sharding)
 
 
+def with_passes(config: RunConfig, mesh: Mesh) -> RunConfig:
+    """Return the configuration with the passes of a step that ``--micro_batch_size`` asks for."""
+    images, most = config.data.batch_size // mesh.batch_parts, config.data.micro_batch_size
+    if most is None:
+        return config
+    passes = next((n for n in range(-(-images // most), images) if images % n == 0), max(images, 1))
+    return replace(config, data=replace(config.data, grad_accum_steps=passes))
+
+
 def check_batch(run: Run) -> None:
     """Raise UsageError if the batch cannot be divided over devices and passes, or a device's part
     of it cannot be mixed."""
@@ -384,7 +394,9 @@ def check_batch(run: Run) -> None:
             if size > 1
         )
         passes = (
-            f" x --grad_accum_steps {data.grad_accum_steps}" if data.grad_accum_steps > 1 else ""
+            f" x --grad_accum_steps {data.grad_accum_steps}"
+            if data.grad_accum_steps > 1 and data.micro_batch_size is None
+            else ""
         )
         raise UsageError(
             f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"

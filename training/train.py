@@ -117,7 +117,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
             expected_s=prepared.expected_s,
             last_evaluation=history.evaluated.get(last_step),
         )
-        reports.events.start(prepared.process_started, at.step)
+        reports.events.start(prepared.process_started, at.step, run.mesh.devices)
         stop, watchdog = StopRequest(backend), Watchdog(config.log.step_timeout_s)
         session = loop.Session(config, backend, reports, stop, watchdog, bad_images, last_step)
         saver = CheckpointSaver(

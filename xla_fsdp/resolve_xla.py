@@ -24,6 +24,7 @@ from training.resolve import (
     resolve_domain,
     resolve_model,
     sizes_of_largest,
+    with_passes,
 )
 from training.teacher import with_teacher
 from xla_fsdp import tpu
@@ -145,6 +146,7 @@ def _resolve(
         raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
     own, why_form = _resolve_form(config, own, device)
     mesh = make_mesh(config.sharding, topology.devices if topology else device_count(own))
+    config = with_passes(config, mesh)
     if device == "TPU" and topology is None:
         _check_slices(mesh)
     if model is None:  # after what is known at once: timm takes a second

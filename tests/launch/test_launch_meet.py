@@ -18,8 +18,17 @@ import pytest
 from launch import meet
 from launch.meet import Host, Refused, join, listen
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
-from tests.launch.test_launch_gpu import TORCHRUN, devices, finish, free_port, losses, start
+from tests.launch.test_launch_gpu import (
+    TORCHRUN,
+    devices,
+    finish,
+    free_port,
+    losses,
+    start,
+    succeed,
+)
 from tests.marks import long
+from training.logs.records import read_events
 
 TWO_NODES = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -330,6 +339,86 @@ def test_a_lost_node_is_started_again(tmp_path):
     starts = [path.read_text().split() for path in (first, second)]
     assert [words[1::3] for words in starts] == [["0", "1"]] * 2
     assert len({job for words in starts for job in words[2::3]}) == 1
+
+
+# -- fewer nodes, and more ------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_elastic_nodes(tmp_path):
+    """Three nodes, two after one was lost, three when it is back: the curve is that of one process.
+
+    The one that comes waits for a checkpoint of the others, so that no step is lost then.
+    """
+    run, pids = tmp_path / "run", tmp_path / "third.pids"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif 'RANK' in os.environ:\n"
+        "    open(os.environ['PIDS'], 'a').write(f'{os.getpid()}\\n')"
+    )
+    batch = ["--batch_size", "24", "--optimizer", "adamw", "--eps", "1e-4", "--lr", "1e-4"]
+    flags = ["--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, *batch, "--num_epochs", "9"]
+    flags += ["--max_steps", "400", "--ckpt_step_interval", "20"]
+    variables = {
+        "NNODES": "2:3",
+        "NPROC_PER_NODE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "RDZV_ID": "job-1",
+        "ELASTIC_WAIT": "15",
+        "MAX_RESTARTS": "3",
+        "PYTHONPATH": str(tmp_path),
+        "MASTER_PORT": free_port(),
+    }
+
+    def begin(name):
+        given = [*flags, "--ckpt_dir", run, "--micro_batch_size", "8"]
+        return start(TORCHRUN, *given, **variables, PIDS=str(tmp_path / f"{name}.pids"))
+
+    def at_step(step):
+        while not (run / f"step_{step}").exists():
+            assert all(node.poll() is None for node in nodes)
+            time.sleep(0.1)
+
+    nodes = [begin("first")]
+    read_until(nodes[0], "waiting for 1 of 2 nodes")  # it has the port, and must stay
+    nodes += [begin("second"), begin("third")]
+    at_step(40)
+    nodes[2].kill()
+    os.kill(int(pids.read_text()), signal.SIGKILL)
+    finish(nodes.pop())
+    at_step(120)
+    nodes.append(begin("third"))
+    ended = [finish(node) for node in nodes]
+    assert [code for code, _, _ in ended] == [0, 0, 0], ended
+    said = "".join(err for _, _, err in ended)
+    assert "a node has come: all write a checkpoint and start again with it" in said
+    assert "starting on 2 of up to 3 nodes" in said
+    events = read_events(run)
+    starts = [event for event in events if event["event"] == "start"]
+    assert [event["devices"] for event in starts] == [3, 2, 3]
+    stopped = [event["step"] for event in events if event.get("how") == "stopped"]
+    assert stopped == [starts[2]["step"]]  # a checkpoint was written for the node that came
+    plain = start(TORCHRUN, *flags, "--ckpt_dir", tmp_path / "plain", NPROC_PER_NODE="1")
+    succeed(plain)
+    assert losses(run) == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"NNODES": "3:2"}, "NNODES=3:2 is not MIN:MAX, whole numbers"),
+        ({"NNODES": "0:2"}, "NNODES=0:2 is not MIN:MAX"),
+        ({"NNODES": ":"}, "NNODES=: is not MIN:MAX"),
+        ({"NODE_RANK": "0", "RDZV_ID": ""}, "NNODES=2:3 needs RDZV_ID in place of NODE_RANK"),
+        ({"ELASTIC_WAIT": "600"}, "ELASTIC_WAIT=600 must be less than JOIN_TIMEOUT=600"),
+        ({"ELASTIC_WAIT": "x"}, "ELASTIC_WAIT=x is not a whole number"),
+    ],
+)
+def test_elastic_nodes_refused(variables, told):
+    elastic = {"NNODES": "2:3", "RDZV_ID": "a", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
+    code, _, stderr = finish(start(TORCHRUN, "--fake_data", **elastic | variables))
+    assert code == 2
+    assert told in stderr
+    assert len(stderr.splitlines()) == 1
 
 
 # -- the TPU runtime ------------------------------------------------------------------

@@ -110,6 +110,40 @@ def test_specs():
     assert Mesh(fsdp=4).parameter_spec((5, 8), tensor_dim=0) == ((), ("fsdp",))
 
 
+@pytest.mark.parametrize(
+    ("flags", "devices", "passes"),
+    [
+        ("--batch_size 24 --micro_batch_size 8", 3, 1),
+        ("--batch_size 24 --micro_batch_size 8", 2, 2),
+        ("--batch_size 24 --micro_batch_size 100", 2, 1),
+        ("--batch_size 24 --micro_batch_size 1", 2, 12),
+        ("--batch_size 14 --micro_batch_size 5", 2, 7),  # of 7 images a device
+        ("--batch_size 30 --micro_batch_size 4", 2, 5),  # four passes are no equal ones
+        ("--batch_size 24 --micro_batch_size 8 --mesh_tensor 2", 4, 2),
+    ],
+)
+def test_passes_follow_devices(flags, devices, passes):
+    """As many as keep a micro-batch below the limit, at the start and on devices found later."""
+    run = on_xla(f"{flags} --cpu_devices {devices}")
+    assert run.config.data.grad_accum_steps == passes
+    least = 2 if "tensor" in flags else 1
+    other = on_xla(f"{flags} --cpu_devices {least}")
+    assert other.on(devices).config.data.grad_accum_steps == passes
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--micro_batch_size 8 --grad_accum_steps 1", "replaces --grad_accum_steps 1: drop one"),
+        ("--micro_batch_size 8 --batch_size 25 --cpu_devices 2", "is no multiple of the 2 devices"),
+        ("--micro_batch_size 8 --batch_size 1 --cpu_devices 2", "is no multiple of the 2 devices"),
+    ],
+)
+def test_passes_that_cannot_be(flags, told):
+    with pytest.raises(UsageError, match=told):
+        on_xla(flags)
+
+
 def test_copies_follow_slices(monkeypatch):
     monkeypatch.setattr(resolve_xla, "device_type", lambda: "TPU")
     monkeypatch.setattr(resolve_xla, "slice_count", lambda: 2)

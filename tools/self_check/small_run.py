@@ -163,4 +163,6 @@ def shrink(run: Run) -> Run:
             f"--self_check cannot make --model {run.model.name} small: {reason}"
         ) from None
     small_run = replace(run, config=config, model=model, own=run.own.shrunk())
-    return small_run.with_data(grad_accum_steps=passes, batch_size=batch_size, aug_repeats=1)
+    return small_run.with_data(
+        grad_accum_steps=passes, micro_batch_size=None, batch_size=batch_size, aug_repeats=1
+    )

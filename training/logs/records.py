@@ -405,10 +405,10 @@ class Events:
         if self._sink:
             self._sink.write({"event": event, "time": time.time(), "step": self._step, **values})
 
-    def start(self, process_started: float, step: int) -> None:
+    def start(self, process_started: float, step: int, devices: int) -> None:
         """Record a start that continues after ``step``, and when its process started."""
         self._step = step
-        self._write("start", process_started=process_started)
+        self._write("start", process_started=process_started, devices=devices)
 
     def stepped(self, step: int, waited_s: float) -> None:
         """Count a step, and the seconds that it waited for its batch; nothing is written."""
