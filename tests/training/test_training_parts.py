@@ -162,7 +162,7 @@ def test_reports_write_every_form(tmp_path, capsys):
 
     run = reports(0)
     waiting: Future = Future()
-    run.log(1, 1, 0.0, None, waiting)
+    run.log(1, 1, 0.0, None, waiting, {})
     run.step_done()
     assert read_metrics(tmp_path) == []  # not arrived: nothing waits for it
     waiting.set_result({"loss": [2.0], "grad_norm": [1.0], "skipped": [0.0, 0.0, 0.0]})
@@ -202,7 +202,7 @@ def test_reports_write_every_form(tmp_path, capsys):
 def test_tensorboard_scalars(tmp_path):
     run = run_in(tmp_path, batch_size=8, flops_per_image=1.0)
     run = Reports(run, SilentBackend(), first_step=0, last_step=1)
-    run.log(1, 1, 0.5, None, value(loss=2.0, grad_norm=1.0))
+    run.log(1, 1, 0.5, None, value(loss=2.0, grad_norm=1.0), {})
     run.evaluation(1, 1, Evaluation(0.25, 75.0, 90.0, 50))
     run.close()
     content = b"".join(f.read_bytes() for f in (tmp_path / "tensorboard").iterdir())
