@@ -107,6 +107,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "ckpt_epoch_interval": ("1", "10"),
     "ckpt_step_interval": ("0", "1"),
     "ckpt_minutes_interval": ("0", "0.001"),
+    "local_ckpt_step_interval": ("1", "50"),
     "keep_checkpoints": ("0", "1"),
     "max_failed_saves": ("1", "2"),
     "log_step_interval": ("1", "20"),
@@ -172,6 +173,7 @@ def files(folder: Path) -> dict[str, tuple[str, ...]]:
         "train_shards": ("train/*.tar",),
         "val_shards": ("val/*.tar",),
         "index_dir": (f"{folder}/index",),
+        "local_ckpt_dir": (f"{folder}/local",),
         "teacher": ("vit_10b",),
         "teacher_weights": (f"{folder}/teacher",),
     }

@@ -119,6 +119,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 run_vit_training.py --data_dir /datasets/imagenet-1k --ckpt_dir": Elsewhere(
         "10 billion parameters", trains
     ),
+    "python3 run_vit_training.py --local_ckpt_dir": Elsewhere("10 billion parameters", trains),
     "python3 run_vit_training.py --optimizer muon": Elsewhere("300 epochs of ImageNet", trains),
     "python3 -m pip install -r requirements-gpu.txt": Elsewhere(
         "gigabytes of CUDA, which make did not install", names_packages

@@ -22,25 +22,28 @@ from training.logs.records import EVENTS_FILE, read_events, save_figure
 
 # -- Where the time went ---------------------------------------------------------------------------
 
-USEFUL, DATA, FIRST, OTHER, EVAL, SAVE, LOST, DOWN = PARTS = (
+USEFUL, DATA, FIRST, OTHER, EVAL, SAVE, LOCAL, LOST, DOWN = PARTS = (
     "useful steps",
     "waiting for data",
     "first step, compiling",
     "starting and ending",
     "evaluation",
     "checkpoints",
+    "local checkpoints",
     "lost work",
     "down",
 )
 """The parts of wall time. Lost work: steps that a later start repeated. Down: from the last sign of
 life of one start to the start of the next one."""
-_SPANS = {"eval": EVAL, "save": SAVE, "first_step": FIRST}
+_SPANS = {"eval": EVAL, "save": SAVE, "local_save": LOCAL, "first_step": FIRST}
 _NUMBERS = {
     "start": ("process_started", "step"),
     "steps": ("step", "steps", "waited"),
     **dict.fromkeys(_SPANS, ("seconds",)),
 }
 """The numbers that an account needs of an event, besides its time."""
+LOCAL_FIGURES = ("bytes", "write_s", "copy_s")
+"""What a "local_save" event has of the save before it, if there was one."""
 _LAST_TIME = 4e9
 """In seconds since 1970; a damaged file may have any number."""
 
@@ -103,6 +106,9 @@ class Account:
     nor by a signal."""
     saves: list[float] = field(default_factory=list)
     """How long training stopped for each checkpoint."""
+    local: list[Mapping[str, float]] = field(default_factory=list)
+    """Of each checkpoint on the hosts' own disks ``bytes`` of all hosts, and seconds of the slowest
+    process: ``write_s`` on its disk, ``copy_s`` to its peer."""
     restarts: list[float] = field(default_factory=list)
     """Seconds from the last sign of life of a start to the first step of the next one."""
 
@@ -207,6 +213,9 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
             spend(_SPANS[kind], now)
             if kind == "first_step" and account.starts > 1:
                 account.restarts.append(max(at, now) - last_sign)
+            figures = {n: event[n] for n in LOCAL_FIGURES if isinstance(event.get(n), (int, float))}
+            if len(figures) == len(LOCAL_FIGURES):
+                account.local.append(figures)
             if event.get("written"):
                 account.saves.append(inside)
         elif kind in ("start", "stop", "end"):
@@ -289,6 +298,12 @@ def table(name: str, account: Account) -> str:
     per_step = f", {duration(account.step_s)} each" if account.steps else ""
     lost = f"; {account.lost_steps:,} lost and repeated" if account.lost_steps else ""
     lines.append(f"  goodput {account.goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
+    if mean := local_mean(account):
+        lines.append(
+            f"  {len(account.local)} local checkpoints, the mean: {mean['bytes'] / 2**20:,.2f} MiB "
+            f"of all hosts, {duration(mean['write_s'])} on the slowest disk, "
+            f"{duration(mean['copy_s'])} to the slowest peer"
+        )
     suggestion = suggest(account)
     if suggestion is None:
         lines.append(
@@ -311,6 +326,17 @@ def table(name: str, account: Account) -> str:
     return "\n".join(lines)
 
 
+def local_mean(account: Account) -> dict[str, float]:
+    """Return the means of ``LOCAL_FIGURES`` over the checkpoints on the hosts' own disks; {} if
+    there are none."""
+    if not account.local:
+        return {}
+    return {
+        name: sum(each[name] for each in account.local) / len(account.local)
+        for name in LOCAL_FIGURES
+    }
+
+
 def as_values(name: str, account: Account) -> dict[str, Any]:
     """Return the same as JSON values; times are in seconds, shares from 0 to 1."""
     values: dict[str, Any] = {
@@ -324,6 +350,8 @@ def as_values(name: str, account: Account) -> dict[str, Any]:
         "lost_steps": account.lost_steps,
         "checkpoints": len(account.saves),
     }
+    if mean := local_mean(account):
+        values["local_checkpoints"] = {"number": len(account.local), **mean}
     if suggestion := suggest(account):
         values["suggestion"] = {
             "save_s": suggestion.save_s,
@@ -342,6 +370,7 @@ COLOURS = {
     OTHER: "#c6dbef",
     EVAL: "#9e9ac8",
     SAVE: "#f08c3a",
+    LOCAL: "#fdd0a2",
     LOST: "#c0392b",
     DOWN: "#7f7f7f",
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.files import printable
 from data.source import FILES, DataSource
@@ -20,6 +20,7 @@ from training import files
 from training.checkpoints import choose
 from training.checkpoints import format as checkpoint
 from training.checkpoints.format import Position, SavedRun
+from training.checkpoints.local_tier import LocalTier
 from training.config import CheckpointConfig, ObjectiveConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
 from training.flags import FlagField, by_field, flat
@@ -72,27 +73,36 @@ def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
             files.check_own(folder, shared=config.checkpoints.shared_ckpt_dir)
     except OSError as error:
         raise UsageError(f"cannot read --ckpt_dir {folder}: {error.strerror}") from None
+    if (local := config.checkpoints.local_ckpt_dir) is not None:
+        if files.is_url(files.folder_at(local)):
+            raise UsageError(
+                f"--local_ckpt_dir {local} is a URL: give a folder on each host's disk"
+            )
+        files.check_folder_writable(Path(local), "--local_ckpt_dir")
 
     # The order matters:
-    # 1. Resume here, from --ckpt_dir. After a restart of this job always its newest checkpoint,
+    # 1. Resume here, from --local_ckpt_dir, if a step is whole there that is newer than those of 2.
+    #    Only for --resume auto, or after a restart of this job; decided by ``agree``, as it takes
+    #    all hosts to know.
+    # 2. Resume here, from --ckpt_dir. After a restart of this job always its newest checkpoint,
     #    whatever --resume names. Else as --resume (auto, best, lowest_loss) or --resume_epoch says.
-    # 2. Resume elsewhere: --resume FOLDER.
-    # 3. Start from trained weights: --init_from. Only if there is nothing to resume, so that the
+    # 3. Resume elsewhere: --resume FOLDER.
+    # 4. Start from trained weights: --init_from. Only if there is nothing to resume, so that the
     #    same command continues the run when it is started again.
-    # 4. Start from new weights.
+    # 5. Start from new weights.
     saved, _ = find_resumable(config.checkpoints)
-    if saved:  # 1 and 2
+    if saved:  # 2 and 3
         model = with_saved_model(saved, config.model)
         config = replace(with_saved_objective(saved, config), model=model)
         check_same_training(saved, model_of(model, config.objective), config)
         return config, Start(saved)
-    if config.checkpoints.init_from:  # 3
+    if config.checkpoints.init_from:  # 4
         return with_model_of_weights(config)
-    return config, Start()  # 4
+    return config, Start()  # 5
 
 
 def find_resumable(config: CheckpointConfig) -> tuple[SavedRun | None, choose.Candidates]:
-    """Return the checkpoint that the flags name (1 and 2 above), and all that may replace it."""
+    """Return the checkpoint that the flags name (2 and 3 above), and all that may replace it."""
     found = choose.find_resume(files.folder_at(config.ckpt_dir), config.resume, config.resume_epoch)
     return choose.first_readable(found)
 
@@ -135,14 +145,26 @@ def with_saved_objective(saved: SavedRun, config: RunConfig) -> RunConfig:
 # -- on the devices' hosts: all processes agree ----------------------------------------------------
 
 
+class Agreed(NamedTuple):
+    """What all processes start with."""
+
+    saved: SavedRun | None
+    """The checkpoint that all resume, or of a step on the hosts' own disks this process's part."""
+    newest: Path | None
+    """The newest checkpoint in --ckpt_dir or --resume, from which they continue."""
+    local: LocalTier | None
+    """The hosts' own disks, with --local_ckpt_dir."""
+    bad_images: BadImages
+    """The unreadable images known so far."""
+    notes: list[str]
+    """Lines for the log."""
+
+
 def agree(
     chosen: SavedRun | None, run: Run, data: DataSource, lock: files.FolderLock, *, is_main: bool
-) -> tuple[SavedRun | None, BadImages, list[str]]:
+) -> Agreed:
     """Make all processes start alike, or end all: until here each was for itself, and has chosen a
-    checkpoint to resume (None: none).
-
-    Returns the checkpoint that all resume, the unreadable images known so far, and lines for the
-    log. Raises UsageError in all processes.
+    checkpoint to resume (None: none). Raises UsageError in all processes.
     """
     ckpt_dir, config = run.ckpt_dir, run.config.checkpoints
     exchange.check_alike(run, data)
@@ -153,12 +175,21 @@ def agree(
     with exchange.failing_together():
         if is_main:
             _, candidates = find_resumable(config)
-    saved, notes = choose_checkpoint(
-        candidates, lambda each: check_resume(each, run, data), verify=config.verify_checkpoint
-    )
-    with exchange.failing_together():
-        if chosen and not saved:
-            raise UsageError(f"{chosen.path} was removed meanwhile: start again")
+    local, saved, newest, notes = None, None, None, list[str]()
+    if config.local_ckpt_dir is not None:
+        local = LocalTier(run)
+        saved, newest, notes = resume_local(local, candidates, run, data)
+    if saved is None:
+        saved, more = choose_checkpoint(
+            candidates, lambda each: check_resume(each, run, data), verify=config.verify_checkpoint
+        )
+        newest, notes = saved.path if saved else None, notes + more
+        with exchange.failing_together():
+            if chosen and not saved:
+                raise UsageError(f"{chosen.path} was removed meanwhile: start again")
+    if local:
+        local.forget(saved.position.step if saved and saved.is_part else None)
+        notes.append(local.description)
     if saved and config.init_from:
         notes.append(f"note: --init_from {config.init_from} is ignored: this run is resumed")
     if saved and (difference := other_order(saved, run, data)):
@@ -192,7 +223,7 @@ def agree(
     # Last, as it changes the folder: checkpoints that this run does not continue.
     aside = ""
     with exchange.failing_together():
-        if is_main and (later := choose.later_ones(ckpt_dir, saved.path if saved else None)):
+        if is_main and (later := choose.later_ones(ckpt_dir, newest)):
             folder = choose.set_aside(ckpt_dir, later)
             names = ", ".join(path.name for path in later)
             aside = (
@@ -201,7 +232,33 @@ def agree(
             )
     if aside := exchange.gather(aside)[0]:
         notes.append(aside)
-    return saved, bad_images, notes
+    return Agreed(saved, newest, local, bad_images, notes)
+
+
+def resume_local(
+    local: LocalTier, candidates: choose.Candidates, run: Run, data: DataSource
+) -> tuple[SavedRun | None, Path | None, list[str]]:
+    """Return this process's part of the newest whole step on the hosts' own disks, if it is newer
+    than all candidates; the newest of these; and lines for the log.
+
+    ``candidates`` are the first process's. Raises UsageError in all processes.
+    """
+    config = run.config.checkpoints
+    mine: list[Any] = []
+    with exchange.failing_together():
+        is_auto = config.resume == "auto" and not config.resume_epoch
+        mine += [is_auto or choose.is_restart(run.ckpt_dir), [str(p) for p in candidates.paths[:1]]]
+    continues, named = exchange.gather(mine)[0]
+    if not continues:
+        return None, None, []
+    newest = files.folder_at(named[0]) if named else None
+    saved, notes = local.resume(
+        choose.step_of(newest) if newest else -1, verify=config.verify_checkpoint
+    )
+    with exchange.failing_together():
+        if saved:
+            check_resume(saved, run, data)
+    return saved, newest, notes
 
 
 def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> None:
@@ -346,7 +403,7 @@ class History:
 
 def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
     """Return what the folder's metrics say of the steps up to ``step``; later ones are dropped."""
-    if saved is None or saved.path.parent.resolve() != ckpt_dir.resolve():
+    if saved is None or not (saved.is_part or saved.path.parent.resolve() == ckpt_dir.resolve()):
         # What was resumed from elsewhere is not evaluated again.
         return History(False, {step: None} if step else {}, {KNN: {step}, PROBE: {step}})
     records = [r for r in read_metrics(ckpt_dir) if r["step"] <= step]

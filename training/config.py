@@ -503,6 +503,20 @@ class CheckpointConfig:
         kind=bounded(float, 0, 1e6),
         metavar="M",
     )
+    local_ckpt_dir: str | None = flag(
+        None,
+        "also save checkpoints to this folder of each host, on a RAM disk or SSD of its own, with "
+        "a copy at another host; a start resumes from there if hosts have a newer step than "
+        "--ckpt_dir (default: none)",
+        metavar="FOLDER",
+        incompatible_with=("predict",),
+    )
+    local_ckpt_step_interval: int = flag(
+        50,
+        "save to --local_ckpt_dir every N steps",
+        kind=positive,
+        requires=("local_ckpt_dir",),
+    )
     keep_checkpoints: int = flag(
         0,
         "keep the N newest checkpoints; 0: keep all",

@@ -352,7 +352,7 @@ class FolderLock:
         self.release()
 
 
-def check_own(folder: Path, *, shared: bool = False) -> None:
+def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -> None:
     """Raise UsageError if a folder, or what is directly in it, is another user's, and not
     ``shared``: a checkpoint in it would be resumed, whoever has forged it.
 
@@ -374,9 +374,10 @@ def check_own(folder: Path, *, shared: bool = False) -> None:
                 user = pwd.getpwuid(state.st_uid).pw_name
             except KeyError:
                 user = f"user {state.st_uid}"
+            allow = ", or use what is there as it is with --shared_ckpt_dir"
             raise UsageError(
-                f"--ckpt_dir {folder}: {path} is {user}'s: give a folder of your own, or use what "
-                "is there as it is with --shared_ckpt_dir"
+                f"{flag} {folder}: {path} is {user}'s: give a folder of your own"
+                f"{allow if flag == '--ckpt_dir' else ''}"
             )
 
 

@@ -1,6 +1,7 @@
 """The training loop, the same for every backend, and the hooks that it calls around each step."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from data.loader import BatchLoader
 from training.backend import Backend
 from training.checkpoints.choose import folder_of
 from training.checkpoints.format import Position
+from training.checkpoints.local_tier import LocalTier
 from training.checkpoints.saver import CheckpointSaver
 from training.config import RunConfig
 from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
@@ -304,6 +306,23 @@ class Saves(Hook):
         if self._config.ckpt_best:
             self._saver.spared = folder_of(self._saver.ckpt_dir, at.step)
             self.save(at)
+
+
+class LocalSaves(Hook):
+    """Saves to the hosts' own disks every ``--local_ckpt_step_interval`` steps, but the last."""
+
+    def __init__(self, session: Session, saver: CheckpointSaver, tier: LocalTier) -> None:
+        self._session, self._saver, self._tier = session, saver, tier
+
+    def after_step(self, done: StepDone) -> None:
+        session = self._session
+        if done.is_last or done.at.step % session.config.checkpoints.local_ckpt_step_interval:
+            return
+        session.watchdog.alive()
+        with session.reports.events.span("local_save") as event:
+            copy = functools.partial(self._saver.content, done.at, copy=True)
+            event |= self._tier.save(done.at.step, copy, session.reports.say)
+        session.timer.restart()
 
 
 def last_epoch(at: Position) -> int:

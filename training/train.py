@@ -98,7 +98,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
     shared = config.checkpoints.shared_ckpt_dir
     with FolderLock(ckpt_dir, inside=run.log_dir, shared=shared) as lock:  # released at the end
         # Begin: agree on what is resumed, and where in the data that is.
-        saved, bad_images, notes = begin.agree(
+        saved, newest, local, bad_images, notes = begin.agree(
             prepared.saved, run, data, lock, is_main=backend.is_main
         )
         loader = train_loader(data, backend, config.data.batch_size)
@@ -128,7 +128,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
             data.classes,
             config.checkpoints.keep_checkpoints,
             config.checkpoints.max_failed_saves,
-            newest=saved.path if saved else None,
+            newest=newest,
             asynchronous=config.checkpoints.async_checkpoint,
             spared=history.best if config.checkpoints.ckpt_best else None,
             order=data.order(),
@@ -162,6 +162,8 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     loop.StopCheck(session, batches, saver),
                     saves,
                 ]
+                if local:
+                    hooks.append(loop.LocalSaves(session, saver, local))
                 if data.val_length and objective.measured:
                     hooks.append(
                         loop.Evaluations(
@@ -190,6 +192,8 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                         saves.save(at, must=True)
                     elif bad_images.excess:  # found with the last step
                         stop.exit_code = BAD_IMAGES
+                if local and not stop.exit_code:
+                    local.complete()
                 profiler.finish(reports.say)
         finally:
             watchdog.pause()
@@ -212,7 +216,10 @@ def _place(
         initialize = initial.initialize
     model = shard_and_optimize(run, backend, initialize)
     if saved:
-        has_ema, with_ema = load_state(backend, saved.path), run.config.averages
+        has_ema, with_ema = (
+            load_state(backend, saved.path, is_part=saved.is_part),
+            run.config.averages,
+        )
         if with_ema and not has_ema:
             say("note: the checkpoint has no EMA of the weights: it starts with these weights")
         if has_ema and not with_ema:

@@ -60,6 +60,7 @@ def test_made_up_events(tmp_path, capsys):
             "starting and ending": 40 + 40 + 2,
             "evaluation": 50,
             "checkpoints": 60,
+            "local checkpoints": 0,
             "lost work": 200,
             "down": 122,
         }

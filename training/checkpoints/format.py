@@ -93,6 +93,8 @@ class SavedRun:
     order: dict[str, Any] | None = None
     """What decides, beside ``arguments``, the order of its training images (``DataSource.order``);
     None if an earlier version wrote the checkpoint."""
+    is_part: bool = False
+    """``path`` has what this process alone holds of the state (``--local_ckpt_dir``)."""
 
     @property
     def model(self) -> ModelConfig:

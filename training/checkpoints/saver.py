@@ -135,12 +135,9 @@ class CheckpointSaver:
         folder = folder_of(self.ckpt_dir, position.step)
         if folder == self.newest:
             return False
-        tensors = training_tensors(position, self.arguments, self.classes, self.order)
         content: dict[str, Any] = {}
         in_thread = self.asynchronous and not must
-        _, problems = _attempt(
-            lambda: content.update(state_content(self.backend, tensors, copy=in_thread))
-        )
+        _, problems = _attempt(lambda: content.update(self.content(position, copy=in_thread)))
         if any(problems):
             self._count(folder, problems, must=must)
         else:
@@ -165,6 +162,11 @@ class CheckpointSaver:
         if self._ends_with:
             raise self._ends_with
         return self._being_written is not None or folder == self.newest
+
+    def content(self, position: Position, *, copy: bool) -> dict[str, Any]:
+        """Return the content of a checkpoint, see ``state_content``."""
+        tensors = training_tensors(position, self.arguments, self.classes, self.order)
+        return state_content(self.backend, tensors, copy=copy)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if one is. Raises as ``save``."""

@@ -30,6 +30,7 @@ from training.checkpoints.format import (
     load_into,
     tree,
 )
+from training.errors import UsageError
 
 # -- tensors that are spread over devices, as DCP sees them ----------------------------------------
 
@@ -162,9 +163,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def write_state(
-    content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None
+    content: dict[str, Any],
+    folder: Path,
+    group: dist.ProcessGroup | None = None,
+    *,
+    alone: bool = False,
 ) -> dict[str, Entry]:
     """Write what ``state_content`` returned; all processes call it, with their process group.
+    With ``alone`` one does, and writes what it holds, replicated tensors too.
 
     Returns the manifest's entries for the files that this process wrote, with checksums computed
     while writing. The caller writes the manifest, which completes a checkpoint. Raises OSError,
@@ -177,16 +183,22 @@ def write_state(
         dcp.save(
             content,
             storage_writer=storage,
-            no_dist=not dist.is_initialized(),
+            no_dist=alone or not dist.is_initialized(),
             process_group=group,
         )
     return storage.sums
 
 
 def load_state(
-    backend: Backend, folder: Path, *, with_optimizer: bool = True, use_ema: bool = False
+    backend: Backend,
+    folder: Path,
+    *,
+    with_optimizer: bool = True,
+    use_ema: bool = False,
+    is_part: bool = False,
 ) -> bool:
-    """Load a checkpoint's values into the backend; all processes call it.
+    """Load a checkpoint's values into the backend; all processes call it. ``is_part``: each has a
+    ``folder`` of its own, which holds what was written ``alone``.
 
     Restores the weights and, ``with_optimizer``, also AdamW's state, the EMA and what else the next
     step depends on, as far as the checkpoint has it, and the CPU's random state. With ``use_ema``
@@ -204,8 +216,41 @@ def load_state(
     wanted = tree(state, training)
     if use_ema:
         wanted[EMA] = wanted.pop(WEIGHTS)
-    load_into(wanted, folder, no_dist=not dist.is_initialized())
+    if is_part:
+        wanted = _held(wanted)
+        _check_holds(wanted, saved)
+    load_into(wanted, folder, no_dist=is_part or not dist.is_initialized())
     if with_optimizer:
         torch.set_rng_state(training[RNG])
     backend.load_state(state)
     return has_ema
+
+
+def _held(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested dictionary of tensors without those that this process holds nothing of: a
+    part has no entry for them."""
+    return {
+        name: _held(value) if isinstance(value, Mapping) else value
+        for name, value in content.items()
+        if not (isinstance(value, ShardedTensor) and not value.chunks)
+    }
+
+
+def _check_holds(wanted: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise UsageError unless entries have each chunk of ``wanted``: DCP would read what is there
+    of it, and leave the rest as it is."""
+    for name, value in wanted.items():
+        if isinstance(value, Mapping):
+            _check_holds(value, saved, f"{prefix}{name}.")
+            continue
+        entry = saved.get(prefix + name)
+        there = {(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks} if entry else set()
+        whole = [((0,) * value.dim(), tuple(value.shape))]
+        here = whole
+        if isinstance(value, ShardedTensor):
+            here = [(tuple(each.offsets), tuple(each.data.shape)) for each in value.chunks]
+        if not there.issuperset(here) and not there.issuperset(whole):
+            raise UsageError(
+                f"--local_ckpt_dir has not all of {prefix}{name} that this process holds: remove "
+                "what is in it, so that --ckpt_dir is resumed"
+            )

@@ -131,7 +131,7 @@ _PACKAGES = (
     "torchvision",
     "numpy",
 )
-_FREE_FLAGS = {"num_workers", "index_dir", "rebuild_index", "step_timeout_s"}
+_FREE_FLAGS = {"num_workers", "index_dir", "local_ckpt_dir", "rebuild_index", "step_timeout_s"}
 """The flags that may differ from host to host: they change no result."""
 _CODE = (
     "run_vit_training.py",

@@ -1,0 +1,49 @@
+"""run_vit_training.py, each process as a host with a disk of its own: DISKS/host_<rank>.
+
+Each save is done before the next one, as if there were more steps between them. KILLED="RANK STEP":
+before that step, when the saves before are done, that process ends by SIGKILL. ``--fsdp megatron``
+runs without CUDA.
+"""
+
+import os
+import signal
+import sys
+from concurrent.futures import wait
+
+import run_vit_training
+from gpu_fsdp import resolve_gpu
+from tests.stand_ins.megatron_on_cpu import without_cuda
+from training import loop
+from training.checkpoints.local_tier import LocalTier
+from training.processes import exchange
+
+
+def main(argv: list[str]) -> int:
+    if "megatron" in argv:
+        without_cuda()
+        resolve_gpu.check_megatron_runs_here = lambda: None
+    rank, step = map(int, os.environ.get("KILLED", "-1 0").split())
+    train_step, save, writing = loop.train_step, LocalTier.save, []
+
+    def save_after_the_last(tier, *args):
+        wait(writing)
+        figures = save(tier, *args)
+        writing[:] = [tier._writing]
+        return figures
+
+    def killed(model, objective, backend, done, *args, **kwargs):
+        if done + 1 == step:
+            wait(writing)
+            exchange.gather(None)
+            if exchange.rank() == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(model, objective, backend, done, *args, **kwargs)
+
+    loop.train_step, LocalTier.save = killed, save_after_the_last
+    host = os.environ.get("REHEARSAL_WORKER", os.environ.get("RANK", "0"))
+    disk = os.path.join(os.environ["DISKS"], f"host_{host}")
+    return run_vit_training.main([*argv, "--local_ckpt_dir", disk])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,211 @@
+"""Checkpoints on the hosts' own disks: lost hosts, damaged copies, disks that fail.
+
+The reference is a run that was never interrupted, which saves to --ckpt_dir alone.
+"""
+
+import shutil
+from multiprocessing import Pipe
+
+import pytest
+import xxhash
+
+from tests.cli import Result, run_program, tiny, train_tiny_gpu
+from tests.rehearsal.slice_ import Slice
+from tests.rehearsed import all_ended
+from tests.training.test_async_checkpoints import assert_same_bits
+from training.checkpoints.local_tier import _peer_of, _receive_files
+
+HOSTS = "tests.stand_ins.hosts_with_disks"
+STEPS = "--max_steps 12 --test_epoch_interval 99 --ckpt_step_interval 5".split()
+EVERY_TWO = ["--local_ckpt_step_interval", "2"]
+KILLED = "1 10"  # steps 6 and 8 are on the disks, 5 in --ckpt_dir
+NAMES = ("loss", "grad_norm", "lr")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return train_tiny_gpu(tmp_path_factory.mktemp("whole") / "run", *STEPS, processes=4)
+
+
+@pytest.fixture
+def hosts(tmp_path, monkeypatch):
+    """Start four processes, each with a disk of its own."""
+    monkeypatch.setenv("DISKS", str(tmp_path / "disks"))
+
+    def start(*flags, killed="", processes=4):
+        monkeypatch.setenv("KILLED", killed or "-1 0")
+        words = [*tiny(tmp_path / "run"), "--backend", "cuda", *STEPS, *EVERY_TWO, *flags]
+        done = run_program("-m", HOSTS, *words, processes=processes)
+        assert (done.returncode == 0) == (not killed), done.stdout + done.stderr
+        return Result(tmp_path / "run", done.stdout, done.stderr)
+
+    start.disk = lambda host: tmp_path / "disks" / f"host_{host}"
+    return start
+
+
+def part(hosts, host, of, step):
+    return hosts.disk(host) / f"part_{of}" / f"step_{step}"
+
+
+def flip(folder):
+    """Change one bit of the part's tensors."""
+    (file,) = folder.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def assert_resumed(done, uninterrupted, step, where="part_0"):
+    assert f"{where}/step_{step} at step {step}" in done.stdout, done.stdout
+    for name in NAMES:
+        assert done.column(name) == uninterrupted.column(name)
+    assert_same_bits(done.ckpt_dir / "step_12", uninterrupted.ckpt_dir / "step_12")
+
+
+def test_one_host_lost(hosts, uninterrupted, tmp_path):
+    first = hosts(killed=KILLED)
+    assert "a copy of each part at a peer (of process 0: process 1 on " in first.stdout
+    assert "local checkpoint of step 2: " in first.stdout
+    assert "MiB, written in " in first.stdout
+    held = sorted(str(p.relative_to(hosts.disk(2))) for p in hosts.disk(2).glob("part_*/step_*"))
+    assert held == [f"part_{of}/step_{step}" for of in (1, 2) for step in (4, 6, 8)]
+    shutil.rmtree(hosts.disk(1))
+    done = hosts()
+    assert "note: step 8 was copied from peers to process 1 on " in done.stdout
+    assert_resumed(done, uninterrupted, 8)
+    assert not list((tmp_path / "disks").glob("*/part_*/step_*"))  # it is complete
+    assert not list((tmp_path / "run").glob("set_aside_*"))
+
+
+def test_host_and_peer_lost(hosts, uninterrupted):
+    hosts(killed=KILLED)
+    shutil.rmtree(hosts.disk(1))
+    shutil.rmtree(hosts.disk(2))
+    done = hosts()
+    assert done.stdout.count("warning: step 8 of --local_ckpt_dir is not whole: ") == 1
+    assert "the parts of process 1 on " in done.stdout
+    assert_resumed(done, uninterrupted, 5, "run")
+
+
+def test_damaged_copies(hosts, uninterrupted):
+    """A byte of a part: its copy is used. Of both: the step before. A file lost: as a lost part."""
+    hosts(killed=KILLED)
+    flip(part(hosts, 0, 0, 8))
+    next(part(hosts, 3, 3, 8).glob("*.distcp")).unlink()
+    flip(part(hosts, 1, 1, 8))
+    flip(part(hosts, 2, 1, 8))
+    done = hosts()
+    assert done.stdout.count(" in --local_ckpt_dir of process ") == 3  # part 0, and 1 twice
+    assert "part 1 of step 8 in --local_ckpt_dir of process 2 on" in done.stdout
+    assert "has changed since it was written" in done.stdout
+    assert_resumed(done, uninterrupted, 6)
+
+
+def test_storage_is_as_new(hosts, uninterrupted):
+    hosts("--ckpt_step_interval", "8", killed=KILLED)
+    assert_resumed(hosts(), uninterrupted, 8, "run")
+
+
+def test_disk_that_cannot_be_written(hosts, uninterrupted):
+    """Training is not stopped; the step is not whole, and nothing of it is resumed."""
+    for host, of in ((1, 1), (0, 3)):  # its own part; a copy of another's
+        hosts.disk(host).mkdir(parents=True)
+        (hosts.disk(host) / f"part_{of}").write_text("no folder")
+    first = hosts(killed=KILLED)
+    assert "process 1 on" in first.stdout
+    assert "it could not be written to" in first.stdout
+    assert "no copy at process 0 on" in first.stdout
+    assert "training continues" in first.stdout
+    done = hosts()
+    assert "step 8 of --local_ckpt_dir is not whole: the parts of process 1 on" in done.stdout
+    assert_resumed(done, uninterrupted, 5, "run")
+
+
+def test_another_run_and_another_form(hosts, uninterrupted, tmp_path):
+    """Another run's folder is refused; parts of another number of processes are not used."""
+    hosts(killed=KILLED)
+    words = [*tiny(tmp_path / "other"), "--backend", "cuda", *STEPS, *EVERY_TWO]
+    refused = run_program("-m", HOSTS, *words, processes=4)
+    (line,) = [each for each in refused.stderr.splitlines() if "error:" in each]
+    assert f"holds a checkpoint of another run, of --ckpt_dir {tmp_path / 'run'}" in line
+    assert not list((tmp_path / "other").glob("step_*"))
+    fewer = hosts("--max_steps", "7", processes=2)
+    assert "parts of another number of processes, mesh or form" in fewer.stdout
+    assert f"{tmp_path}/run/step_5 at step 5" in fewer.stdout
+
+
+def test_going_back_forgets(hosts, tmp_path):
+    """--resume names an older checkpoint: what the disks have is not resumed, now or later."""
+    hosts(killed=KILLED)
+    back = hosts("--resume", str(tmp_path / "run" / "step_5"), killed="1 6")
+    assert f"{tmp_path}/run/step_5 at step 5" in back.stdout
+    assert not list((tmp_path / "disks").glob("*/part_*/step_8"))
+
+
+def test_one_process_and_no_peer(hosts, tmp_path):
+    reference = train_tiny_gpu(tmp_path / "whole", *STEPS)
+    first = hosts(killed="0 10", processes=1)
+    assert "without copies (one process)" in first.stdout
+    assert_resumed(hosts(processes=1), reference, 8)
+
+
+def test_megatron(hosts, tmp_path):
+    flags = ["--fsdp", "megatron"]
+    program = "tests.stand_ins.megatron_on_cpu"
+    reference = train_tiny_gpu(tmp_path / "whole", *STEPS, *flags, processes=2, program=program)
+    hosts(*flags, killed=KILLED, processes=2)
+    shutil.rmtree(hosts.disk(1))
+    assert_resumed(hosts(*flags, processes=2), reference, 8)
+
+
+@pytest.mark.rehearse
+def test_two_hosts_on_xla(slice_of, tmp_path):
+    """A host of SPMD has the parts of all its devices."""
+    slice_, run = slice_of(Slice("v5p-16", (2, 2, 2))), tmp_path / "run"
+    words, how = [*STEPS, *EVERY_TWO], {"program": ("-m", HOSTS), "DISKS": str(tmp_path / "disks")}
+    reference = slice_.train(tmp_path / "whole", *STEPS)
+    started = slice_.start(*tiny(run), *words, KILLED=KILLED, **how)
+    started[0].wait(timeout=200)
+    for each in started:
+        each.kill()
+        each.communicate()
+    shutil.rmtree(tmp_path / "disks" / "host_0")
+    said = all_ended(slice_.start(*tiny(run), *words, **how))
+    assert_resumed(Result(run, *said[0]), reference, 8)
+
+
+# -- without a run -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "problem"),
+    [
+        ([b"weights"], None),
+        ([b"wei", b"ghts"], None),
+        ([b"weighty"], "the checksum of file differs"),
+        ([b"weights", b"and more"], None),
+    ],
+)
+def test_what_arrives_is_compared(sent, problem, tmp_path):
+    here, there = Pipe()
+    for chunk in sent:
+        there.send_bytes(chunk)
+    files = {"file": (7, xxhash.xxh3_128(b"weights").hexdigest())}
+    assert _receive_files(here, tmp_path / "part", files) == problem
+
+
+def test_half_a_copy(tmp_path):
+    here, there = Pipe()
+    there.send_bytes(b"wei")
+    there.close()
+    with pytest.raises(EOFError):
+        _receive_files(here, tmp_path / "part", {"file": (7, "0" * 32)})
+
+
+def test_peers():
+    """The same place in the next folder; with replicas, in the next replica."""
+    four = ["a", "a", "b", "b", "c", "c", "d", "d"]
+    assert [_peer_of(rank, four, 1)[0] for rank in range(8)] == [2, 3, 4, 5, 6, 7, 0, 1]
+    assert [_peer_of(rank, four, 2)[0] for rank in range(8)] == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert [_peer_of(rank, ["a", "a", "b"], 1)[0] for rank in range(3)] == [2, 2, 0]
+    assert _peer_of(1, ["a", "a"], 1) == (None, False)

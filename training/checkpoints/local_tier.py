@@ -1,0 +1,579 @@
+"""Checkpoints on each host's own disk, with copies at peers: ``--local_ckpt_dir``.
+
+A save is divided into parts: what one process holds of the state. Each process writes its part,
+and what is replicated, into a folder of its host, as a checkpoint that can be read by itself:
+
+    part_<process>/step_<n>/   as in training/checkpoints/format.py
+    part_<process>/step_<n>/part.json   the run, the start of it, and how the state was sharded
+    .folder                    a random word by which hosts find out if they see the same folder
+
+It then sends a copy to its peer, a process with another folder, which keeps it in the same place.
+A step is whole if each part of it is in some folder. Only parts of one start belong together.
+
+Copies go over TCP connections between the hosts. Both ends prove by a challenge that they know a
+key, which the first process has made up and sent through the run's process group. What arrives is
+written to files whose checksums are compared; nothing in it is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from training.checkpoints.choose import clear, folder_of, remove, step_folders, step_of
+from training.checkpoints.format import (
+    Entry,
+    SavedRun,
+    damage,
+    entries,
+    quick_problem,
+    read_manifest,
+    read_saved_run,
+    reason_of,
+    write_manifest,
+)
+from training.checkpoints.state import bytes_of, write_state
+from training.errors import UsageError
+from training.files import check_own, in_background, replace_file
+from training.processes import exchange
+from training.resolve import Run
+
+RUN_ID_FILE = "run_id"
+"""In --ckpt_dir: a random word, by which a run knows its parts."""
+PART_FILE, _FOLDER_FILE = "part.json", ".folder"
+_KEPT = 2
+"""Whole steps that are kept, the newest ones."""
+_ENDS_WITHIN_S = 30.0
+"""The longest that the end of a run waits for parts that are still being written."""
+_CHUNK = 1 << 24
+_LONGEST_HEADER = 1 << 20
+_PART_NAME = re.compile(r"part_(\d+)")
+_FILE_NAME = re.compile(r"[\w.]*\w[\w.]*")
+
+Save = tuple[int, str]
+"""A step, and the start of the run that has saved it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a save, in this process's folder."""
+
+    part: int
+    step: int
+    start: str
+    layout: str
+    """A checksum of how the state was sharded."""
+    run: str
+    ckpt_dir: str
+    path: Path
+
+    @property
+    def save(self) -> Save:
+        return self.step, self.start
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a process has done for its newest save."""
+
+    step: int
+    bytes: int = 0
+    """Of its part."""
+    write_s: float = 0.0
+    copy_s: float = 0.0
+    problem: str | None = None
+
+
+class LocalTier:
+    """Saves and finds parts of checkpoints on the hosts' own disks, in all processes of a run.
+
+    After the start it cannot end training: what goes wrong is reported, and the next save tried.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Open the folder of this process, and agree with the others on peers and on a key.
+
+        All processes must call this, with ``--ckpt_dir`` locked. Raises UsageError in all of them
+        if a folder cannot be used.
+        """
+        config = run.config.checkpoints
+        assert config.local_ckpt_dir is not None
+        self.folder, self._rank, self._count = (
+            Path(config.local_ckpt_dir),
+            exchange.rank(),
+            exchange.count(),
+        )
+        self._layout = _layout_of(run)
+        self._ckpt_dir = str(run.ckpt_dir)
+        self._lock = threading.Lock()
+        self._have: set[tuple[int, Save]] = set()
+        """The parts, each with its save, that this process knows to be complete in its folder."""
+        self._writing: Future[Done] | None = None
+        self._lost_saves = 0
+
+        words: list[str] = []
+        with exchange.failing_together():
+            mine = ["", "", ""]
+            if self._rank == 0:
+                mine = [_run_id(run.ckpt_dir), secrets.token_hex(8), secrets.token_hex(32)]
+            words += [*mine, self._open_folder()]
+        self._run, self._start, key = exchange.gather(words[:3])[0]
+        self._key = bytes.fromhex(key)
+        with exchange.failing_together():
+            for part in self._parts():
+                if part.run != self._run:
+                    raise UsageError(
+                        f"--local_ckpt_dir {self.folder} holds a checkpoint of another run, of "
+                        f"--ckpt_dir {part.ckpt_dir}: remove it, or give another folder"
+                    )
+        folders = exchange.gather([words[3], socket.gethostname()])
+        self._hosts = [host for _, host in folders]
+        self._peer, self._sweeps = _peer_of(self._rank, [word for word, _ in folders], run.mesh.dcn)
+        self._addresses = self._listen()
+
+    @property
+    def description(self) -> str:
+        """A line for the log."""
+        text = f"local checkpoints: in {self.folder}"
+        if self._peer is None:
+            alone = "all processes see the same folder" if self._count > 1 else "one process"
+            return f"{text}, without copies ({alone})"
+        return f"{text}, a copy of each part at a peer (of process 0: {self._name(self._peer)})"
+
+    def _name(self, process: int) -> str:
+        return exchange.name(process, self._hosts[process])
+
+    # -- the folder --------------------------------------------------------------------------------
+
+    def _open_folder(self) -> str:
+        """Make the folder; return its random word. Raises UsageError or OSError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_own(self.folder, flag="--local_ckpt_dir")
+        path = self.folder / _FOLDER_FILE
+        with contextlib.suppress(FileExistsError):
+            # Under its own name at once: another process of this host may read it now.
+            own = self.folder / f"{_FOLDER_FILE}_{secrets.token_hex(8)}"
+            own.write_text(secrets.token_hex(8))
+            try:
+                os.link(own, path)
+            finally:
+                own.unlink()
+        return path.read_text()
+
+    def _path(self, part: int, step: int) -> Path:
+        return folder_of(self.folder / f"part_{part}", step)
+
+    def _parts(self) -> list[Part]:
+        """Return the complete parts in the folder, by names and sizes of their files alone."""
+        found = []
+        for each in sorted(self.folder.iterdir()):
+            if not (name := _PART_NAME.fullmatch(each.name)):
+                continue
+            for path in step_folders(each):
+                with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                    if read_manifest(path) is None or quick_problem(path):
+                        continue
+                    content = json.loads((path / PART_FILE).read_text())
+                    texts = {key: str(content[key]) for key in _TEXTS}
+                    found.append(Part(int(name[1]), step_of(path), path=path, **texts))
+        return found
+
+    def _remove(self, keep: Callable[[int], bool]) -> None:
+        """Remove what is in the folder of the steps that are not to be kept, complete or not; of
+        the processes of a folder one does it. Raises OSError."""
+        if not self._sweeps:
+            return
+        for each in sorted(self.folder.iterdir()):
+            if _PART_NAME.fullmatch(each.name):
+                for path in step_folders(each):
+                    if not keep(step_of(path)):
+                        remove(path)
+
+    # -- at the start ------------------------------------------------------------------------------
+
+    def resume(self, newer_than: int, *, verify: bool) -> tuple[SavedRun | None, list[str]]:
+        """Find the newest whole step after ``newer_than``; bring each process its part.
+
+        Returns what this process's part says of the run, in a folder that this process alone reads,
+        or None if no step is whole; and lines for the log. ``verify``: compare checksums. All
+        processes must call this.
+        """
+        notes: list[str] = []
+        while True:
+            mine = [[each.part, *each.save, each.layout] for each in self._usable()]
+            found = exchange.gather(mine)
+            holders: dict[Save, dict[int, list[int]]] = {}
+            others = False
+            for process, parts in enumerate(found):
+                for part, step, start, layout in parts:
+                    if layout == self._layout:
+                        of_save = holders.setdefault((step, start), {})
+                        of_save.setdefault(part, []).append(process)
+                    else:
+                        others = True
+            newer = sorted(save for save in holders if save[0] > newer_than)
+            whole = [save for save in newer if len(holders[save]) == self._count]
+            if not whole:
+                if newer:
+                    missing = sorted(set(range(self._count)) - holders[newer[-1]].keys())
+                    notes.append(
+                        f"warning: step {newer[-1][0]} of --local_ckpt_dir is not whole: the parts "
+                        f"of {', '.join(map(self._name, missing))} are lost, with their copies"
+                    )
+                elif others:
+                    notes.append(
+                        "note: --local_ckpt_dir has parts of another number of processes, mesh or "
+                        "form of sharding, which are not used"
+                    )
+                elif not any(found) and newer_than >= 0:
+                    notes.append("note: no host has a part of a step in --local_ckpt_dir")
+                return None, notes
+            save = whole[-1]
+            problems = self._bring(save, holders[save], verify=verify)
+            if not problems:
+                break
+            notes += [f"warning: {problem}" for problem in problems]
+        saved: list[SavedRun] = []
+        with exchange.failing_together():
+            saved.append(read_saved_run(self._path(self._rank, save[0])))
+        brought = [p for p, at in holders[save].items() if p not in at]
+        if brought:
+            names = ", ".join(self._name(process) for process in brought)
+            notes.append(f"note: step {save[0]} was copied from peers to {names}")
+        return replace(saved[0], is_part=True), notes
+
+    def _usable(self) -> list[Part]:
+        """Return the complete parts in the folder; [] if it cannot be read."""
+        try:
+            return self._parts()
+        except OSError:
+            return []
+
+    def _bring(self, save: Save, holders: dict[int, list[int]], *, verify: bool) -> list[str]:
+        """Give each process its part of a whole save; return the problems of all processes.
+
+        A part that is damaged is removed: the next look around does without it.
+        """
+        step = save[0]
+        sources = {part: part if part in at else at[0] for part, at in holders.items()}
+        problems: list[str] = []
+        for part, source in sources.items():
+            if source != self._rank:
+                continue
+            path = self._path(part, step)
+            try:
+                if verify and (problem := damage(path)):
+                    raise ValueError(problem)
+                if part != self._rank:
+                    self._send(path, part, save, part)
+            except (OSError, EOFError, ValueError) as error:
+                problems.append(
+                    f"part {part} of step {step} in --local_ckpt_dir of {self._name(self._rank)} "
+                    f"is not used: {reason_of(error)}"
+                )
+                with contextlib.suppress(OSError):
+                    remove(path)
+        return [each for found in exchange.gather(problems) for each in found]
+
+    def forget(self, step: int | None) -> None:
+        """Remove all parts but those of ``step``, which this start continues; None: all.
+
+        All processes must call this before the first save.
+        """
+        with exchange.failing_together():
+            self._remove(lambda each: each == step)
+        with self._lock:
+            self._have = {(each.part, each.save) for each in self._usable()}
+
+    # -- while training ----------------------------------------------------------------------------
+
+    def save(
+        self, step: int, content: Callable[[], dict[str, Any]], say: Callable[[str], None]
+    ) -> dict[str, float]:
+        """Start to write this process's part of ``content()``, a copy of the state, and to send it.
+
+        All processes must call this. If one still writes the part before, none writes this one.
+        Returns of the save before ``bytes`` of all parts, and the seconds of the slowest process:
+        ``write_s`` on its disk, ``copy_s`` to its peer; {} if there is none.
+        """
+        done = None
+        is_busy = self._writing is not None and not self._writing.done()
+        if self._writing is not None and not is_busy:
+            done, self._writing = self._writing.result(), None
+        with self._lock:
+            here = sorted(self._have)
+        found = exchange.gather([is_busy, asdict(done) if done else None, here])
+        reports = [None if each is None else Done(**each) for _, each, _ in found]
+        for process, report in enumerate(reports):
+            if report and report.problem:
+                say(
+                    f"warning: local checkpoint of step {report.step}, {self._name(process)}: "
+                    f"{report.problem}; training continues"
+                )
+        finished = [each for each in reports if each]
+        figures = {}
+        if finished:
+            figures = {
+                "bytes": sum(each.bytes for each in finished),
+                "write_s": max(each.write_s for each in finished),
+                "copy_s": max(each.copy_s for each in finished),
+            }
+            copied = (
+                f", copied to peers in {figures['copy_s']:.2f} s" if self._peer is not None else ""
+            )
+            if not any(each.problem for each in finished):
+                say(
+                    f"local checkpoint of step {finished[0].step}: "
+                    f"{figures['bytes'] / 2**20:,.2f} MiB, written in {figures['write_s']:.2f} s"
+                    f"{copied}"
+                )
+        oldest = self._oldest_kept(
+            (part, (saved, start)) for *_, has in found for part, (saved, start) in has
+        )
+        with self._lock:
+            self._have = {each for each in self._have if each[1][0] >= oldest}
+        if busy := [process for process, (each, *_) in enumerate(found) if each]:
+            say(
+                f"warning: no local checkpoint of step {step}: {self._name(busy[0])} still writes "
+                "the one before"
+            )
+            return figures
+        try:
+            copy = content()
+        except Exception as error:  # noqa: BLE001 - out of memory, say: the next one is tried
+            failed: Future[Done] = Future()
+            failed.set_result(Done(step, problem=f"it could not be copied ({reason_of(error)})"))
+            self._writing = failed
+        else:
+            self._writing = in_background(lambda: self._write(step, copy, oldest))
+        return figures
+
+    def _oldest_kept(self, have: Iterable[tuple[int, Save]]) -> int:
+        """Return the step before which nothing is kept, given the parts that all processes have."""
+        parts: dict[Save, set[int]] = {}
+        for part, save in have:
+            parts.setdefault(save, set()).add(part)
+        whole = sorted(step for (step, _), found in parts.items() if len(found) == self._count)
+        return whole[-_KEPT] if len(whole) >= _KEPT else 0
+
+    def _write(self, step: int, content: dict[str, Any], oldest: int) -> Done:
+        """Write this process's part and send it; in a thread."""
+        path, save = self._path(self._rank, step), (step, self._start)
+        size, began, written = bytes_of(content), time.perf_counter(), None
+        try:
+            self._remove(lambda each: each >= oldest)
+            with self._lock:
+                self._have.discard((self._rank, save))
+            clear(path)
+            files = write_state(content, path, alone=True)
+            about = {
+                "run": self._run,
+                "ckpt_dir": self._ckpt_dir,
+                "start": self._start,
+                "layout": self._layout,
+            }
+            replace_file(path / PART_FILE, json.dumps(about))
+            write_manifest(path, files | entries(path, [PART_FILE]))
+            with self._lock:
+                self._have.add((self._rank, save))
+            written = time.perf_counter()
+            if self._peer is not None:
+                self._send(path, self._rank, save, self._peer)
+        except BaseException as error:  # noqa: BLE001 - as in saver.py: it may be DCP's own
+            if written is None:
+                with contextlib.suppress(OSError):
+                    remove(path)  # the next one may need its room
+                problem = f"it could not be written to {self.folder} ({reason_of(error)})"
+                return Done(step, problem=problem)
+            problem = f"no copy at {self._name(self._peer or 0)} ({reason_of(error)})"
+            return Done(step, size, written - began, problem=problem)
+        return Done(step, size, written - began, time.perf_counter() - written)
+
+    def complete(self) -> None:
+        """Remove all parts: the run has its last checkpoint in --ckpt_dir.
+
+        All processes must call this. If one still writes, they stay.
+        """
+        if self._writing is not None:
+            wait([self._writing], timeout=_ENDS_WITHIN_S)
+        if all(exchange.gather(self._writing is None or self._writing.done())):
+            with contextlib.suppress(OSError):
+                self._remove(lambda each: False)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def _listen(self) -> list[tuple[str, int]]:
+        """Accept copies in a thread; return the addresses of all processes at which they do."""
+        if self._count == 1:
+            return []
+        hosts = exchange.gather(_own_address(os.environ.get("MASTER_ADDR", "localhost")))
+        mine = hosts[self._rank]
+        elsewhere = [each for each in hosts if not each.startswith("127.")]
+        if mine.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
+            mine = _own_address(elsewhere[0])
+        with exchange.failing_together():
+            self._listener = Listener((mine, 0), backlog=64)
+        threading.Thread(target=self._accept, name="local checkpoints", daemon=True).start()
+        found = exchange.gather([mine, self._listener.address[1]])
+        return [(host, port) for host, port in found]
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._receive, args=[connection], daemon=True).start()
+
+    def _send(self, path: Path, part: int, save: Save, to: int) -> None:
+        """Send the files of a part to a process; return when it has compared and written them.
+
+        Raises OSError or EOFError if it has not, ValueError if the part is damaged.
+        """
+        files = read_manifest(path) or {}
+        header = {"part": part, "step": save[0], "start": save[1], "files": files}
+        with Client(self._addresses[to], authkey=self._key) as connection:
+            connection.send_bytes(json.dumps(header).encode())
+            for name in files:
+                with open(path / name, "rb") as file:
+                    while chunk := file.read(_CHUNK):
+                        connection.send_bytes(chunk)
+            if answer := connection.recv_bytes(_LONGEST_HEADER).decode(errors="replace"):
+                raise OSError(answer)
+
+    def _receive(self, connection: Connection) -> None:
+        """Write a part that another process sends, and answer with what went wrong, if anything."""
+        with contextlib.suppress(Exception), connection:  # its sender reports what fails here
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            header = json.loads(connection.recv_bytes(_LONGEST_HEADER))
+            part, save = int(header["part"]), (int(header["step"]), str(header["start"]))
+            files = {str(name): (int(size), str(s)) for name, (size, s) in header["files"].items()}
+            if part not in range(self._count) or not all(map(_FILE_NAME.fullmatch, files)):
+                return
+            path, problem = self._path(part, save[0]), None
+            with self._lock:
+                self._have.discard((part, save))
+            try:
+                problem = _receive_files(connection, path, files)
+                if problem is None:
+                    write_manifest(path, files)
+            except Exception as error:
+                problem = reason_of(error)
+                raise
+            finally:
+                if problem is None:
+                    with self._lock:
+                        self._have.add((part, save))
+                else:
+                    with contextlib.suppress(OSError):
+                        remove(path)
+            connection.send_bytes((problem or "").encode())
+
+
+_TEXTS = ("run", "ckpt_dir", "start", "layout")
+
+
+def _receive_files(connection: Connection, path: Path, files: dict[str, Entry]) -> str | None:
+    """Write files that arrive one after the other; return what went wrong with them, if anything.
+
+    All that was sent is read, so that the sender reads the answer. Raises EOFError or OSError if
+    the connection ends before.
+    """
+    problem = None
+    try:
+        clear(path)
+    except OSError as error:
+        problem = reason_of(error)
+    for name, (size, sum_) in files.items():
+        digest, arrived = xxhash.xxh3_128(), 0
+        with contextlib.ExitStack() as opened:
+            file = None
+            try:
+                file = opened.enter_context(open(path / name, "xb")) if problem is None else None
+            except OSError as error:
+                problem = reason_of(error)
+            while arrived < size:
+                chunk = connection.recv_bytes(_CHUNK)
+                arrived += len(chunk)
+                digest.update(chunk)
+                try:
+                    if file and problem is None:
+                        file.write(chunk)
+                        if arrived >= size:
+                            file.flush()
+                            os.fsync(file.fileno())
+                except OSError as error:
+                    problem = reason_of(error)
+        if problem is None and (arrived, digest.hexdigest()) != (size, sum_):
+            problem = f"the checksum of {name} differs"
+    return problem
+
+
+def _own_address(other: str) -> str:
+    """Return the address of this host under which ``other`` sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((other, 9))  # nothing is sent
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def _peer_of(rank: int, folders: Sequence[str], replicas: int) -> tuple[int | None, bool]:
+    """Return the process that gets a copy of ``rank``'s part, None without another folder; and
+    whether ``rank`` is the first one of its folder.
+
+    ``folders``: by process, a word for its folder. With several replicas of the parameters the peer
+    is in the next one, where its folder is not in the same rack or slice; else in the next folder.
+    """
+    hosts: dict[str, list[int]] = {}
+    for process, word in enumerate(folders):
+        hosts.setdefault(word, []).append(process)
+    words = list(hosts)
+    mine = hosts[folders[rank]]
+    if len(words) == 1:
+        return None, rank == mine[0]
+    away = max(1, len(words) // replicas) if replicas > 1 else 1
+    there = hosts[words[(words.index(folders[rank]) + away) % len(words)]]
+    return there[min(mine.index(rank), len(there) - 1)], rank == mine[0]
+
+
+def _layout_of(run: Run) -> str:
+    """Return a checksum of all that decides which part of the state a process holds."""
+    content = [
+        exchange.count(),
+        asdict(run.mesh),
+        type(run.own).__name__,
+        asdict(run.own),
+        asdict(run.config.sharding),
+    ]
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _run_id(ckpt_dir: Path) -> str:
+    """Return the random word of the run in --ckpt_dir; make one if it has none. Raises OSError."""
+    path = ckpt_dir / RUN_ID_FILE
+    if not path.exists():
+        replace_file(path, secrets.token_hex(8))
+    return path.read_text()
