@@ -1,4 +1,5 @@
-"""run_vit_training.py, each process as a host with a disk of its own: DISKS/host_<rank>.
+"""run_vit_training.py, each process as a host with a disk of its own: disks/host_<rank>, beside the
+run's --ckpt_dir.
 
 Each save is done before the next one, as if there were more steps between them. KILLED="RANK STEP":
 before that step, when the saves before are done, that process ends by SIGKILL. ``--fsdp megatron``
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 from concurrent.futures import wait
+from pathlib import Path
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
@@ -41,8 +43,8 @@ def main(argv: list[str]) -> int:
 
     loop.train_step, LocalTier.save = killed, save_after_the_last
     host = os.environ.get("REHEARSAL_WORKER", os.environ.get("RANK", "0"))
-    disk = os.path.join(os.environ["DISKS"], f"host_{host}")
-    return run_vit_training.main([*argv, "--local_ckpt_dir", disk])
+    run = Path(argv[argv.index("--ckpt_dir") + 1])
+    return run_vit_training.main([*argv, "--local_ckpt_dir", f"{run.parent}/disks/host_{host}"])
 
 
 if __name__ == "__main__":

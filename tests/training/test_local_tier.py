@@ -3,16 +3,20 @@
 The reference is a run that was never interrupted, which saves to --ckpt_dir alone.
 """
 
+import json
+import re
 import shutil
 from multiprocessing import Pipe
 
 import pytest
+import torch
 import xxhash
 
 from tests.cli import Result, run_program, tiny, train_tiny_gpu
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
-from tests.training.test_async_checkpoints import assert_same_bits
+from tests.training.test_async_checkpoints import tensors_of
+from tools.goodput import main
 from training.checkpoints.local_tier import _peer_of, _receive_files
 
 HOSTS = "tests.stand_ins.hosts_with_disks"
@@ -30,7 +34,6 @@ def uninterrupted(tmp_path_factory):
 @pytest.fixture
 def hosts(tmp_path, monkeypatch):
     """Start four processes, each with a disk of its own."""
-    monkeypatch.setenv("DISKS", str(tmp_path / "disks"))
 
     def start(*flags, killed="", processes=4):
         monkeypatch.setenv("KILLED", killed or "-1 0")
@@ -59,7 +62,13 @@ def assert_resumed(done, uninterrupted, step, where="part_0"):
     assert f"{where}/step_{step} at step {step}" in done.stdout, done.stdout
     for name in NAMES:
         assert done.column(name) == uninterrupted.column(name)
-    assert_same_bits(done.ckpt_dir / "step_12", uninterrupted.ckpt_dir / "step_12")
+    # All but what is of the process that wrote it: its arguments, and the state of a generator that
+    # is seeded for each image and each pass.
+    found, expected = (tensors_of(run.ckpt_dir / "step_12") for run in (done, uninterrupted))
+    assert found.keys() == expected.keys()
+    of_the_writer = {"training.arguments", "training.rng"}
+    unlike = {name for name in found if not torch.equal(found[name], expected[name])}
+    assert unlike <= of_the_writer
 
 
 def test_one_host_lost(hosts, uninterrupted, tmp_path):
@@ -142,6 +151,25 @@ def test_going_back_forgets(hosts, tmp_path):
     assert not list((tmp_path / "disks").glob("*/part_*/step_8"))
 
 
+def test_slow_disk(tmp_path, monkeypatch, capsys):
+    """Nobody waits for it: steps are left out, by all processes, and a line says whose it is."""
+    monkeypatch.setenv("SAVES", "slow 4 1 2")
+    flags = f"--num_epochs 9 --max_steps 60 --local_ckpt_dir {tmp_path / 'disk'}".split()
+    done = train_tiny_gpu(
+        tmp_path / "run", *EVERY_TWO, *flags, processes=2, program="tests.stand_ins.disturbed_saves"
+    )
+    assert "without copies (all processes see the same folder)" in done.stdout
+    left_out = re.findall(
+        r"no local checkpoint of step (\d+): process (\d) on .* still writes", done.stdout
+    )
+    assert left_out[0] == ("6", "1")
+    assert {process for _, process in left_out} == {"1"}
+    assert main([str(tmp_path / "run"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["local_checkpoints"]["write_s"] > 0.5  # of some it is more than 2
+    assert found["seconds"]["local checkpoints"] > 0
+
+
 def test_one_process_and_no_peer(hosts, tmp_path):
     reference = train_tiny_gpu(tmp_path / "whole", *STEPS)
     first = hosts(killed="0 10", processes=1)
@@ -162,15 +190,15 @@ def test_megatron(hosts, tmp_path):
 def test_two_hosts_on_xla(slice_of, tmp_path):
     """A host of SPMD has the parts of all its devices."""
     slice_, run = slice_of(Slice("v5p-16", (2, 2, 2))), tmp_path / "run"
-    words, how = [*STEPS, *EVERY_TWO], {"program": ("-m", HOSTS), "DISKS": str(tmp_path / "disks")}
+    words, program = [*STEPS, *EVERY_TWO], ("-m", HOSTS)
     reference = slice_.train(tmp_path / "whole", *STEPS)
-    started = slice_.start(*tiny(run), *words, KILLED=KILLED, **how)
+    started = slice_.start(*tiny(run), *words, program=program, KILLED=KILLED)
     started[0].wait(timeout=200)
     for each in started:
         each.kill()
         each.communicate()
     shutil.rmtree(tmp_path / "disks" / "host_0")
-    said = all_ended(slice_.start(*tiny(run), *words, **how))
+    said = all_ended(slice_.start(*tiny(run), *words, program=program))
     assert_resumed(Result(run, *said[0]), reference, 8)
 
 
