@@ -54,11 +54,16 @@ FAULTS = {
     "owed_evaluation": Fault(
         "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
     ),
+    "host_lost": Fault("a host killed, its disk lost", kills.hosts_lost(1), tries=10, hosts=True),
+    "peers_lost": Fault(
+        "a host and its peer killed, both disks lost", kills.hosts_lost(2), tries=10, hosts=True
+    ),
 }
 CODE = (
     "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp launch "
     "tests/faults "
-    "tests/cli.py tests/stand_ins/fault_at_step.py tests/stand_ins/megatron_on_cpu.py"
+    "tests/cli.py tests/stand_ins/fault_at_step.py tests/stand_ins/megatron_on_cpu.py "
+    "tests/stand_ins/hosts_with_disks.py"
 ).split()
 """What the results depend on."""
 Job = tuple[str, str, int]
@@ -76,7 +81,7 @@ def main() -> int:
         for fault in FAULTS
         if fault in args.faults
         for backend in args.backends
-        if SETUPS[backend].processes > 1 or not FAULTS[fault].several
+        if FAULTS[fault].fits(SETUPS[backend])
         for number in range(args.tries or FAULTS[fault].tries)
         if (fault, backend, number, args.seed) not in results
     ]

@@ -1,7 +1,9 @@
 """Faults that are signals at random moments, to all processes of a run or to one of them."""
 
+import shutil
 import signal
 import time
+from collections.abc import Callable
 
 from tests.faults.program import (
     EVALUATED,
@@ -146,6 +148,34 @@ def torchrun_killed(attempt: Try) -> Survived:
                 continue  # they had come to their end
         return attempt.resume_after(step)
     raise NotSurvived(f"no moment found in {_ATTEMPTS} starts")
+
+
+def hosts_lost(count: int) -> Callable[[Try], Survived]:
+    """Return what kills a host and, for a ``count`` of 2, its peer, and deletes their disks."""
+
+    def attempt_of(attempt: Try) -> Survived:
+        hosts = attempt.setup.processes
+        lost = [(attempt.number + other) % hosts for other in range(count)]
+        for again in range(_ATTEMPTS):
+            attempt.start_anew()
+            with running(attempt.command(), attempt.log("first")) as program:
+                if not _wait_for("at random", attempt, program, 0.7**again):
+                    continue
+                found = program.ranks()
+                if program.ended() or not found.keys() >= set(lost):
+                    continue
+                program.signal(signal.SIGKILL, [found[host].pid for host in lost])
+                step = last_step(attempt.run)
+                attempt.moment = f"SIGKILL to hosts {lost}, after step {step}"
+                _let_end(attempt, program, signal.SIGKILL, "rank")
+                for host in lost:
+                    shutil.rmtree(attempt.disk(host), ignore_errors=True)
+                if newest_step(attempt.run) == STEPS:
+                    continue  # they had come to their end
+                return attempt.resume_after(step)
+        raise NotSurvived(f"no moment found in {_ATTEMPTS} starts: {last_words(program.output())}")
+
+    return attempt_of
 
 
 def killed_between_saving_and_evaluating(attempt: Try) -> Survived:

@@ -48,6 +48,8 @@ class Setup:
     module: str = ""
     """The module that stands for run_vit_training.py, if any."""
     processes: int = 1
+    hosts: bool = False
+    """Each process has a disk of its own, with a second tier of checkpoints."""
 
     def command(
         self, ckpt_dir: Path | str, *flags: str, module: str = "", restarts: int = 0
@@ -83,6 +85,8 @@ def _python(module: str) -> list[str]:
     return [sys.executable, *(["-m", module] if module else [str(ROOT / "run_vit_training.py")])]
 
 
+HOSTS = "tests.stand_ins.hosts_with_disks"
+LOCAL = ("--local_ckpt_step_interval", "1")
 FAULTY = "tests.stand_ins.fault_in_first_start"
 SETUPS = {
     "xla": Setup("XLA, 2 devices", ("--backend", "xla", "--cpu_devices", "2")),
@@ -92,6 +96,20 @@ SETUPS = {
         ("--backend", "cuda", "--fsdp", "megatron"),
         module="tests.stand_ins.megatron_on_cpu",
         processes=2,
+    ),
+    "fsdp2_hosts": Setup(
+        "FSDP2, 4 hosts with local checkpoints",
+        (*"--backend cuda --fsdp fsdp2".split(), *LOCAL),
+        module=HOSTS,
+        processes=4,
+        hosts=True,
+    ),
+    "megatron_hosts": Setup(
+        "Megatron-FSDP, 4 hosts with local checkpoints",
+        (*"--backend cuda --fsdp megatron".split(), *LOCAL),
+        module=HOSTS,
+        processes=4,
+        hosts=True,
     ),
     "alone": Setup("FSDP2, 1 process", ("--backend", "cuda", "--fsdp", "fsdp2")),
 }

@@ -88,6 +88,11 @@ class Try:
     def start_anew(self) -> None:
         """Delete the run in which the moment has been missed."""
         shutil.rmtree(self.run, ignore_errors=True)
+        shutil.rmtree(self.disk(0).parent, ignore_errors=True)
+
+    def disk(self, host: int) -> Path:
+        """Return a host's own disk, as tests/stand_ins/hosts_with_disks.py has it."""
+        return self.run.parent / "disks" / f"host_{host}"
 
     def complete(self, *flags: str) -> tuple[int, int]:
         """Start the same command until the run completes.
@@ -166,6 +171,12 @@ class Fault:
     """Whether it needs several processes."""
     refused: bool = False
     """Whether nothing is trained: there is no curve to compare, and no step to lose."""
+    hosts: bool = False
+    """Whether it needs hosts with disks of their own, and is tried on these alone."""
+
+    def fits(self, setup: Setup) -> bool:
+        """Return True if the fault can be tried there."""
+        return self.hosts == setup.hosts and (setup.processes > 1 or not self.several)
 
 
 def newest_folder_step(ckpt_dir: Path) -> int:
