@@ -61,8 +61,8 @@ from training.resolve import Run
 RUN_ID_FILE = "run_id"
 """In --ckpt_dir: a random word, by which a run knows its parts."""
 PART_FILE, _FOLDER_FILE = "part.json", ".folder"
-_KEPT = 2
-"""Whole steps that are kept, the newest ones."""
+_STAY = 2
+"""How many whole steps stay, the newest ones."""
 _ENDS_WITHIN_S = 30.0
 """The longest that the end of a run waits for parts that are still being written."""
 _CHUNK = 1 << 24
@@ -198,15 +198,15 @@ class LocalTier:
                     found.append(Part(int(name[1]), step_of(path), path=path, **texts))
         return found
 
-    def _remove(self, keep: Callable[[int], bool]) -> None:
-        """Remove what is in the folder of the steps that are not to be kept, complete or not; of
+    def _remove(self, stays: Callable[[int], bool]) -> None:
+        """Remove what is in the folder of the steps that are not to stay, complete or not; of
         the processes of a folder one does it. Raises OSError."""
         if not self._sweeps:
             return
         for each in sorted(self.folder.iterdir()):
             if _PART_NAME.fullmatch(each.name):
                 for path in step_folders(each):
-                    if not keep(step_of(path)):
+                    if not stays(step_of(path)):
                         remove(path)
 
     # -- at the start ------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class LocalTier:
                     f"{figures['bytes'] / 2**20:,.2f} MiB, written in {figures['write_s']:.2f} s"
                     f"{copied}"
                 )
-        oldest = self._oldest_kept(
+        oldest = self._oldest_to_stay(
             (part, (saved, start)) for *_, has in found for part, (saved, start) in has
         )
         with self._lock:
@@ -368,13 +368,13 @@ class LocalTier:
             self._writing = in_background(lambda: self._write(step, copy, oldest))
         return figures
 
-    def _oldest_kept(self, have: Iterable[tuple[int, Save]]) -> int:
-        """Return the step before which nothing is kept, given the parts that all processes have."""
+    def _oldest_to_stay(self, have: Iterable[tuple[int, Save]]) -> int:
+        """Return the step before which nothing stays, given the parts that all processes have."""
         parts: dict[Save, set[int]] = {}
         for part, save in have:
             parts.setdefault(save, set()).add(part)
         whole = sorted(step for (step, _), found in parts.items() if len(found) == self._count)
-        return whole[-_KEPT] if len(whole) >= _KEPT else 0
+        return whole[-_STAY] if len(whole) >= _STAY else 0
 
     def _write(self, step: int, content: dict[str, Any], oldest: int) -> Done:
         """Write this process's part and send it; in a thread."""
