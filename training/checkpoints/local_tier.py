@@ -65,6 +65,8 @@ _STAY = 2
 """How many whole steps stay, the newest ones."""
 _ENDS_WITHIN_S = 30.0
 """The longest that the end of a run waits for parts that are still being written."""
+_SOMEWHERE = "192.0.2.1"
+"""An address that nobody has (RFC 5737): on the way there is a host's first network."""
 _CHUNK = 1 << 24
 _LONGEST_HEADER = 1 << 20
 _PART_NAME = re.compile(r"part_(\d+)")
@@ -219,8 +221,10 @@ class LocalTier:
         processes must call this.
         """
         notes: list[str] = []
+        rejected: set[tuple[int, Save]] = set()
         while True:
-            mine = [[each.part, *each.save, each.layout] for each in self._usable()]
+            usable = [each for each in self._usable() if (each.part, each.save) not in rejected]
+            mine = [[each.part, *each.save, each.layout] for each in usable]
             found = exchange.gather(mine)
             holders: dict[Save, dict[int, list[int]]] = {}
             others = False
@@ -249,7 +253,7 @@ class LocalTier:
                     notes.append("note: no host has a part of a step in --local_ckpt_dir")
                 return None, notes
             save = whole[-1]
-            problems = self._bring(save, holders[save], verify=verify)
+            problems = self._bring(save, holders[save], rejected, verify=verify)
             if not problems:
                 break
             notes += [f"warning: {problem}" for problem in problems]
@@ -269,10 +273,17 @@ class LocalTier:
         except OSError:
             return []
 
-    def _bring(self, save: Save, holders: dict[int, list[int]], *, verify: bool) -> list[str]:
+    def _bring(
+        self,
+        save: Save,
+        holders: dict[int, list[int]],
+        rejected: set[tuple[int, Save]],
+        *,
+        verify: bool,
+    ) -> list[str]:
         """Give each process its part of a whole save; return the problems of all processes.
 
-        A part that is damaged is removed: the next look around does without it.
+        A part of this process's folder that is damaged, or cannot be sent, goes into ``rejected``.
         """
         step = save[0]
         sources = {part: part if part in at else at[0] for part, at in holders.items()}
@@ -291,8 +302,7 @@ class LocalTier:
                     f"part {part} of step {step} in --local_ckpt_dir of {self._name(self._rank)} "
                     f"is not used: {reason_of(error)}"
                 )
-                with contextlib.suppress(OSError):
-                    remove(path)
+                rejected.add((part, save))
         return [each for found in exchange.gather(problems) for each in found]
 
     def forget(self, step: int | None) -> None:
@@ -426,7 +436,7 @@ class LocalTier:
         """Accept copies in a thread; return the addresses of all processes at which they do."""
         if self._count == 1:
             return []
-        hosts = exchange.gather(_own_address(os.environ.get("MASTER_ADDR", "localhost")))
+        hosts = exchange.gather(_own_address(os.environ.get("MASTER_ADDR", _SOMEWHERE)))
         mine = hosts[self._rank]
         elsewhere = [each for each in hosts if not each.startswith("127.")]
         if mine.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
@@ -441,8 +451,9 @@ class LocalTier:
         while True:
             try:
                 connection = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # too many open files, say: its sender reports it
+                time.sleep(1)
+                continue
             threading.Thread(target=self._receive, args=[connection], daemon=True).start()
 
     def _send(self, path: Path, part: int, save: Save, to: int) -> None:
@@ -451,7 +462,7 @@ class LocalTier:
         Raises OSError or EOFError if it has not, ValueError if the part is damaged.
         """
         files = read_manifest(path) or {}
-        header = {"part": part, "step": save[0], "start": save[1], "files": files}
+        header = {"to": to, "part": part, "step": save[0], "start": save[1], "files": files}
         with Client(self._addresses[to], authkey=self._key) as connection:
             connection.send_bytes(json.dumps(header).encode())
             for name in files:
@@ -469,8 +480,9 @@ class LocalTier:
             header = json.loads(connection.recv_bytes(_LONGEST_HEADER))
             part, save = int(header["part"]), (int(header["step"]), str(header["start"]))
             files = {str(name): (int(size), str(s)) for name, (size, s) in header["files"].items()}
-            if part not in range(self._count) or not all(map(_FILE_NAME.fullmatch, files)):
-                return
+            is_known = header["to"] == self._rank and part in range(self._count)
+            if not is_known or not all(map(_FILE_NAME.fullmatch, files)):
+                return  # of another host behind the same address, say
             path, problem = self._path(part, save[0]), None
             with self._lock:
                 self._have.discard((part, save))
