@@ -4,7 +4,9 @@ import shutil
 
 import numpy as np
 import pytest
+import timm
 import torch
+from safetensors.torch import save_file
 
 from data.crops import CropLayout, CropRequest
 from models.dino import slots_of
@@ -12,6 +14,8 @@ from tests.cli import need_xla, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.references import plain_dino
 from tests.references.plain_checkpoint import convert
+from tests.resolved import on_xla
+from tests.stand_ins.filled import filled
 from tests.training.test_resume import EPOCHS_OF_5
 from tests.usage_error import told_in_one_line
 from training.objectives.dino import koleo_loss, sinkhorn, taken
@@ -46,8 +50,8 @@ def assert_same(result, expected):
     assert "Involuntary full rematerialization" not in result.stderr
 
 
-def weights_of(ckpt_dir, kind="model"):
-    return convert(ckpt_dir / "step_6", ckpt_dir / f"{kind}.pt")[kind]
+def weights_of(ckpt_dir, kind="model", step=6):
+    return convert(ckpt_dir / f"step_{step}", ckpt_dir / f"{kind}.pt")[kind]
 
 
 # -- losses, gradients and the teacher ---------------------------------------------------
@@ -97,6 +101,16 @@ def test_k_nn_is_the_teachers(on_gpu):
     )
     assert done.returncode == 0, done.stderr
     assert f'"val_knn_10": {record["val_knn_10"]}' in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("train", [train_tiny, train_tiny_gpu])
+def test_other_weights_temperatures_and_momenta(train, tmp_path):
+    """Each of them differs from its default, and so from what the other tests have."""
+    flags = [*SMALL, *"--ibot_weight 0.4 --koleo_weight 0.3 --student_temp 0.15".split()]
+    flags += "--warmup_teacher_temp 0.06 --teacher_temp 0.12 --teacher_momentum_end 0.95".split()
+    flags += "--local_crops_scale 0.4 0.6 --global_crops_scale 0.5 0.9".split()
+    assert_same(train(tmp_path, "--objective", "dino", *flags), plain_dino.train(flags))
 
 
 # -- parts ---------------------------------------------------------------------------------
@@ -155,6 +169,68 @@ def test_crops_are_those_of_the_layout():
     assert shapes == [(2, 5, 3, 8, 8), (2, 5, 3, 4, 4), (5, 4)]
 
 
+# -- the backbone: where it comes from, and where it goes ------------------------------------------
+
+FIRST_STEP = "--max_steps 1 --warmup_steps 4".split()  # its learning rate is 0, or 1e-30 on XLA
+BACKBONE = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def of_backbone(weights):
+    added = ("dino_head.", "ibot_head.", "mask_token")
+    return {name: values for name, values in weights.items() if not name.startswith(added)}
+
+
+@pytest.mark.parametrize("train", [train_tiny_gpu, long(train_tiny)])
+def test_begins_with_timms_weights(train, tmp_path):
+    """Student and teacher have them, without the head; heads are those of a run without."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_base_patch16_224", **BACKBONE, num_classes=7)
+    given = {name: torch.randn_like(values) for name, values in model.state_dict().items()}
+    save_file(given, tmp_path / "timm.safetensors")
+    flags = ["--init_from", str(tmp_path / "timm.safetensors"), *DINO, *FIRST_STEP]
+    result = train(tmp_path / "run", *flags)
+    assert "dropped: head.bias, head.weight" in result.stdout
+    student, teacher = (weights_of(result.ckpt_dir, kind, 1) for kind in ("model", "ema"))
+    fresh = filled(on_xla([*tiny(tmp_path / "none"), *DINO]).model).state_dict()
+    assert of_backbone(student).keys() == given.keys() - {"head.weight", "head.bias"}
+    for name, values in student.items():
+        for found in (values, teacher[name]):
+            expected = given.get(name, fresh[name])
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-20, msg=name)
+
+
+@pytest.mark.long
+def test_begins_with_another_run(on_gpu, tmp_path):
+    """Of DINO, whose heads continue, too; at another size, with positions resampled."""
+    flags = ["--init_from", str(on_gpu.ckpt_dir), *DINO, *FIRST_STEP, "--image_size", "24"]
+    result = train_tiny_gpu(tmp_path, *flags)
+    assert "resampled: pos_embed (4 x 4 to 6 x 6 patches)" in result.stdout
+    before, student, teacher = (
+        weights_of(on_gpu.ckpt_dir),
+        *(weights_of(tmp_path, kind, 1) for kind in ("model", "ema")),
+    )
+    assert student.keys() == before.keys()
+    for name, values in student.items():
+        assert name == "pos_embed" or torch.equal(values, before[name]), name
+        torch.testing.assert_close(teacher[name], values, rtol=1e-6, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["model", "ema"])
+def test_backbone_is_timms(kind, on_gpu, tmp_path):
+    """``convert`` writes the student's or the teacher's, which timm loads strictly."""
+    target = tmp_path / "backbone.safetensors"
+    words = ["-m", "tools.convert", str(on_gpu.ckpt_dir), str(target)]
+    done = run_program(*words, *(["--use_ema"] if kind == "ema" else []))
+    assert done.returncode == 0, done.stderr
+    how = {"global_pool": "avg", "fc_norm": False, "num_classes": 0}
+    model = timm.create_model(
+        "vit_base_patch16_224", **BACKBONE, **how, checkpoint_path=str(target)
+    )
+    trained, state = of_backbone(weights_of(on_gpu.ckpt_dir, kind)), model.state_dict()
+    assert state.keys() == trained.keys()
+    assert all(torch.equal(values, trained[name]) for name, values in state.items())
+
+
 # -- a run as a whole --------------------------------------------------------------------------
 
 
@@ -185,10 +261,11 @@ def test_bf16_is_near_fp32(train, expected, tmp_path):
 
 @pytest.mark.long
 def test_accumulated_on_both_backends(tmp_path):
-    """Sinkhorn sees a micro-batch, so it is another training, but the same one on both."""
+    """Sinkhorn sees a micro-batch, so it is another training, but the same one on both. (In two
+    processes it would be of other images: half of those of each.)"""
     flags = [*DINO, "--grad_accum_steps", "2"]
     xla = train_tiny(tmp_path / "xla", *flags, devices=2)
-    gpu = train_tiny_gpu(tmp_path / "gpu", *flags, processes=2)
+    gpu = train_tiny_gpu(tmp_path / "gpu", *flags)
     assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-4)
 
 

@@ -8,6 +8,14 @@ from tests.resolved import on_gpus, on_xla
 pytestmark = pytest.mark.fast
 
 RECIPES = sorted((ROOT / "recipes").glob("*.args"))
+
+
+def of_dino(width, hidden, bottleneck, *prototypes):
+    """The parameters of the mask token, and of the two heads."""
+    in_head = (width + 1) * hidden + (hidden + 1) * hidden + (hidden + 1) * bottleneck
+    return width + sum(in_head + bottleneck * count for count in prototypes)
+
+
 # The parameters of each model, as it was published.
 PARAMETERS = {
     "deit3_at_224": 22_059_496,
@@ -15,6 +23,11 @@ PARAMETERS = {
     "deit3_huge": 632_126_440 - 135 * 1280,  # of 11 x 11, not 16 x 16
     "deit3_large": 304_374_760 - 52 * 1024,
     "deit3_small": 22_059_496,
+    # As published without a head; layer scale twice a block.
+    "dinov2_vit_l16": 303_301_632 + 24 * 2 * 1024 + of_dino(1024, 2048, 256, 65536, 65536),
+    # As published, without the mask token, and biases of queries and values in timm's.
+    "dinov3_vit_l16": 303_129_600 - 1024 - 24 * 2 * 1024 + of_dino(1024, 2048, 256, 65536, 65536),
+    "dinov3_7b": 6_716_035_072 - 4096 + of_dino(4096, 8192, 512, 262_144, 98_304),
     "dinov3_7b_probe": 6_716_035_072 - 4096 + 4096 * 1000 + 1000,  # no mask token
     # As published, less the fixed positions of the decoder.
     "mae_vit_b16": 111_907_840 - 197 * 512,
