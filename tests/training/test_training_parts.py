@@ -170,7 +170,7 @@ def test_reports_write_every_form(tmp_path, capsys):
     timer = StepTimer(steps=20)
     timer.started -= 10.0
     timer.waited = 1.0
-    run.log(20, 1, 1e-3, timer, value(loss=1.0, grad_norm=0.5))
+    run.log(20, 1, 1e-3, timer, value(loss=1.0, grad_norm=0.5), {})
     run.evaluation(20, 1, Evaluation(0.9, 75.0, 90.0, 50))
     curves = run.close()
     first, second, evaluation = read_metrics(tmp_path)
