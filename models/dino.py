@@ -201,6 +201,8 @@ class Compared(NamedTuple):
     """Logits of the masked patches of the first global crop: (images, slots, prototypes)."""
     tokens: torch.Tensor
     """The class tokens of the global crops, before the head: (images, 2, width)."""
+    patch_tokens: torch.Tensor
+    """The patch tokens of the global crops: (images, 2, patches, width)."""
 
 
 # -- The heads -------------------------------------------------------------------------------------
@@ -294,13 +296,13 @@ class _WithHeads(nn.Module):
         if crops.hides:
             hidden = torch.stack([crops.mask, torch.zeros_like(crops.mask)], dim=1).flatten(0, 1)
         tokens = self._tokens(crops.global_crops, hidden)
-        class_tokens, patches = tokens[:, :, 0], tokens[:, 0, self.num_prefix_tokens :]
+        class_tokens, patches = tokens[:, :, 0], tokens[:, :, self.num_prefix_tokens :]
         of_classes = class_tokens
         if crops.local_crops is not None:
             of_local = self._tokens(crops.local_crops)[:, :, 0]
             of_classes = torch.cat([class_tokens, of_local], dim=1)
-        masked = select(slots_of(crops.mask, crops.slots), patches)
-        return Compared(self.dino_head(of_classes), self.ibot_head(masked), class_tokens)
+        masked = select(slots_of(crops.mask, crops.slots), patches[:, 0])
+        return Compared(self.dino_head(of_classes), self.ibot_head(masked), class_tokens, patches)
 
     def _tokens(self, crops: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Return the normalized tokens of crops, (images, crops, tokens, width)."""

@@ -148,6 +148,8 @@ ELSEWHERE: dict[str, str] = {
     "cpu_devices": "each command has its own number",
     "resume_epoch": "needs a checkpoint of that epoch: tests/training/test_resume.py",
     "init_from": "needs trained weights: tests/training/test_fine_tuning.py",
+    "gram_weights": "needs trained weights: tests/training/test_dino.py",
+    "gram_weight": "as --gram_weights",
     "compile_cache_dir": "is refused: tests/training/test_bad_input.py",
     "expect": "needs what --compile_only printed: tests/training/test_expectation.py",
 }

@@ -178,6 +178,10 @@ _TITLES = {
     "images_per_s": ("Throughput", "images/s"),
     "mfu": ("MFU", "share of the peak"),
     "data_wait": ("Waiting for data", "share of the time"),
+    "loss_dino": ("Loss of class tokens, before its weight", ""),
+    "loss_ibot": ("Loss of masked patches, before its weight", ""),
+    "loss_koleo": ("KoLeo, before its weight", ""),
+    "loss_gram": ("Loss of Gram matrices, before its weight", ""),
     "lr": ("Learning rate", ""),
     "grad_norm": ("Gradient norm before clipping", ""),
 }

@@ -1,6 +1,7 @@
 """What every form of FSDP shares: steps, transfers, reports, checkpoints."""
 
 import abc
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -51,7 +52,7 @@ class TorchBackend(abc.ABC):
         """This process's part of each parameter, by names in the plain model."""
         self._clock: BlockClock | None = None
         self._ema: WeightAverage | None = None
-        self._frozen: TorchBackend | None = None
+        self._frozen: list[TorchBackend] = []
         self.teacher: nn.Module | None = None
         self._skipped = torch.zeros(len(COUNTS)).to(device.where)
         is_fp16 = run.config.sharding.precision == "fp16"
@@ -113,9 +114,12 @@ class TorchBackend(abc.ABC):
     ) -> nn.Module:
         assert isinstance(run, TorchRun)
         with without_greetings():
-            self._frozen = type(self)(run, self._device)
-        self.teacher = self._frozen.shard(model, list(run.model.units(model)), initialize).eval()
-        return self.teacher
+            frozen = type(self)(run, self._device)
+        sharded = frozen.shard(model, list(run.model.units(model)), initialize).eval()
+        self._frozen.append(frozen)
+        if self.teacher is None:
+            self.teacher = sharded
+        return sharded
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         self._optimizer = PartsOptimizer(
@@ -134,8 +138,7 @@ class TorchBackend(abc.ABC):
             updates_seen = torch.zeros((), device=next(iter(self._locals.values())).device)
             values: Mapping[str, torch.Tensor]
             if self._run.config.objective.has_teacher:
-                assert self._frozen is not None
-                values = self._frozen._locals
+                values = self._frozen[0]._locals
             else:
                 values = {name: torch.zeros_like(part) for name, part in self._locals.items()}
             self._ema = WeightAverage(self._locals, values, self._run.config.ema, updates_seen)
@@ -191,8 +194,8 @@ class TorchBackend(abc.ABC):
         self._update(rates, skipped)
         if self._ema is not None:
             self._ema.update(skipped, rates.newest)
-        if self._frozen is not None and self._run.config.objective.has_teacher:
-            self._frozen._after_load()
+        if self._run.config.objective.has_teacher:
+            self._frozen[0]._after_load()
         for part in self._locals.values():
             part.grad = None
         self._drop_gradients()
@@ -303,8 +306,9 @@ class TorchBackend(abc.ABC):
         }
         if self._ema is not None and not self._run.config.objective.has_teacher:
             tensors["ema"] = self._ema.values.values()
-        if self._frozen is not None:
-            tensors["teacher"] = self._frozen._locals.values()
+        if self._frozen:
+            parameters = [frozen._locals.values() for frozen in self._frozen]
+            tensors["teacher"] = itertools.chain(*parameters)
         return {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
 
     def unit_roundoff(self) -> float:

@@ -79,7 +79,7 @@ class Backend(Protocol):
     """The rows of each image (slices of a volume) that this process puts on its devices."""
     device_count: int
     teacher: nn.Module | None
-    """What ``shard_frozen`` has returned."""
+    """The first model that ``shard_frozen`` has returned."""
     compiles: bool
     """Whether the first step of a kind takes long, because it is compiled."""
 
@@ -96,9 +96,9 @@ class Backend(Protocol):
     def shard_frozen(self, run: Run, model: nn.Module, initialize: InitializeModule) -> nn.Module:
         """Fill, shard and place ``model``, the model of ``run``, beside the trained one.
 
-        It computes as in evaluation and has no optimizer. Call it once at most, and before
-        ``build_optimizer`` if the objective has a teacher: then its parameters are the EMA of the
-        trained ones, and so are part of ``state``. Otherwise they are not.
+        It computes as in evaluation and has no optimizer. If the objective has a teacher, that is
+        the first one, before ``build_optimizer``: then its parameters are the EMA of the trained
+        ones, and so are part of ``state``. Those of others are not.
         """
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:

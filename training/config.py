@@ -172,6 +172,22 @@ class ObjectiveConfig:
         "neighbors; must divide the images of a device and pass",
         kind=bounded(int, 2, 2**20),
     )
+    gram_weights: str | None = flag(
+        None,
+        "weights of a Gram teacher: a checkpoint of --objective dino (its teacher), a run's "
+        "--ckpt_dir, or a file of torch.save or .safetensors with timm's names; the similarities "
+        "between the student's patches are then to be those between its patches (default: none)",
+        metavar="PATH",
+        requires=("objective=dino",),
+        incompatible_with=("eval_only", "features", "compile_only"),
+    )
+    gram_weight: float = flag(
+        2.0,
+        "weight of the loss of --gram_weights",
+        kind=non_negative,
+        requires=("gram_weights",),
+        requires_at_default=True,
+    )
 
     @property
     def uses_labels(self) -> bool:

@@ -260,7 +260,7 @@ def open_plainly(run: Run, *, labels: bool = True) -> DataSource:
 def fit_backbone(weights: Weights, run: Run, data: DataSource) -> InitialWeights | None:
     """Return how weights of ``--init_from`` become the model's; None for others, which are its own
     already. Raises UsageError, see ``fit``."""
-    return fit(weights, run, data) if run.config.checkpoints.init_from else None
+    return fit(weights, run, data.classes) if run.config.checkpoints.init_from else None
 
 
 # -- --features ------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import adapt_input_conv
 from torch import nn
 
-from data.source import DataSource
 from models.initialize import allocate_own, on_meta
 from models.spec import ModelSpec
+from training.checkpoints.format import EMA
 from training.errors import UsageError
 from training.resolve import Run, model_of
 from training.weights import Weights, weights_in
@@ -45,8 +45,8 @@ class _Layout:
         return " x ".join(map(str, self.grid))
 
 
-def fit(weights: Weights, run: Run, data: DataSource) -> InitialWeights:
-    """Return how the weights become those of the run's model, of ``data``'s classes.
+def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWeights:
+    """Return how the weights become those of the run's model, for data of these classes.
 
     Raises UsageError naming what the model has and the weights have not, or the other way round.
     """
@@ -64,7 +64,7 @@ def fit(weights: Weights, run: Run, data: DataSource) -> InitialWeights:
     # A head is used if it is for the very classes of the data, as far as is known.
     heads = [{n: s for n, s in each.items() if n.startswith(_HEAD)} for each in (here, there)]
     classes = weights.run.classes if weights.run else None
-    if heads[0] != heads[1] or not (classes is None or data.classes in (None, classes)):
+    if heads[0] != heads[1] or not (classes is None or data_classes in (None, classes)):
         sources = {name: at for name, at in sources.items() if not name.startswith(_HEAD)}
     missing, dropped = here.keys() - sources.keys(), there.keys() - set(sources.values())
     for differing, allowed, has, which in (
@@ -111,7 +111,8 @@ def fit(weights: Weights, run: Run, data: DataSource) -> InitialWeights:
             note += f"; {what}: {_listed(names, 2 * _NAMED)}"
     if weights.note:
         note += f"; {weights.note}"
-    return InitialWeights(weights.path, spec, run.config.seed, sources, layouts, note)
+    use_ema = weights.kind == EMA
+    return InitialWeights(weights.path, use_ema, spec, run.config.seed, sources, layouts, note)
 
 
 def _listed(names: Iterable[str], most: int) -> str:
@@ -150,6 +151,8 @@ class InitialWeights:
     other processes."""
 
     path: Path
+    use_ema: bool
+    """They are the moving average of the weights there."""
     spec: ModelSpec
     seed: int
     sources: Mapping[str, str]
@@ -162,7 +165,7 @@ class InitialWeights:
     @functools.cached_property
     def weights(self) -> Weights:
         """The weights, which each process maps itself."""
-        return weights_in(self.path, "--init_from")
+        return weights_in(self.path, "--init_from", use_ema=self.use_ema)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "weights"}

@@ -228,7 +228,7 @@ class StepLog(Hook):
         self._slow_hosts.stepped(self._batches.last_read_s, session.backend.own_seconds())
         interval = session.config.log.log_step_interval
         if done.is_first or done.is_last or step % interval == 0:
-            values = session.backend.read(done.result._asdict())
+            values = session.backend.read(done.result.values)
             measured, slowest = None if done.is_first else timer, dict[str, float]()
             if measured:
                 seconds = measured.seconds() / measured.steps

@@ -53,6 +53,18 @@ class StepResult(NamedTuple):
     """Before clipping."""
     skipped: torch.Tensor
     """The counts of skipped steps so far (``training.optimizers``)."""
+    parts: dict[str, torch.Tensor]
+    """The parts of the loss, by the names of their metrics (``Objective.parts``)."""
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return all of them by name."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "skipped": self.skipped,
+            **self.parts,
+        }
 
 
 def train_step(
@@ -68,7 +80,8 @@ def train_step(
     """Update the weights once; ``step`` is the number of updates before."""
     objective.begin_step(rates)
     loss = forward_backward(model, objective, backend, step, micro_batches)
-    return StepResult(loss, *backend.optimizer_step(rates, max_norm, loss))
+    parts = objective.parts()
+    return StepResult(loss, *backend.optimizer_step(rates, max_norm, loss), parts)
 
 
 def forward_backward(

@@ -1,13 +1,16 @@
-"""The run of ``--teacher``: on the same devices, of another model; decided before any starts."""
+"""Trained models beside the one that trains, decided before any device starts: the run of
+``--teacher``, of another model, and the weights of ``--gram_weights``, of the same one."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from models.config import ModelConfig
+from training.checkpoints.format import EMA
 from training.config import EmaConfig, LossConfig, RunConfig
 from training.errors import UsageError
 from training.files import folder_at
+from training.initial_weights import InitialWeights, fit
 from training.resolve import Run
 from training.weights import weights_in, with_preprocessing_of
 
@@ -72,3 +75,19 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
             "give another teacher, or --num_classes"
         )
     return replace(run, teacher=with_preprocessing_of(weights, teacher)[1])
+
+
+def gram_teacher(run: Run[Any]) -> InitialWeights:
+    """Return the weights of ``--gram_weights``, as those of the run's model: of a checkpoint of
+    ``--objective dino`` its teacher's.
+
+    Raises UsageError for what is no such thing, or of another model.
+    """
+    assert run.config.objective.gram_weights is not None
+    found = weights_in(folder_at(run.config.objective.gram_weights), "--gram_weights")
+    if found.tensors is None and found.run and found.run.objective.has_teacher:
+        found = replace(found, kind=EMA)
+    try:
+        return fit(found, run, None)
+    except UsageError as error:
+        raise UsageError(f"--gram_weights: {error}") from None

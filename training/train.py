@@ -45,6 +45,7 @@ from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.resolve import Run
 from training.step import TrainBatches, shard_and_optimize
+from training.teacher import gram_teacher
 from training.weights import with_preprocessing, with_preprocessing_of
 
 
@@ -82,7 +83,9 @@ def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, 
         begin.check_resume(start.saved, run, data)
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
     progress = begin.progress_of(start.saved, run, data, epoch_steps)
-    initial = fit(weights, run, data) if weights else None
+    initial = fit(weights, run, data.classes) if weights else None
+    if run.config.objective.gram_weights:
+        gram_teacher(run)  # raises UsageError
     plain = open_plainly(run) if run.config.log.knn_every or run.config.log.probe_every else None
     prepared = Prepared(start.saved, data, progress, initial, expected_s, process_start(), plain)
     return run, functools.partial(train, prepared)

@@ -2,6 +2,7 @@
 
 import abc
 import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,7 +68,7 @@ class XlaBackend(abc.ABC):
         self._device = torch_xla.device()
         self._memory = DeviceMemory(self._device)
         self._ema: WeightAverage | None = None
-        self._frozen: XlaBackend | None = None
+        self._frozen: list[XlaBackend] = []
         self.teacher: nn.Module | None = None
         self._has_teacher = run.config.objective.has_teacher
         self._decay_changes = run.config.schedule.weight_decay_end is not None
@@ -151,9 +152,12 @@ class XlaBackend(abc.ABC):
     def shard_frozen(
         self, run: XlaRun, model: nn.Module, initialize: InitializeModule
     ) -> nn.Module:
-        self._frozen = type(self)(run)
-        self.teacher = self._frozen.shard(model, list(run.model.units(model)), initialize).eval()
-        return self.teacher
+        frozen = type(self)(run)
+        sharded = frozen.shard(model, list(run.model.units(model)), initialize).eval()
+        self._frozen.append(frozen)
+        if self.teacher is None:
+            self.teacher = sharded
+        return sharded
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         dtype = torch.bfloat16 if self._rounds_moments else torch.float32
@@ -188,8 +192,7 @@ class XlaBackend(abc.ABC):
             parameters, config = self._named_parameters(), self._run.config.ema
             values: Mapping[str, torch.Tensor]
             if self._has_teacher:
-                assert self._frozen is not None
-                values = self._frozen._named_parameters()
+                values = self._frozen[0]._named_parameters()
             else:
                 zeros_like = functools.partial(self._zeros_like, dtype=torch.float32)
                 values = {name: zeros_like(parameter) for name, parameter in parameters.items()}
@@ -333,8 +336,9 @@ class XlaBackend(abc.ABC):
         }
         if self._ema is not None and not self._has_teacher:
             tensors["ema"] = self._ema.values.values()
-        if self._frozen is not None:
-            tensors["teacher"] = self._frozen._named_parameters().values()
+        if self._frozen:
+            parameters = [frozen._named_parameters().values() for frozen in self._frozen]
+            tensors["teacher"] = itertools.chain(*parameters)
         return {name: sum(map(self._local_bytes, each)) for name, each in tensors.items()}
 
     def unit_roundoff(self) -> float:

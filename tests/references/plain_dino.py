@@ -1,5 +1,5 @@
 """Self-distillation in plain PyTorch, written from the papers (DINO arXiv 2104.14294, iBOT
-2111.07832, DINOv2 2304.07193, KoLeo 1806.03198): a reference.
+2111.07832, DINOv2 2304.07193, KoLeo 1806.03198, DINOv3 2508.10104): a reference.
 
 One image, crop and patch at a time, by indices. Prints one JSON line. Takes the flags of the run;
 everything else is as in tests/cli.py.
@@ -90,7 +90,7 @@ def sinkhorn(logits, temperature):
     return (q * samples).T.float()
 
 
-def losses_of(student, teacher, batch, temperature, dino):
+def losses_of(student, teacher, gram, batch, temperature, dino):
     """The parts of the loss of a batch: a list of (global crops, local crops, masked patches)."""
     with torch.no_grad():
         of_teacher = [[teacher.tokens(crop) for crop in crops] for crops, _, _ in batch]
@@ -106,7 +106,7 @@ def losses_of(student, teacher, batch, temperature, dino):
     def cross_entropy(target, logits):
         return -(target * torch.log_softmax(logits / dino.student_temp, 0)).sum()
 
-    pairs, of_patches, class_tokens = [], [], [[], []]
+    pairs, of_patches, class_tokens, anchored = [], [], [[], []], []
     for number, (global_crops, local_crops, masked) in enumerate(batch):
         seen = [student.tokens(global_crops[0], masked), student.tokens(global_crops[1])]
         answers = [student.dino_head(tokens[0]) for tokens in seen]
@@ -123,6 +123,12 @@ def losses_of(student, teacher, batch, temperature, dino):
         of_patches.append(sum(found) / len(found))
         for crop in range(2):
             class_tokens[crop].append(seen[crop][0])
+            if gram is not None:
+                cosines = [
+                    torch.stack([torch.cosine_similarity(each, rows) for each in rows])
+                    for rows in (seen[crop][1:], gram.tokens(global_crops[crop])[1:])
+                ]
+                anchored.append(((cosines[0] - cosines[1]) ** 2).mean())
 
     koleo = 0.0
     for tokens in class_tokens:
@@ -133,8 +139,16 @@ def losses_of(student, teacher, batch, temperature, dino):
                 others = [(point - other).norm() for other in group if other is not point]
                 koleo = koleo - torch.stack(others).min().log() / len(points)
     # iBOT's loss is a mean over all global crops, of which half have masked patches.
-    parts = torch.stack(pairs).mean(), torch.stack(of_patches).mean() / 2, koleo
-    return parts[0] + dino.ibot_weight * parts[1] + dino.koleo_weight * parts[2]
+    parts = {
+        "loss_dino": torch.stack(pairs).mean(),
+        "loss_ibot": torch.stack(of_patches).mean() / 2,
+        "loss_koleo": koleo,
+    }
+    weights = [1.0, dino.ibot_weight, dino.koleo_weight]
+    if gram is not None:
+        parts["loss_gram"] = torch.stack(anchored).mean()
+        weights.append(dino.gram_weight)
+    return sum(w * part for w, part in zip(weights, parts.values(), strict=True)), parts
 
 
 def half_cosine(first, last, share):
@@ -142,7 +156,7 @@ def half_cosine(first, last, share):
 
 
 def train(flags, steps=6):
-    """Losses and gradient norms of a run with these flags, and its student and teacher."""
+    """Losses, their parts and gradient norms of a run with these flags; its student and teacher."""
     source = ["--data_dir", str(DIGITS), "--hflip", "0", "--objective", "dino"]
     run = on_xla([*source, *TINY_MODEL, *TINY_RUN, *flags])
     how, dino, sizes = run.config.optimizer, run.config.objective, run.model.sizes
@@ -162,7 +176,11 @@ def train(flags, steps=6):
     request = dataset_request(run)
     loader = open_data(request).train_loader(run.config.data.batch_size, Share())
     total, epoch_steps = len(loader) * run.config.num_epochs, len(loader)
-    losses, norms, rate = [], [], warm_cosine(how)
+    gram = None
+    if dino.gram_weights:
+        gram = copy.deepcopy(teacher)
+        gram.load_state_dict(torch.load(dino.gram_weights), strict=False)  # without heads
+    columns, rate = {}, warm_cosine(how)
     for step, (packed, _) in enumerate(itertools.islice(loader.epoch(0), steps)):
         decay = run.config.schedule.weight_decay_end
         decay = (
@@ -187,17 +205,18 @@ def train(flags, steps=6):
             )
             for i in range(len(packed))
         ]
-        loss = losses_of(student, teacher, batch, temperature, dino)
+        loss, parts = losses_of(student, teacher, gram, batch, temperature, dino)
         loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(student.parameters(), how.clip_grad_norm).item())
-        losses.append(loss.item())
+        norm = nn.utils.clip_grad_norm_(student.parameters(), how.clip_grad_norm)
+        for name, value in {"loss": loss, "grad_norm": norm, **parts}.items():
+            columns.setdefault(name, []).append(value.item())
         optimizer.step()
         optimizer.zero_grad()
         kept = half_cosine(dino.teacher_momentum, dino.teacher_momentum_end, step / total)
         with torch.no_grad():
             for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
                 old.copy_(kept * old + (1 - kept) * new)
-    return {"loss": losses, "grad_norm": norms}, student, teacher
+    return columns, student, teacher
 
 
 if __name__ == "__main__":

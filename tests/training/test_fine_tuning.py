@@ -43,7 +43,7 @@ def weights_file(spec, path):
 def begun(spec, path, classes=None):
     """A model that begins with the weights in a file, and what is said of them."""
     run = SimpleNamespace(model=spec, config=SimpleNamespace(seed=3))
-    initial = fit(weights_in(path, "--init_from"), run, SimpleNamespace(classes=classes))
+    initial = fit(weights_in(path, "--init_from"), run, classes)
     model = spec.build()
     for name, unit in spec.units(model):
         initial.initialize(unit, name)

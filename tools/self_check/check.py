@@ -341,7 +341,7 @@ class Devices:
         batch, settings = self.batches[number - 1], self.settings
         tries = _TRIES if self.run.config.sharding.precision == "fp16" else 1
         for _ in range(tries):
-            loss, norm, _ = train_step(
+            loss, norm, *_ = train_step(
                 self.model,
                 self.objective,
                 self.backend,

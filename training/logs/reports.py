@@ -215,8 +215,8 @@ class Reports:
     ) -> None:
         """Record a log step, without throughput if there is no ``timer``.
 
-        ``values`` brings ``loss``, ``grad_norm`` and ``skipped``; ``slowest`` is what is recorded
-        of the slowest process.
+        ``values`` brings ``loss``, ``grad_norm``, ``skipped`` and the parts of the loss;
+        ``slowest`` is what is recorded of the slowest process.
         """
         record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
         if timer:

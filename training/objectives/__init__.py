@@ -57,6 +57,11 @@ class Objective(abc.ABC):
         ``pass_index``: the number of the pass since the start of training.
         """
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return the parts of the step's loss, by the names of their metrics; called after its
+        passes. Scalars, each the mean over the global batch."""
+        return {}
+
     def measure(self, images: int) -> Measure:
         """Return what measures the model in one evaluation, of so many ``images``, if it is
         ``measured``."""

@@ -1,7 +1,9 @@
-"""Self-distillation: DINO's loss of class tokens, iBOT's of masked patches, and KoLeo.
+"""Self-distillation: DINO's loss of class tokens, iBOT's of masked patches, KoLeo, and DINOv3's of
+Gram matrices.
 
 Formulas are those of DINOv2 (arXiv 2304.07193): section 4, and its code for what the paper leaves
-open. All are in fp32. The teacher is the moving average of the student (``Backend.teacher``).
+open; Gram matrices: DINOv3 (arXiv 2508.10104), section 4.2. All are in fp32. The teacher is the
+moving average of the student (``Backend.teacher``).
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from torch import nn
 from data.crops import max_masked
 from models.dino import Compared, Crops, DinoSpec
 from training.backend import Backend, dataset_request
+from training.begin import check_weights
 from training.objectives import Objective, normalizer
 from training.schedule import StepRates
+from training.teacher import gram_teacher
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -44,14 +48,30 @@ class SelfDistillation(Objective):
         self._slots = max_masked(request.crops.grid, request.crops.mask_ratio)
         self._normalize = normalizer(run, backend.constant)
         self._temperature: torch.Tensor | None = None
+        self._parts: list[dict[str, torch.Tensor]] = []
+        """Of each pass of the step, the parts of its loss before their weights."""
+        self._weights = {
+            "loss_dino": 1.0,
+            "loss_ibot": self._config.ibot_weight,
+            "loss_koleo": self._config.koleo_weight,
+            "loss_gram": self._config.gram_weight,
+        }
         say(
             f"objective: dino, 2 global and {spec.local_crops} local crops, up to {self._slots} of "
             f"{spec.sizes.num_patches} patches masked"
         )
+        self._gram: nn.Module | None = None
+        if self._config.gram_weights:
+            initial = gram_teacher(run)
+            check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
+            say(f"Gram teacher: {initial.note}")
+            frozen = run.build_model(backend.constant).requires_grad_(False)
+            self._gram = backend.shard_frozen(run, frozen, initial.initialize)
 
     def begin_step(self, rates: StepRates) -> None:
         # One number, and yet no scalar: equal scalars would be one input of a compiled step.
         self._temperature = self._backend.constant(torch.tensor([rates.teacher_temp]))
+        self._parts.clear()
 
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
@@ -67,19 +87,32 @@ class SelfDistillation(Objective):
             hides=True,
         )
         with torch.no_grad():
-            taught = Compared(*self._teacher(crops._replace(local_crops=None, hides=False)))
+            seen = crops._replace(local_crops=None, hides=False)
+            taught = Compared(*self._teacher(seen))
             classes, patches = self._targets(taught, mask, temperature)
+            anchor = Compared(*self._gram(seen)).patch_tokens if self._gram else None
         found = Compared(*model(crops))  # nested FSDP makes a plain tuple of it
 
-        loss = class_loss(found.classes.float() / config.student_temp, classes)
+        parts = {"loss_dino": class_loss(found.classes.float() / config.student_temp, classes)}
         if config.ibot_weight:
-            of_patches = patch_loss(found.patches.float() / config.student_temp, patches, mask)
-            loss = loss + config.ibot_weight * of_patches
+            logits = found.patches.float() / config.student_temp
+            parts["loss_ibot"] = patch_loss(logits, patches, mask)
         if config.koleo_weight:
             groups = [each.float() for each in found.tokens.unbind(1)]
-            spread = sum(koleo_loss(tokens, config.koleo_group) for tokens in groups)
-            loss = loss + config.koleo_weight * spread
-        return loss
+            losses = [koleo_loss(tokens, config.koleo_group) for tokens in groups]
+            parts["loss_koleo"] = losses[0] + losses[1]
+        if anchor is not None:
+            parts["loss_gram"] = gram_loss(found.patch_tokens.float(), anchor.float())
+        self._parts.append({name: part.detach() for name, part in parts.items()})
+        weighted = [self._weights[name] * part for name, part in parts.items()]
+        return sum(weighted[1:], start=weighted[0])
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        names, count = list(self._parts[0]), len(self._parts)
+        # One vector, and so one reduction over the replicas.
+        passes = [torch.stack([parts[name] for name in names]) for parts in self._parts]
+        means = self._backend.mean(sum(passes[1:], start=passes[0]) / count)
+        return dict(zip(names, means.unbind(), strict=True))
 
     def _targets(
         self, taught: Compared, mask: torch.Tensor, temperature: torch.Tensor
@@ -166,3 +199,14 @@ def koleo_loss(tokens: torch.Tensor, group: int) -> torch.Tensor:
     # A product with ones and zeros, as in models/mae.py: no gather, whose gradient is a scatter.
     difference = tokens - chosen @ tokens
     return -(difference.square().sum(-1) + _EPS**2).sqrt().log().mean()
+
+
+def gram_loss(tokens: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared difference of the cosines between all pairs of patches of a crop:
+    the squared Frobenius norm of equation (2) of arXiv 2508.10104 over the number of pairs.
+
+    ``tokens`` of the student, ``anchor`` of the Gram teacher: (..., patches, width), fp32.
+    """
+    student, teacher = (F.normalize(each, dim=-1) for each in (tokens, anchor))
+    difference = student @ student.transpose(-1, -2) - teacher @ teacher.transpose(-1, -2)
+    return difference.square().mean()
