@@ -133,12 +133,15 @@ class LocalTier:
         self._writing: Future[Done] | None = None
         self._lost_saves = 0
 
+        with exchange.failing_together():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_own(self.folder, flag="--local_ckpt_dir")
         words: list[str] = []
         with exchange.failing_together():
             mine = ["", "", ""]
             if self._rank == 0:
                 mine = [_run_id(run.ckpt_dir), secrets.token_hex(8), secrets.token_hex(32)]
-            words += [*mine, self._open_folder()]
+            words += [*mine, self._word_of_folder()]
         self._run, self._start, key = exchange.gather(words[:3])[0]
         self._key = bytes.fromhex(key)
         with exchange.failing_together():
@@ -167,10 +170,8 @@ class LocalTier:
 
     # -- the folder --------------------------------------------------------------------------------
 
-    def _open_folder(self) -> str:
-        """Make the folder; return its random word. Raises UsageError or OSError."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_own(self.folder, flag="--local_ckpt_dir")
+    def _word_of_folder(self) -> str:
+        """Return the folder's random word; make one if it has none. Raises OSError."""
         path = self.folder / _FOLDER_FILE
         with contextlib.suppress(FileExistsError):
             # Under its own name at once: another process of this host may read it now.
