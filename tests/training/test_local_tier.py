@@ -96,6 +96,7 @@ def test_host_and_peer_lost(hosts, uninterrupted):
     assert_resumed(done, uninterrupted, 5, "run")
 
 
+@pytest.mark.long
 def test_damaged_copies(hosts, uninterrupted):
     """A byte of a part: its copy is used. Of both: the step before. A file lost: as a lost part."""
     hosts(killed=KILLED)
@@ -115,6 +116,7 @@ def test_storage_is_as_new(hosts, uninterrupted):
     assert_resumed(hosts(), uninterrupted, 8, "run")
 
 
+@pytest.mark.long
 def test_disk_that_cannot_be_written(hosts, uninterrupted):
     """Training is not stopped; the step is not whole, and nothing of it is resumed."""
     for host, of in ((1, 1), (0, 3)):  # its own part; a copy of another's
@@ -130,6 +132,7 @@ def test_disk_that_cannot_be_written(hosts, uninterrupted):
     assert_resumed(done, uninterrupted, 5, "run")
 
 
+@pytest.mark.long
 def test_another_run_and_another_form(hosts, uninterrupted, tmp_path):
     """Another run's folder is refused; parts of another number of processes are not used."""
     hosts(killed=KILLED)
@@ -143,6 +146,7 @@ def test_another_run_and_another_form(hosts, uninterrupted, tmp_path):
     assert f"{tmp_path}/run/step_5 at step 5" in fewer.stdout
 
 
+@pytest.mark.long
 def test_going_back_forgets(hosts, tmp_path):
     """--resume names an older checkpoint: what the disks have is not resumed, now or later."""
     hosts(killed=KILLED)
@@ -177,6 +181,7 @@ def test_one_process_and_no_peer(hosts, tmp_path):
     assert_resumed(hosts(processes=1), reference, 8)
 
 
+@pytest.mark.long
 def test_megatron(hosts, tmp_path):
     flags = ["--fsdp", "megatron"]
     program = "tests.stand_ins.megatron_on_cpu"
