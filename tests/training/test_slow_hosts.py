@@ -30,9 +30,8 @@ def test_one_of_four_processes(kind, flags, tmp_path, monkeypatch):
     assert len(found) == 2, done.stdout
     for process, host, own, median, reason, seconds in found:
         assert (process, host, reason) == ("2", socket.gethostname(), f"{kind}s")
-        assert a_step <= float(seconds) < 2 * a_step
-        assert a_step <= float(own)
-        assert float(median) < a_step
+        assert a_step <= float(seconds) <= float(own)
+        assert float(median) < float(own)
     assert "note: process 2 on" in done.stdout.partition("epoch 4 step 80")[0]
     assert done.stdout.count("is no longer slow") == 1
     slow = [done.steps[step] for step in (40, 60)]
