@@ -23,6 +23,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "num_workers": ("0", "1", "3"),
     "batch_size": ("16", "48"),
     "grad_accum_steps": ("1", "2"),
+    "micro_batch_size": ("1", "100"),
     "scale": ("0.08 1", "1 1"),
     "ratio": ("0.5 2",),
     "hflip": ("0", "1"),
