@@ -291,6 +291,9 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         ),
         long=True,
     ),
+    "python3 run_vit_training.py --compile_only @recipes/dinov2_vit_l16.args": Elsewhere(
+        "many minutes of compilation", compiles
+    ),
     "python3 run_vit_training.py --explain": Run(
         (
             r"^expected MFU +\d\d\.\d % \(within 3 points for half of 15 published runs: .*\)$",

@@ -382,7 +382,10 @@ def test_steady_state(flags, graphs, tmp_path):
         ("--objective mae", "requires --objective dino, this is mae"),
         ("--gram_weight 1", "--gram_weight 1.0 requires --gram_weights"),
         ("--gram_weights none", "--gram_weights none: there is no such checkpoint, folder or file"),
-        ("--gram_weights none --compile_only", "is incompatible with --compile_only"),
+        (
+            "--gram_weights x --compile_only --tpu_topology v5e:2x2",
+            "incompatible with --compile_only",
+        ),
         ("--weight_decay 0", "--weight_decay_end requires --weight_decay above 0"),
     ],
 )
