@@ -69,10 +69,11 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of these groups, with its state allocated.
 
-    Counters and learning rates are on the device: host numbers in the update would be uploaded one
-    by one, or compiled in. ``zeros_like`` returns zeros laid out like a parameter, for the moments,
-    ``scalar`` a device scalar. Muon's parameters are in groups of AdamW, too, but ``step_unless``
-    takes their step. ``decays`` off: ``step_unless`` decays the weights, by a factor that changes.
+    Counters and learning rates (``set_lr``) are on the device: host numbers in the update would be
+    uploaded one by one, or compiled in. ``zeros_like`` returns zeros laid out like a parameter, for
+    the moments, ``scalar`` a device scalar. Muon's parameters are in groups of AdamW, too, but
+    ``step_unless`` takes their step. ``decays`` off: ``step_unless`` decays the weights, by a
+    factor that changes.
     """
     for group in groups:
         group["decay"] = group["weight_decay"]
@@ -83,7 +84,6 @@ def build_optimizer(
         optimizer = Lion(groups, betas=betas, foreach=False)
     else:
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, capturable=True, foreach=False)
-    set_lr(optimizer, 0.0, scalar)  # only now: the constructor would read a tensor back
     allocate_state(optimizer, zeros_like, lambda _: scalar(0.0))
     return optimizer
 
@@ -147,6 +147,8 @@ def step_unless(
             optimizer.state[parameter] = rounded
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(skip, old, tensor))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # a tensor of a parameter's shape would be a result, whole on each device
 
 
 def _step_muon(optimizer: torch.optim.Optimizer, directions: Directions) -> None:

@@ -109,6 +109,7 @@ def test_figures(name, peak, devices, libtpu, request):
     expected = (12 * parameters + images) / devices  # fp32 values, AdamW's two, all of it sharded
     padding = 0.02 if devices == chips else 0.05  # more of a smaller shard is padding of its tiles
     assert found["argument_bytes"] == pytest.approx(expected, rel=padding)
+    assert found["output_bytes"] < found["argument_bytes"]  # the state again, without the images
     assert found["state_bytes"] == pytest.approx(12 * parameters / devices, rel=0.02)
     assert found["flops_per_chip"] == pytest.approx(step_flops() / chips, rel=0.05)
     assert found["fits"]
@@ -126,6 +127,14 @@ def test_figures(name, peak, devices, libtpu, request):
     # Of 2 x 2 chips each has two neighbours, with links for four, or for six.
     unused = 2 if name.startswith(("v5e", "v6e")) else 3
     assert 0 < found["expected_waiting_s"] <= 1.0001 * unused * found["collective_s"]
+
+
+def test_learning_rates_of_stacked_blocks_are_no_results():
+    """They were tensors of the parameters' shapes, alive after the step: whole on each device."""
+    found = compile_for(
+        "v5e:2x2", "--layer_decay", "0.9", "--num_blocks", "2", "--image_size", "32"
+    )
+    assert found["output_bytes"] < found["argument_bytes"]
 
 
 def test_the_kept_module_is_the_one_that_was_told_of(v5e, kept):

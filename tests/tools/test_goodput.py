@@ -162,7 +162,7 @@ def test_a_broken_line_breaks_no_other(tmp_path):
     assert kinds == [event[0] for event in two_starts()] + ["start", "end"] * 2
     assert (tmp_path / EVENTS_FILE).read_text().count("\n") == len(kinds) + 1
     idle = Events(tmp_path / "none", print, active=False)
-    idle.start(5.0, 300)
+    idle.start(5.0, 300, 2)
     idle.close()
 
 
