@@ -228,7 +228,6 @@ class DataConfig:
         "least number of equal ones, on any number of devices (default: --grad_accum_steps says "
         "it)",
         kind=positive,
-        incompatible_with=("plan",),
         replaces=("grad_accum_steps",),
     )
     scale: tuple[float, float] = flag(

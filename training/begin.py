@@ -78,6 +78,8 @@ def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
             raise UsageError(
                 f"--local_ckpt_dir {local} is a URL: give a folder on each host's disk"
             )
+        if Path(local).resolve() == Path(folder).resolve():
+            raise UsageError(f"--local_ckpt_dir {local} is --ckpt_dir: give another folder")
         files.check_folder_writable(Path(local), "--local_ckpt_dir")
 
     # The order matters:

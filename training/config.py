@@ -886,7 +886,9 @@ class RunConfig:
         "training (docs/planning.md)",
         common=True,
         requires=("objective=classify|objective=mae",),
-        incompatible_with=("predict", "eval_only", "self_check", "compile_only", "buckets"),
+        incompatible_with=(
+            *("predict", "eval_only", "self_check", "compile_only", "buckets", "micro_batch_size"),
+        ),
     )
     list_models: str | None = flag(
         None,

@@ -55,6 +55,7 @@ def complaint(capsys, ckpt_dir, *flags):
             "is larger than the largest slice, v5p:16x16",
         ),
         ("--compile_only --tpu_topology v5e:8x4", "(global) is no multiple of the 32"),
+        ("--plan --micro_batch_size 3", "--plan is incompatible with --micro_batch_size 3: drop"),
         ("--compile_only --tpu_topology tpu7x:2x2", "tpu7x:2x2 is not tpu7x:AxBxC, chips a side"),
         ("--compile_only --tpu_topology tpu7x:2x2x3", "there is no such slice: tpu7x has, for"),
         ("--compile_only --tpu_topology tpu7x:24x24x24", "larger than the largest slice, tpu7x:16"),
@@ -364,6 +365,14 @@ def test_only_the_first_process_of_a_node_complains(
 def test_ckpt_dir_is_a_file(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert "is a file, not a folder" in complaint(capsys, tmp_path / "file")
+
+
+def test_local_checkpoints_in_the_runs_own_folder(capsys, tmp_path):
+    local = tmp_path / ".." / tmp_path.name
+    told = told_in_one_line(
+        capsys, "--fake_data", "--ckpt_dir", tmp_path, "--local_ckpt_dir", local
+    )
+    assert "is --ckpt_dir: give another folder" in told
 
 
 def test_bad_environment(capsys, tmp_path, monkeypatch):
