@@ -887,7 +887,12 @@ class RunConfig:
         common=True,
         requires=("objective=classify|objective=mae",),
         incompatible_with=(
-            *("predict", "eval_only", "self_check", "compile_only", "buckets", "micro_batch_size"),
+            "predict",
+            "eval_only",
+            "self_check",
+            "compile_only",
+            "buckets",
+            "micro_batch_size",
         ),
     )
     list_models: str | None = flag(

@@ -219,10 +219,8 @@ def _place(
         initialize = initial.initialize
     model = shard_and_optimize(run, backend, initialize)
     if saved:
-        has_ema, with_ema = (
-            load_state(backend, saved.path, is_part=saved.is_part),
-            run.config.averages,
-        )
+        has_ema = load_state(backend, saved.path, is_part=saved.is_part)
+        with_ema = run.config.averages
         if with_ema and not has_ema:
             say("note: the checkpoint has no EMA of the weights: it starts with these weights")
         if has_ema and not with_ema:

@@ -85,8 +85,6 @@ def _python(module: str) -> list[str]:
     return [sys.executable, *(["-m", module] if module else [str(ROOT / "run_vit_training.py")])]
 
 
-HOSTS = "tests.stand_ins.hosts_with_disks"
-LOCAL = ("--local_ckpt_step_interval", "1")
 FAULTY = "tests.stand_ins.fault_in_first_start"
 SETUPS = {
     "xla": Setup("XLA, 2 devices", ("--backend", "xla", "--cpu_devices", "2")),
@@ -97,20 +95,16 @@ SETUPS = {
         module="tests.stand_ins.megatron_on_cpu",
         processes=2,
     ),
-    "fsdp2_hosts": Setup(
-        "FSDP2, 4 hosts with local checkpoints",
-        (*"--backend cuda --fsdp fsdp2".split(), *LOCAL),
-        module=HOSTS,
-        processes=4,
-        hosts=True,
-    ),
-    "megatron_hosts": Setup(
-        "Megatron-FSDP, 4 hosts with local checkpoints",
-        (*"--backend cuda --fsdp megatron".split(), *LOCAL),
-        module=HOSTS,
-        processes=4,
-        hosts=True,
-    ),
+    **{
+        f"{form}_hosts": Setup(
+            f"{name}, 4 hosts with local checkpoints",
+            ("--backend", "cuda", "--fsdp", form, "--local_ckpt_step_interval", "1"),
+            module="tests.stand_ins.hosts_with_disks",
+            processes=4,
+            hosts=True,
+        )
+        for form, name in (("fsdp2", "FSDP2"), ("megatron", "Megatron-FSDP"))
+    },
     "alone": Setup("FSDP2, 1 process", ("--backend", "cuda", "--fsdp", "fsdp2")),
 }
 

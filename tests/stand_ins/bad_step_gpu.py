@@ -10,7 +10,6 @@ import os
 import sys
 
 import run_vit_training
-from gpu_fsdp import resolve_gpu
 from tests.stand_ins.megatron_on_cpu import without_cuda
 from torch_fsdp import devices, resolve_torch
 from torch_fsdp.torch_backend import TorchBackend
@@ -59,7 +58,6 @@ def main(argv: list[str]) -> int:
         resolve_torch._check_precision = lambda *_: None
     if devices.choose("cuda").is_host and "megatron" in argv:
         without_cuda()
-        resolve_gpu.check_megatron_runs_here = lambda: None
     return run_vit_training.main(argv)
 
 

@@ -53,11 +53,9 @@ def compare(run, backend):
 
 
 if __name__ == "__main__":
-    from gpu_fsdp import resolve_gpu
     from torch_fsdp.launch_torch import launch
 
     flags = sys.argv[1:]
     if "megatron" in flags:
         without_cuda()
-        resolve_gpu.check_megatron_runs_here = lambda: None
     launch(compare, on_gpus(flags))

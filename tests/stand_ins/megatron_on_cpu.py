@@ -38,7 +38,7 @@ class Nothing:
 
 
 def without_cuda() -> None:
-    """Replace what megatron_fsdp calls of torch.cuda; before it is imported."""
+    """Replace what megatron_fsdp calls of torch.cuda, before it is imported, and allow it here."""
     distributed_c10d.ProcessGroupGloo = OneThreadGloo
     torch.cuda.Stream = torch.cuda.Event = Nothing
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
@@ -47,12 +47,13 @@ def without_cuda() -> None:
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args: None
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.record_stream = lambda self, stream: None
+    from gpu_fsdp import resolve_gpu
+
+    resolve_gpu.check_megatron_runs_here = lambda: None
 
 
 if __name__ == "__main__":
     without_cuda()
     import run_vit_training
-    from gpu_fsdp import resolve_gpu
 
-    resolve_gpu.check_megatron_runs_here = lambda: None
     sys.exit(run_vit_training.main([*sys.argv[1:], "--fsdp", "megatron"]))

@@ -234,10 +234,8 @@ def main(argv: list[str]) -> int:
         XLA[fault](NestedBackend if "nested" in argv else SpmdBackend)
     elif "megatron" in argv:
         without_cuda()
-        from gpu_fsdp import resolve_gpu
         from gpu_fsdp.megatron import MegatronBackend
 
-        resolve_gpu.check_megatron_runs_here = lambda: None
         GPU[fault](MegatronBackend)
     else:
         from torch_fsdp.fsdp2 import Fsdp2Backend

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import run_vit_training
-from gpu_fsdp import resolve_gpu, te_block
+from gpu_fsdp import te_block
 from tests.stand_ins.megatron_on_cpu import without_cuda
 
 
@@ -129,5 +129,4 @@ if __name__ == "__main__":
     te_block.import_te = lambda: STAND_IN
     if "megatron" in sys.argv:
         without_cuda()
-        resolve_gpu.check_megatron_runs_here = lambda: None
     sys.exit(run_vit_training.main())
