@@ -441,8 +441,9 @@ def wait_for_checkpoints(context: Any, stopping: type[Exception], agent: Any) ->
 
     def restart_workers(self: Any, group: Any) -> None:
         nonlocal a_node_came
-        state = group.spec.rdzv_handler._state_holder.state
-        a_node_came = bool(state.wait_list) and len(state.participants) == group.group_world_size
+        handler = group.spec.rdzv_handler
+        if handler.num_nodes_waiting():  # never where nodes have fixed ranks: they cannot come later
+            a_node_came = len(handler._state_holder.state.participants) == group.group_world_size
         if a_node_came:
             say("a node has come: all write a checkpoint and start again with it")
         restart(self, group)
