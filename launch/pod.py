@@ -105,6 +105,8 @@ class Pod:
         """The ends of workers with their exit codes, and signals to this process."""
         self.stopped = False
         """Whether a signal to this process has stopped the workers: they must not be restarted."""
+        self.failed_at = 0.0
+        """When a worker failed, in seconds since 1970, if one has in the newest ``run``."""
         self._lacks_logs = False
         self._writing = threading.Lock()
         self._running: set[Worker] = set()
@@ -171,7 +173,7 @@ class Pod:
             worker, code = event
             self._running.remove(worker)
             if code and not failed:
-                failed = code
+                failed, self.failed_at = code, time.time()
                 if not self.stopped:
                     log = self.log_dir / f"worker_{worker.index}.log"
                     ending = f"; ending the other {len(self._running)}" if self._running else ""

@@ -71,10 +71,15 @@ def main(argv: Sequence[str]) -> int:
         return 130
     pod = Pod(log_dir, args.grace)
     pod.say(f"{len(workers)} worker(s) of {args.tpu}, logs in {log_dir}")
+    failure: dict[str, str] = {}
     for attempt in range(args.max_restarts + 1):
         code = pod.run(
-            [ssh_command(args, job, attempt, index, own) for index, own in enumerate(workers)]
+            [
+                ssh_command(args, job, attempt, index, own | failure)
+                for index, own in enumerate(workers)
+            ]
         )
+        failure = {"RUN_FAILED_AT": str(pod.failed_at)}  # for the program's account of the restart
         if code in (0, *IN_VAIN) or pod.stopped:
             break
         left = args.max_restarts - attempt

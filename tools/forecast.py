@@ -206,7 +206,7 @@ def measure(account: Account) -> Measured:
     if not account.steps:
         raise UsageError("the run has no useful step yet: nothing can be measured")
     training_s = seconds[USEFUL] + seconds[DATA] + seconds[EVAL]
-    restarts = account.restarts or [account.first_start_s]
+    restarts = [each.seconds for each in account.restarts] or [account.first_start_s]
     return Measured(
         save_s=sum(saves) / len(saves) if saves else None,
         restart_s=sum(restarts) / len(restarts),

@@ -9,9 +9,9 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import matplotlib.pyplot as plt
 
@@ -42,23 +42,35 @@ _NUMBERS = {
     **dict.fromkeys(_SPANS, ("seconds",)),
 }
 """The numbers that an account needs of an event, besides its time."""
+NOTICED, ENDED, REST = "noticed", "ended", "other"
+RESTART_PARTS = (
+    *(NOTICED, ENDED),  # by the launcher
+    *("imports", "data", "devices", "agreed", "model", "loaded"),  # until the loop
+    *("batch", "compiled", "step"),  # the first step
+    REST,
+)
+"""The parts of a restart, in their order but for the rest; docs/files.md says what each is."""
 LOCAL_FIGURES = ("bytes", "write_s", "copy_s")
 """What a "local_save" event has of the save before it, if there was one."""
+STORAGE_FIGURES = ("bytes", "write_s")
+"""What a "save" event has of each checkpoint that was completed since the event before."""
 _LAST_TIME = 4e9
 """In seconds since 1970; a damaged file may have any number."""
+_MOST_BYTES = 1e18
+
+
+def _is_number(value: Any, largest: float = _LAST_TIME) -> TypeGuard[float]:
+    """Return True for a number that can be a time, or seconds; or bytes, with another limit."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 <= value <= largest
 
 
 def is_complete(event: Mapping[str, Any]) -> bool:
     """Return True if an event of events.jsonl has all that ``account_of`` needs of it."""
     if not isinstance(event["event"], str):
         return False
-    for name in ("time", *_NUMBERS.get(event["event"], ())):
-        number = event.get(name)
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            return False
-        if not 0 <= number <= _LAST_TIME:
-            return False
-    return True
+    numbers = ("time", *_NUMBERS.get(event["event"], ()))
+    return all(_is_number(event.get(name)) for name in numbers)
 
 
 @dataclass(slots=True)
@@ -94,6 +106,21 @@ class Span:
         return rest
 
 
+@dataclass(frozen=True)
+class Restart:
+    """What lies between the last sign of life of a start and the end of the next one's first step.
+
+    In seconds.
+    """
+
+    step: int
+    """The first step's number."""
+    seconds: float
+    parts: Mapping[str, float]
+    """Of ``RESTART_PARTS`` those that are known; they add up to ``seconds``. {} if an earlier
+    version of the program was restarted."""
+
+
 @dataclass
 class Account:
     """A run's wall time, in seconds."""
@@ -106,11 +133,13 @@ class Account:
     nor by a signal."""
     saves: list[float] = field(default_factory=list)
     """How long training stopped for each checkpoint."""
+    storage: list[Mapping[str, float]] = field(default_factory=list)
+    """Of each complete checkpoint its ``bytes``, and the seconds of writing it, ``write_s``, while
+    training continued or not."""
     local: list[Mapping[str, float]] = field(default_factory=list)
     """Of each checkpoint on the hosts' own disks ``bytes`` of all hosts, and seconds of the slowest
     process: ``write_s`` on its disk, ``copy_s`` to its peer."""
-    restarts: list[float] = field(default_factory=list)
-    """Seconds from the last sign of life of a start to the first step of the next one."""
+    restarts: list[Restart] = field(default_factory=list)
 
     @property
     def failures(self) -> int:
@@ -173,6 +202,8 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
     taken: list[Span] = []
     """Steps that may become lost work if a later start repeats them."""
     at, ended, last_sign = math.nan, "", math.nan
+    started: Mapping[str, Any] | None = None
+    """A start after the first one whose first step has not been made yet."""
 
     def spend(part: str, until: float) -> None:
         if until > at:
@@ -194,7 +225,7 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
                     if taken[-1].steps:
                         break
                     taken.pop()
-                at = max(began, at)
+                at, started = max(began, at), event
             else:
                 at = began
             account.starts += 1
@@ -211,11 +242,13 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
             spend(OTHER, now - inside)
             at = max(at, now - inside)
             spend(_SPANS[kind], now)
-            if kind == "first_step" and account.starts > 1:
-                account.restarts.append(max(at, now) - last_sign)
-            figures = {n: event[n] for n in LOCAL_FIGURES if isinstance(event.get(n), (int, float))}
-            if len(figures) == len(LOCAL_FIGURES):
-                account.local.append(figures)
+            if kind == "first_step" and started:  # one of another shape is no restart
+                account.restarts.append(_restart_of(started, event, last_sign))
+                started = None
+            account.local += _figures_of(event, LOCAL_FIGURES)
+            completed = event.get("completed")
+            for each in completed if isinstance(completed, list) else ():
+                account.storage += _figures_of(each, STORAGE_FIGURES)
             if event.get("written"):
                 account.saves.append(inside)
         elif kind in ("start", "stop", "end"):
@@ -229,6 +262,33 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
     if ended == "failed":
         account.failed_at.append(at)
     return account
+
+
+def _figures_of(values: Any, names: Sequence[str]) -> list[Mapping[str, float]]:
+    """Return these numbers of a JSON object; [] if it has not all of them."""
+    if not isinstance(values, dict) or not all(
+        _is_number(values.get(name), _MOST_BYTES) for name in names
+    ):
+        return []
+    return [{name: values[name] for name in names}]
+
+
+def _restart_of(
+    start: Mapping[str, Any], first_step: Mapping[str, Any], last_sign: float
+) -> Restart:
+    """Return a restart, given its two events; ``last_sign``: of the start before, in seconds since
+    1970."""
+    seconds = max(0.0, float(first_step["time"]) - last_sign)
+    began, noticed = float(start["process_started"]), start.get("failed_at")
+    parts, recorded = {}, first_step.get("parts")
+    if isinstance(recorded, dict):
+        if _is_number(noticed) and last_sign <= noticed <= began:
+            parts[NOTICED] = noticed - last_sign
+        parts[ENDED] = max(0.0, began - last_sign - parts.get(NOTICED, 0.0))
+        parts |= {n: s for n, s in recorded.items() if n in RESTART_PARTS and _is_number(s)}
+        parts[REST] = 0.0
+        parts[REST] = max(0.0, seconds - sum(parts.values()))
+    return Restart(int(start["step"]) + 1, seconds, parts)
 
 
 # -- How often to save: Young's formula, with what a run has measured ------------------------------
@@ -298,12 +358,18 @@ def table(name: str, account: Account) -> str:
     per_step = f", {duration(account.step_s)} each" if account.steps else ""
     lost = f"; {account.lost_steps:,} lost and repeated" if account.lost_steps else ""
     lines.append(f"  goodput {account.goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
-    if mean := local_mean(account):
+    if mean := mean_of(account.storage):
+        lines.append(
+            f"  {len(account.storage)} checkpoints, the mean: {mean['bytes'] / 2**20:,.2f} MiB of "
+            f"all hosts, written in {duration(mean['write_s'])}"
+        )
+    if mean := mean_of(account.local):
         lines.append(
             f"  {len(account.local)} local checkpoints, the mean: {mean['bytes'] / 2**20:,.2f} MiB "
             f"of all hosts, {duration(mean['write_s'])} on the slowest disk, "
             f"{duration(mean['copy_s'])} to the slowest peer"
         )
+    lines += _restart_lines(account.restarts)
     suggestion = suggest(account)
     if suggestion is None:
         lines.append(
@@ -326,15 +392,39 @@ def table(name: str, account: Account) -> str:
     return "\n".join(lines)
 
 
-def local_mean(account: Account) -> dict[str, float]:
-    """Return the means of ``LOCAL_FIGURES`` over the checkpoints on the hosts' own disks; {} if
-    there are none."""
-    if not account.local:
+_RESTARTS_SHOWN = 10
+
+
+def _restart_lines(restarts: Sequence[Restart]) -> list[str]:
+    """Return a table of the newest restarts, with the means of all; [] if no parts are known."""
+    known = [each for each in restarts if each.parts]
+    if not known:
+        return []
+    columns = [part for part in RESTART_PARTS if any(part in each.parts for each in known)]
+    rows = [
+        (str(each.step), [*(each.parts.get(part) for part in columns), each.seconds])
+        for each in known[-_RESTARTS_SHOWN:]
+    ]
+    if len(known) > 1:
+        means: list[float | None] = []
+        for part in columns:
+            found = [each.parts[part] for each in known if part in each.parts]
+            means.append(sum(found) / len(found))
+        means.append(sum(each.seconds for each in known) / len(known))
+        rows.append((f"mean of {len(known)}", means))
+    head = "".join(f" {name:>8}" for name in (*columns, "in all"))
+    lines = ["  restarts, seconds from the last sign of life on:", f"    {'first step':<12}{head}"]
+    for name, values in rows:
+        cells = (f"{'-' if value is None else f'{value:.2f}':>8}" for value in values)
+        lines.append(f"    {name:<12} {' '.join(cells)}")
+    return lines
+
+
+def mean_of(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each figure over several checkpoints; {} if there are none."""
+    if not figures:
         return {}
-    return {
-        name: sum(each[name] for each in account.local) / len(account.local)
-        for name in LOCAL_FIGURES
-    }
+    return {name: sum(each[name] for each in figures) / len(figures) for name in figures[0]}
 
 
 def as_values(name: str, account: Account) -> dict[str, Any]:
@@ -350,8 +440,11 @@ def as_values(name: str, account: Account) -> dict[str, Any]:
         "lost_steps": account.lost_steps,
         "checkpoints": len(account.saves),
     }
-    if mean := local_mean(account):
-        values["local_checkpoints"] = {"number": len(account.local), **mean}
+    if account.restarts:
+        values["restarts"] = [asdict(each) for each in account.restarts]
+    for tier, figures in (("storage", account.storage), ("local", account.local)):
+        if mean := mean_of(figures):
+            values[f"{tier}_checkpoints"] = {"number": len(figures), **mean}
     if suggestion := suggest(account):
         values["suggestion"] = {
             "save_s": suggestion.save_s,

@@ -292,6 +292,9 @@ class TorchBackend(abc.ABC):
     def counters(self) -> dict[str, int]:
         return self._device.counters() if self.compiles else {}
 
+    def compile_seconds(self) -> float:
+        return 0.0  # of TorchTPU's, which compiles where it also runs, not known
+
     def own_seconds(self) -> list[float]:
         return [] if self._clock is None else self._clock.take()
 

@@ -188,6 +188,9 @@ class Backend(Protocol):
     def counters(self) -> dict[str, int]:
         """Return running counts worth logging: compilations, transfers, ..."""
 
+    def compile_seconds(self) -> float:
+        """Return the seconds of compilation so far; 0 where they are not known."""
+
     def own_seconds(self) -> list[float]:
         """Return of each step whose time is known by now, in order and each once, the seconds in
         which this process computed without waiting for another one. Never waits for the device.

@@ -212,12 +212,14 @@ class StepLog(Hook):
     def __init__(self, session: Session, batches: TrainBatches) -> None:
         self._session, self._batches = session, batches
         self._slow_hosts = SlowHosts()
+        self._compile_s = 0.0
 
     def before_step(self, step: int, *, is_first: bool) -> None:
         if is_first:  # its time is the compiler's: it is measured apart, with its batch
             self._session.reports.events.steps()
             self._session.timer.restart()
             self._session.timer.started -= self._batches.last_wait_s
+            self._compile_s = self._session.backend.compile_seconds()
 
     def after_step(self, done: StepDone) -> None:
         session, step = self._session, done.at.step
@@ -236,7 +238,8 @@ class StepLog(Hook):
             reports.log(step, done.epoch + 1, done.lr, measured, values, slowest)
             session.bad_images.collect(TRAIN, self._batches.loader, reports.say)
             if done.is_first:
-                reports.events.first_step(timer.seconds())
+                compiled = session.backend.compile_seconds() - self._compile_s
+                reports.events.first_step(timer.seconds(), waited, compiled)
             else:
                 reports.events.steps()
             timer.restart()
@@ -298,6 +301,7 @@ class Saves(Hook):
         session.watchdog.alive()
         with session.reports.events.span("save") as event:
             event["written"] = self._saver.save(at, must=must)
+            event["completed"] = self._saver.take_figures()
         self._minutes.restart()
         session.timer.restart()
 

@@ -38,7 +38,7 @@ from training.files import FolderLock, replace_file
 from training.frozen import FrozenEvaluation, FrozenEvaluations
 from training.initial_weights import InitialWeights, fit
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
-from training.logs.records import METRICS_FILE, process_start
+from training.logs.records import METRICS_FILE, StartParts
 from training.logs.reports import Reports, read_expectation
 from training.objectives import Objective, open_objective
 from training.processes import exchange
@@ -61,8 +61,8 @@ class Prepared:
     """Trained weights that a new training starts from."""
     expected_s: float | None
     """The seconds that a step is expected to take, if ``--expect`` names them."""
-    process_started: float
-    """In seconds since 1970."""
+    parts: StartParts
+    """How long the start has taken so far."""
     plain: DataSource | None = None
     """The same images, not augmented, for ``--knn_every`` and ``--probe_every``."""
 
@@ -72,6 +72,8 @@ def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, 
 
     Returns the run with its preprocessing, and the body of every process. Raises UsageError.
     """
+    parts = StartParts()
+    parts.done("imports")
     expected_s, weights = read_expectation(run), start.weights
     if weights:
         weights, run = with_preprocessing_of(weights, run)
@@ -87,7 +89,8 @@ def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, 
     if run.config.objective.gram_weights:
         gram_teacher(run)  # raises UsageError
     plain = open_plainly(run) if run.config.log.knn_every or run.config.log.probe_every else None
-    prepared = Prepared(start.saved, data, progress, initial, expected_s, process_start(), plain)
+    parts.done("data")
+    prepared = Prepared(start.saved, data, progress, initial, expected_s, parts, plain)
     return run, functools.partial(train, prepared)
 
 
@@ -97,6 +100,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
     Raises UsageError in all processes if they cannot start; StoppedBySignal or RunFailed if
     training ends before its last step.
     """
+    prepared.parts.done("devices")
     config, ckpt_dir, data = run.config, run.ckpt_dir, prepared.data
     shared = config.checkpoints.shared_ckpt_dir
     with FolderLock(ckpt_dir, inside=run.log_dir, shared=shared) as lock:  # released at the end
@@ -120,7 +124,8 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
             expected_s=prepared.expected_s,
             last_evaluation=history.evaluated.get(last_step),
         )
-        reports.events.start(prepared.process_started, at.step, run.mesh.devices)
+        prepared.parts.done("agreed")
+        reports.events.start(prepared.parts, at.step, run.mesh.devices)
         stop, watchdog = StopRequest(backend), Watchdog(config.log.step_timeout_s)
         session = loop.Session(config, backend, reports, stop, watchdog, bad_images, last_step)
         saver = CheckpointSaver(
@@ -218,8 +223,10 @@ def _place(
         say(initial.note)
         initialize = initial.initialize
     model = shard_and_optimize(run, backend, initialize)
+    prepared.parts.done("model")
     if saved:
         has_ema = load_state(backend, saved.path, is_part=saved.is_part)
+        prepared.parts.done("loaded")
         with_ema = run.config.averages
         if with_ema and not has_ema:
             say("note: the checkpoint has no EMA of the weights: it starts with these weights")

@@ -318,6 +318,10 @@ class XlaBackend(abc.ABC):
             "device_to_host": transfers[0] if transfers else 0,
         }
 
+    def compile_seconds(self) -> float:
+        compiled = met.metric_data("CompileTime")  # count, nanoseconds in all, samples
+        return compiled[1] / 1e9 if compiled else 0.0
+
     def own_seconds(self) -> list[float]:
         # What devices do inside of a program is not visible on the host: this is the host's time
         # for the passes until they are handed over.

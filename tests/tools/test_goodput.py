@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.cli import ROOT, command_of, tiny
 from tools.goodput import main
-from training.logs.records import EVENTS_FILE, Events, read_events
+from training.logs.records import EVENTS_FILE, Events, StartParts, read_events
 
 BATCH_S, SAVE_S = 0.05, 0.4
 DOWN_S = 1.5
@@ -95,6 +95,70 @@ def test_only_what_was_not_done_again_is_kept(tmp_path, capsys):
     assert found["failures"] == 2  # a stop by a signal is none
 
 
+def restarted(*more, **first_step):
+    """The events of two starts; the second one's first step has these parts."""
+    events = two_starts()
+    for number, values in ((8, dict(more)), (9, first_step)):
+        *event, there = events[number]
+        events[number] = (*event, there | values)
+    return events
+
+
+PARTS = {"imports": 8.0, "data": 1.0, "devices": 2.0, "agreed": 1.0, "model": 3.0, "loaded": 4.0}
+FIRST_STEP = {"other": 21.0, "batch": 1.5, "compiled": 6.0, "step": 2.5}
+
+
+def test_parts_of_a_restart(tmp_path, capsys):
+    """They add up: what is not known is in the next part, or in the rest."""
+    write_events(tmp_path, *restarted(("failed_at", 1785.0), parts=PARTS | FIRST_STEP))
+    (found,) = goodput(capsys, tmp_path)
+    (restart,) = found["restarts"]
+    assert (restart["step"], restart["seconds"]) == (201, pytest.approx(1950 - 1778))
+    known = PARTS | FIRST_STEP | {"noticed": 7.0, "ended": 115.0}
+    assert restart["parts"] == pytest.approx(known)
+    assert sum(known.values()) == pytest.approx(restart["seconds"])
+    assert main([str(tmp_path)]) == 0
+    (line,) = re.findall("^    201  .*", capsys.readouterr().out, re.MULTILINE)
+    assert [float(each) for each in line.split()][-2:] == [21.0, 172.0]
+
+
+@pytest.mark.parametrize("noticed", [1700.0, 1950.0, "soon", math.nan, True, None])
+def test_a_time_that_cannot_be_is_not_used(noticed, tmp_path, capsys):
+    """Of another restart, of a clock that goes wrong, of a damaged file."""
+    wrong = {"imports": "long", "data": -1.0, "unknown": 3.0, "step": 2.0}
+    write_events(tmp_path, *restarted(("failed_at", noticed), parts=wrong))
+    ((restart,),) = (each["restarts"] for each in goodput(capsys, tmp_path))
+    assert restart["parts"] == pytest.approx({"ended": 122.0, "step": 2.0, "other": 48.0})
+
+
+def test_restarts_of_earlier_versions_and_other_shapes(tmp_path, capsys):
+    """The first step of another shape is no restart; without parts there is no table."""
+    events = two_starts()
+    events.insert(11, ("first_step", 2160.0, 301, {"seconds": 5.0}))
+    write_events(tmp_path, *events)
+    (found,) = goodput(capsys, tmp_path)
+    assert found["restarts"] == [{"step": 201, "seconds": pytest.approx(172), "parts": {}}]
+    assert main([str(tmp_path)]) == 0
+    assert "restarts, seconds" not in capsys.readouterr().out
+
+
+def test_bytes_and_seconds_of_each_tier(tmp_path, capsys):
+    """Means over checkpoints; what is damaged is left out."""
+    events = two_starts()
+    completed = [{"step": 100, "bytes": 3 * 2**20, "write_s": 4.0}, {"bytes": -1, "write_s": 1.0}]
+    events[4][3]["completed"] = [*completed, "step_100", None]
+    events[11][3]["completed"] = [{"step": 200, "bytes": 5 * 2**20, "write_s": 8.0}]
+    events[12][3]["completed"] = {"bytes": 1}
+    write_events(tmp_path, *events)
+    (found,) = goodput(capsys, tmp_path)
+    mean = {"number": 2, "bytes": 4 * 2**20, "write_s": 6.0}
+    assert found["storage_checkpoints"] == mean
+    assert main([str(tmp_path)]) == 0
+    assert "2 checkpoints, the mean: 4.00 MiB of all hosts, written in 6 s" in (
+        capsys.readouterr().out
+    )
+
+
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory):
     """The folder of a run of 14 steps, killed after the 10th, and what a stopwatch says."""
@@ -136,6 +200,19 @@ def test_a_stopwatch_says_the_same(killed_and_resumed, capsys):
     assert seconds["down"] >= DOWN_S + BATCH_S
     assert seconds["evaluation"] > 0
     assert min(seconds["useful steps"], seconds["first step, compiling"]) > 0
+    (restart,) = found["restarts"]
+    parts = restart["parts"]
+    assert sum(parts.values()) == pytest.approx(restart["seconds"])
+    assert restart["step"] == 9
+    assert parts["ended"] >= DOWN_S
+    assert parts["batch"] >= BATCH_S
+    assert {"imports", "data", "devices", "agreed", "model", "loaded", "step"} < parts.keys()
+    saved = found["storage_checkpoints"]
+    assert saved["number"] == found["checkpoints"]
+    files = [f for f in (folder / "step_14").iterdir() if f.name != "manifest.json"]
+    size = sum(f.stat().st_size for f in files)
+    assert saved["bytes"] == pytest.approx(size, rel=0.01)
+    assert saved["write_s"] > 0
     assert len((folder / "metrics.jsonl").read_text().splitlines()) < 10  # that one is cut
 
 
@@ -156,13 +233,13 @@ def test_a_broken_line_breaks_no_other(tmp_path):
     write_events(tmp_path, *two_starts())
     for _ in range(2):
         events = Events(tmp_path, print, active=True)
-        events.start(5.0, 300, 2)
+        events.start(StartParts(5.0), 300, 2)
         events.close()
     kinds = [event["event"] for event in read_events(tmp_path)]
     assert kinds == [event[0] for event in two_starts()] + ["start", "end"] * 2
     assert (tmp_path / EVENTS_FILE).read_text().count("\n") == len(kinds) + 1
     idle = Events(tmp_path / "none", print, active=False)
-    idle.start(5.0, 300, 2)
+    idle.start(StartParts(5.0), 300, 2)
     idle.close()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from training.backend import Backend
-from training.checkpoints.choose import clear, folder_of, prune, remove
+from training.checkpoints.choose import clear, folder_of, prune, remove, step_of
 from training.checkpoints.format import (
     Entry,
     Position,
@@ -28,6 +29,18 @@ from training.files import in_background
 from training.processes import exchange
 
 
+@dataclass(frozen=True)
+class Written:
+    """What came of writing a checkpoint."""
+
+    problems: list[str | None]
+    """Of each process, None if it has none."""
+    bytes: int = 0
+    """Of all files."""
+    seconds: float = 0.0
+    """Until it was complete: those of the slowest process, for which all wait."""
+
+
 def write_checkpoint(
     folder: Path,
     content: dict[str, Any],
@@ -35,14 +48,15 @@ def write_checkpoint(
     is_main: bool,
     written: Callable[[], None],
     group: dist.ProcessGroup | None = None,
-) -> list[str | None]:
-    """Write what ``state_content`` returned; return each process's problem, None if it has none.
+) -> Written:
+    """Write what ``state_content`` returned.
 
     All processes call it, with their process ``group`` (None: PyTorch's default one), in stages
     after which all know of all. The first one calls ``written`` when the checkpoint is complete; if
     it cannot be, it removes what there is of it, as far as it can.
     """
     files: dict[str, Entry] = {}
+    began = time.perf_counter()
     _, problems = _attempt(lambda: clear(folder) if is_main else None, group)
     if not any(problems):
         parts, problems = _attempt(lambda: write_state(content, folder, group), group)
@@ -50,13 +64,14 @@ def write_checkpoint(
         for part in parts:
             files |= {name: (size, sum_) for name, (size, sum_) in part.items()}
         _, problems = _attempt(lambda: write_manifest(folder, files) if is_main else None, group)
+    seconds = time.perf_counter() - began
     if is_main:
         if any(problems):
             with contextlib.suppress(OSError):  # as from what could not be written to either
                 remove(folder)  # the next one may need its room
         else:
             written()
-    return problems
+    return Written(problems, sum(size for size, _ in files.values()), seconds)
 
 
 def _attempt(
@@ -100,7 +115,8 @@ class CheckpointSaver:
     _failed: int = field(default=0, init=False)
     _ends_with: RunFailed | None = field(default=None, init=False)
     """Why the run cannot continue."""
-    _being_written: tuple[Path, Future[list[str | None]]] | None = field(default=None, init=False)
+    _being_written: tuple[Path, Future[Written]] | None = field(default=None, init=False)
+    _figures: list[dict[str, float]] = field(default_factory=list, init=False)
     _group: dist.ProcessGroup | None = field(default=None, init=False)
     """The thread's own: two threads in one group would get each other's values."""
     _told_memory: bool = field(default=False, init=False)
@@ -139,7 +155,7 @@ class CheckpointSaver:
         in_thread = self.asynchronous and not must
         _, problems = _attempt(lambda: content.update(self.content(position, copy=in_thread)))
         if any(problems):
-            self._count(folder, problems, must=must)
+            self._count(folder, Written(problems), must=must)
         else:
             write = functools.partial(
                 write_checkpoint,
@@ -162,6 +178,12 @@ class CheckpointSaver:
         if self._ends_with:
             raise self._ends_with
         return self._being_written is not None or folder == self.newest
+
+    def take_figures(self) -> list[dict[str, float]]:
+        """Return of each checkpoint that was completed since the last call its ``step``, its
+        ``bytes`` and the seconds of writing it, ``write_s``."""
+        figures, self._figures = self._figures, []
+        return figures
 
     def content(self, position: Position, *, copy: bool) -> dict[str, Any]:
         """Return the content of a checkpoint, see ``state_content``."""
@@ -189,12 +211,16 @@ class CheckpointSaver:
             self._being_written = None
             self._count(folder, writing.result())
 
-    def _count(self, folder: Path, problems: list[str | None], *, must: bool = False) -> None:
+    def _count(self, folder: Path, done: Written, *, must: bool = False) -> None:
         """Report what became of a checkpoint, and note if the run cannot continue."""
-        wrong = [problem for problem in problems if problem is not None]
+        wrong = [problem for problem in done.problems if problem is not None]
         if not wrong:
             self.newest, self._failed = folder, 0
-            self.say(f"checkpoint: {folder}")
+            self._figures.append(
+                {"step": step_of(folder), "bytes": done.bytes, "write_s": done.seconds}
+            )
+            size = f"{done.bytes / 2**20:,.2f} MiB"
+            self.say(f"checkpoint: {folder} ({size}, written in {done.seconds:.2f} s)")
             self._tell_not_removed()
             return
         self._failed += 1

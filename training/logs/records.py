@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +391,35 @@ def process_start() -> float:
     return time.time() - age
 
 
+def failed_at() -> float | None:
+    """Return when the launcher noticed that the start before this one failed, in seconds since
+    1970 by the launcher's clock; None where no launcher says so (``RUN_FAILED_AT``)."""
+    try:
+        return float(os.environ["RUN_FAILED_AT"])
+    except (KeyError, ValueError):
+        return None
+
+
+@dataclass
+class StartParts:
+    """How long the parts of a start have taken, one after the other, from its process's start on.
+
+    It moves to other processes of the host with what else they start with.
+    """
+
+    began: float = field(default_factory=process_start)
+    """In seconds since 1970."""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def done(self, part: str) -> None:
+        """Note that a part has ended now: it began where the part before it ended."""
+        self.seconds[part] = self.since_last()
+
+    def since_last(self) -> float:
+        """Return the seconds since the last part ended."""
+        return max(0.0, time.time() - self.began - sum(self.seconds.values()))
+
+
 class Events:
     """Records the events of one start, in the first process; in others it does nothing."""
 
@@ -400,15 +429,17 @@ class Events:
             self._sink = Guarded(EVENTS_FILE, lambda: JsonLines(ckpt_dir / EVENTS_FILE), say)
         self._step = self._steps = 0
         self._waited = 0.0
+        self._parts: StartParts | None = None
 
     def _write(self, event: str, **values: Any) -> None:
         if self._sink:
             self._sink.write({"event": event, "time": time.time(), "step": self._step, **values})
 
-    def start(self, process_started: float, step: int, devices: int) -> None:
-        """Record a start that continues after ``step``, and when its process started."""
-        self._step = step
-        self._write("start", process_started=process_started, devices=devices)
+    def start(self, parts: StartParts, step: int, devices: int) -> None:
+        """Record a start that continues after ``step``; ``parts`` are complete at its first step"""
+        self._step, self._parts = step, parts
+        failure = {} if failed_at() is None else {"failed_at": failed_at()}
+        self._write("start", process_started=parts.began, devices=devices, **failure)
 
     def stepped(self, step: int, waited_s: float) -> None:
         """Count a step, and the seconds that it waited for its batch; nothing is written."""
@@ -416,10 +447,17 @@ class Events:
         self._steps += 1
         self._waited += waited_s
 
-    def first_step(self, seconds: float) -> None:
-        """Record the first step, which compiles: ``seconds`` from the request for its batch on."""
+    def first_step(self, seconds: float, waited: float, compiled: float) -> None:
+        """Record a first step: ``seconds`` from the request for its batch on, of these ``waited``
+        for the batch and ``compiled``. The first one of all has the parts of the start, too."""
         self._steps, self._waited = 0, 0.0
-        self._write("first_step", seconds=seconds)
+        parts: dict[str, float] = {}
+        if self._parts:
+            before = max(0.0, self._parts.since_last() - seconds)
+            step = max(0.0, seconds - waited - compiled)
+            inside = {"batch": waited, "compiled": compiled, "step": step}
+            parts, self._parts = {**self._parts.seconds, "other": before, **inside}, None
+        self._write("first_step", seconds=seconds, **({"parts": parts} if parts else {}))
 
     def steps(self) -> None:
         """Record the steps counted since the last such line."""
