@@ -16,7 +16,7 @@ from torch_fsdp.config import TorchConfig
 from training import errors
 from training.config import BackendChoice, RunConfig
 from training.flags import MODE_FLAGS, PROGRAM, check_foreign, check_rules, parse
-from training.processes.parent import end_with_torchrun
+from training.processes.parent import end_at_once, end_with_torchrun
 from xla_fsdp.config import XlaConfig
 
 OWN = {"xla": XlaConfig, "torch": TorchConfig}
@@ -215,4 +215,9 @@ def _run(flags: Flags) -> int:
 
 if __name__ == "__main__":
     faulthandler.enable()  # a crash in compiled code tells which line of Python called it
-    sys.exit(main())
+    try:
+        exit_code = main()
+    except Exception:  # noqa: BLE001 - as Python would, but at once: a restart waits for this end
+        sys.excepthook(*sys.exc_info())
+        end_at_once(1)
+    sys.exit(exit_code)

@@ -1,5 +1,21 @@
 """Starts the program on many machines: TPU pods, GPU nodes, Slurm, GKE."""
 
+import signal
+
 IN_VAIN = (2, 3, 4, 5)
 """The program's exit codes after which a restart does not help: a mistake, losses that are not
 finite, a folder that is full, too many unreadable images."""
+CRASH_SECONDS = 5
+"""The seconds that the other programs have to end when one has crashed. Most wait for it in
+compiled code, and no checkpoint can be written without it; a copy for a peer may still arrive."""
+_SIGNAL, _DISCONNECTED = 128, (254, 255)
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def is_crash(code: int) -> bool:
+    """Return True if a program that ended with this code did so alone.
+
+    It did not if all ended for the same reason, or if a signal or a lost connection stops it: then
+    all write a checkpoint together, however long that takes.
+    """
+    return code not in (0, *IN_VAIN, *_DISCONNECTED, *(_SIGNAL + number for number in _STOPS))

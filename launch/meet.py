@@ -23,13 +23,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 if not __package__:  # run by its path: the folder of the project, in place of its own
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launch import IN_VAIN
+from launch import CRASH_SECONDS, IN_VAIN, is_crash
 
 SAY_SECONDS = 10.0
 TORCHRUN_SECONDS = 900
@@ -38,6 +39,8 @@ FOR_EVER = 10**8
 """The seconds that torchrun is given if JOIN_TIMEOUT is 0."""
 GREETING_SECONDS = 10.0
 """The seconds within which whoever connects must send its greeting."""
+ANSWER_SECONDS = 0.5
+"""The seconds after which a node that joins asks if what keeps silent is torchrun."""
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 LONGEST_LINE = 4096
 NAMES_SHOWN = 8
@@ -290,6 +293,18 @@ class Host:
         return ""
 
 
+def is_store(args: argparse.Namespace) -> bool:
+    """Return True if torchrun's store answers at the address, which keeps silent when greeted."""
+    from torch.distributed import TCPStore
+
+    limit = timedelta(seconds=GREETING_SECONDS)
+    try:
+        TCPStore(args.address, args.port, timeout=limit, wait_for_workers=False)
+    except RuntimeError:
+        return False
+    return True
+
+
 def join(args: argparse.Namespace, watch: Watch) -> str | None:
     """Connect to the node that has the port; return the job's name when all nodes are there.
 
@@ -315,6 +330,9 @@ def join(args: argparse.Namespace, watch: Watch) -> str | None:
                 keep_alive(connection)
                 connection.settimeout(GREETING_SECONDS)  # no host of a meeting keeps silent
                 send(connection, **greeting)
+                answers = select.select([connection], [], [], ANSWER_SECONDS)[0]
+                if args.rdzv_id and not answers and is_store(args):
+                    return None
                 while (message := receive(lines)) is not None:
                     why = "it left"
                     connection.settimeout(None)
@@ -429,26 +447,31 @@ def wait_for_checkpoints(context: Any, stopping: type[Exception], agent: Any) ->
     are to start again with a node that came.
 
     torchrun kills them after 30 seconds, however long a scheduler's notice is. Those that hang are
-    ended by --step_timeout_s. After another one has failed they have the 30 seconds: most then wait
-    in compiled code for that one.
+    ended by --step_timeout_s. After one has crashed, here or on another node, the others are killed
+    sooner; if all end for the same reason they have the 30 seconds.
     """
     close, restart = context.close, agent._restart_workers
-    a_node_came = False
+    a_node_came = restarts = False
 
     def patient_close(self: Any, death_sig: Any = None, timeout: int = 30) -> None:
-        is_patient = a_node_came or isinstance(sys.exception(), stopping)
-        close(self, death_sig, FOR_EVER if is_patient else timeout)
+        ended = [each.proc.poll() for each in self.subprocess_handlers.values()]
+        if a_node_came or isinstance(sys.exception(), stopping):
+            timeout = FOR_EVER
+        elif restarts or any(code is not None and is_crash(code) for code in ended):
+            timeout = CRASH_SECONDS
+        close(self, death_sig, timeout)
 
     def restart_workers(self: Any, group: Any) -> None:
-        nonlocal a_node_came
+        nonlocal a_node_came, restarts
         handler = group.spec.rdzv_handler
         if handler.num_nodes_waiting():  # never where nodes have fixed ranks: they cannot come later
             a_node_came = len(handler._state_holder.state.participants) == group.group_world_size
         os.environ["RUN_FAILED_AT"] = str(time.time())  # for the processes' account of the restart
         if a_node_came:
             say("a node has come: all write a checkpoint and start again with it")
+        restarts = True
         restart(self, group)
-        a_node_came = False
+        a_node_came = restarts = False
 
     context.close, agent._restart_workers = patient_close, restart_workers
 

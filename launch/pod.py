@@ -15,11 +15,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from launch import CRASH_SECONDS, is_crash
+
 _LONGEST_LINE = 65536
 """The bytes after which output without a line end is divided."""
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")  # a last \r may be half of \r\n
 _BAR_SECONDS = 10.0
 """The seconds between shown lines of a progress bar, which ends its lines with \\r."""
+GRACE_SECONDS = 120.0
+"""The seconds that programs have to end by themselves, with a checkpoint perhaps."""
 _CLIENT_SECONDS = 15.0
 """The seconds that a client has to report that its program was killed; then it is disconnected."""
 
@@ -99,7 +103,9 @@ class Worker:
 class Pod:
     """Runs all workers: ``run`` starts them, and returns when none is left."""
 
-    def __init__(self, log_dir: Path, grace: float) -> None:
+    def __init__(self, log_dir: Path, grace: float | None) -> None:
+        """``grace``: the seconds between SIGTERM and SIGKILL; None: ``GRACE_SECONDS``, or after a
+        crash ``CRASH_SECONDS``."""
         self.log_dir, self._grace = log_dir, grace
         self.events: queue.SimpleQueue[tuple[Worker, int] | int] = queue.SimpleQueue()
         """The ends of workers with their exit codes, and signals to this process."""
@@ -181,7 +187,10 @@ class Pod:
                         f"worker {worker.index} failed with exit code {code}, see {log}{ending}"
                     )
                     self._send(signal.SIGTERM)
-                    self._deadline = time.monotonic() + self._grace, signal.SIGKILL
+                    grace = CRASH_SECONDS if is_crash(code) else GRACE_SECONDS
+                    if self._grace is not None:
+                        grace = self._grace
+                    self._deadline = time.monotonic() + grace, signal.SIGKILL
         return failed
 
     def _kill(self) -> None:

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch import IN_VAIN, pod_worker
-from launch.pod import Pod
+from launch import CRASH_SECONDS, IN_VAIN, pod_worker
+from launch.pod import GRACE_SECONDS, Pod
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
 """ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
@@ -154,9 +154,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--grace",
         metavar="SECONDS",
         type=count,
-        default=120,
         help="seconds between SIGTERM and SIGKILL for the programs that are left when one has "
-        "failed or a connection broke (default: 120)",
+        f"failed or a connection broke (default: {GRACE_SECONDS:.0f}, or {CRASH_SECONDS} if one "
+        "has crashed, as no checkpoint can be written then)",
     )
     add(
         "--log_dir",
@@ -249,7 +249,7 @@ def ssh_command(
             **dict(args.env),
         },
         "workdir": args.workdir,
-        "grace": args.grace,
+        "grace": GRACE_SECONDS if args.grace is None else args.grace,
         "end_all": args.restart_tpuvm_pod_server and attempt == 0,
     }
     # One line of ASCII: what is in it passes through gcloud, ssh and the worker's shell unchanged.

@@ -4,6 +4,7 @@
 ``progress_of`` says where in the data it continues. Between them: what must hold for that.
 """
 
+import functools
 import math
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -81,11 +82,13 @@ def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
         if Path(local).resolve() == Path(folder).resolve():
             raise UsageError(f"--local_ckpt_dir {local} is --ckpt_dir: give another folder")
         files.check_folder_writable(Path(local), "--local_ckpt_dir")
+        if Path(local).exists():
+            files.check_own(Path(local), "--local_ckpt_dir")
 
     # The order matters:
-    # 1. Resume here, from --local_ckpt_dir, if a step is whole there that is newer than those of 2.
-    #    Only for --resume auto, or after a restart of this job; decided by ``agree``, as it takes
-    #    all hosts to know.
+    # 1. Resume here, from --local_ckpt_dir, if a step is whole there that is newer than what 2 can
+    #    resume. Only for --resume auto, or after a restart of this job; decided by ``agree``, as it
+    #    takes all hosts to know.
     # 2. Resume here, from --ckpt_dir. After a restart of this job always its newest checkpoint,
     #    whatever --resume names. Else as --resume (auto, best, lowest_loss) or --resume_epoch says.
     # 3. Resume elsewhere: --resume FOLDER.
@@ -162,6 +165,11 @@ class Agreed(NamedTuple):
     """Lines for the log."""
 
 
+Newer = Callable[[int], SavedRun | None]
+"""A function from a step to what is to be resumed instead of a checkpoint of that step, because it
+is newer; None: nothing."""
+
+
 def agree(
     chosen: SavedRun | None, run: Run, data: DataSource, lock: files.FolderLock, *, is_main: bool
 ) -> Agreed:
@@ -177,18 +185,24 @@ def agree(
     with exchange.failing_together():
         if is_main:
             _, candidates = find_resumable(config)
-    local, saved, newest, notes = None, None, None, list[str]()
+    local, notes = None, list[str]()
+    newer: Newer | None = None
     if config.local_ckpt_dir is not None:
         local = LocalTier(run)
-        saved, newest, notes = resume_local(local, candidates, run, data)
-    if saved is None:
-        saved, more = choose_checkpoint(
-            candidates, lambda each: check_resume(each, run, data), verify=config.verify_checkpoint
-        )
-        newest, notes = saved.path if saved else None, notes + more
-        with exchange.failing_together():
-            if chosen and not saved:
-                raise UsageError(f"{chosen.path} was removed meanwhile: start again")
+        if continues_here(run):
+            newer = functools.partial(
+                resume_local, local, verify=config.verify_checkpoint, notes=notes
+            )
+    saved, newest, more = choose_checkpoint(
+        candidates,
+        lambda each: check_resume(each, run, data),
+        verify=config.verify_checkpoint,
+        newer=newer,
+    )
+    notes = [*dict.fromkeys(notes), *more]
+    with exchange.failing_together():
+        if chosen and not saved:
+            raise UsageError(f"{chosen.path} was removed meanwhile: start again")
     if local:
         local.forget(saved.position.step if saved and saved.is_part else None)
         notes.append(local.description)
@@ -237,30 +251,23 @@ def agree(
     return Agreed(saved, newest, local, bad_images, notes)
 
 
-def resume_local(
-    local: LocalTier, candidates: choose.Candidates, run: Run, data: DataSource
-) -> tuple[SavedRun | None, Path | None, list[str]]:
-    """Return this process's part of the newest whole step on the hosts' own disks, if it is newer
-    than all candidates; the newest of these; and lines for the log.
-
-    ``candidates`` are the first process's. Raises UsageError in all processes.
-    """
-    config = run.config.checkpoints
-    mine: list[Any] = []
+def continues_here(run: Run) -> bool:
+    """Return True, in all processes, if the first one resumes the newest step of --ckpt_dir."""
+    config, mine = run.config.checkpoints, False
     with exchange.failing_together():
         is_auto = config.resume == "auto" and not config.resume_epoch
-        mine += [is_auto or choose.is_restart(run.ckpt_dir), [str(p) for p in candidates.paths[:1]]]
-    continues, named = exchange.gather(mine)[0]
-    if not continues:
-        return None, None, []
-    newest = files.folder_at(named[0]) if named else None
-    saved, notes = local.resume(
-        choose.step_of(newest) if newest else -1, verify=config.verify_checkpoint
-    )
-    with exchange.failing_together():
-        if saved:
-            check_resume(saved, run, data)
-    return saved, newest, notes
+        mine = is_auto or choose.is_restart(run.ckpt_dir)
+    return exchange.gather(mine)[0]
+
+
+def resume_local(
+    local: LocalTier, newer_than: int, *, verify: bool, notes: list[str]
+) -> SavedRun | None:
+    """Return this process's part of the newest whole step on the hosts' own disks that is newer;
+    append lines for the log."""
+    saved, more = local.resume(newer_than, verify=verify)
+    notes += more
+    return saved
 
 
 def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> None:
@@ -276,17 +283,31 @@ def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> No
 
 
 def choose_checkpoint(
-    candidates: choose.Candidates, check: Callable[[SavedRun], None], *, verify: bool
-) -> tuple[SavedRun | None, list[str]]:
-    """Choose, for all processes, the first of the first process's candidates that is undamaged.
+    candidates: choose.Candidates,
+    check: Callable[[SavedRun], None],
+    *,
+    verify: bool,
+    newer: Newer | None = None,
+) -> tuple[SavedRun | None, Path | None, list[str]]:
+    """Choose, for all processes, the first of the first process's candidates that is undamaged, or
+    what is ``newer`` than it.
 
-    Returns it, None without candidates, and lines for the log. ``check`` raises UsageError for one
-    that does not fit the run. Raises UsageError in all processes if all candidates are damaged.
+    Returns what is resumed, None if there is nothing; that candidate; and lines for the log.
+    ``check`` raises UsageError for what does not fit the run. Raises UsageError in all processes if
+    all candidates are damaged and nothing is newer.
     """
     mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
     named, passed_over, explicit = exchange.gather(mine)[0]
     paths, damaged = [files.folder_at(path) for path in named], list(passed_over)
-    for path in paths:
+    for path in [*paths, None]:
+        step = choose.step_of(path) if path and not explicit else -1
+        if newer and (instead := newer(step)):
+            with exchange.failing_together():
+                check(instead)
+            return instead, path, _instead_of(damaged, instead)
+        if path is None:
+            break
+
         # All must see the same checkpoint there.
         seen = None
         with exchange.failing_together():
@@ -320,15 +341,20 @@ def choose_checkpoint(
             with exchange.failing_together():
                 saved.append(checkpoint.read_saved_run(path))
                 check(saved[0])
-            return saved[0], [f"warning: {each}, so {path.name} is resumed" for each in damaged]
-        if explicit or path == paths[-1]:
-            raise UsageError(
-                f"{path} is damaged ({problem}): name another one, or use it as it is with "
-                "--no_verify_checkpoint",
-                agreed=True,
-            )
+            return saved[0], path, _instead_of(damaged, saved[0])
         damaged.append(f"{path} is damaged ({problem})")
-    return None, []
+        if explicit:
+            break
+    if paths:
+        raise UsageError(
+            f"{damaged[-1]}: name another one, or use it as it is with --no_verify_checkpoint",
+            agreed=True,
+        )
+    return None, None, []
+
+
+def _instead_of(damaged: Sequence[str], resumed: SavedRun) -> list[str]:
+    return [f"warning: {each}, so {resumed.path.name} is resumed" for each in damaged]
 
 
 def check_weights(weights: Weights, *, verify: bool) -> None:

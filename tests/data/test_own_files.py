@@ -142,6 +142,22 @@ def test_a_folder_of_another_user_is_refused(tmp_path, capsys):
 
 
 @only_root
+def test_a_local_folder_of_another_user_is_refused(tmp_path, capsys):
+    """Also one that has a part of another user's in it; nothing is written to either."""
+    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
+    theirs.mkdir()
+    os.chown(theirs, OTHER, OTHER)
+    (mine / "part_0").mkdir(parents=True)
+    os.chown(mine / "part_0", OTHER, OTHER)
+    for folder, path in ((theirs, theirs), (mine, mine / "part_0")):
+        line = refusal(capsys, tmp_path / "run", "--local_ckpt_dir", folder)
+        whose = f"{path} is user {OTHER}'s: give a folder of your own"
+        assert line == f"--local_ckpt_dir {folder}: {whose}"
+        assert not (folder / ".folder").exists()
+    assert not (tmp_path / "run").exists()
+
+
+@only_root
 def test_what_another_user_has_planted_is_neither_resumed_nor_written_to(
     trained, everybodys, capsys
 ):

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Client,
     Connection,
@@ -298,7 +299,7 @@ class LocalTier:
                     raise ValueError(problem)
                 if part != self._rank:
                     self._send(path, part, save, part)
-            except (OSError, EOFError, ValueError) as error:
+            except (OSError, EOFError, ValueError, AuthenticationError) as error:
                 problems.append(
                     f"part {part} of step {step} in --local_ckpt_dir of {self._name(self._rank)} "
                     f"is not used: {reason_of(error)}"
@@ -460,7 +461,8 @@ class LocalTier:
     def _send(self, path: Path, part: int, save: Save, to: int) -> None:
         """Send the files of a part to a process; return when it has compared and written them.
 
-        Raises OSError or EOFError if it has not, ValueError if the part is damaged.
+        Raises OSError or EOFError if it has not, ValueError if the part is damaged, and
+        AuthenticationError if who answers there does not know the key.
         """
         files = read_manifest(path) or {}
         header = {"to": to, "part": part, "step": save[0], "start": save[1], "files": files}
