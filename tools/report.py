@@ -384,6 +384,7 @@ def _bar(account: Account, began: float, pixel_s: float, top: float) -> list[str
 
 _KINDS = {
     "start": "start",
+    "resize": "start on another number of devices",
     "save": "checkpoint",
     "eval": "evaluation",
     "failure": "failure: the last sign of life",
@@ -391,6 +392,7 @@ _KINDS = {
 }
 _SIGNS = {
     "start": '<path class="start" d="M-4,-5 L5,0 L-4,5 Z"/>',
+    "resize": '<path class="resize" d="M-4,-1 L0,-5 L4,-1 M-4,1 L0,5 L4,1"/>',
     "save": '<path class="save" d="M0,-5 L0,5"/>',
     "eval": '<circle class="eval" r="3.5"/>',
     "failure": '<path class="failure" d="M-5,-5 L5,5 M-5,5 L5,-5"/>',
@@ -407,11 +409,16 @@ def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[s
         at = datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         texts.setdefault((kind, x), []).append(f"{text}, {at}")
 
+    before: float | None = None
     for event in run.events:
         kind, step = str(event["event"]), event.get("step", "?")
         if kind == "start":
-            on = f" on {event['devices']:,} devices" if "devices" in event else ""
+            devices = _number(event.get("devices"))
+            on = f" on {devices:,.0f} devices" if devices else ""
+            if devices and before and devices != before:
+                kind, on = "resize", f"{on}, before on {before:,.0f}"
             mark(kind, float(event["process_started"]), f"start after step {step}{on}")
+            before = devices or before
         elif kind == "eval" or (kind == "save" and event.get("written")):
             mark(kind, float(event["time"]), f"{_KINDS[kind]} at step {step}")
         elif kind not in ("save", "steps", "first_step", "stop", "end"):
@@ -430,7 +437,7 @@ def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[s
     return parts
 
 
-_MARK_PIXELS = {"start": 6, "save": 4, "eval": 8, "failure": 6, "other": 6}
+_MARK_PIXELS = {"start": 6, "resize": 6, "save": 4, "eval": 8, "failure": 6, "other": 6}
 _MARKS_NAMED = 5
 
 

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from launch.pod import lines
+from launch import IN_VAIN, is_crash
+from launch.pod import GRACE_SECONDS, lines
 from tests.cli import (
     DIGITS,
     ROOT,
@@ -157,10 +158,10 @@ def test_the_workers_end_needs_no_new_python():
 
 
 def test_failure_ends_the_others(pod):
-    """One program fails; the others are told, one of them does not listen."""
-    flags = ("--grace", "1")
-    run = pod.launch(sys.executable, REMOTE, "fail", "1", "deaf", "2", flags=flags)
-    code, _, stderr = finish(run)
+    """One program crashes; the others are told, one of them does not listen. It is not waited for
+    as long as for a checkpoint."""
+    run = pod.launch(sys.executable, REMOTE, "fail", "1", "deaf", "2")
+    code, _, stderr = finish(run, timeout=GRACE_SECONDS - 20)
     assert code == 7
     assert "xla_dist: worker 1 failed with exit code 7" in stderr
     assert f"{pod.logs}/worker_1.log; ending the other 3" in stderr
@@ -168,6 +169,13 @@ def test_failure_ends_the_others(pod):
     for index in range(4):
         assert "ready" in (pod.logs / f"worker_{index}.log").read_text()
     assert len(pod.calls()) == 4  # no restart
+
+
+def test_what_is_a_crash():
+    """Not what all do together: a mistake, a stop by a signal, a connection that broke."""
+    together = [0, *IN_VAIN, 129, 130, 143, 254, 255]
+    assert not any(map(is_crash, together))
+    assert all(is_crash(code) for code in (1, 7, 127, 134, 137, 139, -9, -11))
 
 
 @pytest.mark.parametrize(
@@ -353,14 +361,21 @@ def test_a_mistake_in_a_process_a_device_ends_all_at_once(tmp_path):
 
 
 def test_restarts_are_numbered_and_logs_may_vanish(pod):
-    """Each start knows its number; a log folder that was deleted is made anew."""
+    """Each start knows its number, and when the one before it failed; a log folder that was deleted
+    is made anew."""
     (pod.folder / "workers").write_text("1")
-    count = 'echo "$RUN_JOB_ID:$RUN_ATTEMPT:$STEP_TIMEOUT_S"; rm -r "$1"; exit $((RUN_ATTEMPT < 2))'
+    known = "$RUN_JOB_ID:$RUN_ATTEMPT:$STEP_TIMEOUT_S:$RUN_FAILED_AT"
+    count = f'echo "{known}"; rm -r "$1"; exit $((RUN_ATTEMPT < 2))'
     flags = ("--max_restarts", "5", "--env", "STEP_TIMEOUT_S=7")
+    began = time.time()
     code, stdout, stderr = pod.run("sh", "-c", count, "sh", pod.logs, flags=flags)
     assert code == 0, stderr
-    jobs, attempts, timeouts = zip(*(line.split(":") for line in stdout.splitlines()), strict=True)
+    jobs, attempts, timeouts, failed = zip(
+        *(line.split(":") for line in stdout.splitlines()), strict=True
+    )
     assert (attempts, timeouts) == (("0", "1", "2"), ("7",) * 3)
+    assert failed[0] == ""
+    assert began < float(failed[1]) < float(failed[2]) < time.time()
     assert len(set(jobs)) == 1
 
     replace = 'echo "$STEP_TIMEOUT_S"; rm -r "$1"; touch "$1"; exit $((RUN_ATTEMPT < 2))'

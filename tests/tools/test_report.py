@@ -176,6 +176,28 @@ def test_differences_are_marked(tmp_path, capsys):
     assert "differs" not in same
 
 
+def test_resizes(tmp_path, capsys):
+    """A start on other devices than the one before has a sign of its own; a damaged number none."""
+    folder = write_run(tmp_path / "run", steps=30)
+    events = [
+        ("start", 10.0 * at, 0, {"process_started": 10.0 * at, "devices": devices})
+        for at, devices in enumerate([8, 8, 4, "many", 4, 2048, None, 8])
+    ]
+    write_events(folder, *events)
+    text, _ = report(capsys, folder)
+    found = re.findall(r'class="(start|resize)"[^>]*><title>start after step 0(.*?), 1970', text)
+    assert found == [
+        ("start", " on 8 devices"),
+        ("start", " on 8 devices"),
+        ("start", ""),
+        ("start", " on 4 devices"),
+        ("start", ""),
+        ("resize", " on 4 devices, before on 8"),
+        ("resize", " on 2,048 devices, before on 4"),
+        ("resize", " on 8 devices, before on 2,048"),
+    ]
+
+
 def test_an_event_of_another_kind_is_shown(tmp_path, capsys):
     folder = write_run(tmp_path / "run", steps=30)
     lines = (folder / "events.jsonl").read_text().splitlines()
