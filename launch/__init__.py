@@ -5,7 +5,7 @@ import signal
 IN_VAIN = (2, 3, 4, 5)
 """The program's exit codes after which a restart does not help: a mistake, losses that are not
 finite, a folder that is full, too many unreadable images."""
-CRASH_SECONDS = 5
+CRASH_SECONDS = 3
 """The seconds that the other programs have to end when one has crashed. Most wait for it in
 compiled code, and no checkpoint can be written without it; a copy for a peer may still arrive."""
 _SIGNAL, _DISCONNECTED = 128, (254, 255)

@@ -412,7 +412,7 @@ class StartParts:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def done(self, part: str) -> None:
-        """Note that a part has ended now: it began where the part before it ended."""
+        """Note that a part has ended now, which followed the part before it."""
         self.seconds[part] = self.since_last()
 
     def since_last(self) -> float:
