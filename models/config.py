@@ -52,6 +52,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             f"rotary position embedding requires heads whose width is a multiple of 4: <embed_dim> "
             f"{width} / <num_heads> {heads} is {width // heads}"
         )
+    if (arguments.get("rope_rescale_coords") or 1) > 1 and not arguments["use_rot_pos_emb"]:
+        raise ModelError("<rope_rescale_coords> requires a model with rotary positions")
     rate = arguments["patch_drop_rate"]
     if rate:
         image, patch = spatial_size(arguments["img_size"]), spatial_size(arguments["patch_size"])
@@ -287,6 +289,14 @@ class ModelConfig:
         "drop_path_rate",
         "stochastic depth rate of the last block; it rises linearly from 0",
         kind=rate,
+    )
+    rope_rescale_coords: float | None = flag(
+        None,
+        "rescale the coordinates of rotary positions in training by a random factor from 1/N to N, "
+        "uniform in its logarithm, another one for each step and each size of crops; 2: as DINOv3; "
+        "1: off (default: the model's, mostly 1)",
+        kind=bounded(float, 1, 1000),
+        incompatible_with=("linear_probe",),
     )
     weight_init: Literal["", "jax", "jax_nlhb", "moco", "reset"] | None = _own(
         "weight_init",

@@ -23,7 +23,7 @@ from models.initialize import Scheme
 from models.mae import select
 from models.positions import Grid
 from models.spec import ModelSizes, ModelSpec, train_flops_of
-from models.timm_models import WITHOUT_MEMORY, TimmSpec
+from models.timm_models import BUILT_WITH, TimmSpec
 
 _STD = 0.02
 
@@ -86,7 +86,7 @@ class DinoSpec(TimmSpec):
 
     def build(self) -> nn.Module:
         kind = DinoEva if self.kind is Eva else DinoVisionTransformer
-        arguments = self.arguments | WITHOUT_MEMORY[self.kind] | {"num_classes": 0}
+        arguments = self.arguments | BUILT_WITH[self.kind] | {"num_classes": 0}
         model: Any = kind(**arguments)
         model.add(**self._heads)
         if self.kind is Eva:
@@ -95,6 +95,7 @@ class DinoSpec(TimmSpec):
                 # The angles of local crops, from a model of their size.
                 small: Any = self.kind(**arguments | {"img_size": self._local_size})
                 model.local_rope = small.rope
+        self.rescale_positions(model)
         return model
 
     def scheme(self) -> Scheme:

@@ -19,7 +19,7 @@ from torch import nn
 from models.config import ModelError
 from models.initialize import initialize
 from models.spec import ModelSizes, ModelSpec
-from models.timm_models import WITHOUT_MEMORY, TimmSpec
+from models.timm_models import BUILT_WITH, TimmSpec
 
 BLOCKS, DECODER = "blocks", "decoder_blocks"
 """The names of the two stacks of blocks."""
@@ -80,7 +80,7 @@ class MaeSpec(TimmSpec):
         }
 
     def build(self) -> nn.Module:
-        arguments = self.arguments | WITHOUT_MEMORY[self.kind] | {"num_classes": 0}
+        arguments = self.arguments | BUILT_WITH[self.kind] | {"num_classes": 0}
         return MaskedAutoencoder(arguments, self.shown, **self._decoder)
 
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import flop_registry
 from models import blocks
 from models.positions import Grid, PartOfPositions, TokenPart
 
-_OF_FIRST_WEIGHTS = ("weight_init", "fix_init", "head_init_scale")
-"""Settings that matter for initial weights alone."""
+_OF_TRAINING = ("weight_init", "fix_init", "head_init_scale", "rope_rescale_coords")
+"""Settings, beside rates of dropout, that change no output of a trained model."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,11 @@ class ModelSpec(abc.ABC):
         return set()
 
     @property
+    def rope_rescale(self) -> float:
+        """Return the N of ``--rope_rescale_coords``: 1, or rotary positions are rescaled."""
+        return 1.0
+
+    @property
     def other_grids(self) -> Sequence[Grid]:
         """Grids of patches, beside its own, of images that it is always trained with."""
         return ()
@@ -252,7 +257,7 @@ class ModelSpec(abc.ABC):
         return [
             name
             for name, value in self.settings.items()
-            if not (name.endswith("_rate") or name in _OF_FIRST_WEIGHTS)
+            if not (name.endswith("_rate") or name in _OF_TRAINING)
             and name in before
             and before[name] != value
         ]

@@ -29,10 +29,11 @@ from models.spec import ModelSizes, ModelSpec
 # The spec of timm's two Vision Transformers, VisionTransformer and Eva, with given arguments.
 
 
-WITHOUT_MEMORY: dict[type[nn.Module], dict[str, Any]] = {
+BUILT_WITH: dict[type[nn.Module], dict[str, Any]] = {
     VisionTransformer: {"device": "meta", "weight_init": "skip"},  # there is nothing to fill
-    Eva: {"device": "meta"},
+    Eva: {"device": "meta", "rope_rescale_coords": None},  # ``rescale_positions`` does it
 }
+"""Arguments that both classes are built with here, whatever a model's own are."""
 
 
 class TimmSpec(ModelSpec):
@@ -56,10 +57,23 @@ class TimmSpec(ModelSpec):
 
     def build(self) -> nn.Module:
         try:
-            return self.kind(**self.arguments | WITHOUT_MEMORY[self.kind])
+            model = self.kind(**self.arguments | BUILT_WITH[self.kind])
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ModelError(f"timm cannot build {self.name}: {reason}") from None
+        self.rescale_positions(model)
+        return model
+
+    def rescale_positions(self, model: nn.Module) -> None:
+        """Let ``set_rope_factors`` rescale the model's rotary positions, if they ever are."""
+        if self.rope_rescale > 1:
+            ropes = [model.rope, getattr(model, "local_rope", None)]
+            for index, rope in enumerate(filter(None, ropes)):
+                timm_private.rescale_coords(rope, index)
+
+    @property
+    def rope_rescale(self) -> float:
+        return self.settings.get("rope_rescale_coords") or 1.0
 
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
         initialize(module, name, seed=seed, scheme=self.scheme())

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from timm.layers import AttentionPoolLatent, AttentionPoolPrr
-from timm.layers.pos_embed_sincos import RotaryEmbeddingMixed, init_random_2d_freqs
+from timm.layers.pos_embed_sincos import (
+    RotaryEmbeddingCat,
+    RotaryEmbeddingDinoV3,
+    RotaryEmbeddingMixed,
+    get_mixed_freqs,
+    init_random_2d_freqs,
+    make_coords_dinov3,
+)
 from timm.models.eva import Eva
 from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 from timm.models.vision_transformer import get_init_weights_vit as get_init_weights_vit
@@ -181,6 +188,40 @@ def compute_on_grids(
             vars(model).update(before)
 
     patches.forward, model._pos_embed = embed, add_positions
+
+
+# -- rotary positions -------------------------------------------------------------------
+
+
+def rescale_coords(rope: Any, index: int) -> None:
+    """Let ``rope`` multiply its coordinates by the entry ``index`` of its ``coord_factors`` in
+    training, once it has some (``models.positions.set_rope_factors``).
+
+    In place of timm's own factor, which each process would draw for itself, and on the host.
+    """
+    own = rope.get_embed
+    rope.coord_factors = None
+
+    def get_embed(shape: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        factors = rope.coord_factors
+        if factors is None or not rope.training:
+            return own(shape, dtype)
+        return _embed_rescaled(rope, factors[index : index + 1])
+
+    rope.get_embed = get_embed
+
+
+def _embed_rescaled(rope: nn.Module, factor: torch.Tensor) -> torch.Tensor:
+    """Return what ``rope.get_embed()`` does if all coordinates are multiplied by ``factor``, (1,):
+    computed on the devices, by timm's functions."""
+    if isinstance(rope, RotaryEmbeddingDinoV3):
+        how = (rope.normalize_coords, rope.grid_indexing, rope.grid_offset)
+        coords = make_coords_dinov3(*rope.feat_shape, *how, device=rope.periods.device)
+        return torch.cat(rope._get_pos_embed_from_coords(coords * factor), dim=-1)
+    if isinstance(rope, RotaryEmbeddingMixed):
+        return get_mixed_freqs(rope.freqs, rope.t_x * factor, rope.t_y * factor)
+    assert isinstance(rope, RotaryEmbeddingCat)
+    return rope._build_embed_cat(rope.feat_shape, rope.bands * factor)  # angles are their products
 
 
 # -- a part of the tokens -------------------------------------------------------------

@@ -58,6 +58,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "proj_drop_rate": ("0", "0.1"),
     "attn_drop_rate": ("0", "0.1"),
     "drop_path_rate": ("0", "0.2"),
+    "rope_rescale_coords": ("1", "2"),
     "mask_ratio": ("0.5", "0.75"),
     "decoder_depth": ("1", "2"),
     "decoder_embed_dim": ("16", "32"),
@@ -198,6 +199,8 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         "--data_source volumes": volumes,
         "--aa augmix-m3-w3": {"train_interpolation": "--train_interpolation bicubic"},
         "--dimension 2": {"model": "--model hybrid_vit"},
+        "--rope_rescale_coords 1": {"model": f"--model {EVA}"},
+        "--rope_rescale_coords 2": {"model": f"--model {EVA}"},
         "--global_pool token": {"class_token": "--class_token"},
         "--objective dino": {
             "class_token": "--class_token",

@@ -409,7 +409,7 @@ def progress_of(saved: SavedRun | None, run: Run, data: DataSource, epoch_steps:
     last_step = at.step + max(0, config.num_epochs * epoch_steps - done)
     last_step = max(at.step, min(last_step, config.max_steps or last_step))
     end = done + last_step - at.step  # the last step of the schedule, in batches of this size
-    schedule = make_schedule(config, epoch_steps, end)
+    schedule = make_schedule(run, epoch_steps, end)
     return Progress(at, last_step, schedule, schedule.warning(end) if at.step < last_step else None)
 
 

@@ -1,13 +1,19 @@
 """The numbers of each step that schedules give: the learning rate, a linear warmup and then one of
-several curves, and what else an objective changes from step to step."""
+several curves, and what else changes from step to step."""
+
+from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from training.config import RunConfig
 from training.errors import UsageError
+
+if TYPE_CHECKING:
+    from training.resolve import Run
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
@@ -33,6 +39,25 @@ class StepRates:
     ``--model_ema_decay`` says."""
     teacher_temp: float = 1.0
     """The temperature of a teacher's probabilities."""
+    rope_factors: tuple[float, float] | None = None
+    """The factors of the coordinates of rotary positions: of images or crops of the model's own
+    size, and of those of another size; None: these stay as they are."""
+
+
+@dataclass(frozen=True)
+class RopeFactors:
+    """The random factors of a step, from 1 / ``limit`` to ``limit``, uniform in their logarithm;
+    none if ``limit`` is 1."""
+
+    limit: float
+    seed: int
+
+    def at(self, step: int) -> tuple[float, float] | None:
+        if self.limit == 1:
+            return None
+        drawn = random.Random(f"{self.seed} rope {step}")
+        own, other = (self.limit ** drawn.uniform(-1, 1) for _ in range(2))
+        return own, other
 
 
 @dataclass(frozen=True)
@@ -77,6 +102,7 @@ class Schedule:
     momentum: Ramp | None = None
     """The share that a teacher keeps of itself in a step; None without one."""
     teacher_temp: Ramp = Ramp(1.0, 1.0, 0)
+    rope_factors: RopeFactors = RopeFactors(1.0, 0)
 
     def at(self, step: int) -> StepRates:
         """Return all numbers of a step."""
@@ -86,6 +112,7 @@ class Schedule:
             weight_decay=self.weight_decay.at(step),
             newest=None if self.momentum is None else 1 - self.momentum.at(step),
             teacher_temp=self.teacher_temp.at(step),
+            rope_factors=self.rope_factors.at(step),
         )
 
     def lr(self, step: int) -> float:
@@ -111,18 +138,20 @@ class Schedule:
         )
 
 
-def make_schedule(config: RunConfig, steps_per_epoch: int, end: int) -> Schedule:
-    """Return the schedule that the flags ask for.
+def make_schedule(run: Run, steps_per_epoch: int, end: int) -> Schedule:
+    """Return the schedule that the flags of ``run`` ask for.
 
     Steps are batches of the present size since the start of training. ``end`` is the last one of
     the run, which ``--max_steps`` may put before the last one of all epochs. Raises UsageError if
     warmup and decay of WSD are longer than the run.
     """
+    config = run.config
     how, peak, warmup = config.schedule, config.optimizer.lr, config.optimizer.warmup_steps
     if how.warmup_epochs is not None:
         warmup = round(how.warmup_epochs * steps_per_epoch)
     total = config.num_epochs * steps_per_epoch
     others = _other_numbers(config, steps_per_epoch, total)
+    others["rope_factors"] = rope_factors(run)
     if how.lr_schedule != "wsd":
         return Schedule(peak, warmup, total, how.warmup_lr, how.min_lr, how.lr_schedule, **others)
     assert how.decay_steps is not None  # checked (training/resolve.py)
@@ -133,6 +162,13 @@ def make_schedule(config: RunConfig, steps_per_epoch: int, end: int) -> Schedule
         )
     shape, decay = how.decay_shape, how.decay_steps
     return Schedule(peak, warmup, end, how.warmup_lr, how.min_lr, shape, decay, **others)
+
+
+def rope_factors(run: Run) -> RopeFactors:
+    """Return what draws the factors of rotary positions. A linear probe has none: its frozen blocks
+    compute as in evaluation."""
+    limit = 1.0 if run.config.optimizer.linear_probe else run.model.rope_rescale
+    return RopeFactors(limit, run.config.seed)
 
 
 def _other_numbers(config: RunConfig, steps_per_epoch: int, total: int) -> dict[str, Any]:

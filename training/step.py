@@ -13,6 +13,7 @@ from torch import nn
 
 from data.files import DataFolderError
 from data.loader import Batch, BatchLoader, prefetch
+from models.positions import set_rope_factors
 from training.backend import Backend, InitializeModule
 from training.checkpoints.format import Position
 from training.objectives import Objective
@@ -78,10 +79,17 @@ def train_step(
     max_norm: float,
 ) -> StepResult:
     """Update the weights once; ``step`` is the number of updates before."""
-    objective.begin_step(rates)
+    begin_step(model, objective, backend, rates)
     loss = forward_backward(model, objective, backend, step, micro_batches)
     parts = objective.parts()
     return StepResult(loss, *backend.optimizer_step(rates, max_norm, loss), parts)
+
+
+def begin_step(model: nn.Module, objective: Objective, backend: Backend, rates: StepRates) -> None:
+    """Give the objective and the model the numbers of the step that starts."""
+    objective.begin_step(rates)
+    if rates.rope_factors:
+        set_rope_factors(model, backend.constant(torch.tensor(rates.rope_factors)))
 
 
 def forward_backward(

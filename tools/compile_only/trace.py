@@ -13,8 +13,8 @@ import torch
 from tools.compile_only.graphs import Step
 from training.backend import dataset_request
 from training.objectives import open_objective
-from training.schedule import StepRates
-from training.step import forward_backward, put_micro_batches, shard_and_optimize
+from training.schedule import StepRates, rope_factors
+from training.step import begin_step, forward_backward, put_micro_batches, shard_and_optimize
 from xla_fsdp.resolve_xla import XlaRun
 
 
@@ -66,8 +66,8 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
 
     backend.start_recording()
     micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)
-    rates = StepRates(optimizer.lr)
-    objective.begin_step(rates)
+    rates = StepRates(optimizer.lr, rope_factors=rope_factors(run).at(0))
+    begin_step(sharded, objective, backend, rates)
 
     def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
