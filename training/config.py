@@ -877,7 +877,6 @@ class RunConfig:
         "check flags, devices, disk and data with a small model, instead of training "
         "(docs/self_check.md); exit code 1 if a check fails",
         common=True,
-        requires=_CLASSIFIES,
         incompatible_with=("predict", "eval_only", "compile_only", "buckets"),
     )
     plan: bool = flag(

@@ -80,8 +80,9 @@ def updates_of(config: OptimizerConfig, model: ModelSpec) -> Updates:
 
 
 def all_by_adamw(model: ModelSpec, weight_decay: float) -> Updates:
-    """Return AdamW with the same settings for every parameter of a model."""
-    return {name: Update("adamw", weight_decay) for name, _ in model.meta.named_parameters()}
+    """Return AdamW with the same settings for every parameter of a model that is trained."""
+    names = (name for name, _ in model.meta.named_parameters() if name not in model.frozen)
+    return {name: Update("adamw", weight_decay) for name in names}
 
 
 def allocate_state(

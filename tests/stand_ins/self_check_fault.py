@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import run_vit_training
 from tests.stand_ins.megatron_on_cpu import without_cuda
+from training.objectives import dino, mae
 
 
 def after(owner, name, also):
@@ -80,6 +81,16 @@ def lost_optimizer_shard(backend_class):
     backend_class.state, backend_class.load_state = remembered, load_in_part
 
 
+def teacher_stands_still(backend_class):
+    """A process, of XLA all of them, does not average its part of the weights."""
+
+    def keep(self):
+        if last_process(self):
+            self._ema.update = lambda *args: None
+
+    after(backend_class, "build_optimizer", keep)
+
+
 # -- on GPUs, in several processes ----------------------------------------------------
 
 
@@ -134,6 +145,7 @@ GPU = {
     "clipping per shard": gpu_clipping_per_shard,
     "wrong row": wrong_row,
     "lost optimizer shard": lost_optimizer_shard,
+    "teacher stands still": teacher_stands_still,
 }
 
 
@@ -152,7 +164,7 @@ def xla_scaled_gradient(backend_class):
 
 
 class OwnRows(torch.autograd.Function):
-    """Leaves logits as they are; gradients are those of the first device's loss alone."""
+    """Leaves values (images, ...) as they are; gradients are those of the first device alone."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -161,17 +173,24 @@ class OwnRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         first = torch.arange(len(grad), device=grad.device) < len(grad) // 2
-        return grad * first.view(-1, 1) * 2
+        return grad * first.view(-1, *[1] * (grad.dim() - 1)) * 2
 
 
 def xla_dropped_all_reduce(backend_class):
-    cross_entropy = F.cross_entropy
-    on_xla = {True: OwnRows.apply, False: lambda logits: logits}
+    """Of each objective, where it compares what the model returned: (images, ...)."""
+    on_xla = {True: OwnRows.apply, False: lambda found: found}
 
-    def own(logits, *args, **kwargs):
-        return cross_entropy(on_xla[logits.device.type == "xla"](logits), *args, **kwargs)
+    def spoil(owner, name):
+        compare = getattr(owner, name)
 
-    F.cross_entropy = own
+        def own(found, *args, **kwargs):
+            return compare(on_xla[found.device.type == "xla"](found), *args, **kwargs)
+
+        setattr(owner, name, own)
+
+    spoil(F, "cross_entropy")
+    spoil(dino, "class_loss")
+    spoil(mae, "Prediction")
 
 
 def xla_stale_weight(backend_class):

@@ -28,6 +28,15 @@ BACKENDS = {
     "spmd, bf16": (1, ["--cpu_devices", "2", "--precision", "bf16"]),
     "fsdp2, bf16": (2, ["--backend", "cuda", "--precision", "bf16"]),
 }
+OBJECTIVES = {
+    "mae": "--objective mae --decoder_embed_dim 32 --decoder_num_heads 2",
+    "dino": "--objective dino --class_token --local_crop_size 8 --koleo_group 4",
+}
+BACKENDS |= {
+    f"{objective}, {name}": (BACKENDS[name][0], [*BACKENDS[name][1], *flags.split()])
+    for objective, flags in OBJECTIVES.items()
+    for name in ("spmd", "fsdp2")
+}
 FAULTS = {
     "scaled gradient": "gradient norm",
     "dropped all-reduce": "gradients",
@@ -37,6 +46,7 @@ FAULTS = {
     "wrong row": "rows, sum",
     "lost optimizer shard": "checkpoint read",
 }
+OF_TEACHERS = {"teacher stands still": "teacher"}
 HYBRID = "--model hybrid_vit --data_source mosaics --num_heads 4"
 VOLUME = "--dimension 3 --image_size 48 16 24 --patch_size 8"
 # Flags that go together, for 1 or more processes of a program.
@@ -71,6 +81,19 @@ SOUND = {
         ),
         (3, "--backend cuda --mesh_domain 3 --class_token --global_pool map --reg_tokens 2"),
         (1, "--cpu_devices 4 --mesh_domain 2 --class_token --global_pool token"),
+        *(
+            (processes, f"{OBJECTIVES[objective]} {flags}")
+            for objective, processes, flags in (
+                ("mae", 1, "--cpu_devices 4 --grad_accum_steps 2 --precision bf16"),
+                ("mae", 1, "--xla_fsdp nested --no-norm_pix_loss --mask_ratio 0.95"),
+                ("mae", 4, "--backend cuda --dp_outer 2 --class_token --reg_tokens 2"),
+                ("dino", 1, "--cpu_devices 2 --precision bf16 --no-scan_blocks"),
+                ("dino", 1, "--xla_fsdp nested --koleo_weight 0 --local_crops 0"),
+                ("dino", 2, "--backend cuda --grad_accum_steps 2 --koleo_group 2"),
+                ("dino", 2, "--backend cuda --precision bf16 --zero_dp_strategy 2"),
+                ("dino", 1, "--cpu_devices 2 --model timm/vit_small_patch16_dinov3"),
+            )
+        ),
     ],
     "tests.stand_ins.fp16_on_cpu": [
         (2, "--backend cuda --precision fp16 --reduce_dtype fp16 --grad_accum_steps 2"),
@@ -81,9 +104,11 @@ SOUND = {
         (4, "--backend cuda --dp_outer 2 --outer_dp_sharding_strategy 1 --class_token"),
         (2, "--backend cuda --zero_dp_strategy 0"),
         (2, "--backend cuda --zero_dp_strategy 2 --precision bf16 --qk_norm --global_pool max"),
+        (2, f"--backend cuda {OBJECTIVES['mae']} --precision bf16"),
     ],
 }
-QUICK = {("fsdp2", "dropped all-reduce")}
+QUICK = {("fsdp2", "dropped all-reduce"), ("dino, fsdp2", "teacher stands still")}
+PAIRS = [*QUICK, *spread(BACKENDS, FAULTS, every=3), ("dino, spmd", "teacher stands still")]
 
 
 def check(ckpt_dir, *flags, processes=1, program="run_vit_training.py"):
@@ -105,7 +130,7 @@ def check(ckpt_dir, *flags, processes=1, program="run_vit_training.py"):
     ("backend", "fault"),
     [
         (backend, fault) if (backend, fault) in QUICK else long(backend, fault)
-        for backend, fault in dict.fromkeys([*QUICK, *spread(BACKENDS, FAULTS, every=3)])
+        for backend, fault in dict.fromkeys(PAIRS)
     ],
 )
 def test_fault_is_found(backend, fault, tmp_path, monkeypatch):
@@ -114,7 +139,7 @@ def test_fault_is_found(backend, fault, tmp_path, monkeypatch):
     program = "tests.stand_ins.self_check_fault"
     failed, _, done = check(tmp_path, *flags, processes=processes, program=program)
     print(done.stdout)
-    assert FAULTS[fault] in failed
+    assert (FAULTS | OF_TEACHERS)[fault] in failed
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 

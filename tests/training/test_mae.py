@@ -323,7 +323,6 @@ def test_by_the_tpu_compiler():
         ("--mesh_domain 2", "--mesh_domain 2 requires --objective classify, this is mae"),
         ("--patch_drop_rate 0.5", "--patch_drop_rate 0.5 requires --objective classify"),
         ("--flatten_parameters", "--flatten_parameters requires --objective classify"),
-        ("--self_check", "--self_check requires --objective classify, this is mae"),
         ("--model timm/eva02_tiny_patch14_224", "requires a model of timm's VisionTransformer"),
         ("--pos_embed none", "--objective mae requires --pos_embed learn"),
         ("--mask_ratio 0", "--mask_ratio 0 of 16 patches masks none"),

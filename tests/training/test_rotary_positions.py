@@ -166,26 +166,29 @@ MEGATRON = {"program": "tests.stand_ins.megatron_on_cpu"}
         long(train_tiny, "--mesh_tensor 2", {"devices": 4}),
         long(train_tiny_gpu, "--mesh_domain 2 --grad_ckpt selective", {"processes": 2}),
         long(train_tiny_gpu, "--compile --grad_accum_steps 2", {"processes": 2}),
+        long(train_tiny, "--precision bf16", {"devices": 2}),
+        long(train_tiny_gpu, "--precision bf16", {"processes": 2}),
+        long(train_tiny_gpu, "--fsdp megatron --precision bf16", {"processes": 2, **MEGATRON}),
         long(train_tiny_gpu, "--fsdp megatron", {"processes": 2, **MEGATRON}),
         long(train_tiny_gpu, "--fsdp megatron --meta_init", MEGATRON),
     ],
 )
 def test_losses_and_gradients(train, flags, how, weights, expected, tmp_path):
     result = train(tmp_path, *RUN, *weights, *flags.split(), **how)
+    rel = 0.03 if "bf16" in flags else 1e-5
     for name, values in zip(("loss", "grad_norm"), expected, strict=True):
-        assert result.column(name) == pytest.approx(values, rel=1e-5), name
+        assert result.column(name) == pytest.approx(values, rel=rel), name
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", ["--no-scan_blocks", "--xla_fsdp nested", "--precision bf16"])
+@pytest.mark.parametrize("flags", ["--no-scan_blocks", "--xla_fsdp nested"])
 def test_dino_on_forms(flags, weights, tmp_path):
     """The factors are at work: the losses without them are others."""
     dino = [*RUN, *DINO, *weights]
     gpu = train_tiny_gpu(tmp_path / "gpu", *dino, processes=2)
     nested = "nested" in flags
     xla = train_tiny(tmp_path / "x", *dino, *flags.split(), devices=1 if nested else 2)
-    rel = 0.02 if "bf16" in flags else 1e-5
-    assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=rel)
+    assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-5)
     off = train_tiny_gpu(tmp_path / "off", *dino, "--rope_rescale_coords", "1")
     assert off.column("loss") != pytest.approx(gpu.column("loss"), rel=1e-4)
 

@@ -27,7 +27,7 @@ from data.files import DataFolderError
 from data.loader import Batch, Share
 from data.source import DataSource, open_data
 from tools.self_check import reference
-from tools.self_check.reference import MOMENTS, Settings, Tensors, Tolerances
+from tools.self_check.reference import MOMENTS, TEACHER, Settings, Tensors, Tolerances
 from tools.self_check.small_run import UPDATES, FirstWeights, batches, shrink
 from training.backend import Backend, State, bad_data_is_the_users, dataset_request
 from training.begin import enter_folder
@@ -42,7 +42,6 @@ from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
 from training.processes.stopping import Watchdog
 from training.resolve import Run
-from training.schedule import StepRates
 from training.step import put_micro_batches, train_step
 from training.weights import with_preprocessing
 
@@ -100,7 +99,7 @@ def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """
     run = with_preprocessing(run, None)
     with bad_data_is_the_users():
-        data = open_data(dataset_request(run))
+        data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
     return shrink(run), functools.partial(_self_check, run, data)
 
 
@@ -139,17 +138,22 @@ def _check_devices(
     allowed = None
     numbers: list[float] = []
     if backend.is_main:
-        settings, plain, rounded = reference.compute(run)
+        settings, plain, rounded = reference.compute(run, backend.world_size)
         allowed = Tolerances(backend.unit_roundoff(), plain, rounded)
         numbers = [settings.lr, settings.eps, settings.max_norm]
     settings = Settings(*exchange.gather(numbers)[0])
 
     # The small model on the devices.
-    model = run.model.build()
-    sharded = backend.shard(model, list(run.model.units(model)), FirstWeights(run.config.seed))
+    model, weights = run.build_model(backend.constant), FirstWeights(run.config.seed)
     optimizer = run.config.optimizer
     assert optimizer.betas is not None  # resolved
     updates = all_by_adamw(run.model, optimizer.weight_decay)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in updates)
+    sharded = backend.shard(model, list(run.model.units(model)), weights)
+    if run.config.objective.has_teacher:
+        teacher = run.build_model(backend.constant).requires_grad_(False)
+        backend.shard_frozen(run, teacher, weights)
     backend.build_optimizer(updates, betas=optimizer.betas, eps=settings.eps)
     sharded.train()
 
@@ -221,7 +225,7 @@ def check_disk(run: Run, table: CheckTable) -> None:
     """
     ckpt_dir, keep = run.ckpt_dir, run.config.checkpoints.keep_checkpoints
     # Weights, AdamW's two moments and the EMA.
-    copies = 4 if run.config.ema.model_ema else 3
+    copies = 4 if run.config.averages else 3
     size = copies * (4 if run.own.keeps_fp32_weights else 2) * run.model.parameter_count
     if is_url(ckpt_dir):
         text = f"a checkpoint of the whole model takes {size_of(size)}"
@@ -333,7 +337,7 @@ class Devices:
         # One more than updates: to continue from a checkpoint.
         self.batches = [
             put_micro_batches(self.backend, batch, self.run.config.data.grad_accum_steps)
-            for batch in batches(self.run, self.backend)
+            for batch in batches(self.run, self.backend, places=self.objective.numbered)
         ]
 
     def update(self, number: int) -> tuple[float, float]:
@@ -347,7 +351,7 @@ class Devices:
                 self.backend,
                 number - 1,
                 batch,
-                rates=StepRates(settings.lr),
+                rates=settings.rates(self.run),
                 max_norm=settings.max_norm,
             )
             found = self.backend.read({"loss": loss, "norm": norm}).result()
@@ -369,8 +373,10 @@ def check_rows(devices: Devices, table: CheckTable) -> None:
     Each row's label times a weighted sum of its pixels, summed by ``Backend.sum`` and ``mean``.
     """
     backend, batch_size = devices.backend, devices.run.config.data.batch_size
-    shape, micro_batches = devices.run.model.sizes.input_shape, devices.batches[0]
-    if micro_batches[0][0].shape[2] == shape[1]:  # whole images, or a global tensor of them
+    micro_batches = devices.batches[0]
+    layout = dataset_request(devices.run).layout
+    shape = (1, layout.length) if layout else devices.run.model.sizes.input_shape
+    if layout or micro_batches[0][0].shape[2] == shape[1]:  # whole, or a global tensor of them
         here, times = range(shape[1]), 1
     else:  # parts of images: ``Backend.sum`` expects the same sum of all that share one
         here, times = backend.image_rows, devices.run.mesh.domain
@@ -380,7 +386,8 @@ def check_rows(devices: Devices, table: CheckTable) -> None:
     values = {"sum": backend.sum(total), "mean": backend.mean(total / count)}
     backend.end_step()
     found = backend.read(values).result()
-    rows = _weights_of_rows(next(iter(batches(devices.run))), shape, range(shape[1]))
+    whole = next(batches(devices.run, None, places=devices.objective.numbered))
+    rows = _weights_of_rows(whole, shape, range(shape[1]))
     expected = rows.sum().item()
     for name, value in (("sum", found["sum"][0]), ("mean", found["mean"][0] * batch_size)):
         off = abs(value - expected) / rows.abs().mean().item()
@@ -390,11 +397,14 @@ def check_rows(devices: Devices, table: CheckTable) -> None:
 
 
 def _weights_of_rows(batch: Batch, shape: Sequence[int], rows: range) -> torch.Tensor:
-    """Return each image's weight, or the part of it that these ``rows`` of pixels have."""
+    """Return each image's weight, or the part of it that these ``rows`` of pixels have.
+
+    ``shape``: of an image; of packed crops 1, bytes.
+    """
     images, labels = batch
     ramp = torch.linspace(-1.0, 1.0, math.prod(shape), device=images.device).view(*shape)
     part = ramp[:, rows.start : rows.stop]
-    return (images.float() * part).flatten(1).sum(1) * (labels + 1)
+    return (images.float().view(len(images), *part.shape) * part).flatten(1).sum(1) * (labels + 1)
 
 
 def check_scalars(devices: Devices, allowed: Tolerances | None, table: CheckTable) -> None:
@@ -416,15 +426,17 @@ def check_states(
 ) -> None:
     """Compare gradients, moments and weights, tensor by tensor, in the first process."""
     expected = allowed.plain.states
-    moved_from = expected[0]["weights"] if run.own.keeps_fp32_weights else None
-    for name, update, kinds, what in (
+    lines = [
         ("gradients", 1, MOMENTS[:1], "update 1, clipped"),
         ("moments", UPDATES, MOMENTS, f"update {UPDATES}"),
         ("weights", UPDATES, ("weights",), f"update {UPDATES}"),
-    ):
+    ]
+    if run.config.objective.has_teacher:
+        lines.append(("teacher", UPDATES, (TEACHER,), f"update {UPDATES}"))
+    for name, update, kinds, what in lines:
         figures = []
         for kind in kinds:
-            start = moved_from if kind == "weights" else None
+            start = expected[0].get(kind) if run.own.keeps_fp32_weights else None
             far = reference.distance(found[update][kind], expected[update][kind], start)
             limit = allowed.state(update, kind, start)
             figures.append((far.whole, limit.whole, "all together"))
@@ -542,19 +554,22 @@ class Checkpoints:
     def _read(self, path: Path) -> dict[str, Tensors]:
         """Return weights and moments under their plain names. Raises UsageError."""
         # NaN: what the checkpoint does not hold is seen to be missing.
+        model = self.run.model
+        averages = [TEACHER] if self.run.config.objective.has_teacher else []
         found = {
             kind: {
                 name: torch.full(parameter.shape, torch.nan)
-                for name, parameter in self.run.model.meta.named_parameters()
+                for name, parameter in model.meta.named_parameters()
+                if name not in model.frozen
             }
-            for kind in ("weights", *MOMENTS)
+            for kind in ("weights", *MOMENTS, *averages)
         }
         weights = found["weights"]
         state = {name: {kind: found[kind][name] for kind in MOMENTS} for name in weights}
         try:
             if problem := damage(path):
                 raise UsageError(f"the checkpoint that was written is damaged: {problem}")
-            load_into(tree(State(weights, state, {}), {}), path)
+            load_into(tree(State(weights, state, {}, found.get(TEACHER)), {}), path)
         except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
             raise UsageError(f"{path} cannot be read: {reason_of(error)}") from None
         return found

@@ -4,23 +4,32 @@ And what is allowed: how far rounding alone may take the devices from there.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 from torchvision.transforms.v2.functional import normalize
 
 from data.loader import Batch
 from tools.self_check.small_run import UPDATES, FirstWeights, batches
+from training.backend import Backend
+from training.objectives import open_objective
 from training.resolve import Run
+from training.schedule import StepRates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
 
+TEACHER = "teacher"
+
 _LR = 0.05
+_NEWEST = 0.1
+"""The share of the newest weights in a teacher after an update."""
 _ROWS_AT_ONCE = 32
 
 
@@ -37,6 +46,13 @@ class Settings:
     eps: float
     max_norm: float
 
+    def rates(self, run: Run) -> StepRates:
+        """Return what schedules would give for each update."""
+        objective = run.config.objective
+        if not objective.has_teacher:
+            return StepRates(self.lr)
+        return StepRates(self.lr, newest=_NEWEST, teacher_temp=objective.teacher_temp)
+
 
 @dataclass
 class Outcome:
@@ -45,37 +61,65 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     states: dict[int, dict[str, Tensors]] = field(default_factory=dict)
-    """After each update, by its number: "weights", and each of MOMENTS."""
+    """After each update, by its number: "weights", each of MOMENTS, TEACHER if there is one."""
 
 
-def compute(run: Run) -> tuple[Settings, Outcome, Outcome]:
-    """Return the settings, the outcome in fp32, and the outcome with all rounded to bf16."""
-    data = list(batches(run))[:UPDATES]
-    plain = _Training(run, torch.float32, torch.float32)
-    _, norm = plain.gradients(data[0])
+def compute(run: Run, parts: int) -> tuple[Settings, Outcome, Outcome]:
+    """Return the settings, the outcome in fp32, and the outcome with all rounded to bf16.
+
+    ``parts``: the number of parts of a batch, each of which is divided into passes.
+    """
+    plain = _Training(run, parts, torch.float32, torch.float32)
+    data = list(batches(run, None, places=plain.numbered))[:UPDATES]
+    _, norm = plain.gradients(0, data[0])
     clips = run.config.optimizer.clip_grad_norm > 0
     count = sum(parameter.numel() for parameter in plain.weights.values())
     typical = norm / (2.0 if clips else 1.0) / math.sqrt(count)
     settings = Settings(_LR, typical, norm / 2 if clips else 0.0)
     stored = torch.float32 if run.own.keeps_fp32_weights else torch.bfloat16
-    rounded = _Training(run, torch.bfloat16, stored)
+    rounded = _Training(run, parts, torch.bfloat16, stored)
     return settings, plain.run(data, settings), rounded.run(data, settings)
 
 
 class _Training:
     """A training whose weights are stored in one dtype and computed with in another."""
 
-    def __init__(self, run: Run, computed: torch.dtype, stored: torch.dtype) -> None:
-        self._config = run.config.optimizer
-        self._model = run.model.build()
+    def __init__(self, run: Run, parts: int, computed: torch.dtype, stored: torch.dtype) -> None:
+        self._run, self._parts, self._config = run, parts, run.config.optimizer
+        self._model = self._build()
         channels = run.model.sizes.input_shape[0]
         self._colours = run.config.data.preprocessing.of_channels(channels)
-        FirstWeights(run.config.seed)(self._model, "")
         self.weights = {
             name: nn.Parameter(each.detach().to(stored, copy=True))
             for name, each in self._model.named_parameters()
+            if name not in run.model.frozen
         }
         self._model.to(computed)
+        self._of_teacher: dict[str, torch.Tensor] = {}
+        self._teacher: nn.Module | None = None
+        if run.config.objective.has_teacher:
+            self._of_teacher = {name: each.detach().clone() for name, each in self.weights.items()}
+            self._teacher = self._build().to(computed).requires_grad_(False).eval()
+        # Labels are compared by PyTorch itself. Other objectives compute here as on one device.
+        self._objective = None
+        if not run.config.objective.uses_labels:
+            self._objective = open_objective(run, self._alone(computed))
+        self.numbered = bool(self._objective and self._objective.numbered)
+
+    def _build(self) -> nn.Module:
+        """Return the model on the CPU, with the first weights."""
+        model = self._run.build_model(lambda values: values)
+        FirstWeights(self._run.config.seed)(model, "")
+        return model
+
+    def _alone(self, computed: torch.dtype) -> Backend:
+        """Return what an objective asks a backend for, on one device."""
+
+        def same(x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        teacher = self._teacher and _Cast(self._teacher, computed)
+        return cast(Backend, SimpleNamespace(constant=same, sum=same, mean=same, teacher=teacher))
 
     def run(self, data: Sequence[Batch], settings: Settings) -> Outcome:
         config, outcome = self._config, Outcome()
@@ -87,45 +131,93 @@ class _Training:
             eps=settings.eps,
             weight_decay=config.weight_decay,
         )
-        outcome.states[0] = {"weights": self._copies(self.weights)}
+        outcome.states[0] = {"weights": self._copies(self.weights)} | self._teachers()
         for update, batch in enumerate(data, 1):
-            loss, norm = self.gradients(batch)
+            loss, norm = self.gradients(update - 1, batch)
             outcome.losses.append(loss)
             outcome.norms.append(norm)
             if settings.max_norm > 0:
                 nn.utils.clip_grad_norm_(self.weights.values(), settings.max_norm)
             optimizer.step()
+            for name, average in self._of_teacher.items():
+                average.lerp_(self.weights[name].detach(), _NEWEST)
             outcome.states[update] = {"weights": self._copies(self.weights)} | {
                 kind: self._copies({n: optimizer.state[p][kind] for n, p in self.weights.items()})
                 for kind in MOMENTS
             }
+            outcome.states[update] |= self._teachers()
         return outcome
 
-    def gradients(self, batch: Batch) -> tuple[float, float]:
-        """Leave the gradients of the mean loss in ``weights``; return the loss and their norm."""
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                parameter.copy_(self.weights[name])
+    def _teachers(self) -> dict[str, Tensors]:
+        """Return a copy of the teacher's weights under TEACHER, if there is one."""
+        return {TEACHER: self._copies(self._of_teacher)} if self._teacher is not None else {}
+
+    def gradients(self, update: int, batch: Batch) -> tuple[float, float]:
+        """Leave the gradients of the mean loss in ``weights``; return the loss and their norm.
+
+        ``update``: the number of updates before.
+        """
+        self._round(self._model, self.weights)
+        if self._teacher is not None:
+            self._round(self._teacher, self._of_teacher)
         self._model.zero_grad()
         total = 0.0
-        parts = (part.split(_ROWS_AT_ONCE) for part in batch)  # for the memory
-        for images, labels in zip(*parts, strict=True):
-            if images.dtype == torch.uint8:
-                images = normalize(images / 255, *self._colours)
-            logits = self._model(images.to(next(self._model.parameters()).dtype))
-            loss = F.cross_entropy(logits.float(), labels, reduction="sum") / len(batch[1])
+        for loss in self._losses(update, batch):
             loss.backward()
             total += loss.item()
         gradients = []
-        for name, parameter in self._model.named_parameters():
-            assert parameter.grad is not None
-            self.weights[name].grad = parameter.grad.to(self.weights[name].dtype, copy=True)
-            gradients.append(parameter.grad.float())
+        for name, weight in self.weights.items():
+            gradient = self._model.get_parameter(name).grad
+            assert gradient is not None
+            weight.grad = gradient.to(weight.dtype, copy=True)
+            gradients.append(gradient.float())
         return total, nn.utils.get_total_norm(gradients).item()
+
+    def _losses(self, update: int, batch: Batch) -> Iterator[torch.Tensor]:
+        """Yield the mean loss in parts, which add up to it."""
+        if self._objective is None:
+            parts = (part.split(_ROWS_AT_ONCE) for part in batch)  # for the memory
+            for images, labels in zip(*parts, strict=True):
+                if images.dtype == torch.uint8:
+                    images = normalize(images / 255, *self._colours)
+                logits = self._model(images.to(next(self._model.parameters()).dtype))
+                yield F.cross_entropy(logits.float(), labels, reduction="sum") / len(batch[1])
+            return
+        # The passes of a step: each has some images of each part of the batch.
+        self._objective.begin_step(Settings(0.0, 0.0, 0.0).rates(self._run))
+        passes = self._run.config.data.grad_accum_steps
+        model = _Cast(self._model, next(self._model.parameters()).dtype)
+        by_pass = [
+            x.unflatten(0, (self._parts, passes, -1)).transpose(0, 1).flatten(1, 2) for x in batch
+        ]
+        for number, (images, places) in enumerate(zip(*by_pass, strict=True)):
+            yield self._objective.loss(model, images, places, update * passes + number) / passes
+
+    @staticmethod
+    @torch.no_grad()
+    def _round(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+        """Set the weights that the model computes with to those that are stored."""
+        for name, values in weights.items():
+            model.get_parameter(name).copy_(values)
 
     @staticmethod
     def _copies(tensors: dict[str, Any]) -> Tensors:
         return {name: each.detach().float().clone() for name, each in tensors.items()}
+
+
+class _Cast(nn.Module):
+    """A model whose inputs are cast to the dtype that it computes in."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._model, self._dtype = model, dtype
+
+    def forward(self, *inputs: Any) -> Any:
+        def cast(x: Any) -> Any:
+            is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
+            return x.to(self._dtype) if is_float else x
+
+        return self._model(*tree_map(cast, inputs))
 
 
 # -- What is allowed -------------------------------------------------------------------------------

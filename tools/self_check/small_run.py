@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.loader import Batch, Share
+from data.crops import max_masked
+from data.loader import Batch, Share, numbered
 from data.source import DatasetRequest, DataSource, Split
 from models.config import ModelError
 from models.initialize import allocate
-from models.registry import open_model
+from models.registry import open_model, with_additions
 from training.backend import Backend, dataset_request, train_loader
-from training.config import LossConfig
+from training.config import LossConfig, ObjectiveConfig
 from training.errors import UsageError
+from training.flags import flat
 from training.resolve import MODEL_FLAG, Run
 
 # -- Images, labels and first weights, the same everywhere ----------------------------------------
@@ -41,17 +43,25 @@ class _Images(Split):
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
         generator = _generator(self.seed, "image", number)
-        if self.dtype == torch.uint8:
-            return torch.randint(256, self.shape, generator=generator, dtype=torch.uint8)
-        return torch.randn(self.shape, generator=generator)
+        if self.dtype != torch.uint8:
+            return torch.randn(self.shape, generator=generator)
+        noise = torch.randint(256, self.shape, generator=generator, dtype=torch.uint8)
+        if how := self.request.crops:  # the last bytes are the mask
+            patches = math.prod(how.grid)
+            masked = 1 + number % max_masked(how.grid, how.mask_ratio)
+            noise[-patches:] = torch.randperm(patches, generator=generator) < masked
+        return noise
 
 
 UPDATES = 3
 """Number of updates compared; one extra batch tests resuming."""
 
 
-def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
-    """Return a process's share of each global batch, as of real ones; without ``backend``: all."""
+def batches(run: Run, backend: Backend | None, *, places: bool) -> Iterator[Batch]:
+    """Return a process's share of each global batch, as of real ones; without ``backend``: all.
+
+    ``places``: with each image's place in the global batch instead of its label.
+    """
     sizes = run.model.sizes
     length = run.config.data.batch_size * (UPDATES + 1)
     config = replace(run.config.data, num_workers=0)
@@ -60,8 +70,12 @@ def batches(run: Run, backend: Backend | None = None) -> Iterator[Batch]:
     images = _Images(request, length, dtype, sizes.num_classes)
     source = DataSource("made up", {"train": images, "val": images})
     if backend is None:
-        return source.train_loader(config.batch_size, Share()).epoch(0)
-    return train_loader(source, backend, config.batch_size).epoch(0)
+        loader, first = source.train_loader(config.batch_size, Share()), 0
+    else:
+        loader = train_loader(source, backend, config.batch_size)
+        first = backend.rank * (config.batch_size // backend.world_size)
+    for batch in loader.epoch(0):
+        yield numbered(batch, first) if places else batch
 
 
 class FirstWeights:
@@ -84,7 +98,7 @@ class FirstWeights:
     def _values(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(parameter.shape, generator=_generator(self._seed, "weight", name))
         own_name = name.rpartition(".")[2]
-        if own_name in ("pos_embed", "cls_token", "reg_token", "latent"):
+        if own_name in ("pos_embed", "cls_token", "reg_token", "mask_token", "latent"):
             return 0.5 * noise
         if parameter.dim() > 1:
             return noise / math.sqrt(parameter[0].numel())
@@ -109,13 +123,17 @@ _ROWS, _FEW_ROWS, _FROM_REPLICAS = 4, 2, 8
 _ROWS_OF_MULTIPLES = 32
 """For FP8, whatever its recipe."""
 _LAYER_SCALE = 0.1
+_MASK_RATIOS = (0.1, 0.9)
+"""Between which some of 4 x 4 patches are masked, and some are not."""
+_LOCAL_CROPS = 2
 
 
 def shrink(run: Run) -> Run:
     """Return the small run instead of ``run``: the same choices, on the same devices.
 
-    Without what depends on random numbers: dropout of all kinds, mixed images. And without losses
-    other than the cross-entropy, which ask nothing of the devices.
+    Without what depends on random numbers: dropout of all kinds, mixed images. Without losses of
+    labels other than the cross-entropy, which ask nothing of the devices. And without a Gram
+    teacher, whose weights are another model's.
     """
     data, mesh = run.config.data, run.mesh
     passes = min(data.grad_accum_steps, _MICRO_BATCHES)
@@ -123,7 +141,6 @@ def shrink(run: Run) -> Run:
     rows = min(most, _ROWS if mesh.batch_parts < _FROM_REPLICAS else _FEW_ROWS)
     if run.own.product_multiple > 1:
         rows = _ROWS_OF_MULTIPLES
-    config = replace(run.config, loss=LossConfig())
     batch_size = mesh.batch_parts * passes * rows
 
     # The model with fewer and narrower blocks, of the same kind.
@@ -155,8 +172,11 @@ def shrink(run: Run) -> Run:
     for name, value in (("reg_tokens", 2), ("num_reg_tokens", 2), ("init_values", _LAYER_SCALE)):
         if settings.get(name):
             small[name] = value
+    objective = _shrink_objective(run.config.objective, width, heads, patch * min(grid), rows)
+    config = replace(run.config, loss=LossConfig(), objective=objective)
     try:
         model = open_model(run.model.name, run.model.overrides | small)
+        model = with_additions(model, objective.objective, flat(objective))
     except ModelError as error:
         reason = error.told(MODEL_FLAG)
         raise UsageError(
@@ -165,4 +185,28 @@ def shrink(run: Run) -> Run:
     small_run = replace(run, config=config, model=model, own=run.own.shrunk())
     return small_run.with_data(
         grad_accum_steps=passes, micro_batch_size=None, batch_size=batch_size, aug_repeats=1
+    )
+
+
+def _shrink_objective(
+    config: ObjectiveConfig, width: int, heads: int, side: int, rows: int
+) -> ObjectiveConfig:
+    """Return the same objective for a small model, ``width`` wide, of images of ``side`` pixels,
+    ``rows`` of them on a device in a pass."""
+    least, most = _MASK_RATIOS
+    return replace(
+        config,
+        mask_ratio=min(max(config.mask_ratio, least), most),
+        decoder_depth=min(config.decoder_depth, _DEPTH),
+        decoder_embed_dim=width,
+        decoder_num_heads=heads,
+        local_crops=min(config.local_crops, _LOCAL_CROPS),
+        local_crop_size=side // 2,
+        dino_prototypes=2 * width,
+        ibot_prototypes=3 * _CLASSES,
+        dino_head_hidden=width,
+        dino_head_bottleneck=width // 2,
+        # Of two images each is the other's nearest, however it is rounded.
+        koleo_group=2 if rows % 2 == 0 else max(rows, 2),
+        gram_weights=None,
     )
