@@ -172,7 +172,8 @@ def shrink(run: Run) -> Run:
     for name, value in (("reg_tokens", 2), ("num_reg_tokens", 2), ("init_values", _LAYER_SCALE)):
         if settings.get(name):
             small[name] = value
-    objective = _shrink_objective(run.config.objective, width, heads, patch * min(grid), rows)
+    side = patch * max(1, min(grid) // 2)
+    objective = _shrink_objective(run.config.objective, width, heads, side, rows)
     config = replace(run.config, loss=LossConfig(), objective=objective)
     try:
         model = open_model(run.model.name, run.model.overrides | small)
@@ -191,8 +192,8 @@ def shrink(run: Run) -> Run:
 def _shrink_objective(
     config: ObjectiveConfig, width: int, heads: int, side: int, rows: int
 ) -> ObjectiveConfig:
-    """Return the same objective for a small model, ``width`` wide, of images of ``side`` pixels,
-    ``rows`` of them on a device in a pass."""
+    """Return the same objective for a small model, ``width`` wide, with local crops of ``side``
+    pixels and ``rows`` images on a device in a pass."""
     least, most = _MASK_RATIOS
     return replace(
         config,
@@ -201,7 +202,7 @@ def _shrink_objective(
         decoder_embed_dim=width,
         decoder_num_heads=heads,
         local_crops=min(config.local_crops, _LOCAL_CROPS),
-        local_crop_size=side // 2,
+        local_crop_size=side,
         dino_prototypes=2 * width,
         ibot_prototypes=3 * _CLASSES,
         dino_head_hidden=width,
