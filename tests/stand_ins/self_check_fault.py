@@ -152,11 +152,16 @@ GPU = {
 # -- on XLA, in one process -----------------------------------------------------------
 
 
+def trained(backend) -> list:
+    """The parameters that have gradients: not the fixed positions of a masked autoencoder."""
+    return [p for p in backend._named_parameters().values() if p.grad is not None]
+
+
 def xla_scaled_gradient(backend_class):
     clip = backend_class._clip_grad_norm
 
     def scaled(self, max_norm):
-        for parameter in self._named_parameters().values():
+        for parameter in trained(self):
             parameter.grad = parameter.grad * max(2, self.device_count)
         return clip(self, max_norm)
 
@@ -224,11 +229,11 @@ def xla_clipping_per_shard(backend_class):
     clip = backend_class._clip_grad_norm
 
     def apart(self, max_norm):
-        gradients = [p.grad for p in self._named_parameters().values()]
+        gradients = [p.grad for p in trained(self)]
         halves = [gradient.flatten().chunk(2) for gradient in gradients]
         whole = clip(self, float("inf"))
         norms = [sum(h[i].square().sum() for h in halves).sqrt() for i in (0, 1)]
-        for parameter, cut in zip(self._named_parameters().values(), halves, strict=True):
+        for parameter, cut in zip(trained(self), halves, strict=True):
             parts = [p * (max_norm / n).clamp(max=1) for p, n in zip(cut, norms, strict=True)]
             parameter.grad = torch.cat(parts).view_as(parameter)
         return whole
