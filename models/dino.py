@@ -56,7 +56,7 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
         if trunk.kind is VisionTransformer:
             if reason := trunk.why_one_grid():
                 raise ModelError(f"<objective> dino cannot use {trunk.name}: {reason}")
-        elif trunk.meta.pos_embed is not None or trunk.settings.get("rope_mixed_mode"):
+        elif trunk.meta.pos_embed is not None or trunk.settings["rope_type"] == "mixed":
             raise ModelError(
                 f"<objective> dino cannot use {trunk.name}: its positions are learned for one size"
             )

@@ -401,6 +401,12 @@ def test_a_class_token_is_required(capsys, tmp_path):
     assert "--objective dino requires --class_token" in told_in_one_line(capsys, *words)
 
 
+def test_frequencies_that_are_learned_are_of_one_size(capsys, tmp_path):
+    words = [*tiny(tmp_path / "run"), *WITHOUT_CLASS_TOKEN, "--backend", "cuda"]
+    words += ["--model", "timm/vit_small_patch16_rope_mixed_224"]
+    assert "its positions are learned for one size" in told_in_one_line(capsys, *words)
+
+
 def test_crops_have_an_order_of_their_own(capsys, tmp_path):
     words = [*tiny(tmp_path / "run"), *DINO, "--backend", "cuda", "--channels_last"]
     line = told_in_one_line(capsys, *words)
