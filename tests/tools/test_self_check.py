@@ -85,7 +85,7 @@ SOUND = {
             (processes, f"{OBJECTIVES[objective]} {flags}")
             for objective, processes, flags in (
                 ("mae", 1, "--cpu_devices 4 --grad_accum_steps 2 --precision bf16"),
-                ("mae", 1, "--xla_fsdp nested --no-norm_pix_loss --mask_ratio 0.95"),
+                ("mae", 1, "--xla_fsdp nested --no-norm_pix_loss --mask_ratio 0.9"),
                 ("mae", 4, "--backend cuda --dp_outer 2 --class_token --reg_tokens 2"),
                 ("dino", 1, "--cpu_devices 2 --precision bf16 --no-scan_blocks"),
                 ("dino", 1, "--xla_fsdp nested --koleo_weight 0 --local_crops 0"),
