@@ -153,6 +153,16 @@ def height_by_width(text: str) -> str:
     return f"{sides[0]}x{sides[1]}"
 
 
+def global_by_local(text: str) -> str:
+    """Read GxL, the sides of global and local crops in pixels."""
+    try:
+        return height_by_width(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)!r} is not GxL, sides of global and local crops in pixels, as 512x112"
+        ) from None
+
+
 def step_range(text: str) -> tuple[int, int]:
     """Read FIRST:LAST: steps counted from 1, both included."""
     first, colon, last = text.partition(":")

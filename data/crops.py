@@ -36,6 +36,9 @@ class CropRequest:
     """Rows and columns of patches of a global crop."""
     mask_ratio: tuple[float, float]
     """Smallest and largest share of masked patches in the masked crop, drawn evenly per image."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """The sides of square global and local crops, of which each batch has one pair; none: all have
+    the sizes above."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import queue
+import random
 import signal
 import sys
 import threading
@@ -30,7 +31,8 @@ PADDING = -1
 """The index of padding in place of an image, and the label that data sources give it."""
 
 Key = tuple[int, ...]
-"""What a dataset is indexed by: epoch and image index, and with buckets the bucket's number."""
+"""What a dataset is indexed by: epoch and image index, and the number of the bucket, or of the pair
+of crop sizes, if there are any."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """A batch on the CPU: images (share, channels, rows, width), labels (share,) int64; of volumes
@@ -159,6 +161,25 @@ class GlobalBatchSampler(Sampler[list[Key]]):
                 (self.epoch * repeats + place % repeats, int(order[place // repeats]))
                 for place in apart
             ]
+
+
+class PairSampler(GlobalBatchSampler):
+    """The batches of another sampler; each has one of so many ``pairs`` of crop sizes, which
+    follows from the seed, the epoch and the batch's number."""
+
+    def __init__(self, sampler: GlobalBatchSampler, pairs: int) -> None:
+        vars(self).update(vars(sampler))  # all that a loader asks a sampler for
+        self._sampler, self._pairs = sampler, pairs
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        self._sampler.set_position(self.epoch, self.first_batch)
+        for number, batch in enumerate(self._sampler, self.first_batch):
+            drawn = random.Random(f"{self.seed} crop sizes {self.epoch} {number}")
+            pair = drawn.randrange(self._pairs)
+            yield [(*key, pair) for key in batch]
 
 
 WINDOW = 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Self, TypeVar
 
@@ -60,6 +60,19 @@ class DatasetRequest:
         return CropLayout(self.shape, self.crops) if self.crops and self.augment else None
 
     @property
+    def of_pairs(self) -> list[DatasetRequest]:
+        """Return the request of each pair of ``crops.pairs``."""
+        if not self.crops:
+            return []
+        height, width = (side // n for side, n in zip(self.size, self.crops.grid, strict=True))
+        found = []
+        for side, local in self.crops.pairs:
+            grid, local_size = (side // height, side // width), (local, local)
+            crops = replace(self.crops, local_size=local_size, grid=grid, pairs=())
+            found.append(replace(self, size=(side, side), crops=crops))
+        return found
+
+    @property
     def splits(self) -> tuple[str, ...]:
         """Return the names of the splits that are needed."""
         return ("train", "val") if self.with_train else ("val",)
@@ -97,6 +110,12 @@ def open_data(request: DatasetRequest) -> DataSource:
     kind = request.config.data_source
     if request.crops and (len(request.size) != 2 or kind in GIVE_FLOATS):
         raise DataFolderError(f"crops are made of photographs, and --data_source {kind} has arrays")
+    layouts = {each.layout for each in request.of_pairs if each.layout}
+    if len({layout.length for layout in layouts}) < len(layouts):
+        raise DataFolderError(
+            "two pairs of --crop_sizes have as many pixels and patches, so that their batches "
+            "cannot be told apart: change one of them"
+        )
     module, _, name = OPENED_BY[kind].partition(":")
     open_source: Callable[[DatasetRequest], DataSource] = getattr(import_module(module), name)
     source = open_source(request)
@@ -199,6 +218,10 @@ class Split(Dataset):
         part.gives_numbers = True
         return part
 
+    def requested(self, request: DatasetRequest) -> Self:
+        """Return the same images as another request has them; of photographs alone."""
+        raise NotImplementedError
+
     def of_rows(self, rows: range) -> Dataset:
         """Return only these rows of the same images, with the same random augmentations."""
         if not self.reads_rows:
@@ -227,13 +250,16 @@ class Split(Dataset):
             world_size=share.world_size,
             repeats=config.aug_repeats if self.is_train else 1,
         )
+        dataset = self if share.rows is None else self.of_rows(share.rows)
+        if self.is_train and (requests := self.request.of_pairs):
+            dataset = _OfPairs([self.requested(each) for each in requests])
+            sampler = loader.PairSampler(sampler, len(requests))
         if not share.loads:
             images = torch.zeros(share.shape_of(batch_size, self.shape), dtype=self.dtype)
             return loader.ConstantLoader(len(sampler), (images, torch.zeros(0, dtype=torch.int64)))
         workers = config.num_workers
         if workers is None:
             workers = loader.workers_of_host(share.of_host)
-        dataset = self if share.rows is None else self.of_rows(share.rows)
         workers = workers if self.is_train else min(workers, len(sampler))
         return loader.DatasetLoader(dataset, sampler, workers)
 
@@ -272,6 +298,17 @@ class _RowsOf(Dataset):
     def __getitem__(self, key: loader.Key) -> loader.Sample:
         image, label, bad = self._split[key]
         return image[:, self._rows.start : self._rows.stop], label, bad
+
+
+class _OfPairs(Dataset):
+    """The same images in crops of several pairs of sizes: by their keys, and the pair's number."""
+
+    def __init__(self, splits: Sequence[Split]) -> None:
+        self._splits = splits
+
+    def __getitem__(self, key: loader.Key) -> loader.Sample:
+        *own, pair = key
+        return self._splits[pair][tuple(own)]
 
 
 class _Some(Dataset):

@@ -5,13 +5,14 @@ and the image alone (``seeded``).
 """
 
 import contextlib
+import copy
 import functools
 import math
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -72,6 +73,12 @@ class ImageSplit(Split):
     def open(self, number: int) -> OpenImage:
         """Return the image ``number``, perhaps not decoded yet. Raises BrokenImageError."""
         return open_image(self.read(number))
+
+    def requested(self, request: DatasetRequest) -> Self:
+        part = copy.copy(self)
+        Split.__init__(part, request, self.name, self.labels, self.classes, self.left_out)
+        part.transform = transforms_of(request)[self.name]
+        return part
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
         return seeded(self.transform, self.open(number), self.seed, epoch, index)

@@ -18,7 +18,7 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from models.config import ModelError
+from models.config import ModelError, crop_pairs
 from models.initialize import Scheme
 from models.mae import select
 from models.positions import Grid
@@ -40,9 +40,10 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
         raise ModelError("<objective> dino requires <class_token>, whose output it compares")
     height, width = trunk.sizes.input_shape[1:]
     patch = (height // trunk.sizes.grid[0], width // trunk.sizes.grid[1])
-    side = settings["local_crop_size"]
+    side, pairs = settings["local_crop_size"], crop_pairs(settings["crop_sizes"])
     shown = " x ".join(map(str, patch))
-    for name, sides in (("local_crop_size", (side, side)), ("img_size", (height, width))):
+    named = [("local_crop_size", (side, side)), ("img_size", (height, width))]
+    for name, sides in (*named, *(("crop_sizes", (each, each)) for pair in pairs for each in pair)):
         if any(each % of for each, of in zip(sides, patch, strict=True)):
             of = " x ".join(map(str, dict.fromkeys(sides)))
             raise ModelError(f"<{name}> {of} is no whole number of patches of {shown}")
@@ -51,8 +52,15 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
             f"<local_crop_size> {side} is larger than the global crops, <img_size> "
             f"{height} x {width}"
         )
-    local: Grid = (side // patch[0], side // patch[1])
-    if local != trunk.sizes.grid:
+    if larger := [pair for pair in pairs if pair[0] < pair[1]]:
+        raise ModelError(f"<crop_sizes> {_shown(larger[0])}: the local crops are the larger ones")
+    if pairs and (height != width or (height, side) not in pairs):
+        raise ModelError(
+            f"<crop_sizes> must have {_shown((height, side))} among them, <img_size> and "
+            "<local_crop_size>, and global crops must be squares"
+        )
+    spec = DinoSpec(trunk, settings)
+    if any(grid != trunk.sizes.grid for grid in spec.other_grids):
         if trunk.kind is VisionTransformer:
             if reason := trunk.why_one_grid():
                 raise ModelError(f"<objective> dino cannot use {trunk.name}: {reason}")
@@ -60,7 +68,11 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
             raise ModelError(
                 f"<objective> dino cannot use {trunk.name}: its positions are learned for one size"
             )
-    return DinoSpec(trunk, settings)
+    return spec
+
+
+def _shown(pair: Sequence[int]) -> str:
+    return "x".join(map(str, pair))
 
 
 _HEAD_SETTINGS = ("dino_prototypes", "ibot_prototypes", "dino_head_hidden", "dino_head_bottleneck")
@@ -76,9 +88,13 @@ class DinoSpec(TimmSpec):
         """How many of an image there are."""
         self._channels, *own = trunk.sizes.input_shape
         self._local_size = (side, side)
-        self.local_grid: Grid = tuple(
-            side * count // of for count, of in zip(trunk.sizes.grid, own, strict=True)
-        )
+        pairs = crop_pairs(settings["crop_sizes"])
+        locals_ = dict.fromkeys([side, *(local for _, local in pairs)], 1)
+        kinds = locals_ | dict.fromkeys((of_global for of_global, _ in pairs), 0)
+        self._other_sides = {
+            each: kind for each, kind in kinds.items() if [each, each] != list(own)
+        }
+        """The sides of crops of other sizes than the model's own; 0: global ones, 1: local ones."""
         self._heads = {name: settings[name] for name in _HEAD_SETTINGS}
         given = (trunk.name, trunk.overrides, trunk.kind, trunk.arguments)
         super().__init__(*given, trunk.preprocessing)
@@ -90,11 +106,12 @@ class DinoSpec(TimmSpec):
         model: Any = kind(**arguments)
         model.add(**self._heads)
         if self.kind is Eva:
-            model.local_rope = None
-            if self.local_grid != self.trunk.sizes.grid:
-                # The angles of local crops, from a model of their size.
-                small: Any = self.kind(**arguments | {"img_size": self._local_size})
-                model.local_rope = small.rope
+            model.other_ropes = nn.ModuleDict()
+            for side, index in self._other_sides.items():
+                # The angles of crops, from a model of their size.
+                other: Any = self.kind(**arguments | {"img_size": (side, side)})
+                model.other_ropes[str(other.patch_embed.num_patches)] = other.rope
+                self.rescale_positions(other, index)
         self.rescale_positions(model)
         return model
 
@@ -124,7 +141,11 @@ class DinoSpec(TimmSpec):
 
     @property
     def other_grids(self) -> Sequence[Grid]:
-        return [self.local_grid]
+        height, width = (
+            side // count
+            for side, count in zip(self.sizes.input_shape[1:], self.sizes.grid, strict=True)
+        )
+        return [(side // height, side // width) for side in self._other_sides]
 
     def compute_on_grids(
         self,
@@ -327,14 +348,14 @@ class DinoVisionTransformer(_WithHeads, VisionTransformer):
 class DinoEva(_WithHeads, Eva):
     """timm's Eva (DINOv3's class) with DINO's heads."""
 
-    local_rope: nn.Module | None
-    """The rotary positions of local crops, if these have another size."""
+    other_ropes: nn.ModuleDict
+    """The rotary positions of crops of other sizes than the model's own, by numbers of patches."""
 
     def _pos_embed(self, x: torch.Tensor) -> Any:
-        patches = x.shape[1]
+        patches = str(x.shape[1])
         x, rope = super()._pos_embed(x)
-        if self.local_rope is not None and patches != self.patch_embed.num_patches:
-            rope = self.local_rope.get_embed()  # type: ignore[operator]
+        if patches in self.other_ropes:
+            rope = self.other_ropes[patches].get_embed()  # type: ignore[operator]
         return x, rope
 
 

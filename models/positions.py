@@ -106,9 +106,9 @@ def pool_over_parts(
 def set_rope_factors(model: nn.Module, factors: torch.Tensor) -> None:
     """Multiply the coordinates of rotary positions in the training passes that follow.
 
-    ``factors``, (2,), on the devices: of images or crops of the model's own size, and of those of
-    another size. Only a model with ``ModelSpec.rope_rescale`` above 1 uses them. They are set as
-    one tensor: a part of it, left alive, would be a result of each step on XLA.
+    ``factors``, (2,), on the devices: of images or global crops, and of local crops. Only a model
+    with ``ModelSpec.rope_rescale`` above 1 uses them. They are set as one tensor: a part of it,
+    left alive, would be a result of each step on XLA.
     """
     for module in model.modules():
         if "coord_factors" in vars(module):

@@ -64,12 +64,11 @@ class TimmSpec(ModelSpec):
         self.rescale_positions(model)
         return model
 
-    def rescale_positions(self, model: nn.Module) -> None:
-        """Let ``set_rope_factors`` rescale the model's rotary positions, if they ever are."""
+    def rescale_positions(self, model: nn.Module, index: int = 0) -> None:
+        """Let ``set_rope_factors`` rescale the model's rotary positions, if they ever are, by the
+        factor of this ``index``."""
         if self.rope_rescale > 1:
-            ropes = [model.rope, getattr(model, "local_rope", None)]
-            for index, rope in enumerate(filter(None, ropes)):
-                timm_private.rescale_coords(rope, index)
+            timm_private.rescale_coords(model.rope, index)
 
     @property
     def rope_rescale(self) -> float:

@@ -65,6 +65,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "decoder_num_heads": ("1", "2"),
     "local_crops": ("0", "2"),
     "local_crop_size": ("8", "12"),
+    "crop_sizes": ("16x8", "16x8 24x12"),
     "global_crops_scale": ("0.5 1",),
     "local_crops_scale": ("0.1 0.5",),
     "ibot_mask_ratio": ("0.3 0.3", "0.1 1"),

@@ -92,8 +92,11 @@ def columns(run: Run[Any]) -> list[Column]:
 def crop_columns(request: DatasetRequest) -> list[Column]:
     """Return the columns of a request of crops: the images, the global and the local crops.
 
-    Masked patches of the first crop are gray. Raises DataFolderError.
+    Masked patches of the first crop are gray. Of several pairs of sizes it is the model's own.
+    Raises DataFolderError.
     """
+    assert request.crops is not None
+    request = replace(request, crops=replace(request.crops, pairs=()))
     layout = request.layout
     assert layout is not None
     whole = replace(request, crops=None, config=replace(request.config, **_UNCHANGED))

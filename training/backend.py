@@ -235,6 +235,7 @@ def dataset_request(
             local_scale=objective.local_crops_scale,
             grid=sizes.grid,  # type: ignore[arg-type]
             mask_ratio=objective.ibot_mask_ratio,
+            pairs=objective.crop_pairs,
         )
     return DatasetRequest(
         run.config.data,

@@ -13,6 +13,7 @@ from config_fields import (
     count,
     flag,
     fraction,
+    global_by_local,
     local_name,
     non_negative,
     number,
@@ -24,7 +25,7 @@ from config_fields import (
     step_range,
 )
 from data.config import DataConfig
-from models.config import ModelConfig
+from models.config import ModelConfig, crop_pairs
 
 _CLASSIFIES = ("objective=classify",)
 # Of a part of an objective, whose default is no "off".
@@ -78,6 +79,16 @@ class ObjectiveConfig:
         96,
         "side of a local crop in pixels, a multiple of --patch_size",
         kind=bounded(int, 1, 16384),
+    )
+    crop_sizes: list[str] | None = flag(
+        None,
+        "sides of global and local crops in pixels, of which each step has one pair, drawn at "
+        "random; one that is given twice is drawn twice as often; the pair of --image_size and "
+        "--local_crop_size must be among them (default: that one alone)",
+        kind=global_by_local,
+        metavar="GxL",
+        requires=("objective=dino",),
+        incompatible_with=("compile_only", "expect"),
     )
     global_crops_scale: tuple[float, float] = _dino_flag(
         (0.32, 1.0),
@@ -188,6 +199,11 @@ class ObjectiveConfig:
         requires=("gram_weights",),
         requires_at_default=True,
     )
+
+    @property
+    def crop_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Return the sides of global and local crops of each of ``crop_sizes``."""
+        return tuple(crop_pairs(self.crop_sizes))
 
     @property
     def uses_labels(self) -> bool:

@@ -211,6 +211,8 @@ def _check_dino(config: RunConfig) -> None:
             raise UsageError(
                 f"{of_data[name].typed(value)} does nothing with --objective dino: drop it"
             )
+    if dino.crop_pairs and config.data.data_source == "fake":
+        raise UsageError("--crop_sizes does nothing with --data_source fake: drop it")
     if config.sharding.grad_ckpt == "auto":
         raise UsageError("--objective dino is incompatible with --grad_ckpt auto: choose a value")
     use, of = config.use, config.checkpoints
@@ -333,11 +335,11 @@ def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
 
 
 def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
-    """Return the model's sizes with as many tokens as images of the largest bucket have."""
+    """Return the model's sizes with as many tokens as images of the largest bucket, or the largest
+    crops, have."""
     sizes = model.sizes
-    if not config.data.bucket_sizes:
-        return sizes
-    most = max(rows * columns for rows, columns in grids(config, model))
+    found = [*grids(config, model), *model.other_grids]
+    most = max([sizes.num_patches, *(rows * columns for rows, columns in found)])
     return replace(sizes, num_tokens=sizes.num_tokens + most - sizes.num_patches)
 
 

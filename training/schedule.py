@@ -40,8 +40,8 @@ class StepRates:
     teacher_temp: float = 1.0
     """The temperature of a teacher's probabilities."""
     rope_factors: tuple[float, float] | None = None
-    """The factors of the coordinates of rotary positions: of images or crops of the model's own
-    size, and of those of another size; None: these stay as they are."""
+    """The factors of the coordinates of rotary positions: of images or global crops, and of local
+    crops; None: these stay as they are."""
 
 
 @dataclass(frozen=True)

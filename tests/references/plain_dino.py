@@ -175,6 +175,7 @@ def train(flags, steps=6):
     optimizer = torch.optim.AdamW([{"params": others}, {"params": prototypes}])
     request = dataset_request(run)
     loader = open_data(request).train_loader(run.config.data.batch_size, Share())
+    layouts = {each.layout.length: each.layout for each in request.of_pairs or [request]}
     total, epoch_steps = len(loader) * run.config.num_epochs, len(loader)
     gram = None
     if dino.gram_weights:
@@ -196,7 +197,7 @@ def train(flags, steps=6):
         rise = dino.teacher_temp - dino.warmup_teacher_temp
         temperature = dino.warmup_teacher_temp + rise * (min(1, step / warmup) if warmup else 1)
 
-        global_crops, local_crops, mask = request.layout.unpack(packed)
+        global_crops, local_crops, mask = layouts[packed.shape[1]].unpack(packed)
         batch = [
             (
                 [normalized(crops[i : i + 1], run)[0] for crops in global_crops],

@@ -64,6 +64,7 @@ def test_as_timm_with_the_same_factor(name):
     model = with_weights(open_model(f"timm/{name}", how)).train()
     theirs = timm.create_model(name, **how).train()
     theirs.load_state_dict(model.state_dict())
+    torch.manual_seed(0)
     images = torch.randn(2, 3, 32, 32)
     torch.manual_seed(4)
     limit = math.log(3.0)
@@ -72,7 +73,7 @@ def test_as_timm_with_the_same_factor(name):
     torch.manual_seed(4)
     rescaled = theirs(images)
     torch.testing.assert_close(model(images), rescaled, rtol=1e-5, atol=1e-6)
-    assert (rescaled - theirs.eval()(images)).abs().max() > 1e-2
+    assert (rescaled - theirs.eval()(images)).abs().max() > 1e-3
     torch.testing.assert_close(model.eval()(images), theirs.eval()(images), rtol=1e-5, atol=1e-6)
 
 
@@ -95,7 +96,7 @@ def test_global_and_local_crops_have_factors_of_their_own(tmp_path):
     found = model(crops)
     run = on_xla([*tiny(tmp_path), *RUN, *DINO, "--rope_rescale_coords", "1"])
     plain = with_weights(run.model)
-    for rope, side, factor in ((plain.rope, 4, 0.7), (plain.local_rope, 2, 1.8)):
+    for rope, side, factor in ((plain.rope, 4, 0.7), (plain.other_ropes["4"], 2, 1.8)):
         rope.pos_embed_cached = table(rope, side, side, factor)
     for one, other in zip(found, plain.train()(crops), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -203,6 +203,7 @@ def _shrink_objective(
         decoder_num_heads=heads,
         local_crops=min(config.local_crops, _LOCAL_CROPS),
         local_crop_size=side,
+        crop_sizes=None,
         dino_prototypes=2 * width,
         ibot_prototypes=3 * _CLASSES,
         dino_head_hidden=width,

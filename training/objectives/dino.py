@@ -41,11 +41,12 @@ class SelfDistillation(Objective):
         spec, request = run.model, dataset_request(run)
         assert isinstance(spec, DinoSpec)
         assert request.crops is not None
-        assert request.layout is not None
         assert backend.teacher is not None
         self._config, self._backend, self._teacher = run.config.objective, backend, backend.teacher
-        self._layout = request.layout
-        self._slots = max_masked(request.crops.grid, request.crops.mask_ratio)
+        layouts = [each.layout for each in request.of_pairs or [request] if each.layout]
+        self._layouts = {each.length: each for each in layouts}
+        """By the bytes of a packed image, the pairs of crop sizes that a step may have."""
+        slots = max_masked(request.crops.grid, request.crops.mask_ratio)
         self._normalize = normalizer(run, backend.constant)
         self._temperature: torch.Tensor | None = None
         self._parts: list[dict[str, torch.Tensor]] = []
@@ -57,8 +58,9 @@ class SelfDistillation(Objective):
             "loss_gram": self._config.gram_weight,
         }
         say(
-            f"objective: dino, 2 global and {spec.local_crops} local crops, up to {self._slots} of "
+            f"objective: dino, 2 global and {spec.local_crops} local crops, up to {slots} of "
             f"{spec.sizes.num_patches} patches masked"
+            + (f", {len(self._layouts)} pairs of sizes" if request.of_pairs else "")
         )
         self._gram: nn.Module | None = None
         if self._config.gram_weights:
@@ -78,12 +80,13 @@ class SelfDistillation(Objective):
     ) -> torch.Tensor:
         config, temperature = self._config, self._temperature
         assert temperature is not None
-        global_crops, local_crops, mask = self._layout.unpack(images)
+        layout = self._layouts[images.shape[1]]
+        global_crops, local_crops, mask = layout.unpack(images)
         crops = Crops(
             self._normalize(global_crops).transpose(0, 1),
             self._normalize(local_crops).transpose(0, 1) if config.local_crops else None,
             mask,
-            self._slots,
+            max_masked(layout.request.grid, layout.request.mask_ratio),
             hides=True,
         )
         with torch.no_grad():
