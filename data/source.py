@@ -114,7 +114,7 @@ def open_data(request: DatasetRequest) -> DataSource:
     if len({layout.length for layout in layouts}) < len(layouts):
         raise DataFolderError(
             "two pairs of --crop_sizes have as many pixels and patches, so that their batches "
-            "cannot be told apart: change one of them"
+            "cannot be distinguished: change one of them"
         )
     module, _, name = OPENED_BY[kind].partition(":")
     open_source: Callable[[DatasetRequest], DataSource] = getattr(import_module(module), name)

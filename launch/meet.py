@@ -464,7 +464,7 @@ def wait_for_checkpoints(context: Any, stopping: type[Exception], agent: Any) ->
     def restart_workers(self: Any, group: Any) -> None:
         nonlocal a_node_came, restarts
         handler = group.spec.rdzv_handler
-        if handler.num_nodes_waiting():  # never where nodes have fixed ranks: they cannot come later
+        if handler.num_nodes_waiting():  # never where NODE_RANK numbers them: none comes later
             a_node_came = len(handler._state_holder.state.participants) == group.group_world_size
         os.environ["RUN_FAILED_AT"] = str(time.time())  # for the processes' account of the restart
         if a_node_came:

@@ -298,7 +298,7 @@ class ModelConfig:
     )
     rope_rescale_coords: float | None = flag(
         None,
-        "rescale the coordinates of rotary positions in training by a random factor from 1/N to N, "
+        "rescale the coordinates of rotary positions in training by a random factor from 1/X to X, "
         "uniform in its logarithm, another one for each step and each size of crops; 2: as DINOv3; "
         "1: off (default: the model's, mostly 1)",
         kind=bounded(float, 1, 1000),

@@ -87,7 +87,7 @@ def test_pairs_that_cannot_be_told_apart(digits, tmp_path):
     one, other = next(of for of in seen.values() if len(of) > 1 and all(s >= n for s, n in of))[:2]
     pairs = [f"{side}x{local}" for side, local in (one, other)]
     flags += ["--image_size", str(one[0]), "--local_crop_size", str(one[1]), "--crop_sizes", *pairs]
-    with pytest.raises(DataFolderError, match="cannot be told apart"):
+    with pytest.raises(DataFolderError, match="cannot be distinguished"):
         open_data(request_of(*flags, folder=tmp_path))
 
 
