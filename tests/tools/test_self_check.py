@@ -107,7 +107,7 @@ SOUND = {
         (2, f"--backend cuda {OBJECTIVES['mae']} --precision bf16"),
     ],
 }
-QUICK = {("fsdp2", "dropped all-reduce"), ("dino, fsdp2", "teacher stands still")}
+QUICK = [("fsdp2", "dropped all-reduce"), ("dino, fsdp2", "teacher stands still")]
 PAIRS = [*QUICK, *spread(BACKENDS, FAULTS, every=3), ("dino, spmd", "teacher stands still")]
 
 
