@@ -23,7 +23,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -39,8 +38,8 @@ FOR_EVER = 10**8
 """The seconds that torchrun is given if JOIN_TIMEOUT is 0."""
 GREETING_SECONDS = 10.0
 """The seconds within which whoever connects must send its greeting."""
-ANSWER_SECONDS = 0.5
-"""The seconds after which a node that joins asks if what keeps silent is torchrun."""
+ANSWER_SECONDS = 3.0
+"""The seconds within which a node that has the port answers a greeting."""
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 LONGEST_LINE = 4096
 NAMES_SHOWN = 8
@@ -293,18 +292,6 @@ class Host:
         return ""
 
 
-def is_store(args: argparse.Namespace) -> bool:
-    """Return True if torchrun's store answers at the address, which keeps silent when greeted."""
-    from torch.distributed import TCPStore
-
-    limit = timedelta(seconds=GREETING_SECONDS)
-    try:
-        TCPStore(args.address, args.port, timeout=limit, wait_for_workers=False)
-    except RuntimeError:
-        return False
-    return True
-
-
 def join(args: argparse.Namespace, watch: Watch) -> str | None:
     """Connect to the node that has the port; return the job's name when all nodes are there.
 
@@ -328,10 +315,11 @@ def join(args: argparse.Namespace, watch: Watch) -> str | None:
             why = ""
             with connection, connection.makefile("rb") as lines:
                 keep_alive(connection)
-                connection.settimeout(GREETING_SECONDS)  # no host of a meeting keeps silent
+                connection.settimeout(GREETING_SECONDS)
                 send(connection, **greeting)
+                # No host of a meeting keeps silent; torchrun's store does.
                 answers = select.select([connection], [], [], ANSWER_SECONDS)[0]
-                if args.rdzv_id and not answers and is_store(args):
+                if args.rdzv_id and not answers:
                     return None
                 while (message := receive(lines)) is not None:
                     why = "it left"

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import TCPStore
 
 from launch import meet
 from launch.meet import Host, Refused, join, listen
@@ -195,6 +196,14 @@ def test_a_node_comes_back_to_torchrun():
         port = str(torchrun.getsockname()[1])
         threading.Thread(target=lambda: torchrun.accept()[0].close(), daemon=True).start()
         assert come(port, 1, rdzv_id="job 1", name="another") is None
+
+
+def test_torchruns_store_keeps_silent(monkeypatch):
+    """Nobody waits for its answer until a stranger's greeting would have come."""
+    monkeypatch.setattr(meet, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(meet, "GREETING_SECONDS", 10_000)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert come(str(store.port), 1, rdzv_id="job 1", name="another") is None
 
 
 # -- a process that never comes -------------------------------------------------------

@@ -202,3 +202,17 @@ def test_signals_are_noted_in_the_processes_of_nested_fsdp():
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         noted = pool.submit(_note_in_a_thread, process_signals, signal.SIGTERM).result()
     assert noted == signal.SIGTERM
+
+
+def test_a_crash_ends_at_once():
+    """Exit handlers are called and what was printed is there; no thread is waited for."""
+    program = """
+import atexit, threading
+from training.processes.parent import end_at_once
+threading.Thread(target=threading.Event().wait).start()
+atexit.register(print, "exit handler")
+print("printed", end=", ")
+end_at_once(7)
+"""
+    done = run_program("-c", program, warm=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "printed, exit handler\n", "")
