@@ -113,8 +113,8 @@ def open_data(request: DatasetRequest) -> DataSource:
     layouts = {each.layout for each in request.of_pairs if each.layout}
     if len({layout.length for layout in layouts}) < len(layouts):
         raise DataFolderError(
-            "two pairs of --crop_sizes have as many pixels and patches, so that their batches "
-            "cannot be distinguished: change one of them"
+            "two pairs of --crop_sizes have the same number of pixels and patches, by which "
+            "batches are distinguished: change one of them"
         )
     module, _, name = OPENED_BY[kind].partition(":")
     open_source: Callable[[DatasetRequest], DataSource] = getattr(import_module(module), name)

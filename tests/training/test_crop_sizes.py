@@ -78,7 +78,7 @@ def test_tables_with_an_order_of_their_own(tmp_path, digits):
     assert_of_one_pair_each(request_of(*flags, *PAIRS, folder=tmp_path / "run"), 8)
 
 
-def test_pairs_that_cannot_be_told_apart(digits, tmp_path):
+def test_pairs_of_one_length(digits, tmp_path):
     """One local crop more in place of what the other pair has more in its global ones."""
     flags = "--patch_size 1 --image_size 17 --local_crop_size 13 --local_crops 7".split()
     seen = {}
@@ -87,7 +87,7 @@ def test_pairs_that_cannot_be_told_apart(digits, tmp_path):
     one, other = next(of for of in seen.values() if len(of) > 1 and all(s >= n for s, n in of))[:2]
     pairs = [f"{side}x{local}" for side, local in (one, other)]
     flags += ["--image_size", str(one[0]), "--local_crop_size", str(one[1]), "--crop_sizes", *pairs]
-    with pytest.raises(DataFolderError, match="cannot be distinguished"):
+    with pytest.raises(DataFolderError, match="batches are distinguished"):
         open_data(request_of(*flags, folder=tmp_path))
 
 
