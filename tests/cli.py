@@ -69,11 +69,6 @@ WARM_TORCHTPU = "torch_tpu torch._dynamo torch._functorch.aot_autograd".split()
 HIDE_GPUS = True
 """Tests run on the CPU, in as many processes as they like; those in tests/gpu set this."""
 TORCHTPU = "tests.stand_ins.torchtpu_on_cpu"
-# Of a small step's time to compile, 2 of 3 seconds were those of XLA's newer code for fusions.
-QUICK_COMPILATION = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=2"
-)
 OF_TORCHTPU: dict[str, str] = {}
 """The variables of programs in TorchTPU's environment; those in tests/torchtpu set this."""
 
@@ -86,7 +81,7 @@ def environment() -> dict[str, str]:
     return kept | {
         **hidden,
         "PJRT_DEVICE": "CPU",
-        "XLA_FLAGS": QUICK_COMPILATION,
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=2",
         "OMP_NUM_THREADS": "1",  # as torchrun sets it: the tests share a few cores
         **OF_TORCHTPU,
     }

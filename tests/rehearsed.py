@@ -66,6 +66,8 @@ class Rehearsal:
         words = (*words, *NO_KERNELS)
         variables, python = environment() | self.variables() | more, []
         del variables["PJRT_DEVICE"]  # the program finds the chips
+        # As the program has XLA compile for a CPU: it takes this one for a TPU.
+        variables["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
         if warm:
             python, variables["WARM_PYTHON"] = [WARM_PYTHON], warm_python()
         return [

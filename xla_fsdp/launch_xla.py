@@ -51,6 +51,8 @@ def launch(body: Body, run: XlaRun) -> None:
 
     if device_type() == "TPU":
         tpu.set_for_this_tpu()
+    elif device_type() == "CPU":
+        torch_xla_private.set_cpu_compiler()
     if run.own.xla_fsdp == "spmd":
         _run_spmd(body, run)
     else:

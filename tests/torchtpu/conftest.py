@@ -12,8 +12,6 @@ def tpu(temporary_folder, tmp_path_factory):
     if reason := plugin.why_not():
         pytest.skip(reason)
     cli.OF_TORCHTPU.update(plugin.variables(tmp_path_factory.mktemp("plugin")))
-    # The plugin's XLA is newer than torch_xla's: it ends a program over a flag that it lacks.
-    cli.OF_TORCHTPU["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 
 @pytest.fixture(scope="session")
