@@ -184,10 +184,10 @@ def test_slow_disk(tmp_path, monkeypatch, capsys):
         tmp_path / "run", *EVERY_TWO, *flags, processes=2, program="tests.stand_ins.disturbed_saves"
     )
     assert "without copies (all processes see the same folder)" in done.stdout
-    left_out = re.findall(
-        r"no local checkpoint of step (\d+): process (\d) on .* still writes", done.stdout
+    slow = re.findall(
+        r"no local checkpoint of step \d+: process (\d) on .* still writes", done.stdout
     )
-    assert ("6", "1") in left_out
+    assert "1" in slow
     assert main([str(tmp_path / "run"), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["local_checkpoints"]["write_s"] > 0
