@@ -17,7 +17,7 @@ from models.positions import set_rope_factors
 from training.backend import Backend, InitializeModule
 from training.checkpoints.format import Position
 from training.objectives import Objective
-from training.optimizers import updates_of
+from training.optimizers import Updates, updates_of
 from training.resolve import Run
 from training.schedule import StepRates
 
@@ -29,19 +29,28 @@ def shard_and_optimize(
 
     ``initialize`` fills it; without one it gets the run's random first weights.
     """
-    model = run.build_model(backend.constant)
     if initialize is None:
         initialize = functools.partial(run.model.initialize, seed=run.config.seed)
     optimizer = run.config.optimizer
     updates = updates_of(optimizer, run.model)
+    sharded = shard(run, backend, initialize, updates)
+    assert optimizer.betas is not None  # resolved
+    backend.build_optimizer(updates, betas=optimizer.betas, eps=optimizer.eps)
+    return sharded
+
+
+def shard(run: Run, backend: Backend, initialize: InitializeModule, updates: Updates) -> nn.Module:
+    """Build the model, let ``initialize`` fill it, and shard it on the backend; its teacher, too.
+
+    Parameters that are not in ``updates`` are frozen.
+    """
+    model = run.build_model(backend.constant)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in updates)
     sharded = backend.shard(model, list(run.model.units(model)), initialize)
     if run.config.objective.has_teacher:
         teacher = run.build_model(backend.constant).requires_grad_(False)
         backend.shard_frozen(run, teacher, initialize)
-    assert optimizer.betas is not None  # resolved
-    backend.build_optimizer(updates, betas=optimizer.betas, eps=optimizer.eps)
     return sharded
 
 

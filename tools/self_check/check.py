@@ -42,7 +42,7 @@ from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
 from training.processes.stopping import Watchdog
 from training.resolve import Run
-from training.step import put_micro_batches, train_step
+from training.step import put_micro_batches, shard, train_step
 from training.weights import with_preprocessing
 
 _SILENT_S = 600.0
@@ -144,16 +144,10 @@ def _check_devices(
     settings = Settings(*exchange.gather(numbers)[0])
 
     # The small model on the devices.
-    model, weights = run.build_model(backend.constant), FirstWeights(run.config.seed)
-    optimizer = run.config.optimizer
+    optimizer, weights = run.config.optimizer, FirstWeights(run.config.seed)
     assert optimizer.betas is not None  # resolved
     updates = all_by_adamw(run.model, optimizer.weight_decay)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in updates)
-    sharded = backend.shard(model, list(run.model.units(model)), weights)
-    if run.config.objective.has_teacher:
-        teacher = run.build_model(backend.constant).requires_grad_(False)
-        backend.shard_frozen(run, teacher, weights)
+    sharded = shard(run, backend, weights, updates)
     backend.build_optimizer(updates, betas=optimizer.betas, eps=settings.eps)
     sharded.train()
 
