@@ -315,12 +315,9 @@ def join(args: argparse.Namespace, watch: Watch) -> str | None:
             why = ""
             with connection, connection.makefile("rb") as lines:
                 keep_alive(connection)
-                connection.settimeout(GREETING_SECONDS)
-                send(connection, **greeting)
                 # No host of a meeting keeps silent; torchrun's store does.
-                answers = select.select([connection], [], [], ANSWER_SECONDS)[0]
-                if args.rdzv_id and not answers:
-                    return None
+                connection.settimeout(ANSWER_SECONDS if args.rdzv_id else GREETING_SECONDS)
+                send(connection, **greeting)
                 while (message := receive(lines)) is not None:
                     why = "it left"
                     connection.settimeout(None)

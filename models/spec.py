@@ -138,7 +138,7 @@ class ModelSpec(abc.ABC):
 
     @property
     def rope_rescale(self) -> float:
-        """Return the N of ``--rope_rescale_coords``: 1, or rotary positions are rescaled."""
+        """Return the X of ``--rope_rescale_coords``: 1, or rotary positions are rescaled."""
         return 1.0
 
     @property

@@ -165,9 +165,9 @@ class Agreed(NamedTuple):
     """Lines for the log."""
 
 
-Newer = Callable[[int], SavedRun | None]
+Newer = Callable[[int], tuple[SavedRun | None, list[str]]]
 """A function from a step to what is to be resumed instead of a checkpoint of that step, because it
-is newer; None: nothing."""
+is newer, None: nothing; and to lines for the log."""
 
 
 def agree(
@@ -185,21 +185,18 @@ def agree(
     with exchange.failing_together():
         if is_main:
             _, candidates = find_resumable(config)
-    local, notes = None, list[str]()
+    local = None
     newer: Newer | None = None
     if config.local_ckpt_dir is not None:
         local = LocalTier(run)
         if continues_here(run):
-            newer = functools.partial(
-                resume_local, local, verify=config.verify_checkpoint, notes=notes
-            )
-    saved, newest, more = choose_checkpoint(
+            newer = functools.partial(local.resume, verify=config.verify_checkpoint)
+    saved, newest, notes = choose_checkpoint(
         candidates,
         lambda each: check_resume(each, run, data),
         verify=config.verify_checkpoint,
         newer=newer,
     )
-    notes = [*dict.fromkeys(notes), *more]
     with exchange.failing_together():
         if chosen and not saved:
             raise UsageError(f"{chosen.path} was removed meanwhile: start again")
@@ -260,16 +257,6 @@ def continues_here(run: Run) -> bool:
     return exchange.gather(mine)[0]
 
 
-def resume_local(
-    local: LocalTier, newer_than: int, *, verify: bool, notes: list[str]
-) -> SavedRun | None:
-    """Return this process's part of the newest whole step on the hosts' own disks that is newer;
-    append lines for the log."""
-    saved, more = local.resume(newer_than, verify=verify)
-    notes += more
-    return saved
-
-
 def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> None:
     """Lock the folder for this job. Raises UsageError in all processes if that is not possible."""
     token = ""
@@ -299,12 +286,16 @@ def choose_checkpoint(
     mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
     named, passed_over, explicit = exchange.gather(mine)[0]
     paths, damaged = [files.folder_at(path) for path in named], list(passed_over)
+    notes: dict[str, None] = {}  # each once: the hosts' disks are asked again after a damaged one
     for path in [*paths, None]:
         step = choose.step_of(path) if path and not explicit else -1
-        if newer and (instead := newer(step)):
-            with exchange.failing_together():
-                check(instead)
-            return instead, path, _instead_of(damaged, instead)
+        if newer:
+            instead, more = newer(step)
+            notes |= dict.fromkeys(more)
+            if instead:
+                with exchange.failing_together():
+                    check(instead)
+                return instead, path, [*notes, *_instead_of(damaged, instead)]
         if path is None:
             break
 
@@ -341,7 +332,7 @@ def choose_checkpoint(
             with exchange.failing_together():
                 saved.append(checkpoint.read_saved_run(path))
                 check(saved[0])
-            return saved[0], path, _instead_of(damaged, saved[0])
+            return saved[0], path, [*notes, *_instead_of(damaged, saved[0])]
         damaged.append(f"{path} is damaged ({problem})")
         if explicit:
             break
@@ -350,7 +341,7 @@ def choose_checkpoint(
             f"{damaged[-1]}: name another one, or use it as it is with --no_verify_checkpoint",
             agreed=True,
         )
-    return None, None, []
+    return None, None, [*notes]
 
 
 def _instead_of(damaged: Sequence[str], resumed: SavedRun) -> list[str]:

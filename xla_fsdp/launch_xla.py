@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
@@ -52,7 +53,7 @@ def launch(body: Body, run: XlaRun) -> None:
     if device_type() == "TPU":
         tpu.set_for_this_tpu()
     elif device_type() == "CPU":
-        torch_xla_private.set_cpu_compiler()
+        set_cpu_compiler()
     if run.own.xla_fsdp == "spmd":
         _run_spmd(body, run)
     else:
@@ -67,6 +68,17 @@ def launch(body: Body, run: XlaRun) -> None:
             if not _received:
                 raise
             raise StoppedBySignal(_received[0]) from None  # before there was anything to write
+
+
+def set_cpu_compiler() -> None:
+    """Let XLA compile for the CPU without its newer code for fusions, unless XLA_FLAGS says so.
+
+    With it the compilation of a step takes twice as long (docs/benchmarks.md). Another version of
+    XLA may lack the flag, and would end the process over it.
+    """
+    if version("torch_xla") == torch_xla_private.WRITTEN_FOR["torch_xla"]:
+        ours = {"xla_cpu_use_fusion_emitters": "false"}
+        os.environ["XLA_FLAGS"] = tpu.with_ours(os.environ.get("XLA_FLAGS", ""), ours)
 
 
 _received: list[int] = []

@@ -6,10 +6,8 @@ a device, and another version may lack one name of many.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,17 +54,6 @@ def set_libtpu_defaults(generation: int) -> None:
         torch_xla._setup_default_env()
     finally:
         tpu.num_available_chips, tpu.version = functions
-
-
-def set_cpu_compiler() -> None:
-    """Let XLA compile for the CPU without its newer code for fusions, unless XLA_FLAGS says so.
-
-    With it the compilation of a step takes twice as long (docs/benchmarks.md). Another version of
-    XLA may lack the flag, and would end the process over it.
-    """
-    given, name = os.environ.get("XLA_FLAGS", ""), "xla_cpu_use_fusion_emitters"
-    if name not in given and version("torch_xla") == WRITTEN_FOR["torch_xla"]:
-        os.environ["XLA_FLAGS"] = f"{given} --{name}=false".strip()
 
 
 # -- devices and shards of a running program ------------------------------------------

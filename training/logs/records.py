@@ -438,7 +438,8 @@ class Events:
     def start(self, parts: StartParts, step: int, devices: int) -> None:
         """Record a start that continues after ``step``; ``parts`` are complete at its first step"""
         self._step, self._parts = step, parts
-        failure = {} if failed_at() is None else {"failed_at": failed_at()}
+        failed = failed_at()
+        failure = {} if failed is None else {"failed_at": failed}
         self._write("start", process_started=parts.began, devices=devices, **failure)
 
     def stepped(self, step: int, waited_s: float) -> None:
