@@ -362,7 +362,7 @@ def test_a_mistake_in_a_process_a_device_ends_all_at_once(tmp_path):
 
 def test_restarts_are_numbered_and_logs_may_vanish(pod):
     """Each start knows its number, and when the one before it failed; a log folder that was deleted
-    is made anew."""
+    is made again."""
     (pod.folder / "workers").write_text("1")
     known = "$RUN_JOB_ID:$RUN_ATTEMPT:$STEP_TIMEOUT_S:$RUN_FAILED_AT"
     count = f'echo "{known}"; rm -r "$1"; exit $((RUN_ATTEMPT < 2))'

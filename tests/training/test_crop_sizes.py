@@ -1,7 +1,6 @@
 """``--crop_sizes``: batches of several sizes of crops, and trainings with them."""
 
 import itertools
-import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from tests.references import plain_dino
 from tests.resolved import on_gpus
 from tests.stand_ins.filled import filled
 from tests.training.test_dino import DINO, SMALL, assert_same, of_backbone
-from tests.training.test_resume import EPOCHS_OF_5
+from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
 from training.backend import dataset_request
 
@@ -140,12 +139,7 @@ def test_dinov3s_class_with_rescaled_positions(tmp_path):
 def test_resumed_in_mid_epoch_bit_for_bit(train, tmp_path):
     flags = [*DINO, *PAIRS, *EPOCHS_OF_5, "--patch_size", "4", "--max_steps", "9"]
     flags += ["--batch_size", "288"]
-    whole = train(tmp_path / "whole", *flags, "--ckpt_step_interval", "7")
-    run = tmp_path / "run"
-    shutil.copytree(whole.ckpt_dir / "step_7", run / "step_7")
-    resumed = train(run, *flags)
-    for name in ("loss", "grad_norm", "lr"):
-        assert resumed.column(name) == whole.column(name)[7:]
+    assert_resumes_at_step_7(train, tmp_path, *flags)
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from tests.references import plain_dino
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_xla
 from tests.stand_ins.filled import filled
-from tests.training.test_resume import EPOCHS_OF_5
+from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
 from training.objectives.dino import koleo_loss, sinkhorn, taken
 from training.schedule import Ramp
@@ -298,12 +298,7 @@ def test_reports(on_gpu):
 def test_resumed_in_mid_epoch_bit_for_bit(train, tmp_path):
     flags = [*DINO, *EPOCHS_OF_5, "--drop_path_rate", "0.1", "--max_steps", "9"]
     flags += ["--batch_size", "288", "--koleo_group", "16"]
-    whole = train(tmp_path / "whole", *flags, "--ckpt_step_interval", "7")
-    run = tmp_path / "run"
-    shutil.copytree(whole.ckpt_dir / "step_7", run / "step_7")
-    resumed = train(run, *flags)
-    for name in ("loss", "grad_norm", "lr"):
-        assert resumed.column(name) == whole.column(name)[7:]
+    assert_resumes_at_step_7(train, tmp_path, *flags)
 
 
 @pytest.mark.long

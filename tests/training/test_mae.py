@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import shutil
 import struct
 
 import numpy as np
@@ -21,7 +20,7 @@ from tests.marks import long
 from tests.references import plain_mae
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_gpus
-from tests.training.test_resume import EPOCHS_OF_5
+from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
 from training.backend import dataset_request
 from training.objectives.mae import ranks_of
@@ -200,12 +199,7 @@ def test_pictures(on_gpu):
 
 def test_resumed_in_mid_epoch_bit_for_bit(tmp_path):
     flags = [*MAE, *EPOCHS_OF_5, "--mlp_dropout", "0.1", "--max_steps", "9"]
-    whole = train_tiny_gpu(tmp_path / "whole", *flags, "--ckpt_step_interval", "7")
-    run = tmp_path / "run"
-    shutil.copytree(whole.ckpt_dir / "step_7", run / "step_7")
-    resumed = train_tiny_gpu(run, *flags)
-    for name in ("loss", "grad_norm", "lr"):
-        assert resumed.column(name) == whole.column(name)[7:]
+    whole, resumed = assert_resumes_at_step_7(train_tiny_gpu, tmp_path, *flags)
     assert resumed.evaluations[-1] == whole.evaluations[-1]
 
 

@@ -40,6 +40,17 @@ DROPOUT = "--mlp_dropout 0.1 --att_dropout 0.1 --pos_dropout 0.1 --drop_path_rat
 RUN_5 = [*EPOCHS_OF_5, *DROPOUT]
 
 
+def assert_resumes_at_step_7(train, folder, *flags, **how):
+    """Train to the end, and again from step 7 on: bit for bit the same. Return both."""
+    whole = train(folder / "whole", *flags, "--ckpt_step_interval", "7", **how)
+    run = folder / "run"
+    shutil.copytree(whole.ckpt_dir / "step_7", run / "step_7")
+    resumed = train(run, *flags, **how)
+    for name in ("loss", "grad_norm", "lr"):
+        assert resumed.column(name) == whole.column(name)[7:]
+    return whole, resumed
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")

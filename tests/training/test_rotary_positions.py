@@ -18,7 +18,7 @@ from tests.references import plain_steps
 from tests.resolved import on_xla
 from tests.stand_ins.filled import SMALL
 from tests.training.test_dino import BACKBONE, HEADS
-from tests.training.test_resume import EPOCHS_OF_5
+from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
 from tools.self_check.small_run import FirstWeights
 from training.schedule import RopeFactors, rope_factors
@@ -199,13 +199,8 @@ def test_dino_on_forms(flags, weights, tmp_path):
 def test_resumed_bit_for_bit(train, tmp_path):
     """And with another limit, or none, a checkpoint goes on as well."""
     flags = [*RUN, *DINO, *EPOCHS_OF_5[2:], "--batch_size", "288", "--max_steps", "9"]
-    whole = train(tmp_path / "whole", *flags, "--ckpt_step_interval", "7")
-    run = tmp_path / "run"
-    shutil.copytree(whole.ckpt_dir / "step_7", run / "step_7")
-    shutil.copytree(run, tmp_path / "other")
-    resumed = train(run, *flags)
-    for name in ("loss", "grad_norm", "lr"):
-        assert resumed.column(name) == whole.column(name)[7:]
+    whole, _ = assert_resumes_at_step_7(train, tmp_path, *flags)
+    shutil.copytree(whole.ckpt_dir / "step_7", tmp_path / "other" / "step_7")
     other = train(tmp_path / "other", *flags, "--rope_rescale_coords", "1.5")
     assert other.column("loss") != whole.column("loss")[7:]
 
