@@ -15,6 +15,8 @@ from tests.stand_ins.pod_stand_in import StandIn
 # a shell script cannot trap what it was born to ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# Otherwise each of hundreds of programs would compile the project's modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(scope="session", autouse=True)

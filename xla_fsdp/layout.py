@@ -20,7 +20,11 @@ from xla_fsdp.hosts import by_slice_and_host, number_of
 from xla_fsdp.products import Int8Marks
 from xla_fsdp.resolve_xla import Recipe, packed_parts, tensor_dims
 from xla_fsdp.sharding import GatherInFp8, gather, mark_both
-from xla_fsdp.torch_xla_private import local_device_names, op_sharding_arguments
+from xla_fsdp.torch_xla_private import (
+    local_device_names,
+    mark_sharding,
+    op_sharding_arguments,
+)
 
 
 class MeshLayout:
@@ -138,7 +142,7 @@ class MeshLayout:
 
     def mark(self, x: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Mark for the partitioner how ``x`` is sharded; returns it."""
-        xs.mark_sharding(x, self.xla_mesh, partition_spec(spec))
+        mark_sharding(x, self.xla_mesh.get_op_sharding(partition_spec(spec)))
         return x
 
     def mark_replicated(self, x: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,11 @@ def local_shard_indices(tensor: torch.Tensor) -> list[Any]:
     return [indices for _, indices in places]
 
 
+mark_sharding = partial(_xlac, "_xla_mark_sharding")
+"""(tensor, a Mesh's ``get_op_sharding(spec)``). torch_xla's own function of this name tries to
+import torchax and JAX at each call: a second of the start, then a millisecond a call."""
+
+
 def op_sharding_arguments(mesh: Any, spec: tuple) -> tuple[Any, Any, Any, Any]:
     """Return tile assignment, groups, replication groups and type of a sharding on the mesh."""
     return mesh._get_op_sharding_args(spec)
