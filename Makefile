@@ -18,7 +18,7 @@ help:
 	@echo "make test    set up, then run the tests (15 minutes)"
 	@echo "make test-gpu-path  the tests of FSDP2 and Megatron-FSDP on PyTorch 2.14, in .venv-newer"
 	@echo "make test-fast  the tests that start no training (a minute or two), while one edits"
-	@echo "make test-long  the tests that compile, train or wait for long (over an hour)"
+	@echo "make test-long  the tests that compile, train or wait for long (over two hours; PART=1/3: a third)"
 	@echo "make test-torchtpu  the tests of TorchTPU, in an environment of its own (a few minutes)"
 	@echo "make rehearse  the tests that rehearse TPU pods (half an hour)"
 	@echo "make coverage  all of these suites; then which lines no test executes (hours)"
@@ -93,11 +93,13 @@ train-mae: $(INSTALLED) datasets/digits
 		--cpu_devices 2 --num_workers 2 --ckpt_dir $(subst digits,digits-mae,$(RUN)) $(ARGS)
 
 # COVERAGE=1 notes which lines are executed, for make coverage. TESTS="tests/data": only these.
+# PART=2/3: every third of the long tests, from the second on, for several evenings or machines.
 RUN_PYTEST = $(if $(COVERAGE),-m coverage run) -m pytest
 PYTEST = $(BIN)/python $(RUN_PYTEST)
 PYTEST_NEWER = TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NEWER)/bin/python $(RUN_PYTEST)
 TWO_AT_A_TIME := -n 2 --dist worksteal
 TESTS ?= tests
+PART ?= 1/1
 SUITES ?= test test-long rehearse test-torchtpu
 
 test: $(INSTALLED) datasets/digits
@@ -114,7 +116,7 @@ test-fast: $(INSTALLED) datasets/digits
 	$(PYTEST) $(TWO_AT_A_TIME) -m fast $(TESTS)
 
 test-long: $(INSTALLED) datasets/digits
-	$(PYTEST) $(TWO_AT_A_TIME) -m long $(TESTS)
+	$(PYTEST) $(TWO_AT_A_TIME) -m long --part $(PART) $(TESTS)
 
 # The first environment, too: runs move between PyTorch/XLA and TorchTPU.
 test-torchtpu: $(INSTALLED) $(NEWER)/installed datasets/digits

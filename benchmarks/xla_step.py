@@ -1,15 +1,17 @@
-"""Time one training step of the XLA backend: trace, compile, run.
+"""Time one training step of the XLA backend: trace, compile, run. Beside it plain PyTorch's.
 
-    python benchmarks/xla_step.py --devices 1 2 4 --forms spmd wrapper nested \
+    python benchmarks/xla_step.py --devices 1 2 4 --forms plain spmd wrapper nested fsdp2 \
         --model vit_tiny_patch16_224 --batch_size 16
 
 Any flag of run_vit_training.py can be added. Each configuration runs in a process of
-its own, all of them in turn ``--repeats`` times, on the same zeros; the table gives
-medians. Columns: seconds a step (wall, device idle to device idle), seconds of it in
-which the host records the graph, seconds to compile the step (once), and executions
-and compilations a step after the first. ``unrolled`` is spmd without the scan over
-blocks, ``wrapper`` torch_xla's SpmdFullyShardedDataParallel in place of our own
-sharding marks, for comparison.
+its own, all of them in turn ``--repeats`` times, on one batch; the table gives
+medians. Columns: seconds a step (wall, device idle to device idle), the ratio to the
+first row's, seconds in which the host records the graph, seconds to compile the step
+(once), and executions and compilations a step after the first. ``unrolled`` is spmd
+without the scan over blocks, ``wrapper`` torch_xla's SpmdFullyShardedDataParallel in
+place of our own sharding marks. Without XLA, in one process on all cores: ``plain``,
+timm's model in a plain loop with fused AdamW and clipping, and ``fsdp2``, the FSDP2
+backend; both need a model that is one of timm's VisionTransformer.
 """
 
 import argparse
@@ -32,6 +34,8 @@ FORMS = {
     "wrapper": "--xla_fsdp spmd",
     "nested": "--xla_fsdp nested",
 }
+WITHOUT_XLA = {"plain": "timm", "fsdp2": "own"}
+"""Form -> the loop of benchmarks/gpu_step_child.py."""
 COLUMNS = ("s_per_step", "trace_s", "compile_s", "executions", "compilations")
 
 
@@ -132,7 +136,12 @@ def use_torch_xlas_wrapper(backend) -> None:
 
 
 def run_child(form: str, devices: int, steps: int, flags: list[str]) -> dict[str, float]:
-    command = [__file__, "--child", form, "--devices", str(devices), "--steps", str(steps), *flags]
+    if loop := WITHOUT_XLA.get(form):
+        words = f"-m benchmarks.gpu_step_child --loop {loop} --warmup 2 --steps {steps}"
+        command = [*words.split(), *flags, "--backend", "cuda"]
+    else:
+        words = f"--child {form} --devices {devices} --steps {steps}"
+        command = [__file__, *words.split(), *flags]
     done = run_python(*command)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
@@ -144,14 +153,20 @@ def table(rows: list[tuple[str, int, list[dict[str, float]]]]) -> str:
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     first: float | None = None
     for form, devices, results in rows:
-        medians = {name: statistics.median(r[name] for r in results) for name in COLUMNS}
+        medians = {
+            name: statistics.median(r[name] for r in results)
+            for name in COLUMNS
+            if name in results[0]
+        }
         first = first or medians["s_per_step"]
-        lines.append(
-            f"| {form} | {devices} | {medians['s_per_step']:.3f} "
-            f"| {medians['s_per_step'] / first:.2f} | {medians['trace_s']:.3f} "
-            f"| {medians['compile_s']:.1f} | {medians['executions']:g} "
-            f"| {medians['compilations']:g} |"
-        )
+        seconds = f"{medians['s_per_step']:.3f} | {medians['s_per_step'] / first:.2f}"
+        counted = "| | |"
+        if "trace_s" in medians:
+            counted = (
+                f"{medians['trace_s']:.3f} | {medians['compile_s']:.1f} "
+                f"| {medians['executions']:g} | {medians['compilations']:g}"
+            )
+        lines.append(f"| {form} | {devices} | {seconds} | {counted} |")
     return "\n".join(lines)
 
 
@@ -165,9 +180,10 @@ def main() -> None:
     parser.add_argument(
         "--forms",
         nargs="+",
-        choices=FORMS,
-        default=["spmd", "unrolled", "nested"],
-        help="nested runs on 1 CPU device only",
+        choices=[*FORMS, *WITHOUT_XLA],
+        default=["plain", "spmd", "unrolled", "nested", "fsdp2"],
+        help="nested runs on 1 CPU device only, plain and fsdp2 on the CPU only (default: plain "
+        "spmd unrolled nested fsdp2)",
     )
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
     parser.add_argument("--repeats", type=int, default=3, help="processes a row (default: 3)")
@@ -190,10 +206,11 @@ def main() -> None:
 
     on_cpu = os.environ.setdefault("PJRT_DEVICE", "CPU") == "CPU"
     rows: list[tuple[str, int, list[dict[str, float]]]] = [
-        (form, devices, [])
+        (form, 1 if form in WITHOUT_XLA else devices, [])
         for form in options.forms
         for devices in options.devices
         if not (form == "nested" and on_cpu and devices > 1)
+        and not (form in WITHOUT_XLA and (not on_cpu or devices != options.devices[0]))
     ]
     for repeat in range(options.repeats):
         for form, devices, results in rows:

@@ -19,6 +19,21 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", help="K/N: the tests K, K + N, K + 2N, ... alone")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config, items):
+    part, parts = map(int, config.getoption("--part").split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--part {part}/{parts}: from 1/{parts} to {parts}/{parts}")
+    left = items.copy()
+    items[:] = left[part - 1 :: parts]
+    del left[part - 1 :: parts]
+    config.hook.pytest_deselected(items=left)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder(tmp_path_factory):
     """What programs leave in the temporary folder goes with the other folders of the tests."""

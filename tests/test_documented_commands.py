@@ -210,8 +210,16 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python benchmarks/xla_step.py --devices 1 2 4": Run(
         (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)), long=True
     ),
-    "python benchmarks/xla_step.py --devices 1 2 --": Run(
+    "python benchmarks/xla_step.py --devices 1 2 --forms spmd": Run(
         (ROW % ("spmd", 2), ROW % ("unrolled", 2)), long=True
+    ),
+    "python benchmarks/xla_step.py --devices 1 2 --forms plain": Run(
+        (
+            ROW % ("spmd", 2),
+            r"^\| plain \| 1 \| [\d.]+ \| 1\.00 \|",
+            r"^\| fsdp2 \| 1 \| [\d.]+ \|",
+        ),
+        long=True,
     ),
     "python benchmarks/gpu_step.py --json": Elsewhere("needs a GPU", benchmark_takes),
     "python benchmarks/gpu_step.py --models": Run(
