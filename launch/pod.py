@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from launch import CRASH_SECONDS, is_crash
 
@@ -53,15 +53,26 @@ def lines(source: IO[bytes]) -> Iterator[bytes]:
         yield rest.rstrip(b"\r")
 
 
+class Client(NamedTuple):
+    """The ssh client of a worker, to be run."""
+
+    worker: int
+    """Its number, over all slices: of its log, and of the lines that it prints."""
+    place: str
+    """Which worker of which slice it is, as " (worker 0 of vit-1)"; "" if there is one slice."""
+    command: Sequence[str]
+
+
 class Worker:
     """Runs one ssh client. Its stdin is held open: the far end stops the program when it closes."""
 
-    def __init__(self, index: int, command: Sequence[str], pod: Pod) -> None:
-        self.index, self._pod = index, pod
-        self._log = pod.open_log(index)
+    def __init__(self, client: Client, pod: Pod) -> None:
+        self.index, self.name = client.worker, f"worker {client.worker}{client.place}"
+        self._pod = pod
+        self._log = pod.open_log(client.worker)
         # In a session of its own: Ctrl-C would end the client, and tell the program nothing.
         self._client = subprocess.Popen(
-            command,
+            client.command,
             start_new_session=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -148,10 +159,10 @@ class Pod:
     def say(self, text: str) -> None:
         self.write(f"xla_dist: {text}", sys.stderr)
 
-    def run(self, commands: Sequence[Sequence[str]]) -> int:
-        """Run a command a worker; return 0, or the exit code of the first worker that failed."""
+    def run(self, clients: Sequence[Client]) -> int:
+        """Run the clients; return 0, or the exit code of the first worker that failed."""
         self._deadline = None
-        self._running = {Worker(i, command, self) for i, command in enumerate(commands)}
+        self._running = {Worker(client, self) for client in clients}
         failed = 0
         while self._running:
             left: float | None = None
@@ -183,9 +194,7 @@ class Pod:
                 if not self.stopped:
                     log = self.log_dir / f"worker_{worker.index}.log"
                     ending = f"; ending the other {len(self._running)}" if self._running else ""
-                    self.say(
-                        f"worker {worker.index} failed with exit code {code}, see {log}{ending}"
-                    )
+                    self.say(f"{worker.name} failed with exit code {code}, see {log}{ending}")
                     self._send(signal.SIGTERM)
                     grace = CRASH_SECONDS if is_crash(code) else GRACE_SECONDS
                     if self._grace is not None:
@@ -196,7 +205,7 @@ class Pod:
     def _kill(self) -> None:
         if self._deadline and self._deadline[1] == 0:
             for worker in self._running:
-                self.say(f"worker {worker.index} does not answer, disconnecting")
+                self.say(f"{worker.name} does not answer, disconnecting")
                 worker.disconnect()
             self._deadline = None
             return

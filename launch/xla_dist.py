@@ -1,4 +1,4 @@
-"""Run a command on all workers of a TPU pod, over gcloud's ssh.
+"""Run a command on all workers of a TPU pod, or of several slices, over gcloud's ssh.
 
     python3 -m launch.xla_dist --tpu=NAME -- python3 -u run_vit_training.py FLAGS
 
@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 import zlib
@@ -22,10 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launch import CRASH_SECONDS, IN_VAIN, pod_worker
-from launch.pod import GRACE_SECONDS, Pod
+from launch.pod import GRACE_SECONDS, Client, Pod
+from launch.slices import Mistake, Slice, check_alike, describe, describe_command, ssh_command
 
-SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
-"""ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
 MISTAKE = 2
 """The exit code for a wrong command line."""
 STEP_TIMEOUT_SECONDS = 1800
@@ -33,10 +31,9 @@ LARGEST_COUNT = 10_000_000
 """The largest number of seconds, some months: Python cannot wait for larger ones."""
 LONGEST_WORD = 120_000
 """The most bytes of one word of a command line; Linux allows 128 KiB."""
-
-
-class Mistake(Exception):
-    """Raised for a mistake of the user: one line on stderr, exit code 2."""
+MEGASCALE_PORT = 8081
+"""The port of libtpu on each worker for other slices: the one that Ray's launcher for TPUs chooses
+(docs.ray.io, get_tpu_coordinator_env_vars)."""
 
 
 class PodParser(argparse.ArgumentParser):
@@ -47,18 +44,22 @@ class PodParser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
-        job = f"{args.tpu}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        job = f"{args.tpu[0]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        remote = remote_command(args, job, 0, 0, {})  # a mistake in it shows before anything starts
         if args.dry_run:
-            print(shlex.join(describe_command(args)))
-            print(
-                "# for every worker that it lists, with NNODES, NODE_RANK, ...: --worker=0, without"
-            )
-            print(shlex.join(ssh_command(args, job, 0, 0, {})))
+            for name in args.tpu:
+                print(shlex.join(describe_command(args, name)))
+            own = "NNODES, NODE_RANK" if len(args.tpu) == 1 else "MEGASCALE_SLICE_ID"
+            print(f"# for every worker that it lists, with {own}, ...: --worker=0, without")
+            print(shlex.join(ssh_command(args, args.tpu[0], 0, remote)))
             return 0
         if not shutil.which("gcloud"):
             raise Mistake("no gcloud on PATH: install it, https://cloud.google.com/sdk/docs")
-        ssh_command(args, job, 0, 0, {})  # a mistake in it shows before anything is started
-        workers = describe_workers(args)
+        slices = [describe(args, name) for name in args.tpu]
+        for each in slices:
+            if problem := each.problem():
+                raise Mistake(f"--tpu {each.name} {problem}")
+        check_alike(slices)
         log_dir = Path(args.log_dir or f"runs/xla_dist-{job}")
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -70,15 +71,11 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:  # nothing has been started yet
         return 130
     pod = Pod(log_dir, args.grace)
-    pod.say(f"{len(workers)} worker(s) of {args.tpu}, logs in {log_dir}")
+    workers = sum(len(each.addresses) for each in slices)
+    pod.say(f"{workers} worker(s) of {', '.join(args.tpu)}, logs in {log_dir}")
     failure: dict[str, str] = {}
     for attempt in range(args.max_restarts + 1):
-        code = pod.run(
-            [
-                ssh_command(args, job, attempt, index, own | failure)
-                for index, own in enumerate(workers)
-            ]
-        )
+        code = pod.run(clients(args, job, attempt, slices, failure))
         failure = {"RUN_FAILED_AT": str(pod.failed_at)}  # for the program's account of the restart
         if code in (0, *IN_VAIN) or pod.stopped:
             break
@@ -105,7 +102,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     # Which pod it is, and the program's environment there.
     add(
-        "--tpu", metavar="NAME", type=tpu_name, required=True, help="the TPU VM, as gcloud names it"
+        "--tpu",
+        metavar="NAME[,NAME...]",
+        type=tpu_names,
+        required=True,
+        help="the TPU VM, as gcloud names it; several with commas: slices of one accelerator type "
+        "and topology that train together, numbered in this order",
     )
     add("--zone", type=not_empty, help="its zone (default: gcloud's configuration)")
     add("--project", type=not_empty, help="its project (default: gcloud's configuration)")
@@ -125,7 +127,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "run_vit_training.py, so that a hang is a failure (0: off); RUN_JOB_ID and RUN_ATTEMPT (0, "
         "1, ...), by which the program knows that it was started again; and for "
         "launch/torchrun.sh, which --backend torchtpu needs, NNODES, NODE_RANK, MASTER_ADDR, "
-        "NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, as gcloud describes the TPU",
+        "NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, as gcloud describes the TPU; with several slices "
+        "in their place MEGASCALE_COORDINATOR_ADDRESS (of the first worker of the first slice), "
+        "MEGASCALE_PORT, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID, which libtpu reads",
     )
     add(
         "--workdir",
@@ -181,12 +185,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(own, argparse.Namespace(command=command))
     if command and not command[0]:
         raise Mistake("the command after -- starts with an empty word")
-    words = " ".join(command).replace("=", " ")
-    if "--backend torchtpu" in words and Path(command[0]).name.startswith("python"):
-        raise Mistake(
-            "--backend torchtpu requires a process a device: give launch/torchrun.sh in place of "
-            "python3 run_vit_training.py"
-        )
+    if "--backend torchtpu" in " ".join(command).replace("=", " "):
+        if Path(command[0]).name.startswith("python"):
+            raise Mistake(
+                "--backend torchtpu requires a process a device: give launch/torchrun.sh in place "
+                "of python3 run_vit_training.py"
+            )
+        if len(args.tpu) > 1:
+            raise Mistake("--backend torchtpu works on one slice: give one name to --tpu")
     return args
 
 
@@ -205,10 +211,14 @@ def count(text: str) -> int:
     return int(text)
 
 
-def tpu_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a TPU VM")
-    return text
+def tpu_names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
+            raise argparse.ArgumentTypeError(f"{name!r} is not the name of a TPU VM")
+        if names.count(name) > 1:
+            raise argparse.ArgumentTypeError(f"{name} is there twice")
+    return names
 
 
 def not_empty(text: str) -> str:
@@ -217,25 +227,41 @@ def not_empty(text: str) -> str:
     return text
 
 
-# -- gcloud ---------------------------------------------------------------------------
+# -- the workers ----------------------------------------------------------------------
 
 
-def gcloud(args: argparse.Namespace, *words: str) -> list[str]:
-    command = ["gcloud", "compute", "tpus", "tpu-vm", *words, "--quiet"]  # asks nothing
-    for flag in ("zone", "project"):
-        if value := getattr(args, flag):
-            command.append(f"--{flag}={value}")
-    return command
+def clients(
+    args: argparse.Namespace,
+    job: str,
+    attempt: int,
+    slices: Sequence[Slice],
+    more: dict[str, str],
+) -> list[Client]:
+    """Return what runs the program on each worker of these slices, with ``more`` variables.
+
+    A worker has the same number in each start: that of all slices of ``--tpu``, in their order.
+    """
+    found = []
+    for slice_id, slice_ in enumerate(slices):
+        first = args.tpu.index(slice_.name) * len(slice_.addresses)
+        for worker in range(len(slice_.addresses)):
+            index, place = first + worker, ""
+            own = for_torchrun(slice_, worker)
+            if len(args.tpu) > 1:
+                place = f" (worker {worker} of {slice_.name})"
+                own = for_megascale(slices, slice_id)
+            remote = remote_command(args, job, attempt, index, own | more)
+            found.append(Client(index, place, ssh_command(args, slice_.name, worker, remote)))
+    return found
 
 
-def describe_command(args: argparse.Namespace) -> list[str]:
-    return gcloud(args, "describe", args.tpu, "--format=json")
-
-
-def ssh_command(
+def remote_command(
     args: argparse.Namespace, job: str, attempt: int, index: int, own: dict[str, str]
-) -> list[str]:
-    """Return the command that runs the program on one worker, with this worker's variables."""
+) -> str:
+    """Return the command that runs the program on one worker, with this worker's variables.
+
+    Raises Mistake if it is too long.
+    """
     task: dict[str, Any] = {
         "job": f"{job}-{index}",
         "attempt": attempt,
@@ -258,39 +284,33 @@ def ssh_command(
     remote = shlex.join(["exec", "python3", "-c", start, json.dumps(task)])
     if len(remote) > LONGEST_WORD:
         raise Mistake("the command and --env are too long for a command line: use a file")
-    command = gcloud(args, "ssh", args.tpu, f"--worker={index}", f"--command={remote}")
-    if args.internal_ip:
-        command.append("--internal-ip")
-    return command + [f"--ssh-flag={option}" for option in SSH_OPTIONS]
+    return remote
 
 
-def describe_workers(args: argparse.Namespace) -> list[dict[str, str]]:
-    """Ask gcloud for the workers; return, of each, the variables that launch/torchrun.sh reads.
-
-    Raises Mistake if there is no such TPU, or if it is not up.
-    """
-    asked = subprocess.run(describe_command(args), capture_output=True, text=True, check=False)
-    if asked.returncode:
-        lines = [line for line in asked.stderr.splitlines() if line.strip()] or ["no reason given"]
-        reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", lines[0]).split())
-        raise Mistake(f"gcloud cannot describe --tpu {args.tpu}, check it and --zone: {reason}")
-    try:
-        node = json.loads(asked.stdout)
-    except ValueError:
-        raise Mistake(f"gcloud described --tpu {args.tpu} by something else than JSON") from None
-    if (state := node.get("state")) != "READY":
-        raise Mistake(f"--tpu {args.tpu} is {state}, not READY: start or create it first")
-    if not (endpoints := node.get("networkEndpoints")):
-        raise Mistake(f"--tpu {args.tpu} has no workers (no networkEndpoints)")
-    addresses = [endpoint.get("ipAddress", "") for endpoint in endpoints]
-    slice_ = {
-        "NNODES": str(len(addresses)),
-        "MASTER_ADDR": addresses[0],
-        "NODE_ADDRESSES": ",".join(addresses),
+def for_torchrun(slice_: Slice, worker: int) -> dict[str, str]:
+    """Return the variables that launch/torchrun.sh reads on a worker of the only slice."""
+    own = {
+        "NNODES": str(len(slice_.addresses)),
+        "MASTER_ADDR": slice_.addresses[0],
+        "NODE_ADDRESSES": ",".join(slice_.addresses),
+        "NODE_RANK": str(worker),
     }
-    if topology := node.get("acceleratorConfig", {}).get("topology"):  # 4x4 or 4x4x4
-        slice_["TORCH_TPU_TOPOLOGY"] = ",".join([*topology.split("x"), "1"][:3])
-    return [slice_ | {"NODE_RANK": str(index)} for index in range(len(addresses))]
+    if slice_.topology:  # 4x4 or 4x4x4
+        own["TORCH_TPU_TOPOLOGY"] = ",".join([*slice_.topology.split("x"), "1"][:3])
+    return own
+
+
+def for_megascale(slices: Sequence[Slice], slice_id: int) -> dict[str, str]:
+    """Return the variables by which libtpu finds the other slices, on a worker of this one.
+
+    MASTER_ADDR must not be there: torch_xla then finds process 0, which may be on any worker.
+    """
+    return {
+        "MEGASCALE_COORDINATOR_ADDRESS": slices[0].addresses[0],
+        "MEGASCALE_PORT": str(MEGASCALE_PORT),
+        "MEGASCALE_NUM_SLICES": str(len(slices)),
+        "MEGASCALE_SLICE_ID": str(slice_id),
+    }
 
 
 if __name__ == "__main__":

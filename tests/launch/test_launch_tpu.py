@@ -408,6 +408,92 @@ def test_a_line_without_an_end():
     assert (bar, last) == ("x", "ab")
 
 
+# -- several slices -------------------------------------------------------------------
+
+TWO_SLICES = "pod-0,pod-1"
+MEGASCALE = "COORDINATOR_ADDRESS PORT NUM_SLICES SLICE_ID".split()
+
+
+@pytest.fixture
+def slices(pod):
+    """Two slices of two workers."""
+    (pod.folder / "workers").write_text("2")
+    return pod
+
+
+def test_several_slices_know_of_each_other(slices):
+    """Workers are numbered over all slices; nothing of torchrun's is set, --env comes first."""
+    shown = ["sh", "-c", 'echo "$*"; env | grep -E "MEGASCALE|MASTER_ADDR|NNODES|NODE_R"', "sh", "a"]
+    own = ("--env", "MEGASCALE_PORT=9000")
+    code, stdout, stderr = slices.run(*shown, flags=own, tpu=TWO_SLICES)
+    assert code == 0, stderr
+    assert f"4 worker(s) of pod-0, pod-1, logs in {slices.logs}" in stderr
+    for worker in range(4):
+        values = ("127.0.0.1", "9000", "2", str(worker // 2))
+        told = {f"MEGASCALE_{n}={v}" for n, v in zip(MEGASCALE, values, strict=True)} | {"a"}
+        lines = [line for line in stdout.splitlines() if line.startswith(f"[worker {worker}]")]
+        assert {line.removeprefix(f"[worker {worker}] ") for line in lines} == told
+        assert len(lines) == len(told)
+        log = (slices.logs / f"worker_{worker}.log").read_text()
+        assert set(log.splitlines()) == told
+    _, stdout, _ = slices.run("sh", "-c", "echo port $MEGASCALE_PORT", tpu=TWO_SLICES)
+    assert stdout.count("port 8081\n") == 4
+
+
+def test_a_worker_of_several_slices_fails(slices):
+    """All of them end and start again; the line names the slice."""
+    fails = 'test "$RANK$RUN_ATTEMPT" = 30 && exit 7; test $RUN_ATTEMPT = 1 || sleep 600'
+    flags = ("--max_restarts", "2", "--grace", "2")
+    code, _, stderr = slices.run("sh", "-c", fails, flags=flags, tpu=TWO_SLICES)
+    assert code == 0, stderr
+    log = slices.logs / "worker_3.log"
+    failed = f"worker 3 (worker 1 of pod-1) failed with exit code 7, see {log}; ending the other 3"
+    assert failed in stderr
+    assert "starting all workers again; 1 restart(s) left" in stderr
+    assert len(slices.calls()) == 8
+
+
+def test_a_signal_reaches_several_slices(slices):
+    run = slices.launch(sys.executable, REMOTE, "wait", tpu=TWO_SLICES)
+    read_until(run, "ready", 4)
+    run.send_signal(signal.SIGTERM)
+    code, _, stderr = finish(run)
+    assert (code, slices.received()) == (143, dict.fromkeys(range(4), "SIGTERM\n")), stderr
+
+
+def test_a_dry_run_of_several_slices(slices):
+    code, stdout, _ = slices.run("true", flags=("--dry_run",), tpu=TWO_SLICES)
+    first, second, comment, ssh = stdout.splitlines()
+    assert code == 0
+    assert [shlex.split(line)[5] for line in (first, second, ssh)] == ["pod-0", "pod-1", "pod-0"]
+    assert "with MEGASCALE_SLICE_ID, ..." in comment
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--tpu=pod-0,pod-0 -- true", "argument --tpu: pod-0 is there twice"),
+        ("--tpu=pod-0, -- true", "argument --tpu: '' is not the name of a TPU VM"),
+        ("--tpu=pod-0,other -- true", "gcloud cannot describe --tpu other, check it and --zone"),
+        ("--tpu=pod-0,pod-2 -- true", "--tpu pod-2 is V5P 2x2, pod-0 is V5LITE_POD 2x2: several"),
+        ("--tpu=pod-0,pod-3 -- true", "--tpu pod-3 is PREEMPTED, not READY: start or create it"),
+        (
+            "--tpu=pod-0,pod-1 -- launch/torchrun.sh --backend torchtpu --fake_data",
+            "--backend torchtpu works on one slice: give one name to --tpu",
+        ),
+    ],
+)
+def test_mistakes_of_several_slices(slices, words, told):
+    (slices.folder / "type_pod-2").write_text("V5P")
+    (slices.folder / "state_pod-3").write_text("PREEMPTED")
+    code, stdout, stderr = finish(slices.start(*words.split()))
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("xla_dist: error: ")
+    assert told in stderr
+    assert stderr.count("\n") == 1
+    assert not slices.logs.exists()
+
+
 # -- mistakes -------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     if words[3] == "scp":
         shutil.copy(words[4], home_of(flags["worker"]))
         return 0
-    return describe(words[4]) if words[3] == "describe" else ssh(flags)
+    return describe(words[4]) if words[3] == "describe" else ssh(words[4], flags)
 
 
 def queued_resource(verb: str) -> int:
@@ -66,31 +66,47 @@ def home_of(worker: str) -> Path:
     return home
 
 
+def about(name: str, what: str, default: str) -> str:
+    """The content of a file about a slice, or about the only one."""
+    path = FOLDER / (what if name == "pod" else f"{what}_{name}")
+    return path.read_text() if path.exists() else default
+
+
+def first_worker(name: str) -> int:
+    """The number of a slice's first worker."""
+    return int(name.partition("-")[2] or 0) * int((FOLDER / "workers").read_text())
+
+
 def describe(name: str) -> int:
-    if name != "pod":
+    if name != "pod" and not name.startswith("pod-"):
         print(f"ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: no {name}", file=sys.stderr)
         print("- '@type': type.googleapis.com/google.rpc.ResourceInfo", file=sys.stderr)
         return 1
-    count = int((FOLDER / "workers").read_text())
+    count, first = int((FOLDER / "workers").read_text()), first_worker(name) + 1
+    config = {"type": about(name, "type", "V5LITE_POD"), "topology": f"2x{count}"}  # 2 chips each
     node = {
         "name": name,
-        "state": (FOLDER / "state").read_text() if (FOLDER / "state").exists() else "READY",
-        "acceleratorConfig": {"type": "V5LITE_POD", "topology": f"2x{count}"},  # 2 chips a worker
-        "networkEndpoints": [{"ipAddress": f"127.0.0.{index + 1}"} for index in range(count)],
+        "state": about(name, "state", "READY"),
+        "acceleratorConfig": config,
+        "networkEndpoints": [{"ipAddress": f"127.0.0.{first + index}"} for index in range(count)],
     }
     print(json.dumps(node))
     return 0
 
 
-def ssh(flags: dict[str, str]) -> int:
-    home = home_of(flags["worker"])
+def ssh(name: str, flags: dict[str, str]) -> int:
+    if (state := about(name, "state", "READY")) != "READY":
+        print(f"ERROR: (gcloud.compute.tpus.tpu-vm.ssh) {name} is {state}", file=sys.stderr)
+        return 1
+    worker = str(first_worker(name) + int(flags["worker"]))
+    home = home_of(worker)
     (home / "client").write_text(str(os.getpid()))
     variables = os.environ | {
         "HOME": str(home),
         "TMPDIR": str(home),
-        "RANK": flags["worker"],
+        "RANK": worker,
         "WORLD_SIZE": (FOLDER / "workers").read_text(),
-        "REHEARSAL_WORKER": flags["worker"],
+        "REHEARSAL_WORKER": worker,
     }
     pipe = subprocess.PIPE
     remote = subprocess.Popen(

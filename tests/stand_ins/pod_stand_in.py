@@ -51,11 +51,13 @@ class StandIn:
             stderr=subprocess.PIPE,
         )
 
-    def launch(self, *command: object, flags: tuple = (), **more: str) -> subprocess.Popen[str]:
-        return self.start("--tpu=pod", "--log_dir", self.logs, *flags, "--", *command, **more)
+    def launch(
+        self, *command: object, flags: tuple = (), tpu: str = "pod", **more: str
+    ) -> subprocess.Popen[str]:
+        return self.start(f"--tpu={tpu}", "--log_dir", self.logs, *flags, "--", *command, **more)
 
-    def run(self, *command: object, flags: tuple = ()) -> tuple[int, str, str]:
-        return finish(self.launch(*command, flags=flags))
+    def run(self, *command: object, flags: tuple = (), tpu: str = "pod") -> tuple[int, str, str]:
+        return finish(self.launch(*command, flags=flags, tpu=tpu))
 
     def calls(self) -> list[list[str]]:
         lines = (self.folder / "calls").read_text().splitlines()
