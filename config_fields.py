@@ -138,6 +138,18 @@ def count_or_percent(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{error} (or a percentage, as 1%)") from None
 
 
+def positive_or(word: str) -> Callable[[str], int | str]:
+    """Return an argparse type that reads a number of at least 1, or ``word``."""
+
+    def convert(text: str) -> int | str:
+        try:
+            return word if text == word else positive(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error} (or {word})") from None
+
+    return convert
+
+
 def height_by_width(text: str) -> str:
     """Read HxW, the pixels of an image; return it without leading zeros."""
     height, cross, width = text.partition("x")

@@ -122,7 +122,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "max_bad_steps": ("0", "1"),
     "step_timeout_s": ("0", "200"),
     "wandb": ("project",),
-    "mesh_dcn": ("1", "2"),
+    "mesh_dcn": ("1", "slices", "2"),
     "mesh_fsdp": ("2", "4"),
     "mesh_domain": ("1", "2"),
     "mesh_tensor": ("1", "2"),

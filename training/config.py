@@ -19,6 +19,7 @@ from config_fields import (
     number,
     positive,
     positive_number,
+    positive_or,
     rate,
     seconds,
     seed,
@@ -769,11 +770,12 @@ class ShardingConfig:
         names=("--no_reshard_after_forward",),
         incompatible_with=("run_without_fsdp",),
     )
-    mesh_dcn: int = flag(
+    mesh_dcn: int | str = flag(
         1,
         "number of replicas of the parameters: one a TPU slice where there are several; on GPUs "
-        "HSDP's groups",
-        kind=positive,
+        "HSDP's groups; slices: as many as there are TPU slices (XLA)",
+        kind=positive_or("slices"),
+        metavar="N|slices",
         names=("--mesh_dcn", "--dp_outer"),
         common=True,
         incompatible_with=("run_without_fsdp",),

@@ -190,12 +190,22 @@ def _largest(shape: Sequence[int], shards: int) -> int | None:
     return max(divisible, key=lambda d: shape[d]) if divisible else None
 
 
+def replicas(sharding: ShardingConfig) -> int:
+    """Return ``--mesh_dcn``. Raises UsageError if it is still to be found out."""
+    if isinstance(sharding.mesh_dcn, int):
+        return sharding.mesh_dcn
+    raise UsageError(
+        f"--mesh_dcn {sharding.mesh_dcn} requires --backend xla on slices that are here: give a "
+        "number"
+    )
+
+
 def make_mesh(sharding: ShardingConfig, devices: int, what: str = "device(s) of this run") -> Mesh:
     """Return the mesh of the ``--mesh_*`` flags; ``--mesh_fsdp`` defaults to the devices left.
 
     Raises UsageError if the sizes do not multiply to ``devices``, which the message calls ``what``.
     """
-    dcn, domain, tensor = sharding.mesh_dcn, sharding.mesh_domain, sharding.mesh_tensor
+    dcn, domain, tensor = replicas(sharding), sharding.mesh_domain, sharding.mesh_tensor
     fsdp = sharding.mesh_fsdp or max(1, devices // (dcn * domain * tensor))
     mesh = Mesh(dcn=dcn, fsdp=fsdp, domain=domain, tensor=tensor)
     if mesh.devices != devices:

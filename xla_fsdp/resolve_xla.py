@@ -117,8 +117,9 @@ def recipe_of(run: XlaRun) -> Recipe:
 
 
 def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
-    """Return the run of these flags on this machine or its slice. Raises UsageError."""
+    """Return the run of these flags on this machine or its slices. Raises UsageError."""
     run = _resolve(config, own, device_type(), None)
+    _check_elastic(config, own, run.model)
     # From the flags, not from ``run``: another model may be scanned or not, its attention another.
     of_teacher = replace(own, xla_fsdp=run.own.xla_fsdp, mark_step_every_n_blocks=0)
     return with_teacher(run, lambda config: _resolve(config, of_teacher, device_type(), None))
@@ -140,15 +141,24 @@ def _resolve(
     device: str,
     topology: Topology | None,
     model: ModelSpec | None = None,
+    slices: int | None = None,
 ) -> XlaRun:
+    """``slices``: None for those that are here."""
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
     own, why_form = _resolve_form(config, own, device)
-    mesh = make_mesh(config.sharding, topology.devices if topology else device_count(own))
+    if topology:
+        mesh = make_mesh(config.sharding, topology.devices)
+    else:
+        if slices is None:
+            slices = slice_count() if device == "TPU" else 1
+        if config.sharding.mesh_dcn == "slices":
+            config = replace(config, sharding=replace(config.sharding, mesh_dcn=slices))
+        mesh = make_mesh(config.sharding, device_count(own, slices))
+        if device == "TPU":
+            _check_slices(mesh, slices)
     config = with_passes(config, mesh)
-    if device == "TPU" and topology is None:
-        _check_slices(mesh)
     if model is None:  # after what is known at once: timm takes a second
         config, model = resolve_model(config)
     own = _resolve_scan(config, own, model)
@@ -340,11 +350,11 @@ def device_type() -> str:
     return "TPU" if host_tpu().num_available_chips() > 0 else "CPU"
 
 
-def device_count(own: XlaConfig) -> int:
+def device_count(own: XlaConfig, slices: int) -> int:
     """Return the number of devices of the run, all hosts together, without starting them."""
     if device_type() == "CPU":
         return own.cpu_devices
-    return host_tpu().num_expected_global_devices() * slice_count()  # it counts this slice's
+    return host_tpu().num_expected_global_devices() * slices  # it counts this slice's
 
 
 def slice_count() -> int:
@@ -367,17 +377,27 @@ def _check_mesh(mesh: Mesh, model: ModelSpec) -> None:
         raise UsageError(f"{flag} does not divide the MLP's width, {sizes.hidden}")
 
 
-def _check_slices(mesh: Mesh) -> None:
+def _check_slices(mesh: Mesh, slices: int) -> None:
     """Raises UsageError for a mesh that does not fit the slices and hosts of this run."""
-    slices = slice_count()
     if mesh.dcn % slices:
         raise UsageError(
             f"--mesh_dcn {mesh.dcn} is no multiple of the {slices} slices of this run "
-            "(MEGASCALE_NUM_SLICES)"
+            "(MEGASCALE_NUM_SLICES): use --mesh_dcn slices"
         )
     here = host_tpu().num_available_devices()
     if mesh.devices > here and here % mesh.tensor:
         raise UsageError(f"--mesh_tensor {mesh.tensor} must divide the {here} devices of a host")
+
+
+def _check_elastic(config: RunConfig, own: XlaConfig, model: ModelSpec) -> None:
+    """Raises UsageError if the run does not fit one of the numbers of slices that
+    ``launch.xla_dist --elastic`` may start it on."""
+    least, _, most = os.environ.get("ELASTIC_SLICES", "").partition(":")
+    for slices in range(int(least), int(most) + 1) if most else ():
+        try:
+            _resolve(config, own, device_type(), None, model, slices)
+        except UsageError as error:
+            raise UsageError(f"on {slices} slices, of --elastic {least}:{most}: {error}") from None
 
 
 def check_installed() -> None:

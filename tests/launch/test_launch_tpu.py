@@ -423,7 +423,13 @@ def slices(pod):
 
 def test_several_slices_know_of_each_other(slices):
     """Workers are numbered over all slices; nothing of torchrun's is set, --env comes first."""
-    shown = ["sh", "-c", 'echo "$*"; env | grep -E "MEGASCALE|MASTER_ADDR|NNODES|NODE_R"', "sh", "a"]
+    shown = [
+        "sh",
+        "-c",
+        'echo "$*"; env | grep -E "MEGASCALE|MASTER_ADDR|NNODES|NODE_R"',
+        "sh",
+        "a",
+    ]
     own = ("--env", "MEGASCALE_PORT=9000")
     code, stdout, stderr = slices.run(*shown, flags=own, tpu=TWO_SLICES)
     assert code == 0, stderr

@@ -163,7 +163,13 @@ def complaint(capsys, ckpt_dir, *flags):
             "is incompatible with --run_without_fsdp: drop",
         ),
         ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, this is cuda"),
-        ("--mesh_dcn 0", "must be at least 1"),
+        ("--mesh_dcn 0", "must be at least 1 and at most 1000000000 (or slices)"),
+        ("--mesh_dcn slice", "'slice' is not a whole number (or slices)"),
+        (
+            "--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices",
+            "--mesh_dcn slices requires --backend xla on slices that are here: give a number",
+        ),
+        ("--plan --mesh_dcn slices", "--mesh_dcn slices requires --backend xla on slices that are"),
         (
             "--compile_only --tpu_topology v5e:2x2 --mesh_dcn 2 --mesh_fsdp 8",
             "x --mesh_fsdp 8 x --mesh_tensor 1 is not the 8 device(s)",
@@ -236,6 +242,7 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        ("--mesh_dcn slices", "--mesh_dcn slices requires --backend xla on slices that are here"),
         ("--dp_outer 3", "--mesh_dcn 3 x --mesh_fsdp 1 x --mesh_tensor 1 is not the 4 process(es)"),
         ("--dp_shard 2", "--mesh_dcn 1 x --mesh_fsdp 2 x --mesh_tensor 1 is not the 4 process(es)"),
         ("--zero_dp_strategy 1", "--fsdp fsdp2 has no --zero_dp_strategy 1"),

@@ -144,12 +144,53 @@ def test_passes_that_cannot_be(flags, told):
         on_xla(flags)
 
 
-def test_copies_follow_slices(monkeypatch):
+@pytest.fixture
+def two_slices(monkeypatch):
+    """Two slices of four chips."""
+
+    class Host:
+        version = staticmethod(lambda: 5)
+        num_available_devices = staticmethod(lambda: 4)
+        num_expected_global_devices = staticmethod(lambda: 4)
+
     monkeypatch.setattr(resolve_xla, "device_type", lambda: "TPU")
     monkeypatch.setattr(resolve_xla, "slice_count", lambda: 2)
-    monkeypatch.setattr(resolve_xla, "device_count", lambda own: 6)
-    with pytest.raises(UsageError, match="--mesh_dcn 3 is no multiple of the 2 slices"):
-        on_xla("--mesh_dcn 3 --batch_size 6")
+    monkeypatch.setattr(resolve_xla, "host_tpu", lambda: Host)
+
+
+def test_replicas_follow_slices(two_slices, monkeypatch):
+    with pytest.raises(UsageError, match="--mesh_dcn 1 is no multiple of the 2 slices"):
+        on_xla("--batch_size 8")
+    run = on_xla("--mesh_dcn slices --batch_size 8")
+    assert run.mesh == Mesh(dcn=2, fsdp=4)
+    assert run.on(8) is run
+    with pytest.raises(UsageError, match="--mesh_dcn requires --xla_fsdp spmd"):
+        on_xla("--mesh_dcn slices --xla_fsdp nested --batch_size 8")
+    monkeypatch.setattr(resolve_xla, "slice_count", lambda: 1)
+    assert on_xla("--mesh_dcn slices --batch_size 8").mesh == Mesh(fsdp=4)
+
+
+def test_one_slice_where_there_is_no_tpu():
+    assert on_xla("--mesh_dcn slices --cpu_devices 4 --batch_size 8").mesh == Mesh(fsdp=4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--mesh_dcn slices --batch_size 24", ""),
+        ("--mesh_dcn slices --batch_size 16", "on 3 slices, of --elastic 1:3: --batch_size 16"),
+        ("--mesh_dcn 2 --batch_size 24", "on 3 slices, of --elastic 1:3: --mesh_dcn 2 "),
+        ("--mesh_dcn slices --mesh_fsdp 4 --batch_size 24", ""),
+    ],
+)
+def test_a_run_must_fit_each_number_of_slices(two_slices, monkeypatch, flags, told):
+    """At its first start, whatever the number of slices is then."""
+    monkeypatch.setenv("ELASTIC_SLICES", "1:3")
+    if not told:
+        assert on_xla(flags).mesh == Mesh(dcn=2, fsdp=4)
+        return
+    with pytest.raises(UsageError, match=told):
+        on_xla(flags)
 
 
 def test_devices_along_tensor_share_a_host():

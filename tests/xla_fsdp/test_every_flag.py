@@ -22,6 +22,7 @@ from tests.rehearsed import all_ended
 from torch_fsdp.config import FP8_MULTIPLE
 from training.config import RunConfig
 from training.flags import MODE_FLAGS, by_field, check_rules
+from training.mesh import replicas
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
 
@@ -109,7 +110,7 @@ def lines_of(own, data, resolve, refused, fields=None, base=BASE, form=()):
 def on_slice(words):
     flags = read_flags(words)
     check_rules(flags.run, *flags.own, only=MODE_FLAGS)
-    asked, slices = flags.xla.tpu_topology, flags.run.sharding.mesh_dcn
+    asked, slices = flags.xla.tpu_topology, replicas(flags.run.sharding)
     topology = parse_topology(asked, slices) if asked else parse_topology("v5p:2x2x1")
     return resolve_for_slice(flags.run, flags.xla, topology)
 
@@ -147,6 +148,7 @@ NOT_ON_GPUS = {
     "--grad_ckpt offload": XLA_ONLY,
     "--domain_attention gather": XLA_ONLY,
     "--mesh_tensor 2": XLA_ONLY,
+    "--mesh_dcn slices": XLA_ONLY,
     "--mesh_fsdp 4": "there are two processes",
     "--precision fp16": CUDA_ONLY,
     "--reduce_dtype fp16": CUDA_ONLY,
@@ -199,6 +201,7 @@ def test_on_gpus(form, data, tmp_path, monkeypatch):
 IN_THE_STEP = ("model (", "optimization", "sharding", "XLA")
 """Groups of flags that change the step."""
 NOT_COMPILED = {
+    "--mesh_dcn slices": "there are none that could be counted",
     "--mesh_fsdp 2": "four devices: tests/training/test_mesh.py has it with other axes",
     "--precision fp16": "GPUs only",
     "--domain_attention ulysses": "GPUs only",

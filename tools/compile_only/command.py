@@ -19,6 +19,7 @@ from tools.compile_only.report import CompiledGraph, as_table, make_report
 from tools.compile_only.trace import start_xla, trace_step
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
+from training.mesh import replicas
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.launch_xla import NoBackwardYet
@@ -44,7 +45,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     compiler.check_installed()
     used = (torch_xla_private, jax_private, timm_private)
     warn_of_others(*(each.WRITTEN_FOR for each in used))
-    topology = parse_topology(own.tpu_topology, config.sharding.mesh_dcn)
+    topology = parse_topology(own.tpu_topology, replicas(config.sharding))
     with NoBackwardYet():
         run = resolve_for_slice(config, own, topology)
     is_broken = run.own.mark_step_after_forward or run.own.mark_step_every_n_blocks

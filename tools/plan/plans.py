@@ -27,7 +27,7 @@ from training.config import PlanConfig, RunConfig, UseConfig
 from training.errors import UsageError
 from training.flags import by_field, flat
 from training.logs.records import save_figure
-from training.mesh import Mesh
+from training.mesh import Mesh, replicas
 from training.resolve import resolve_common, resolve_model
 
 matplotlib.use("Agg")
@@ -159,6 +159,7 @@ def read_request(config: RunConfig, own: Any, kinds: Collection[str]) -> Request
     if not set(kinds) & set(prices):
         raise UsageError(f"--price {price_file} has none of {', '.join(kinds)}")
     resolve_common(config)  # for its checks
+    replicas(config.sharding)  # the same
     config, model = resolve_model(config)
     return Request(config, own, model, find_work(config, model), prices)
 

@@ -16,7 +16,7 @@ import numpy as np
 from tools.plan.plans import Candidate, combinations
 from training.config import RunConfig
 from training.errors import UsageError
-from training.mesh import Mesh
+from training.mesh import Mesh, replicas
 from training.step_sizes import StepSizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.estimates import POLICIES, Estimate, estimate
@@ -91,7 +91,7 @@ def slices(config: RunConfig, own: XlaConfig) -> list[Topology]:
     Of each as many as ``--mesh_dcn`` says. Where neither that nor slices are given, of the largest
     several: where one slice has as many chips, several smaller are no better.
     """
-    most, dcn = config.planning.chips_at_most, config.sharding.mesh_dcn
+    most, dcn = config.planning.chips_at_most, replicas(config.sharding)
     asked = own.tpu_topology.split(",") if own.tpu_topology else USUAL
     several = not own.tpu_topology and "mesh_dcn" not in config.given
     found = [
