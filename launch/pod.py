@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from launch import CRASH_SECONDS, is_crash
 
@@ -24,6 +25,8 @@ _BAR_SECONDS = 10.0
 """The seconds between shown lines of a progress bar, which ends its lines with \\r."""
 GRACE_SECONDS = 120.0
 """The seconds that programs have to end by themselves, with a checkpoint perhaps."""
+AS_ASKED = 128 + signal.SIGTERM
+"""The exit code of a program that has written a checkpoint and ended because it was asked to."""
 _CLIENT_SECONDS = 15.0
 """The seconds that a client has to report that its program was killed; then it is disconnected."""
 
@@ -111,6 +114,21 @@ class Worker:
             os.killpg(self._client.pid, signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What a thread of ``Pod.meanwhile`` has found out."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """The wish that the programs of an attempt end, to be started again otherwise."""
+
+    attempt: int
+    why: str
+
+
 class Pod:
     """Runs all workers: ``run`` starts them, and returns when none is left."""
 
@@ -118,12 +136,17 @@ class Pod:
         """``grace``: the seconds between SIGTERM and SIGKILL; None: ``GRACE_SECONDS``, or after a
         crash ``CRASH_SECONDS``."""
         self.log_dir, self._grace = log_dir, grace
-        self.events: queue.SimpleQueue[tuple[Worker, int] | int] = queue.SimpleQueue()
-        """The ends of workers with their exit codes, and signals to this process."""
-        self.stopped = False
-        """Whether a signal to this process has stopped the workers: they must not be restarted."""
+        self.events: queue.SimpleQueue[tuple[Worker, int] | int | _Answer | _Ending]
+        self.events = queue.SimpleQueue()
+        """The ends of workers with their exit codes, signals to this process, and what its threads
+        say."""
+        self.stopped_by = 0
+        """The signal to this process that has stopped the workers: they must not be restarted."""
+        self.asked = False
+        """Whether the programs of the newest ``run`` were asked to end by ``ask_to_end``."""
         self.failed_at = 0.0
-        """When a worker failed, in seconds since 1970, if one has in the newest ``run``."""
+        """When a worker of the newest ``run`` failed, or all were asked to end, in seconds since
+        1970."""
         self._lacks_logs = False
         self._writing = threading.Lock()
         self._running: set[Worker] = set()
@@ -159,11 +182,30 @@ class Pod:
     def say(self, text: str) -> None:
         self.write(f"xla_dist: {text}", sys.stderr)
 
-    def run(self, clients: Sequence[Client]) -> int:
-        """Run the clients; return 0, or the exit code of the first worker that failed."""
-        self._deadline = None
+    def meanwhile(self, ask: Callable[[], Any]) -> Any:
+        """Return what ``ask`` returns, from a thread; None as soon as a signal comes."""
+        threading.Thread(target=lambda: self.events.put(_Answer(ask())), daemon=True).start()
+        while not isinstance(event := self.events.get(), _Answer):
+            if isinstance(event, int):
+                self.stopped_by = event
+                return None
+        return event.value
+
+    def ask_to_end(self, attempt: int, why: str) -> None:
+        """Let the programs of this attempt write a checkpoint and end, if it still runs.
+
+        Any thread may call this.
+        """
+        self.events.put(_Ending(attempt, why))
+
+    def run(self, clients: Sequence[Client], attempt: int) -> int:
+        """Run the clients; return 0, or the exit code of the first worker that failed.
+
+        ``AS_ASKED`` if none has, and ``ask_to_end`` has ended them.
+        """
+        self._deadline, self.asked = None, False
         self._running = {Worker(client, self) for client in clients}
-        failed = 0
+        failed = ended_as_asked = 0
         while self._running:
             left: float | None = None
             if self._deadline:
@@ -173,25 +215,35 @@ class Pod:
             except queue.Empty:
                 self._kill()
                 continue
+            if isinstance(event, _Answer):
+                continue  # nobody waits for it any more
+            if isinstance(event, _Ending):
+                if event.attempt == attempt and not (failed or self.stopped_by):
+                    self.say(event.why)
+                    self.asked, self.failed_at = True, time.time()
+                    self._send(signal.SIGTERM)
+                continue
             if isinstance(event, int):  # a signal
-                if self.stopped and event == signal.SIGINT:
+                if self.stopped_by and event == signal.SIGINT:
                     self.say("Ctrl-C again: killing the programs on the workers")
                     self._kill()
                     continue
-                if not self.stopped:
+                if not self.stopped_by:
                     self.say(
                         f"{signal.Signals(event).name} passed on to {len(self._running)} "
                         "worker(s), which may write a checkpoint and end by themselves; Ctrl-C "
                         "(again) kills them"
                     )
-                self.stopped = True
+                self.stopped_by = self.stopped_by or event
                 self._send(signal.SIGINT if event == signal.SIGINT else signal.SIGTERM)
                 continue
             worker, code = event
             self._running.remove(worker)
-            if code and not failed:
+            if code == AS_ASKED and self.asked:
+                ended_as_asked = code
+            elif code and not failed:
                 failed, self.failed_at = code, time.time()
-                if not self.stopped:
+                if not self.stopped_by:
                     log = self.log_dir / f"worker_{worker.index}.log"
                     ending = f"; ending the other {len(self._running)}" if self._running else ""
                     self.say(f"{worker.name} failed with exit code {code}, see {log}{ending}")
@@ -200,7 +252,7 @@ class Pod:
                     if self._grace is not None:
                         grace = self._grace
                     self._deadline = time.monotonic() + grace, signal.SIGKILL
-        return failed
+        return failed or ended_as_asked
 
     def _kill(self) -> None:
         if self._deadline and self._deadline[1] == 0:

@@ -1,14 +1,23 @@
-"""TPU slices as gcloud knows them, and its command lines."""
+"""TPU slices as gcloud knows them: what each is, and whether a program can be started on it."""
 
 import argparse
 import json
 import re
+import shlex
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
 """ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
+_ASK_SECONDS = 60.0
+"""The seconds after which a call of gcloud, or a connection that only asks, counts as failed."""
+_NO_COMMAND = 3
+_FIND_COMMAND = (
+    "import os, shutil, sys; os.chdir(os.path.expanduser(sys.argv[1])); "
+    f"sys.exit(0 if shutil.which(sys.argv[2]) else {_NO_COMMAND})"
+)
 
 
 class Mistake(Exception):
@@ -63,22 +72,31 @@ def ssh_command(args: argparse.Namespace, name: str, worker: int, remote: str) -
 
 def describe(args: argparse.Namespace, name: str) -> Slice:
     """Ask gcloud for a slice. Raises Mistake if it does not know it."""
-    asked = subprocess.run(
-        describe_command(args, name), capture_output=True, text=True, check=False
-    )
+    try:
+        asked = subprocess.run(
+            describe_command(args, name),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_ASK_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise Mistake(
+            f"gcloud did not describe --tpu {name} within {_ASK_SECONDS:.0f} s: check the network"
+        ) from None
     if asked.returncode:
         lines = [line for line in asked.stderr.splitlines() if line.strip()] or ["no reason given"]
         reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", lines[0]).split())
         raise Mistake(f"gcloud cannot describe --tpu {name}, check it and --zone: {reason}")
     try:
-        node = json.loads(asked.stdout)
-    except ValueError:
+        node = dict(json.loads(asked.stdout))
+    except (TypeError, ValueError):
         raise Mistake(f"gcloud described --tpu {name} by something else than JSON") from None
     config = node.get("acceleratorConfig", {})
     topology = config.get("topology", "")
     return Slice(
         name,
-        node.get("state"),
+        str(node.get("state")),
         f"{config.get('type') or node.get('acceleratorType', '')} {topology}".strip(),
         topology,
         tuple(each.get("ipAddress", "") for each in node.get("networkEndpoints") or ()),
@@ -94,3 +112,46 @@ def check_alike(slices: Sequence[Slice]) -> None:
                 f"--tpu {each.name} is {each.kind}, {first.name} is {first.kind}: several slices "
                 "must have one accelerator type and topology"
             )
+
+
+def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | str:
+    """Return the slice if it is READY, and each of its workers can start the program; else why not.
+
+    A worker can if ssh reaches it and it has the command: a slice that was created anew is empty at
+    first.
+    """
+    try:
+        found = describe(args, name)
+    except (Mistake, OSError) as error:  # gcloud may fail once in days
+        return str(error)
+    if problem := found.problem():
+        return f"{name} {problem.partition(',')[0]}"
+    if found.kind != kind:
+        return f"{name} is {found.kind} now, and was {kind}"
+    remote = shlex.join(["exec", "python3", "-c", _FIND_COMMAND, args.workdir, args.command[0]])
+    devnull = subprocess.DEVNULL
+    clients = [
+        subprocess.Popen(
+            ssh_command(args, name, worker, remote),
+            start_new_session=True,  # Ctrl-C is for xla_dist alone
+            stdin=devnull,
+            stdout=devnull,
+            stderr=devnull,
+        )
+        for worker in range(len(found.addresses))
+    ]
+    deadline = time.monotonic() + _ASK_SECONDS
+    try:
+        for worker, client in enumerate(clients):
+            code = client.wait(timeout=max(0.0, deadline - time.monotonic()))
+            if code == _NO_COMMAND:
+                return f"worker {worker} of {name} has no {args.command[0]} in {args.workdir}"
+            if code:
+                return f"worker {worker} of {name} cannot be reached"
+    except subprocess.TimeoutExpired:
+        return f"worker {worker} of {name} does not answer"
+    finally:
+        for client in clients:
+            client.kill()
+            client.wait()
+    return found

@@ -8,12 +8,16 @@ longer has. ``launch/pod_worker.py`` is its other end.
 
 import argparse
 import base64
+import functools
+import itertools
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -21,8 +25,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launch import CRASH_SECONDS, IN_VAIN, pod_worker
-from launch.pod import GRACE_SECONDS, Client, Pod
-from launch.slices import Mistake, Slice, check_alike, describe, describe_command, ssh_command
+from launch.pod import AS_ASKED, GRACE_SECONDS, Client, Pod
+from launch.slices import (
+    Mistake,
+    Slice,
+    check_alike,
+    describe,
+    describe_command,
+    describe_usable,
+    ssh_command,
+)
 
 MISTAKE = 2
 """The exit code for a wrong command line."""
@@ -31,6 +43,7 @@ LARGEST_COUNT = 10_000_000
 """The largest number of seconds, some months: Python cannot wait for larger ones."""
 LONGEST_WORD = 120_000
 """The most bytes of one word of a command line; Linux allows 128 KiB."""
+ELASTIC_WAIT_SECONDS, ELASTIC_POLL_SECONDS = 300, 30
 MEGASCALE_PORT = 8081
 """The port of libtpu on each worker for other slices: the one that Ray's launcher for TPUs chooses
 (docs.ray.io, get_tpu_coordinator_env_vars)."""
@@ -55,9 +68,10 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not shutil.which("gcloud"):
             raise Mistake("no gcloud on PATH: install it, https://cloud.google.com/sdk/docs")
-        slices = [describe(args, name) for name in args.tpu]
-        for each in slices:
-            if problem := each.problem():
+        described = [describe(args, name) for name in args.tpu]
+        slices = [each for each in described if not each.problem()]
+        for each in described:
+            if (problem := each.problem()) and not (slices and args.elastic):
                 raise Mistake(f"--tpu {each.name} {problem}")
         check_alike(slices)
         log_dir = Path(args.log_dir or f"runs/xla_dist-{job}")
@@ -72,17 +86,104 @@ def main(argv: Sequence[str]) -> int:
         return 130
     pod = Pod(log_dir, args.grace)
     workers = sum(len(each.addresses) for each in slices)
-    pod.say(f"{workers} worker(s) of {', '.join(args.tpu)}, logs in {log_dir}")
-    failure: dict[str, str] = {}
-    for attempt in range(args.max_restarts + 1):
-        code = pod.run(clients(args, job, attempt, slices, failure))
-        failure = {"RUN_FAILED_AT": str(pod.failed_at)}  # for the program's account of the restart
-        if code in (0, *IN_VAIN) or pod.stopped:
+    pod.say(f"{workers} worker(s) of {', '.join(each.name for each in slices)}, logs in {log_dir}")
+    return keep_running(args, job, pod, slices)
+
+
+def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slice]) -> int:
+    """Run the program on these slices, and again after a failure; return the exit code.
+
+    With ``--elastic`` on those that can be used then, and on more as soon as they can.
+    """
+    kind, left = slices[0].kind, args.max_restarts
+    more: dict[str, str] = {}
+    awaited: Sequence[str] = args.tpu
+    must_ask = len(slices) < len(args.tpu)
+    for attempt in itertools.count():
+        if must_ask:
+            slices = find_slices(args, pod, kind, awaited)
+            if pod.stopped_by:
+                pod.say(f"stopped by {signal.Signals(pod.stopped_by).name}: no program runs")
+                return 128 + (signal.SIGINT if pod.stopped_by == signal.SIGINT else signal.SIGTERM)
+            if len(slices) < args.elastic:
+                return 1
+        names = [each.name for each in slices]
+        if args.elastic:
+            more["ELASTIC_SLICES"] = f"{args.elastic}:{len(args.tpu)}"
+            pod.say(f"starting on {len(names)} of {len(args.tpu)} slices: {', '.join(names)}")
+        has_ended = threading.Event()
+        missing = [name for name in args.tpu if name not in names]
+        if missing:
+            given = (args, pod, attempt, kind, missing, has_ended)
+            threading.Thread(target=ask_for_growth, args=given, daemon=True).start()
+        code = pod.run(clients(args, job, attempt, slices, more), attempt)
+        has_ended.set()
+        if code in (0, *IN_VAIN) or pod.stopped_by:
             break
-        left = args.max_restarts - attempt
-        if left:
-            pod.say(f"starting all workers again; {left - 1} restart(s) left after this one")
+        more["RUN_FAILED_AT"] = str(pod.failed_at)  # for the program's account of the restart
+        must_ask, awaited = bool(args.elastic), names
+        if pod.asked and code == AS_ASKED:
+            awaited = ()
+            continue
+        if not left:
+            break
+        left -= 1
+        pod.say(f"starting all workers again; {left} restart(s) left after this one")
     return code
+
+
+# -- fewer slices, and more -----------------------------------------------------------
+
+
+def find_slices(
+    args: argparse.Namespace, pod: Pod, kind: str, awaited: Sequence[str]
+) -> list[Slice]:
+    """Return the slices that can be used, once all that are ``awaited`` can, or ``--elastic_wait``
+    seconds later.
+
+    If they are fewer than ``--elastic`` even then, a line has been printed that says so. A signal
+    ends the waiting, too.
+    """
+    deadline, said, pause = time.monotonic() + args.elastic_wait, "", args.elastic_poll
+    usable: list[Slice] = []
+    while not pod.stopped_by:
+        found = pod.meanwhile(lambda: [describe_usable(args, name, kind) for name in args.tpu])
+        usable = [each for each in found or () if isinstance(each, Slice)]
+        reasons = "; ".join(each for each in found or () if isinstance(each, str))
+        left = deadline - time.monotonic()
+        names = {each.name for each in usable}
+        waits = left > 0 and (len(usable) < args.elastic or not names.issuperset(awaited))
+        if reasons and said != reasons:
+            said = reasons
+            pod.say(reasons + (f"; waiting up to {left:.0f} s" if waits else ""))
+        if not waits:
+            break
+        pod.meanwhile(functools.partial(time.sleep, min(left, pause)))
+    if len(usable) < args.elastic and not pod.stopped_by:
+        pod.say(
+            f"error: {len(usable)} of {len(args.tpu)} slices can be used, --elastic requires "
+            f"{args.elastic}"
+        )
+    return usable
+
+
+def ask_for_growth(
+    args: argparse.Namespace,
+    pod: Pod,
+    attempt: int,
+    kind: str,
+    missing: Sequence[str],
+    has_ended: threading.Event,
+) -> None:
+    """Ask every ``--elastic_poll`` seconds for the missing slices; once one of them can be used,
+    end the attempt, so that all start again with it."""
+    while not has_ended.wait(args.elastic_poll):
+        for name in missing:
+            if isinstance(describe_usable(args, name, kind), Slice):
+                pod.ask_to_end(
+                    attempt, f"{name} is there: all write a checkpoint and start again with it"
+                )
+                return
 
 
 # -- the command line -----------------------------------------------------------------
@@ -155,6 +256,29 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "(default: 0)",
     )
     add(
+        "--elastic",
+        metavar="MIN",
+        type=count,
+        help="with several slices and --max_restarts: after a failure continue on those that are "
+        "READY and whose workers ssh reaches, if they are at least MIN, and grow when a missing "
+        "one is there again. Give the program --mesh_dcn slices and --micro_batch_size (default: "
+        "all slices or none)",
+    )
+    add(
+        "--elastic_wait",
+        metavar="SECONDS",
+        type=count,
+        help=f"seconds to wait for slices that have failed, with --elastic (default: "
+        f"{ELASTIC_WAIT_SECONDS})",
+    )
+    add(
+        "--elastic_poll",
+        metavar="SECONDS",
+        type=count,
+        help="seconds between two questions to gcloud for missing slices, with --elastic (default: "
+        f"{ELASTIC_POLL_SECONDS})",
+    )
+    add(
         "--grace",
         metavar="SECONDS",
         type=count,
@@ -193,7 +317,32 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             )
         if len(args.tpu) > 1:
             raise Mistake("--backend torchtpu works on one slice: give one name to --tpu")
+    check_elastic(args)
     return args
+
+
+def check_elastic(args: argparse.Namespace) -> None:
+    """Set the defaults of what comes with ``--elastic``. Raises Mistake for what cannot."""
+    for name, default in (("wait", ELASTIC_WAIT_SECONDS), ("poll", ELASTIC_POLL_SECONDS)):
+        flag = f"elastic_{name}"
+        if getattr(args, flag) is None:
+            setattr(args, flag, default)
+        elif args.elastic is None:
+            raise Mistake(f"--{flag} requires --elastic")
+    if args.elastic is None:
+        return
+    slices = len(args.tpu)
+    if slices == 1:
+        raise Mistake("--elastic requires several slices: --tpu NAME,NAME")
+    if not 1 <= args.elastic <= slices:
+        raise Mistake(f"--elastic {args.elastic} is not 1 to {slices}, the number of slices")
+    if not args.max_restarts:
+        raise Mistake("--elastic requires --max_restarts: a lost slice takes one of them")
+    if not args.elastic_poll:
+        raise Mistake("--elastic_poll 0: ask once a second or less often")
+    for name, _ in args.env:
+        if name == "ELASTIC_SLICES" or (name.startswith("MEGASCALE_") and name[-4:] != "PORT"):
+            raise Mistake(f"--elastic numbers the slices that are there: drop --env {name}")
 
 
 def variable(text: str) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from tests.cli import (
     train_tiny_gpu,
     warm_python,
 )
-from tests.launch.test_launch_gpu import finish, free_port, losses
+from tests.launch.test_launch_gpu import finish, free_port, losses, script
 from tests.launch.test_launch_meet import KILL_ONE
 from tests.stand_ins.pod_stand_in import REMOTE, StandIn, gcloud_accepts, read_until, wait_until
 from training.errors import BAD_IMAGES
@@ -498,6 +498,138 @@ def test_mistakes_of_several_slices(slices, words, told):
     assert told in stderr
     assert stderr.count("\n") == 1
     assert not slices.logs.exists()
+
+
+# -- fewer slices, and more -------------------------------------------------------------
+
+ELASTIC = ("--max_restarts", "3", "--grace", "2", "--elastic_wait", "1", "--elastic_poll", "1")
+TELL = 'echo "$RUN_ATTEMPT: $MEGASCALE_SLICE_ID of $MEGASCALE_NUM_SLICES, $ELASTIC_SLICES,"'
+TELL_ADDRESS = f"{TELL} at $MEGASCALE_COORDINATOR_ADDRESS; exec sleep 600"
+
+
+def lose(slices, number):
+    """A slice is gone, and with it the connections to its workers."""
+    (slices.folder / f"state_pod-{number}").write_text("PREEMPTED")
+    for worker in (2 * number, 2 * number + 1):
+        os.kill(int((slices.folder / f"worker_{worker}" / "client").read_text()), signal.SIGKILL)
+
+
+def lines_until(run, word, times):
+    """The lines of stdout until ``word`` came so often."""
+    found = []
+    while times:
+        found.append(run.stdout.readline())
+        assert found[-1], run.communicate()[1]
+        times -= word in found[-1]
+    return sorted(line.rstrip() for line in found)
+
+
+def test_a_lost_slice_is_left_out_until_it_is_back(slices):
+    """The one that is left is the first one then. Growing asks all for a checkpoint, and takes no
+    restart."""
+    flags = ("--elastic", "1", *ELASTIC)
+    run = slices.launch("sh", "-c", TELL_ADDRESS, flags=flags, tpu=TWO_SLICES)
+    both = [f"[worker {i}] {{}}: {i // 2} of 2, 1:2, at 127.0.0.1" for i in range(4)]
+    assert lines_until(run, " of 2, ", 4) == [line.format(0) for line in both]
+    lose(slices, 0)
+    alone = [f"[worker {i}] 1: 0 of 1, 1:2, at 127.0.0.3" for i in (2, 3)]
+    assert lines_until(run, " of 1, ", 2) == alone
+    (slices.folder / "state_pod-0").unlink()
+    assert lines_until(run, " of 2, ", 4) == [line.format(2) for line in both]
+    lose(slices, 1)
+    assert lines_until(run, " of 1, ", 2) == [
+        f"[worker {i}] 3: 0 of 1, 1:2, at 127.0.0.1" for i in (0, 1)
+    ]
+    run.send_signal(signal.SIGTERM)
+    code, _, stderr = finish(run)
+    assert code == 143
+    told = [line for line in stderr.splitlines() if line.startswith("xla_dist: ")]
+    expected = [
+        "4 worker(s) of pod-0, pod-1",
+        "starting on 2 of 2 slices: pod-0, pod-1",
+        "worker ",
+        "starting all workers again; 2 restart(s) left",
+        "pod-0 is PREEMPTED",
+        "starting on 1 of 2 slices: pod-1",
+        "pod-0 is there: all write a checkpoint and start again with it",
+        "starting on 2 of 2 slices: pod-0, pod-1",
+        "worker ",
+        "starting all workers again; 1 restart(s) left",
+        "pod-1 is PREEMPTED",
+        "starting on 1 of 2 slices: pod-0",
+        "SIGTERM passed on to 2 worker(s)",
+    ]
+    assert len(told) == len(expected), stderr
+    for line, beginning in zip(told, expected, strict=True):
+        assert line.startswith(f"xla_dist: {beginning}"), line
+    assert not slices.left_running()
+
+
+def test_too_few_slices_end_the_run(slices):
+    flags = ("--elastic", "2", *ELASTIC)
+    run = slices.launch("sh", "-c", TELL_ADDRESS, flags=flags, tpu=TWO_SLICES)
+    lines_until(run, " of 2, ", 4)
+    lose(slices, 1)
+    code, _, stderr = finish(run)
+    assert code == 1
+    told = "xla_dist: error: 1 of 2 slices can be used, --elastic requires 2"
+    assert stderr.splitlines()[-1] == told
+    assert "xla_dist: pod-1 is PREEMPTED" in stderr
+
+
+def test_a_slice_without_the_program_is_left_out(slices):
+    """As one that was created anew. At the start, too, it is enough that one is there."""
+    for worker in (0, 1):
+        (slices.folder / f"worker_{worker}").mkdir()
+        script(slices.folder / f"worker_{worker}" / "program", f"{TELL}; exit 0")
+    code, stdout, stderr = slices.run(
+        "./program", flags=("--elastic", "1", *ELASTIC), tpu=TWO_SLICES
+    )
+    assert code == 0, stderr
+    assert "worker 0 of pod-1 has no ./program in ~" in stderr
+    assert "[worker 1] 1: 0 of 1, 1:2," in stdout
+    (slices.folder / "state_pod-1").write_text("CREATING")
+    code, stdout, stderr = slices.run(
+        "./program", flags=("--elastic", "1", *ELASTIC), tpu=TWO_SLICES
+    )
+    assert code == 0, stderr
+    assert "[worker 1] 0: 0 of 1, 1:2," in stdout
+
+
+def test_a_signal_ends_the_waiting_for_slices(slices):
+    flags = ("--elastic", "2", *ELASTIC[:4], "--elastic_wait", "600", "--elastic_poll", "600")
+    (slices.folder / "state_pod-1").write_text("CREATING")
+    run = slices.launch("true", flags=flags, tpu=TWO_SLICES)
+    assert run.stderr
+    while "pod-1 is CREATING; waiting up to" not in run.stderr.readline():
+        pass
+    run.send_signal(signal.SIGINT)
+    code, _, stderr = finish(run)
+    assert (code, stderr) == (130, "xla_dist: stopped by SIGINT: no program runs\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--elastic 0 --max_restarts 1", "--elastic 0 is not 1 to 2, the number of slices"),
+        ("--elastic 3 --max_restarts 1", "--elastic 3 is not 1 to 2, the number of slices"),
+        ("--elastic x --max_restarts 1", "argument --elastic: 'x' is not a number"),
+        ("--elastic 1", "--elastic requires --max_restarts: a lost slice takes one of them"),
+        ("--elastic 1 --max_restarts 1 --tpu=pod", "--elastic requires several slices: --tpu NAME"),
+        ("--elastic 1 --max_restarts 1 --elastic_poll 0", "--elastic_poll 0: ask once a second or"),
+        ("--elastic_wait 5", "--elastic_wait requires --elastic"),
+        ("--elastic_poll 5", "--elastic_poll requires --elastic"),
+        (
+            "--elastic 1 --max_restarts 1 --env MEGASCALE_NUM_SLICES=2",
+            "--elastic numbers the slices that are there: drop --env MEGASCALE_NUM_SLICES",
+        ),
+    ],
+)
+def test_mistakes_of_elastic_slices(slices, flags, told):
+    code, _, stderr = finish(slices.start("--tpu=pod-0,pod-1", *flags.split(), "--", "true"))
+    assert code == 2
+    assert stderr.startswith(f"xla_dist: error: {told}")
+    assert stderr.count("\n") == 1
 
 
 # -- mistakes -------------------------------------------------------------------------
