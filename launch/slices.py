@@ -117,8 +117,8 @@ def check_alike(slices: Sequence[Slice]) -> None:
 def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | str:
     """Return the slice if it is READY, and each of its workers can start the program; else why not.
 
-    A worker can if ssh reaches it and it has the command: a slice that was created anew is empty at
-    first.
+    A worker can if ssh reaches it and it has the command: a slice that was created again is empty
+    at first.
     """
     try:
         found = describe(args, name)

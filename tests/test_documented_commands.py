@@ -277,6 +277,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "gcloud compute tpus accelerator-types list": Elsewhere("needs an account", gcloud_takes),
     "launch/setup_pod.sh": Elsewhere("needs TPUs", on_a_pod),
     "python3 -m launch.xla_dist --tpu=$NAME": Elsewhere("needs TPUs", on_a_pod),
+    "python3 -m launch.xla_dist --tpu=$NAME-0,$NAME-1": Elsewhere("needs TPUs", on_a_pod),
     "launch/setup_pod.sh --tpu=$NAME --torchtpu": Elsewhere("needs TPUs", on_a_pod),
     "python3 -m launch.xla_dist --tpu=$NAME --workdir vit-fsdp --max_restarts 3 --env PYTHON=.venv-"
     "torchtpu/bin/python": Elsewhere("needs TPUs", on_a_pod),

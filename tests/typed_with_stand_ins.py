@@ -127,9 +127,10 @@ def make_knows(machine: Machine, command: Command, tmp_path: Path) -> None:
 
 
 def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
-    """Two workers of this machine behind gcloud_stand_in.py; their Python notes its words."""
-    pod = tmp_path / "pod"
-    for index in range(2):
+    """Workers of this machine, two a slice, behind gcloud_stand_in.py; their Python notes its
+    words."""
+    pod, workers = tmp_path / "pod", 4 if "$NAME-1" in command.text else 2
+    for index in range(workers):
         project = pod / f"worker_{index}" / "vit-fsdp"
         shutil.copytree(ROOT / "launch", project / "launch")
         for venv in (".venv", ".venv-torchtpu"):
@@ -137,17 +138,18 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
             script(project / venv / "bin" / "python", 'echo "$*" >> "$HOME/asked"')
     (pod / "workers").write_text("2")
     (pod / "states_to_come").write_text("ACTIVE")
-    # The stand-in's only slice is called pod.
+    # The stand-in's slices are called pod, or pod-0 and so on.
     machine.stand_in(
         "gcloud",
-        'for word; do [[ $word != "$NAME" ]] || word=pod; words+=("$word"); done',
+        'for word; do [[ $word == "$NAME" || $word == "$NAME"-[01] ]] && word=pod${word#"$NAME"}',
+        'words+=("$word"); done',
         f'exec {sys.executable} {ROOT}/tests/stand_ins/gcloud_stand_in.py "${{words[@]}}"',
     )
     machine.variables["STAND_IN"] = str(pod)
     machine.variables["NPROC_PER_NODE"] = "2"  # the workers have no devices to count
     done = machine.run(command)
     assert done.returncode == 0, done.stdout + done.stderr
-    for index in range(2):
+    for index in range(workers):
         *_, asked = (pod / f"worker_{index}" / "asked").read_text().splitlines()
         if "run_vit_training.py" in command.text:
             unbuffered, program, *flags = asked.split()

@@ -772,8 +772,8 @@ class ShardingConfig:
     )
     mesh_dcn: int | str = flag(
         1,
-        "number of replicas of the parameters; slices: one a TPU slice, where there are several; on "
-        "GPUs HSDP's groups",
+        "number of replicas of the parameters; slices: one a TPU slice, where there are several "
+        "(XLA); on GPUs HSDP's groups",
         kind=positive_or("slices"),
         metavar="N|slices",
         names=("--mesh_dcn", "--dp_outer"),

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,9 +28,14 @@ class Here:
             **{k: tuple(v) if isinstance(v, list) else v for k, v in told["slice"].items()}
         )
         self.worker = int(os.environ["REHEARSAL_WORKER"])
+        self.metadata_port = told["metadata_ports"][self.worker]
+        if slices := os.environ.get("MEGASCALE_NUM_SLICES"):  # libtpu's, before the metadata's
+            hosts = self.slice.hosts // self.slice.slices
+            self.slice = replace(self.slice, slices=int(slices))
+            first = hosts * int(os.environ["MEGASCALE_SLICE_ID"])
+            self.worker = first + self.worker % hosts
         self.pci = told["pci"] + "/"
         self.notes = Path(told["pci"]).parent / f"programs_{os.environ['REHEARSAL_START']}"
-        self.metadata_port = told["metadata_ports"][self.worker]
         self.store_port = told["store_port"]
 
 
