@@ -40,6 +40,7 @@ while (($#)) && [[ $1 != -- ]]; do
 done
 (($# > 1)) || fail "no command: give it after --"
 [[ -n $tpu ]] || fail "--tpu=NAME is missing"
+[[ $tpu != *,* ]] || fail "--tpu=$tpu: this script requests one slice, give one name"
 command -v gcloud > /dev/null || fail "no gcloud on PATH: install it, https://cloud.google.com/sdk/docs"
 poll=${POLL_SECONDS:-30}
 [[ $poll =~ ^[0-9]{0,6}(\.[0-9]+)?$ && $poll =~ [1-9] ]] ||

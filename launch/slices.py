@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -115,43 +117,52 @@ def check_alike(slices: Sequence[Slice]) -> None:
 
 
 def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | str:
-    """Return the slice if it is READY, and each of its workers can start the program; else why not.
-
-    A worker can if ssh reaches it and it has the command: a slice that was created again is empty
-    at first.
-    """
+    """Return the slice if it is of this kind and all its workers can start the program now; else
+    why not."""
     try:
         found = describe(args, name)
+        if problem := found.problem():
+            return f"{name} {problem.partition(',')[0]}"
+        if found.kind != kind:
+            return f"{name} is {found.kind} now, and was {kind}"
+        return _start_problem(args, found) or found
     except (Mistake, OSError) as error:  # gcloud may fail once in days
         return str(error)
-    if problem := found.problem():
-        return f"{name} {problem.partition(',')[0]}"
-    if found.kind != kind:
-        return f"{name} is {found.kind} now, and was {kind}"
+
+
+def _start_problem(args: argparse.Namespace, slice_: Slice) -> str:
+    """Return why one of its workers cannot start the program; "" if all can.
+
+    ssh must reach it, and it must have the command: a slice that was created again is empty at
+    first.
+    """
     remote = shlex.join(["exec", "python3", "-c", _FIND_COMMAND, args.workdir, args.command[0]])
-    devnull = subprocess.DEVNULL
-    clients = [
-        subprocess.Popen(
-            ssh_command(args, name, worker, remote),
-            start_new_session=True,  # Ctrl-C is for xla_dist alone
-            stdin=devnull,
-            stdout=devnull,
-            stderr=devnull,
-        )
-        for worker in range(len(found.addresses))
-    ]
+    devnull, clients = subprocess.DEVNULL, []
     deadline = time.monotonic() + _ASK_SECONDS
     try:
+        for worker in range(len(slice_.addresses)):
+            clients.append(
+                subprocess.Popen(
+                    ssh_command(args, slice_.name, worker, remote),
+                    start_new_session=True,  # Ctrl-C is for xla_dist alone
+                    stdin=devnull,
+                    stdout=devnull,
+                    stderr=devnull,
+                )
+            )
         for worker, client in enumerate(clients):
             code = client.wait(timeout=max(0.0, deadline - time.monotonic()))
             if code == _NO_COMMAND:
-                return f"worker {worker} of {name} has no {args.command[0]} in {args.workdir}"
+                return (
+                    f"worker {worker} of {slice_.name} has no {args.command[0]} in {args.workdir}"
+                )
             if code:
-                return f"worker {worker} of {name} cannot be reached"
+                return f"worker {worker} of {slice_.name} cannot be reached"
     except subprocess.TimeoutExpired:
-        return f"worker {worker} of {name} does not answer"
+        return f"worker {worker} of {slice_.name} does not answer"
     finally:
         for client in clients:
-            client.kill()
-            client.wait()
-    return found
+            if client.poll() is None:
+                os.killpg(client.pid, signal.SIGKILL)
+                client.wait()
+    return ""
