@@ -126,7 +126,7 @@ def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | s
         if found.kind != kind:
             return f"{name} is {found.kind} now, and was {kind}"
         return _start_problem(args, found) or found
-    except (Mistake, OSError) as error:  # gcloud may fail once in days
+    except (Mistake, OSError, ValueError) as error:  # gcloud may fail once in days
         return str(error)
 
 

@@ -229,8 +229,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "1, ...), by which the program knows that it was started again; and for "
         "launch/torchrun.sh, which --backend torchtpu needs, NNODES, NODE_RANK, MASTER_ADDR, "
         "NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, as gcloud describes the TPU; with several slices "
-        "in their place MEGASCALE_COORDINATOR_ADDRESS (of the first worker of the first slice), "
-        "MEGASCALE_PORT, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID, which libtpu reads",
+        "MASTER_ADDR and NODE_RANK, and MEGASCALE_COORDINATOR_ADDRESS (of the first worker of the "
+        "first slice), MEGASCALE_PORT, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID, which libtpu "
+        "reads",
     )
     add(
         "--workdir",
@@ -398,7 +399,7 @@ def clients(
             own = for_torchrun(slice_, worker)
             if len(args.tpu) > 1:
                 place = f" (worker {worker} of {slice_.name})"
-                own = for_megascale(slices, slice_id)
+                own = for_several(slices, slice_id, worker)
             remote = remote_command(args, job, attempt, index, own | more)
             found.append(Client(index, place, ssh_command(args, slice_.name, worker, remote)))
     return found
@@ -449,13 +450,13 @@ def for_torchrun(slice_: Slice, worker: int) -> dict[str, str]:
     return own
 
 
-def for_megascale(slices: Sequence[Slice], slice_id: int) -> dict[str, str]:
-    """Return the variables by which libtpu finds the other slices, on a worker of this one.
-
-    MASTER_ADDR must not be there: torch_xla then finds process 0, which may be on any worker.
-    """
+def for_several(slices: Sequence[Slice], slice_id: int, worker: int) -> dict[str, str]:
+    """Return the variables by which libtpu and the program find the other slices, on a worker."""
+    first = slices[0].addresses[0]
     return {
-        "MEGASCALE_COORDINATOR_ADDRESS": slices[0].addresses[0],
+        "MASTER_ADDR": first,
+        "NODE_RANK": str(slice_id * len(slices[0].addresses) + worker),
+        "MEGASCALE_COORDINATOR_ADDRESS": first,
         "MEGASCALE_PORT": str(MEGASCALE_PORT),
         "MEGASCALE_NUM_SLICES": str(len(slices)),
         "MEGASCALE_SLICE_ID": str(slice_id),

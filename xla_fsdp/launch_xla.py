@@ -42,6 +42,10 @@ class NoBackwardYet(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_PORT = 12355
+"""The default of MASTER_PORT, as torch_xla's."""
+
+
 def launch(body: Body, run: XlaRun) -> None:
     """Call ``body(run, backend)`` in one process a host (SPMD), or one a device (nested FSDP)."""
     os.environ.setdefault("PJRT_DEVICE", device_type())
@@ -92,16 +96,34 @@ def _pass_to_children(number: int, frame: FrameType | None) -> None:
 
 
 def _prepare(run: XlaRun) -> None:
-    import torch.distributed as dist
     import torch_xla.runtime as xr
 
-    if xr.process_count() > 1:  # checkpoints are planned together
-        import torch_xla.distributed.xla_backend  # noqa: F401 - registers xla://
-
-        dist.init_process_group("gloo", init_method="xla://")
+    if xr.process_count() > 1:
+        _join_hosts()
     if xr.process_index() == 0:
         used = (torch_xla_private, jax_private, timm_private)
         warn_of_others(*(each.WRITTEN_FOR for each in used))
+
+
+def _join_hosts() -> None:
+    """Make the group of all processes, in which they plan checkpoints together.
+
+    torch_xla lets process 0 hold its store, and looks for it at MASTER_ADDR; but the runtime may
+    have given that number to any host. So where a launcher says which host MASTER_ADDR is, that one
+    (NODE_RANK 0) holds the store, in SPMD, whose hosts have one process each.
+    """
+    import torch.distributed as dist
+    import torch_xla.runtime as xr
+
+    address, rank = os.environ.get("MASTER_ADDR"), os.environ.get("NODE_RANK")
+    if address and rank and xr.is_spmd():
+        count, port = xr.process_count(), int(os.environ.get("MASTER_PORT", _PORT))
+        store = dist.TCPStore(address, port, count, is_master=rank == "0")
+        dist.init_process_group("gloo", store=store, rank=xr.process_index(), world_size=count)
+        return
+    import torch_xla.distributed.xla_backend  # noqa: F401 - registers xla://
+
+    dist.init_process_group("gloo", init_method="xla://")
 
 
 def _run_spmd(body: Body, run: XlaRun) -> None:

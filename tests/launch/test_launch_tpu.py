@@ -422,7 +422,7 @@ def slices(pod):
 
 
 def test_several_slices_know_of_each_other(slices):
-    """Workers are numbered over all slices; nothing of torchrun's is set, --env comes first."""
+    """Workers are numbered over all slices; --env comes first."""
     shown = [
         "sh",
         "-c",
@@ -436,7 +436,8 @@ def test_several_slices_know_of_each_other(slices):
     assert f"4 worker(s) of pod-0, pod-1, logs in {slices.logs}" in stderr
     for worker in range(4):
         values = ("127.0.0.1", "9000", "2", str(worker // 2))
-        told = {f"MEGASCALE_{n}={v}" for n, v in zip(MEGASCALE, values, strict=True)} | {"a"}
+        told = {f"MEGASCALE_{n}={v}" for n, v in zip(MEGASCALE, values, strict=True)}
+        told |= {"a", "MASTER_ADDR=127.0.0.1", f"NODE_RANK={worker}"}
         lines = [line for line in stdout.splitlines() if line.startswith(f"[worker {worker}]")]
         assert {line.removeprefix(f"[worker {worker}] ") for line in lines} == told
         assert len(lines) == len(told)

@@ -177,6 +177,7 @@ def test_queued_resource_that_cannot_be_had(fresh_pod):
         (QUEUED, "--tpu=pod --dry_run -- true", "queued_resource.sh: error: --dry_run is not for"),
         (QUEUED, "--tpu=pod --help -- true", "queued_resource.sh: error: --help is not for this"),
         (QUEUED, "-- true", "queued_resource.sh: error: --tpu=NAME is missing"),
+        (QUEUED, "--tpu=a,b -- true", "queued_resource.sh: error: --tpu=a,b: this script requests"),
         (QUEUED, "--tpu=pod --bogus -- true", "xla_dist: error: unrecognized arguments: --bogus"),
         (QUEUED, "--tpu=pod -- true", "queued_resource.sh: error: no queued resource pod yet"),
     ],
