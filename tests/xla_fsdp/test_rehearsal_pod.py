@@ -84,7 +84,7 @@ def test_a_lost_slice_is_left_out_and_comes_back(lost, slice_of, tmp_path):
     lose_slice(pod, lost)
     at_step(launched, 25)
     (pod.folder / f"state_pod-{lost}").unlink()
-    code, stdout, stderr = finish(launched)
+    code, stdout, stderr = finish(launched, timeout=900)
     assert code == 0, stdout + stderr
     assert f"starting on 1 of 2 slices: pod-{1 - lost}" in stderr
     assert "training completed: step 120" in stdout
