@@ -207,6 +207,8 @@ def agree(
         notes.append(f"note: --init_from {config.init_from} is ignored: this run is resumed")
     if saved and (difference := other_order(saved, run, data)):
         notes.append(f"note: {difference}: epoch {saved.position.epoch + 1} starts again")
+    if saved:
+        notes += changed_objective(saved, run)
 
     # The logs so far, which list the images that could not be read.
     if files.is_url(ckpt_dir):
@@ -501,14 +503,33 @@ def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
         del values[flags["data_source"].names[0]]
         values.pop(FILES, None)
 
-    for what, (before, now) in values.items():
-        if before != now:
-            was, is_now = (
-                " ".join(each) if isinstance(each, list) else "none" if each is None else each
-                for each in (before, now)
-            )
-            return f"{what} was {was}, is {is_now}"
-    return None
+    differ = (what for what, (before, now) in values.items() if before != now)
+    return next((_changed(what, *values[what]) for what in differ), None)
+
+
+def changed_objective(saved: SavedRun, run: Run) -> list[str]:
+    """Return a line for the log on each flag of the objective that is not as in the checkpoint.
+
+    Any of them may change, in mid-epoch, too: the images that are left of the epoch are the same.
+    """
+    there, here = flat(saved.objective), flat(run.config.objective)
+    flags = by_field(ObjectiveConfig)
+    return [
+        f"note: {_changed(flags[name].names[0], there[name], here[name])}, from this step on"
+        for name in flags
+        if there[name] != here[name]
+    ]
+
+
+def _changed(what: str, before: Any, now: Any) -> str:
+    """Return in words that a value, or several, has changed; None: there is none."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return " ".join(map(str, value))
+        return "none" if value is None else str(value)
+
+    return f"{what} was {shown(before)}, is {shown(now)}"
 
 
 def check_same_training(saved: SavedRun, model: ModelSpec, config: RunConfig | None) -> None:

@@ -142,6 +142,19 @@ def test_resumed_in_mid_epoch_bit_for_bit(train, tmp_path):
     assert_resumes_at_step_7(train, tmp_path, *flags)
 
 
+def test_sizes_may_change_in_mid_epoch(tmp_path):
+    """From then on batches are those of a run that has had these sizes from its start. At a
+    learning rate of 0 all have the same weights."""
+    flags = [*DINO, "--lr", "0"]
+    whole = train_tiny_gpu(tmp_path / "whole", *flags, *PAIRS)
+    train_tiny_gpu(tmp_path / "run", *flags, "--max_steps", "3")
+    resumed = train_tiny_gpu(tmp_path / "run", *flags, *PAIRS)
+    assert resumed.column("loss")[3:] == pytest.approx(whole.column("loss")[3:], rel=1e-6)
+    assert resumed.column("loss")[:3] != whole.column("loss")[:3]
+    told = "note: --crop_sizes was none, is 16x8 24x8 24x12 16x8, from this step on"
+    assert told in resumed.stdout
+
+
 @pytest.mark.long
 def test_one_compilation_a_pair(tmp_path):
     """One execution a step, and after each pair was there once no compilation at all."""
