@@ -8,6 +8,7 @@ XLA. Student and teacher are the same model. Parameters of the trunk have timm's
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +23,12 @@ from models.config import ModelError, crop_pairs
 from models.initialize import Scheme
 from models.mae import select
 from models.positions import Grid
-from models.spec import ModelSizes, ModelSpec, train_flops_of
+from models.spec import ModelSizes, ModelSpec, StackRun, train_flops_of
 from models.timm_models import BUILT_WITH, TimmSpec
 
 _STD = 0.02
+_GLOBALS = 2
+"""Global crops of an image."""
 
 
 def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
@@ -130,6 +133,30 @@ class DinoSpec(TimmSpec):
         return self.trunk.sizes
 
     @property
+    def runs(self) -> Sequence[StackRun]:
+        """Of the student, of whose crops all FLOPs count to the global ones, and of the teacher."""
+        own, heads = self.sizes, self._heads
+        height, width = self._grid_of(*self._local_size)
+        local_tokens = own.num_tokens - own.num_patches + height * width
+        of_global, of_local = (
+            self._channels * math.prod(size) for size in (own.input_shape[1:], self._local_size)
+        )
+        of_classes, of_patches = heads["dino_prototypes"], heads["ibot_prototypes"]
+        compared = _GLOBALS * of_classes + self._most_masked * of_patches
+        teacher_flops = self.teacher_flops_per_image
+        student_flops = self.train_flops_per_image - teacher_flops
+        run = functools.partial(StackRun, "blocks", own.num_tokens, of_global, compared)
+        local = StackRun(
+            *("blocks", local_tokens, of_local, self.local_crops * of_classes, 0.0),
+            sequences=self.local_crops,
+        )
+        return [
+            run(student_flops, sequences=_GLOBALS),
+            *([local] if self.local_crops else []),
+            run(teacher_flops, sequences=_GLOBALS, learns=False),
+        ]
+
+    @property
     def last_layers(self) -> set[str]:
         return {f"{head}.prototypes.weight" for head in (CLASS_HEAD, PATCH_HEAD)}
 
@@ -141,11 +168,12 @@ class DinoSpec(TimmSpec):
 
     @property
     def other_grids(self) -> Sequence[Grid]:
-        height, width = (
-            side // count
-            for side, count in zip(self.sizes.input_shape[1:], self.sizes.grid, strict=True)
-        )
-        return [(side // height, side // width) for side in self._other_sides]
+        return [self._grid_of(side, side) for side in self._other_sides]
+
+    def _grid_of(self, *size: int) -> Grid:
+        """Return the rows and columns of patches of a crop, by its height and width in pixels."""
+        own, (rows, columns) = self.sizes.input_shape[1:], self.sizes.grid
+        return size[0] * rows // own[0], size[1] * columns // own[1]
 
     def compute_on_grids(
         self,
@@ -167,7 +195,7 @@ class DinoSpec(TimmSpec):
             shape = (1, self.local_crops, channels, *self._local_size)
             local = torch.empty(shape, device=device)
         return Crops(
-            torch.empty(1, 2, channels, *own, device=device),
+            torch.empty(1, _GLOBALS, channels, *own, device=device),
             local,
             torch.zeros(1, self.sizes.num_patches, dtype=torch.bool, device=device),
             self._most_masked,

@@ -8,7 +8,8 @@ those of the decoder the names in published weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from models.config import ModelError
 from models.initialize import initialize
-from models.spec import ModelSizes, ModelSpec
+from models.spec import ModelSizes, ModelSpec, StackRun
 from models.timm_models import BUILT_WITH, TimmSpec
 
 BLOCKS, DECODER = "blocks", "decoder_blocks"
@@ -107,6 +108,16 @@ class MaeSpec(TimmSpec):
             }
         )
         return {BLOCKS: self.sizes, DECODER: self._sizes(self.sizes.num_patches, decoder)}
+
+    @property
+    def runs(self) -> Sequence[StackRun]:
+        """Of the encoder, to which all FLOPs count, and of the decoder, which returns pixels."""
+        pixels, flops = math.prod(self.sizes.input_shape), self.train_flops_per_image
+        encoder, decoder = (sizes.train_tokens for sizes in self.stacks.values())
+        return [
+            StackRun(BLOCKS, encoder, pixels, self.sizes.num_classes, flops),
+            StackRun(DECODER, decoder, pixels, pixels, 0.0),
+        ]
 
     def _sizes(self, patches: int, sizes: ModelSizes) -> ModelSizes:
         prefix = self.encoder.sizes.num_tokens - self.encoder.sizes.num_patches

@@ -55,6 +55,25 @@ class ModelSizes:
         return math.prod(self.grid[1:])
 
 
+@dataclass(frozen=True)
+class StackRun:
+    """What a training step computes with a stack of blocks: sequences of one length."""
+
+    stack: str
+    tokens: int
+    """Of a sequence."""
+    pixels: int
+    """Values of the image, or of the crop, of a sequence."""
+    outputs: int
+    """Values that the model returns of an image's sequences."""
+    train_flops: float
+    """FLOPs of one image as MFU counts them; those of all runs are the model's."""
+    sequences: int = 1
+    """Of an image."""
+    learns: bool = True
+    """A backward pass follows; else it is a teacher's run: a forward pass, with other weights."""
+
+
 class ModelSpec(abc.ABC):
     """One model: builds it, initializes it unit by unit, and has the facts about it.
 
@@ -125,6 +144,15 @@ class ModelSpec(abc.ABC):
         """The model's stacks of blocks, by the names of their modules in the order in which they
         compute, with the sizes of each: the tokens that it sees, its depth and widths."""
         return {"blocks": self.sizes}
+
+    @property
+    def runs(self) -> Sequence[StackRun]:
+        """What a training step computes, in its order. What is around the blocks belongs to the
+        first run, and to a teacher's."""
+        (stack, sizes), *others = self.stacks.items()
+        assert not others
+        pixels, flops = math.prod(sizes.input_shape), self.train_flops_per_image
+        return [StackRun(stack, sizes.train_tokens, pixels, sizes.num_classes, flops)]
 
     @property
     def frozen(self) -> set[str]:

@@ -389,7 +389,7 @@ class OptimizerConfig:
         "train only the classifier's head; all other weights are frozen, without gradients and "
         "optimizer state",
         requires=_CLASSIFIES,
-        incompatible_with=("flatten_parameters", "block", "plan"),
+        incompatible_with=("flatten_parameters", "block"),
     )
     clip_grad_norm: float = flag(
         1.0, "largest global gradient norm, over all shards; 0 or less: no clipping", kind=number
@@ -846,7 +846,7 @@ class PlanConfig:
         None,
         "number of training images of an epoch (default: those of --data_dir if it exists, else "
         "ImageNet's, 1281167)",
-        kind=positive,
+        kind=bounded(int, 1, 10**12),
         requires=("plan",),
     )
     plan_compilations: int = flag(
@@ -902,7 +902,6 @@ class RunConfig:
         "search the fastest, cheapest and smallest hardware and flags to train --model, instead of "
         "training (docs/planning.md)",
         common=True,
-        requires=("objective=classify|objective=mae",),
         incompatible_with=(
             "predict",
             "eval_only",
@@ -910,6 +909,9 @@ class RunConfig:
             "compile_only",
             "buckets",
             "micro_batch_size",
+            "linear_probe",
+            "crop_sizes",
+            "gram_weights",
         ),
     )
     list_models: str | None = flag(

@@ -1,7 +1,6 @@
 """The sizes of a model from which the bytes and seconds of a training step are estimated."""
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from training.config import RunConfig
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes of a model as plain numbers: estimates need no model."""
+    """Sizes of what a step computes with a stack of blocks (``ModelSpec.runs``), as plain numbers:
+    estimates need no model."""
 
     depth: int
     width: int
@@ -22,21 +22,31 @@ class StepSizes:
     heads: int
     head_dim: int
     tokens: int
-    """Tokens of an image, in training."""
+    """Tokens of a sequence, in training."""
+    sequences: int
+    """Sequences of an image: an image is one, or has crops."""
     block_parameters: int
     """Parameters of one block."""
     other_parameters: int
-    classes: int
-    """Values that the model returns for an image."""
+    """Parameters around the blocks, where they count to this run."""
+    has_state: bool
+    """The optimizer's state of these parameters, and all averages of them, count to this run."""
+    learns: bool
+    """A backward pass follows; else this is the forward pass of a teacher."""
+    outputs: int
+    """Values that the model returns of an image's sequences."""
     pixels: int
-    """Values of one image."""
+    """Values of a sequence's image or crop."""
     train_flops: float
-    """FLOPs of one image, forward and backward, as MFU counts them; those of another stack than
-    the first count there, too."""
+    """FLOPs of one image, as MFU counts them; those of all runs are the model's."""
 
     @property
     def parameters(self) -> int:
         return self.depth * self.block_parameters + self.other_parameters
+
+    @property
+    def state_parameters(self) -> int:
+        return self.parameters if self.has_state else 0
 
 
 def state_bytes(config: RunConfig) -> int:
@@ -48,41 +58,42 @@ def state_bytes(config: RunConfig) -> int:
 
 
 @functools.cache
-def step_sizes(model: ModelSpec, stack: str = "blocks") -> StepSizes:
-    """Return the sizes of a model, or of another stack of its blocks than the first.
+def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
+    """Return the sizes of all that a step computes: what is estimated of them adds up to it.
 
-    All that is around the blocks counts to the first stack. Another one is a decoder: what it
-    returns of an image has as many values as the image.
+    The state of a stack counts to its first run; that of a teacher, an average, does too.
     """
-    sizes, pixels = model.stacks[stack], math.prod(model.sizes.input_shape)
     parameters = {
-        name: sum(p.numel() for block in getattr(model.meta, name) for p in block.parameters())
-        for name in model.stacks
+        stack: sum(p.numel() for block in getattr(model.meta, stack) for p in block.parameters())
+        for stack in model.stacks
     }
-    is_first = stack == next(iter(model.stacks))
-    return StepSizes(
-        depth=sizes.depth,
-        width=sizes.embed_dim,
-        hidden=sizes.hidden,
-        heads=sizes.num_heads,
-        head_dim=sizes.head_dim,
-        tokens=sizes.train_tokens,
-        block_parameters=parameters[stack] // sizes.depth,
-        other_parameters=model.parameter_count - sum(parameters.values()) if is_first else 0,
-        classes=sizes.num_classes if is_first else pixels,
-        pixels=pixels,
-        train_flops=model.train_flops_per_image if is_first else 0.0,
-    )
-
-
-def stack_sizes(model: ModelSpec) -> list[StepSizes]:
-    """Return the sizes of each stack of blocks: what is estimated of them adds up to the step."""
-    return [step_sizes(model, stack) for stack in model.stacks]
+    around, found = model.parameter_count - sum(parameters.values()), []
+    for number, run in enumerate(model.runs):
+        sizes = model.stacks[run.stack]
+        found.append(
+            StepSizes(
+                depth=sizes.depth,
+                width=sizes.embed_dim,
+                hidden=sizes.hidden,
+                heads=sizes.num_heads,
+                head_dim=sizes.head_dim,
+                tokens=run.tokens,
+                sequences=run.sequences,
+                block_parameters=parameters[run.stack] // sizes.depth,
+                other_parameters=around if number == 0 or not run.learns else 0,
+                has_state=run.stack not in [before.stack for before in model.runs[:number]],
+                learns=run.learns,
+                outputs=run.outputs,
+                pixels=run.pixels,
+                train_flops=run.train_flops,
+            )
+        )
+    return tuple(found)
 
 
 Estimated = TypeVar("Estimated")
 
 
-def summed(estimate: Callable[[StepSizes], Estimated], stacks: Iterable[StepSizes]) -> Estimated:
-    """Return the sum of what is estimated of each stack of blocks."""
-    return functools.reduce(operator.add, map(estimate, stacks))
+def summed(estimate: Callable[[StepSizes], Estimated], runs: Iterable[StepSizes]) -> Estimated:
+    """Return the sum of what is estimated of all that a step computes."""
+    return functools.reduce(operator.add, map(estimate, runs))

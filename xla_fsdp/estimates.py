@@ -18,7 +18,7 @@ import torch
 from models.spec import ModelSpec
 from training.config import RunConfig
 from training.mesh import Mesh
-from training.step_sizes import StepSizes, stack_sizes, state_bytes, summed
+from training.step_sizes import StepSizes, state_bytes, step_sizes, summed
 from xla_fsdp.attention.sizes import LANES, SUBLANES, padded_tokens, padded_width
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.tpu import Chip
@@ -96,13 +96,20 @@ POLICIES = {
     "none": RematCost(6, 1, True, 0, 0.5, saves_flash=True),
 }
 """The values of ``--grad_ckpt`` among which ``--plan`` and auto choose."""
+_FORWARD_ALONE = RematCost(0, 0, False, 0, 0)
+"""Of a teacher, without a backward pass."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of a device at the step's peak, and its seconds by what it does."""
+    """Bytes of a device, and its seconds by what it does."""
 
-    peak_bytes: float
+    held_bytes: float
+    """From a forward pass to the backward pass, and state: in memory at the peak."""
+    block_bytes: float
+    """Of one block at work."""
+    output_bytes: float
+    """Of what the model returns, while its loss is computed."""
     products_s: float
     traffic_s: float
     waiting_s: float
@@ -112,37 +119,43 @@ class Estimate:
     """To store what is saved beside the blocks' inputs, and to load it; for the host's memory."""
 
     @property
+    def peak_bytes(self) -> float:
+        return self.held_bytes + max(self.block_bytes, self.output_bytes)
+
+    @property
     def step_s(self) -> float:
         moving = self.traffic_s + self.waiting_s + self.dcn_s + self.saving_s
         return self.products_s + moving
 
     def __add__(self, other: Estimate) -> Estimate:
-        """Return the estimate of two stacks of blocks: one computes after the other, and what both
-        save is in memory at the peak."""
-        return Estimate(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        """Return the estimate of two runs of blocks: one computes after the other, and what both
+        hold is in memory at the peak."""
+        total = Estimate(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return replace(total, block_bytes=max(self.block_bytes, other.block_bytes))
 
 
 def estimate(
     shape: StepSizes, chip: Chip, mesh: Mesh, config: RunConfig, attention: str
 ) -> Estimate:
-    """Return what a step is expected to need on each device.
+    """Return what a run of blocks in a step is expected to need on each device.
 
     ``config`` gives the batch, ``--grad_accum_steps``, ``--grad_ckpt`` (one of ``POLICIES``), the
     precision and the optimizer; ``attention`` is the value of ``--attention``.
     """
-    policy = POLICIES[config.sharding.grad_ckpt]
+    policy = POLICIES[config.sharding.grad_ckpt] if shape.learns else _FORWARD_ALONE
+    rounds = 3 if shape.learns else 1  # the backward pass counts as two forward ones
     passes, tensor = config.data.grad_accum_steps, mesh.tensor
     value_bytes = 4 if config.sharding.precision == "fp32" else 2
     parameter_bytes = state_bytes(config)
     has_kernels = attention != "sdpa"  # kernels of attention write no scores
     block_runs = passes * shape.depth
-    state = shape.parameters / (mesh.fsdp * mesh.domain * tensor)
+    state = shape.state_parameters / (mesh.fsdp * mesh.domain * tensor)
 
     # Sizes of one block in one pass on one device.
     unit = 256 if chip.kind in ("v6e", "tpu7x") else 128  # the side of the matrix unit
     images = config.data.batch_size / mesh.batch_parts / passes
-    tokens = shape.tokens / mesh.domain
-    rows = images * _up(tokens, SUBLANES)  # of products: each image's padded to whole tiles
+    sequences, tokens = images * shape.sequences, shape.tokens / mesh.domain
+    rows = sequences * _up(tokens, SUBLANES)  # of products: each sequence padded to whole tiles
     heads, hidden = shape.heads / tensor, shape.hidden / tensor
     weights = shape.block_parameters / tensor
     input_bytes = rows * shape.width / tensor * _FP32
@@ -151,7 +164,7 @@ def estimate(
     queries, keys = _up(tokens, SUBLANES), _up(shape.tokens, unit)
     speed, score_bytes, kernel_bytes = 1.0, 0.0, 0.0
     if not has_kernels:
-        score_bytes = images * heads * queries * _up(shape.tokens, LANES) * value_bytes
+        score_bytes = sequences * heads * queries * _up(shape.tokens, LANES) * value_bytes
     elif attention == "flash":  # operands are in tiles, each head by itself
         dtype = torch.bfloat16 if value_bytes == 2 else torch.float32
         width = padded_width(shape.head_dim)
@@ -161,22 +174,22 @@ def estimate(
         speed = _FLASH_SPEED
         operand_rows = _up(tokens, LANES) + _up(shape.tokens, LANES)
         operand_width = _up(shape.head_dim, LANES)
-        kernel_bytes = 4 * images * heads * operand_rows * operand_width * value_bytes
+        kernel_bytes = 4 * sequences * heads * operand_rows * operand_width * value_bytes
     else:
         operand_rows = tokens + shape.tokens
-        kernel_bytes = 4 * images * heads * operand_rows * shape.head_dim * value_bytes
+        kernel_bytes = 4 * sequences * heads * operand_rows * shape.head_dim * value_bytes
 
     # FLOPs: forward once, backward twice, and what is recomputed.
     last_flops = 2 * rows * _up(hidden, unit) * _up(shape.width, unit)  # the MLP's second product
-    score_flops = 2 * 2 * images * heads * queries * keys * _up(shape.head_dim, unit) / speed
+    score_flops = 2 * 2 * sequences * heads * queries * keys * _up(shape.head_dim, unit) / speed
     all_heads = _up(shape.heads * shape.head_dim / tensor, unit)
     projection_flops = 2 * rows * _up(shape.width, unit) * (3 + 1) * all_heads
     forward_flops = projection_flops + score_flops + 2 * last_flops
     recomputed_flops = policy.products * (forward_flops - last_flops)
     if attention == "flash" and not policy.saves_flash:
         recomputed_flops += (1 - policy.products) * score_flops
-    patch_flops = 3 * 2 * images * tokens * shape.pixels / shape.tokens * shape.width
-    flops = block_runs * (3 * forward_flops + recomputed_flops) + passes * patch_flops
+    patch_flops = rounds * 2 * sequences * shape.pixels / mesh.domain * shape.width
+    flops = block_runs * (rounds * forward_flops + recomputed_flops) + passes * patch_flops
     products_share = _PRODUCTS_WITH_KERNELS if has_kernels else _PRODUCTS
     products_s = flops / (products_share * chip.peak_flops)
 
@@ -184,10 +197,10 @@ def estimate(
     touched_width = (0.4 + 0.6 / tensor) * shape.width  # "tensor" shards some of the activations
     values = _WIDTH_PASSES * touched_width + _HIDDEN_PASSES * hidden
     activations = rows * values * value_bytes + _SCORE_PASSES * score_bytes
-    block_bytes = activations * (3 + policy.recomputed)
-    block_bytes += (3 + policy.recomputed) * (weights * value_bytes) + 2 * (_FP32 * weights)
-    step_bytes = block_runs * block_bytes + state * (2 * parameter_bytes + 2 * _FP32)
-    moving_s = step_bytes / chip.hbm_bandwidth
+    moved = (rounds + policy.recomputed) * (activations + weights * value_bytes)
+    moved += 2 * (_FP32 * weights) if shape.learns else 0
+    moved = block_runs * moved + state * (2 * parameter_bytes + 2 * _FP32)
+    moving_s = moved / chip.hbm_bandwidth
     if has_kernels:
         traffic_s = math.hypot(products_s, _BESIDE_PRODUCTS * moving_s) - products_s
     elif tokens % LANES == 0:
@@ -202,11 +215,11 @@ def estimate(
     # links that are left, which the devices of a chip share.
     gathered_over = mesh.fsdp * mesh.domain
     received = (gathered_over - 1) / gathered_over
-    rounds = 3 + policy.recomputed
     layer_bytes = rows * shape.width * value_bytes
-    gathered = 2 * weights * value_bytes * received  # forward, and again for the backward pass
-    reduced = weights * _FP32 * received
-    rotated_keys = rounds * 2 * layer_bytes * (mesh.domain - 1)
+    gathered, reduced = weights * value_bytes * received, 0.0
+    if shape.learns:  # gathered again for the backward pass
+        gathered, reduced = 2 * gathered, weights * _FP32 * received
+    rotated_keys = (rounds + policy.recomputed) * 2 * layer_bytes * (mesh.domain - 1)
     on_a_chip = min(tensor, chip.devices)
     tensor_links = min(math.log2(tensor / on_a_chip), chip.links - 1)
     gathering_links = (chip.links - tensor_links) / on_a_chip
@@ -214,7 +227,7 @@ def estimate(
     gathering_s = block_runs * gathering_s
     tensor_s = 0.0  # of activations over "tensor", which nothing hides
     if tensor > 1:
-        joined = rounds * 2 * layer_bytes * (tensor - 1) / tensor
+        joined = (rounds + policy.recomputed) * 2 * layer_bytes * (tensor - 1) / tensor
         tensor_bandwidth = tensor_links * chip.link_bandwidth or chip.between_devices
         tensor_s = block_runs * (joined / tensor_bandwidth)
     longer_s = max(0.0, gathering_s - products_s - traffic_s)
@@ -228,18 +241,19 @@ def estimate(
     if policy.on_host:
         saving_s += _HOST_WAITED_FOR * (2 * input_bytes / chip.host_bandwidth)
 
-    # Memory at the peak: state and gradients, what is saved of all blocks, one block at work.
+    # Memory: state and gradients, what is saved of all blocks, one block at work, what is returned.
     inputs = 2 if policy.on_host else shape.depth  # on the host: one on its way, one at work
+    inputs = inputs if shape.learns else 1
     saved = inputs * input_bytes + shape.depth * saved_bytes
     at_work = rows * ((2 + 6 / tensor) * shape.width + 3 * hidden) * value_bytes
     at_work += 3 * score_bytes
     at_work += kernel_bytes
     unsharded = 1.3 * shape.block_parameters / tensor * value_bytes
-    logits = 3 * images * shape.classes * _FP32
-    image_bytes = images * passes * shape.pixels / mesh.domain * _FP32
+    image_bytes = sequences * passes * shape.pixels / mesh.domain * _FP32
     return Estimate(
-        peak_bytes=state * (parameter_bytes + _FP32)
-        + (saved + at_work + unsharded + logits + image_bytes),
+        held_bytes=state * (parameter_bytes + _FP32) + (saved + image_bytes if shape.learns else 0),
+        block_bytes=at_work + unsharded + (0 if shape.learns else saved),
+        output_bytes=images * shape.outputs * (value_bytes if shape.learns else _FP32),
         products_s=products_s,
         traffic_s=traffic_s,
         waiting_s=_WAITED_FOR * gathering_s + longer_s + tensor_s,
@@ -284,7 +298,7 @@ def resolve_policy(
         of_stack = functools.partial(
             estimate, chip=chip, mesh=mesh, config=with_policy(name), attention=own.attention
         )
-        found = summed(of_stack, stack_sizes(model))
+        found = summed(of_stack, step_sizes(model))
         seconds[name], peaks[name] = found.step_s, found.peak_bytes
     fitting = [name for name in peaks if peaks[name] <= _USABLE * chip.hbm_bytes]
     if fitting:

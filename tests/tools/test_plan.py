@@ -1,5 +1,6 @@
 """--plan: its arithmetic against the compiler's figures, its search, the whole on small models."""
 
+import functools
 import itertools
 import json
 import math
@@ -32,7 +33,7 @@ from training.errors import UsageError
 from training.flags import flat
 from training.mesh import Mesh
 from training.resolve import resolve_model
-from training.step_sizes import stack_sizes, step_sizes
+from training.step_sizes import step_sizes, summed
 from xla_fsdp import tpu
 from xla_fsdp.estimates import POLICIES
 from xla_fsdp.resolve_xla import resolve_for_slice
@@ -62,7 +63,8 @@ COMPILED = [
 def asked(*words):
     flags = read_flags(["--plan", *words])
     config, model = resolve_model(flags.run)
-    return config, flags.xla, step_sizes(model)
+    (shape,) = step_sizes(model)
+    return config, flags.xla, shape
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def test_a_masked_autoencoder_is_planned_for_tpus(tmp_path):
     flags = read_flags(["--plan", *MAE, "--tpu_topology", "v5e:2x2", "--data_dir", str(tmp_path)])
     request = read_request(flags.run, flags.xla, ("v5e",))
     assert request.work.images == 9
-    encoder, decoder = stack_sizes(request.model)
+    encoder, decoder = step_sizes(request.model)
     assert (encoder.depth, encoder.tokens) == (12, 1 + 49)
     assert (decoder.depth, decoder.tokens, decoder.width) == (4, 1 + 196, 512)
     assert encoder.parameters + decoder.parameters == request.model.parameter_count
@@ -140,7 +142,9 @@ def test_a_masked_autoencoder_is_planned_for_tpus(tmp_path):
     candidate = TpuCandidate(Mesh(fsdp=4), "full", 1, "whole", parse_topology("v5e:2x2"))
     parts = [candidate.estimate(each, request.config) for each in (encoder, decoder)]
     assert whole[candidate].step_s == pytest.approx(sum(each.step_s for each in parts))
-    assert whole[candidate].peak_bytes == pytest.approx(sum(each.peak_bytes for each in parts))
+    held = sum(each.held_bytes for each in parts)
+    at_work = max(parts[0].block_bytes, parts[1].block_bytes, sum(p.output_bytes for p in parts))
+    assert whole[candidate].peak_bytes == pytest.approx(held + at_work)
 
     typed = read_flags(compile_words(request.config, request.own, candidate))
     _, compiled = resolve_model(typed.run)
@@ -163,6 +167,122 @@ def test_a_masked_autoencoder_is_planned_for_gpus(capsys, tmp_path):
         assert trains == {objective == "mae"}
     assert steps[0].keys() <= steps[1].keys()
     assert all(steps[1][name] < step_s for name, step_s in steps[0].items())
+
+
+# -- self-distillation: student and teacher ------------------------------------------------
+
+DINO_VIT_L = "@recipes/dinov2_vit_l16.args"
+
+
+@pytest.fixture(scope="module")
+def dino():
+    flags = read_flags(["--plan", DINO_VIT_L])
+    return resolve_model(flags.run)
+
+
+def forward_flops(tokens, patches, heads):
+    """Of a ViT-L/16 for one crop. ``heads``: (tokens, prototypes) of each head."""
+    width, depth, hidden, bottleneck = 1024, 24, 2048, 256
+    block = 2 * tokens * 12 * width**2 + 2 * 2 * tokens**2 * width
+    embedding = 2 * patches * 3 * 16**2 * width
+    of_heads = sum(
+        2 * count * (width * hidden + hidden**2 + hidden * bottleneck + bottleneck * prototypes)
+        for count, prototypes in heads
+    )
+    return depth * block + embedding + of_heads
+
+
+def test_student_and_teacher_are_counted_apart(dino):
+    """Half of 196 patches of one global crop are masked, 65,536 prototypes of each kind."""
+    _, model = dino
+    of_global, of_local, of_teacher = step_sizes(model)
+    assert (of_global.tokens, of_global.sequences) == (1 + 14**2, 2)
+    assert (of_local.tokens, of_local.sequences) == (1 + 6**2, 8)
+    assert (of_teacher.tokens, of_teacher.sequences) == (1 + 14**2, 2)
+    assert [each.learns for each in (of_global, of_local, of_teacher)] == [True, True, False]
+    assert of_global.outputs == of_teacher.outputs == (2 + 98) * 65536
+    assert of_local.outputs == 8 * 65536
+    assert of_global.state_parameters == of_teacher.parameters == model.parameter_count
+    assert of_local.state_parameters == of_teacher.state_parameters == 0
+
+    of_crops = 2 * forward_flops(197, 196, [(1 + 49, 65536)])
+    of_student = of_crops + 8 * forward_flops(37, 36, [(1, 65536)])
+    assert of_teacher.train_flops == pytest.approx(of_crops, rel=1e-3)
+    assert of_global.train_flops + of_local.train_flops == pytest.approx(3 * of_student, rel=3e-3)
+
+
+def test_a_teacher_has_weights_and_a_forward_pass_alone(dino):
+    config, model = dino
+    candidate = TpuCandidate(Mesh(fsdp=64), "full", 1, "whole", parse_topology("v5e:8x8"))
+    *student, teacher = (candidate.estimate(each, config) for each in step_sizes(model))
+    assert teacher.held_bytes == 0  # its weights are the student's moving average
+    # fp32 weights, gradients, two moments, average; the inputs of blocks; the crops.
+    rows, values = 32 * (2 * 200 + 8 * 40), 2 * 3 * 224**2 + 8 * 3 * 96**2
+    held = 20 * model.parameter_count / 64 + 24 * rows * 1024 * 4 + 32 * values * 4
+    assert sum(each.held_bytes for each in student) == pytest.approx(held)
+    # Recomputation repeats all of a student's block but its last product. Rows, keys and heads are
+    # padded.
+    products = [each.products_s * 0.88 * 197e12 / 32 for each in (*student, teacher)]
+    assert products[2] == pytest.approx(2 * forward_flops(197, 196, []), rel=0.1)
+    block = 4 - 8 / 24
+    assert products[0] == pytest.approx(2 * block * forward_flops(197, 196, []), rel=0.1)
+    assert products[1] == pytest.approx(8 * block * forward_flops(37, 36, []), rel=0.2)
+
+
+def test_self_distillation_is_near_the_compiler(dino):
+    """docs/pretraining.md: 3.86 GB, 727 ms. What is around the blocks is left out."""
+    config, model = dino
+    topology = parse_topology("v5e:8x8")
+    own = read_flags(["--compile_only", "--tpu_topology", topology.name]).xla
+    attention = resolve_for_slice(replace(config, plan=False), own, topology).own.attention
+    candidate = TpuCandidate(Mesh(fsdp=64), "full", 1, attention, topology)
+    found = summed(functools.partial(candidate.estimate, config=config), step_sizes(model))
+    assert found.peak_bytes == pytest.approx(3.86e9, rel=0.15)
+    assert found.step_s == pytest.approx(0.727, rel=0.3)
+
+
+def test_self_distillation_is_planned_for_tpus(dino):
+    flags = read_flags(["--plan", DINO_VIT_L, "--fake_data", "--tpu_topology", "v5e:8x8"])
+    request = read_request(flags.run, flags.xla, ("v5e",))
+    candidate = TpuCandidate(Mesh(fsdp=64), "full", 1, "whole", parse_topology("v5e:8x8"))
+    assert refusal(request, candidate) is None
+    typed = read_flags(compile_words(request.config, request.own, candidate))
+    assert resolve_model(typed.run)[1].settings == dino[1].settings
+    assert typed.run.objective == request.config.objective
+    passes = replace(candidate, grad_accum_steps=4)
+    assert refusal(request, passes).startswith("--koleo_group 16 does not divide the 8 images")
+    tensor = replace(candidate, mesh=Mesh(fsdp=32, tensor=2))
+    assert refusal(request, tensor).startswith("--mesh_tensor 2 requires --objective classify")
+
+
+def test_self_distillation_is_planned_for_gpus(dino, capsys, tmp_path):
+    words = [
+        "--plan",
+        "--backend",
+        "cuda",
+        "--json",
+        DINO_VIT_L,
+        "--data_dir",
+        str(tmp_path / "no"),
+    ]
+    folder = ["--plan_dir", str(tmp_path / "plan")]
+    assert run_vit_training.main([*words, *folder, "--chips_at_most", "32"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["work"]["steps"] == 200 * (1_281_167 // 2048)
+    assert (
+        "MFU counts student and teacher, 1,294 and 251 billion FLOPs of an image" in found["notes"]
+    )
+    for each in found["plans"]:
+        assert "--objective dino" in each["commands"]["train"]
+        assert each["peak_bytes"] > 20 * dino[1].parameter_count / each["chips"]
+        assert 0.1 < each["expected_mfu"] < 0.6
+        flops = each["expected_mfu"] * each["expected_step_s"] * each["chips"]
+        per_image = 1.545e12 * 2048 / flops
+        assert per_image == pytest.approx(PEAK[each["hardware"].split()[-1]], rel=1e-3)
+
+
+PEAK = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
+"""FLOP/s in bf16 without sparsity, NVIDIA's data sheets."""
 
 
 # -- the search, beside a made-up compiler ----------------------------------------------
@@ -430,6 +550,15 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
         ("--tpu_topology v5e:2x2", "--tpu_topology v5e:2x2 requires --compile_only or --plan"),
         ("--plan --compile_only", "--plan is incompatible with --compile_only: drop one"),
         ("--plan --explain", "--explain requires --compile_only"),
+        ("--plan --linear_probe", "--plan is incompatible with --linear_probe: drop one"),
+        (
+            "--plan --objective dino --crop_sizes 224x96",
+            "--plan is incompatible with --crop_sizes 224x96: drop one",
+        ),
+        (
+            "--plan --objective dino --gram_weights x",
+            "--plan is incompatible with --gram_weights x: drop one",
+        ),
         ("--plan --hours 0", "0 must be at least"),
         ("--plan --backend cuda --tpu_topology v5e:2x2", "--tpu_topology requires --backend xla"),
         ("--plan --backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla"),

@@ -361,7 +361,6 @@ def test_steady_state(flags, graphs, tmp_path):
         ("--mixup 0.8", "--mixup 0.8 requires --objective classify, this is dino"),
         ("--mesh_tensor 2", "--mesh_tensor 2 requires --objective classify, this is dino"),
         ("--mesh_domain 2", "--mesh_domain 2 requires --objective classify, this is dino"),
-        ("--plan", "--plan requires --objective classify or --objective mae"),
         ("--model_ema", "--model_ema requires --objective classify or --objective mae"),
         ("--buckets 16x16 12x20", "requires --objective classify, this is dino"),
         ("--local_crop_size 20", "--local_crop_size 20 is larger than the global crops"),

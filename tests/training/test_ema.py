@@ -263,7 +263,7 @@ def test_what_is_planned():
         asked = read_flags(flags)
         topology = parse_topology("v5e:2x4")
         run = resolve_for_slice(asked.run, asked.xla, topology)
-        shape = step_sizes(run.model)
+        (shape,) = step_sizes(run.model)
         candidate = TpuCandidate(run.mesh, "full", 1, "sdpa", topology)
         on_tpu = candidate.estimate(shape, run.config)
         on_gpus = gpu_model.estimate(shape, gpu_model.GPUS[0], Mesh(fsdp=over), run.config)

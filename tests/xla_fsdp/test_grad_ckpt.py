@@ -84,9 +84,10 @@ def test_auto_takes_the_fastest_that_fits(flags, topology):
     slice_ = parse_topology(topology)
     run = resolve_for_slice(asked.run, asked.xla, slice_)
     chosen = run.config.sharding.grad_ckpt
+    (shape,) = step_sizes(run.model)
     found = {
         policy: TpuCandidate(run.mesh, policy, 1, run.own.attention, slice_).estimate(
-            step_sizes(run.model), run.config
+            shape, run.config
         )
         for policy in POLICIES
     }

@@ -21,7 +21,7 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh, make_mesh
 from training.resolve import Run, check_batch, check_rows
-from training.step_sizes import StepSizes, stack_sizes, state_bytes, summed
+from training.step_sizes import StepSizes, state_bytes, step_sizes, summed
 
 # -- GPUs ----------------------------------------------------------------------------------
 
@@ -80,59 +80,87 @@ POLICIES = {
     "selective": GpuRematCost(5, 1, 0.5),
     "none": GpuRematCost(10, 3, 0),
 }
+_FORWARD_ALONE = GpuRematCost(0, 0, 0)
+"""Of a teacher, without a backward pass."""
 
 
 @dataclass(frozen=True)
 class GpuEstimate:
-    """Bytes of a GPU at the step's peak, and the seconds of a step."""
+    """Bytes of a GPU, and the seconds of a step."""
 
-    peak_bytes: float
+    held_bytes: float
+    """From a forward pass to the backward pass, and state: in memory at the peak."""
+    block_bytes: float
+    """Of one block at work."""
+    output_bytes: float
+    """Of what the model returns, while its loss is computed."""
     step_s: float
 
+    @property
+    def peak_bytes(self) -> float:
+        return self.held_bytes + max(self.block_bytes, self.output_bytes)
+
     def __add__(self, other: GpuEstimate) -> GpuEstimate:
-        """Return the estimate of two stacks of blocks, of which one computes after the other."""
-        return GpuEstimate(self.peak_bytes + other.peak_bytes, self.step_s + other.step_s)
+        """Return the estimate of two runs of blocks, of which one computes after the other."""
+        return GpuEstimate(
+            self.held_bytes + other.held_bytes,
+            max(self.block_bytes, other.block_bytes),
+            self.output_bytes + other.output_bytes,
+            self.step_s + other.step_s,
+        )
 
 
 def estimate(shape: StepSizes, gpu: Gpu, mesh: Mesh, config: RunConfig) -> GpuEstimate:
-    """Return what a step with ZeRO-3 is expected to need.
+    """Return what a run of blocks in a step with ZeRO-3 is expected to need.
 
     ``config`` gives the batch, ``--grad_accum_steps``, ``--grad_ckpt`` (one of ``POLICIES``), the
     precision and the optimizer.
     """
-    policy, passes = POLICIES[config.sharding.grad_ckpt], config.data.grad_accum_steps
+    policy = POLICIES[config.sharding.grad_ckpt] if shape.learns else _FORWARD_ALONE
+    rounds = 3 if shape.learns else 1  # the backward pass counts as two forward ones
+    passes = config.data.grad_accum_steps
     value_bytes = 4 if config.sharding.precision == "fp32" else 2
     parameter_bytes = state_bytes(config)
     images = config.data.batch_size / mesh.batch_parts / passes
-    rows = images * shape.tokens / mesh.domain
+    sequences = images * shape.sequences
+    rows = sequences * shape.tokens / mesh.domain
     over = mesh.fsdp * mesh.domain
 
     # Memory.
-    state = shape.parameters / over * (parameter_bytes + _FP32)
+    state = shape.state_parameters / over * (parameter_bytes + _FP32)
     of_token = (policy.widths * shape.width + policy.hiddens * shape.hidden) * value_bytes
     at_once = rows * (10 * shape.width + 3 * shape.hidden) * value_bytes
     unsharded = 2 * shape.block_parameters * (value_bytes + _FP32)
-    rest = 3 * images * (shape.classes + shape.pixels / mesh.domain) * _FP32
-    peak = state + shape.depth * rows * of_token + at_once + unsharded + rest
+    saved = shape.depth * rows * of_token + 3 * sequences * shape.pixels / mesh.domain * _FP32
+    # Beside what a student returns: its logarithms and gradients. Of a teacher: targets alone.
+    outputs = rounds * images * shape.outputs * _FP32
 
     # Products and memory traffic.
-    flops = passes * images / mesh.domain * shape.train_flops * (1 + policy.recomputed / 3)
+    flops = passes * images / mesh.domain * shape.train_flops * (1 + policy.recomputed / rounds)
     products_s = flops / (_PRODUCTS * gpu.peak_flops(config.sharding.precision))
-    values = (20 * shape.width + 6 * shape.hidden) * rows * (3 + policy.recomputed) * value_bytes
-    moved = passes * shape.depth * (values + 4 * shape.block_parameters * value_bytes)
-    moved += shape.parameters / over * 2 * parameter_bytes
+    values = (20 * shape.width + 6 * shape.hidden) * rows * value_bytes
+    values *= rounds + policy.recomputed
+    weights = (rounds + 1) * shape.block_parameters * value_bytes
+    moved = passes * shape.depth * (values + weights)
+    moved += shape.state_parameters / over * 2 * parameter_bytes
     computed_s = products_s + moved / (_TRAFFIC * gpu.bandwidth)
 
     # Exchanges: weights are gathered twice and gradients reduced, in every pass; then gradients
     # are summed over the replicas.
-    received = shape.parameters * (over - 1) / over * (2 * value_bytes + _FP32)
+    exchanged = 2 * value_bytes + _FP32 if shape.learns else value_bytes
+    received = shape.parameters * (over - 1) / over * exchanged
     within_s = passes * received / (gpu.nvlink if over <= NODE else gpu.network)
-    summed = 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * shape.parameters / over
+    summed = 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * shape.state_parameters / over
     replicas_s = summed / (gpu.nvlink if mesh.devices <= NODE else gpu.network)
     exchanged_s = (within_s + replicas_s) / _LINKS
 
     longer, shorter = max(computed_s, exchanged_s), min(computed_s, exchanged_s)
-    return GpuEstimate(peak, longer + (1 - _HIDDEN) * shorter)
+    return GpuEstimate(
+        held_bytes=state + (saved if shape.learns else 0),
+        block_bytes=at_once + unsharded + (0 if shape.learns else saved),
+        output_bytes=outputs,
+        step_s=longer + (1 - _HIDDEN) * shorter,
+    )
 
 
 # -- plans -------------------------------------------------------------------------------------
@@ -200,7 +228,7 @@ def _plan(request: Request, gpu: Gpu, number: int, chosen: dict[str, Any]) -> Ha
     config = replace(candidate.run_config(config), backend="cuda")
     check_rows(mesh, model)
     check_batch(Run(config, request.own, model, mesh))
-    found = summed(lambda shape: estimate(shape, gpu, mesh, config), stack_sizes(model))
+    found = summed(lambda shape: estimate(shape, gpu, mesh, config), step_sizes(model))
 
     # The line that starts the training, to be typed on each node.
     nodes = math.ceil(number / NODE)

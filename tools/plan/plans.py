@@ -334,6 +334,11 @@ def print_plans(
         if priced:
             chosen["cheapest"] = min(priced, key=lambda plan: plan.cost)
         chosen["smallest"] = min(known, key=lambda plan: (plan.chips, plan.cost, plan.step_s))
+    teacher_flops = sum(run.train_flops for run in request.model.runs if not run.learns)
+    if teacher_flops:
+        student_flops = request.model.train_flops_per_image - teacher_flops
+        counted = f"{student_flops / 1e9:,.0f} and {teacher_flops / 1e9:,.0f}"
+        notes = [*notes, f"MFU counts student and teacher, {counted} billion FLOPs of an image"]
     title = f"{what}, batch {work.batch_size:,}, {work.epochs} epochs"
     if plans:
         _draw(plans, chosen, f"To train {title}", picture)

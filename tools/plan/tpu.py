@@ -32,7 +32,7 @@ from tools.plan.tpu_search import (
 )
 from training.config import EmaConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.step_sizes import stack_sizes, summed
+from training.step_sizes import step_sizes, summed
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import CHIPS, takes_newer_libtpu
@@ -180,7 +180,7 @@ def computed_candidates(
     request: Request, choices: Mapping[str, tuple[Any, ...]] = CHOICES
 ) -> list[ComputedCandidate]:
     """Return all that the flags leave open of these choices, with the arithmetic's estimates."""
-    shapes, prices = stack_sizes(request.model), request.prices
+    shapes, prices = step_sizes(request.model), request.prices
     return [
         ComputedCandidate(
             each,
