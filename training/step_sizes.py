@@ -18,7 +18,8 @@ class StepSizes:
     depth: int
     width: int
     hidden: int
-    """Width of the MLP."""
+    """Width of the MLP if it has two matrices. A gated one has three: then that of two matrices
+    with as many values."""
     heads: int
     head_dim: int
     tokens: int
@@ -69,12 +70,14 @@ def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
     }
     around, found = model.parameter_count - sum(parameters.values()), []
     for number, run in enumerate(model.runs):
-        sizes = model.stacks[run.stack]
+        sizes, block = model.stacks[run.stack], getattr(model.meta, run.stack)[0]
+        matrices = sum(p.numel() for p in block.parameters() if p.dim() == 2)
+        of_attention = 2 * sizes.embed_dim * sizes.num_heads * (sizes.head_dim + sizes.value_dim)
         found.append(
             StepSizes(
                 depth=sizes.depth,
                 width=sizes.embed_dim,
-                hidden=sizes.hidden,
+                hidden=(matrices - of_attention) // (2 * sizes.embed_dim),
                 heads=sizes.num_heads,
                 head_dim=sizes.head_dim,
                 tokens=run.tokens,

@@ -95,6 +95,20 @@ def test_the_arithmetic_ranks_as_the_compiler(shapes):
     assert all((a[0] < b[0]) == (a[1] < b[1]) for a, b in apart)
 
 
+@pytest.mark.parametrize(
+    ("model", "mlp_products"),
+    [(VIT_L, 2), ("timm/vit_huge_plus_patch16_dinov3", 3), ("timm/eva_large_patch14_196", 2)],
+)
+def test_products_are_the_models(model, mlp_products):
+    """Those of MFU, but for what is padded; gated MLPs have a third product."""
+    config, _, shape = asked("--model", model, "--precision", "bf16", "--grad_ckpt", "none")
+    sizes = resolve_model(config)[1].sizes
+    assert shape.hidden == sizes.hidden * mlp_products / 2
+    candidate = TpuCandidate(Mesh(fsdp=8), "none", 1, "whole", parse_topology("v5e:2x4"))
+    flops = candidate.estimate(shape, config).products_s * 0.88 * 197e12
+    assert flops == pytest.approx(shape.train_flops * config.data.batch_size / 8, rel=0.1)
+
+
 def test_what_is_kept_takes_memory_and_saves_time(shapes):
     config, _, _ = asked("--precision", "bf16")
     topology = parse_topology("v5p:4x4x8")
