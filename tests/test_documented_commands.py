@@ -206,6 +206,16 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 run_vit_training.py @recipes/mae_vit_l16_finetune.args": Elsewhere(
         "days of training", trains
     ),
+    "python3 run_vit_training.py --plan --backend cuda @recipes/dinov3_7b.args": Run(
+        (r"^MFU counts student and teacher, 38,872 and 7,140 billion FLOPs", r"^256 x H100 "),
+        leaves=("runs/plan/gpu.png",),
+        long=True,
+    ),
+    "python3 run_vit_training.py --plan @recipes/dinov3_7b.args": Run(
+        (r"^v6e:16x16 +256 .* arithmetic$", r"^fastest: .*, by arithmetic, not compiled$"),
+        leaves=("runs/plan/tpu.png",),
+        long=True,
+    ),
     # docs/benchmarks.md
     "python benchmarks/xla_step.py --devices 1 2 4": Run(
         (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)), long=True
