@@ -107,9 +107,17 @@ def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
 
 
 def find_resumable(config: CheckpointConfig) -> tuple[SavedRun | None, choose.Candidates]:
-    """Return the checkpoint that the flags name (2 and 3 above), and all that may replace it."""
-    found = choose.find_resume(files.folder_at(config.ckpt_dir), config.resume, config.resume_epoch)
-    return choose.first_readable(found)
+    """Return the checkpoint that the flags name (2 and 3 above), and all that may replace it.
+
+    If all are damaged, there is none yet where a step of --local_ckpt_dir (1) may replace them.
+    """
+    folder = files.folder_at(config.ckpt_dir)
+    try:
+        return choose.first_readable(choose.find_resume(folder, config.resume, config.resume_epoch))
+    except choose.AllDamaged as error:
+        if config.local_ckpt_dir is None or not resumes_newest(config):
+            raise
+        return None, choose.Candidates([], error.passed_over, explicit=False)
 
 
 def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Start]:
@@ -252,11 +260,16 @@ def agree(
 
 def continues_here(run: Run) -> bool:
     """Return True, in all processes, if the first one resumes the newest step of --ckpt_dir."""
-    config, mine = run.config.checkpoints, False
+    mine = False
     with exchange.failing_together():
-        is_auto = config.resume == "auto" and not config.resume_epoch
-        mine = is_auto or choose.is_restart(run.ckpt_dir)
+        mine = resumes_newest(run.config.checkpoints)
     return exchange.gather(mine)[0]
+
+
+def resumes_newest(config: CheckpointConfig) -> bool:
+    """Return True if the newest step of --ckpt_dir is asked for."""
+    is_auto = config.resume == "auto" and not config.resume_epoch
+    return is_auto or choose.is_restart(files.folder_at(config.ckpt_dir))
 
 
 def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> None:
@@ -343,6 +356,8 @@ def choose_checkpoint(
             f"{damaged[-1]}: name another one, or use it as it is with --no_verify_checkpoint",
             agreed=True,
         )
+    if damaged:
+        raise choose.AllDamaged(damaged, agreed=True)
     return None, None, [*notes]
 
 

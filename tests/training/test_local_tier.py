@@ -43,13 +43,15 @@ def uninterrupted(tmp_path_factory):
 def hosts(tmp_path, monkeypatch):
     """Start four processes, each with a disk of its own."""
 
+    words = [*tiny(tmp_path / "run"), "--backend", "cuda", *STEPS, *EVERY_TWO]
+
     def start(*flags, killed="", processes=4):
         monkeypatch.setenv("KILLED", killed or "-1 0")
-        words = [*tiny(tmp_path / "run"), "--backend", "cuda", *STEPS, *EVERY_TWO, *flags]
-        done = run_program("-m", HOSTS, *words, processes=processes)
+        done = run_program("-m", HOSTS, *words, *flags, processes=processes)
         assert (done.returncode == 0) == (not killed), done.stdout + done.stderr
         return Result(tmp_path / "run", done.stdout, done.stderr)
 
+    start.words = words
     start.disk = lambda host: tmp_path / "disks" / f"host_{host}"
     return start
 
@@ -135,6 +137,31 @@ def test_storage_is_as_new_but_damaged(hosts, uninterrupted, tmp_path, kept):
     assert ", so step_8 is resumed" in done.stdout
     assert_resumed(done, uninterrupted, 8)
     assert (tmp_path / "run" / "set_aside_1" / "step_8").exists()
+
+
+def test_storage_has_wrong_sizes_alone(hosts, tmp_path):
+    """All that is there is damaged, which sizes show: the step of the hosts' disks is resumed, and
+    without one nothing is started or set aside."""
+    reference = train_tiny_gpu(tmp_path / "whole", *STEPS)
+    hosts("--ckpt_step_interval", "4", "--no_async_checkpoint", killed="0 10", processes=1)
+    run, disks = tmp_path / "run", tmp_path / "disks"
+    for step in (4, 8):
+        (run / f"step_{step}" / "__0_0.distcp").write_bytes(b"short")
+    disks.rename(tmp_path / "lost")
+    refused = run_program("-m", HOSTS, *hosts.words, processes=1)
+    assert refused.returncode == 2
+    (line,) = [each for each in refused.stderr.splitlines() if "error:" in each]
+    assert "/run/step_8 is damaged (" in line
+    assert "and all others are damaged, too: --resume another one" in line
+    assert sorted(each.name for each in run.glob("s*")) == ["step_4", "step_8"]
+
+    shutil.rmtree(disks, ignore_errors=True)
+    (tmp_path / "lost").rename(disks)
+    done = hosts(processes=1)
+    for step in (4, 8):
+        assert f"warning: {run}/step_{step} is damaged (" in done.stdout
+    assert_resumed(done, reference, 8)
+    assert (run / "set_aside_1" / "step_8").exists()
 
 
 @pytest.mark.long

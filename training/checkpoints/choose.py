@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,19 @@ class Candidates:
     """Why newer checkpoints are not resumed, a line each."""
     explicit: bool = True
     """Whether a flag names this one, so that no other will do."""
+
+
+class AllDamaged(UsageError):
+    """Raised if a run has checkpoints, and none of them can be read."""
+
+    def __init__(self, passed_over: Sequence[str], *, agreed: bool = False) -> None:
+        """Make the error. ``passed_over``: what is wrong with each, the newest first."""
+        super().__init__(
+            f"{passed_over[0]}, and all others are damaged, too: --resume another one, or choose "
+            "another --ckpt_dir to start a new run",
+            agreed=agreed,
+        )
+        self.passed_over = tuple(passed_over)
 
 
 def step_of(path: Path) -> int:
@@ -144,10 +157,7 @@ def _newest(existing: list[Path]) -> Candidates:
         if problem and not (good and step_of(path) < step_of(good[0]))
     )
     if existing and not good:
-        raise UsageError(
-            f"{passed_over[0]}, and all others are damaged, too: --resume another one, or choose "
-            "another --ckpt_dir to start a new run"
-        )
+        raise AllDamaged(passed_over)
     return Candidates(good, passed_over, explicit=False)
 
 
@@ -181,7 +191,7 @@ def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]
         except UsageError as error:
             passed_over.append(str(error))
     if candidates.paths:
-        raise UsageError(passed_over[-1])
+        raise UsageError(passed_over[-1]) if candidates.explicit else AllDamaged(passed_over)
     return None, candidates
 
 
