@@ -9,12 +9,13 @@ RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 # The TPU compiler beside torch_xla's: xla_fsdp/tpu.py names the version, too.
 LIBTPU := 0.0.52
 
-.PHONY: help install tpu-compiler data train train-domain train-mae test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
+.PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
 	@echo "make train-domain  the same with each image over 4 virtual devices (about 5 minutes)"
 	@echo "make train-mae  a masked autoencoder on the digits, without labels (about 5 minutes)"
+	@echo "make train-dino  self-distillation on the digits, without labels (about 5 minutes)"
 	@echo "make test    set up, then run the tests (15 minutes)"
 	@echo "make test-gpu-path  the tests of FSDP2 and Megatron-FSDP on PyTorch 2.14, in .venv-newer"
 	@echo "make test-fast  the tests that start no training (a minute or two), while one edits"
@@ -91,6 +92,10 @@ train-domain: $(INSTALLED)
 train-mae: $(INSTALLED) datasets/digits
 	$(BIN)/python -u run_vit_training.py @recipes/digits_mae.args --data_dir datasets/digits \
 		--cpu_devices 2 --num_workers 2 --ckpt_dir $(subst digits,digits-mae,$(RUN)) $(ARGS)
+
+train-dino: $(INSTALLED) datasets/digits
+	$(BIN)/python -u run_vit_training.py @recipes/digits_dino.args --data_dir datasets/digits \
+		--cpu_devices 2 --num_workers 2 --ckpt_dir $(subst digits,digits-dino,$(RUN)) $(ARGS)
 
 # COVERAGE=1 notes which lines are executed, for make coverage. TESTS="tests/data": only these.
 # PART=2/3: every third of the long tests, from the second on, for several evenings or machines.

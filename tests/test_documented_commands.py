@@ -201,6 +201,14 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         leaves=("runs/digits-mae-*/step_1100", "runs/digits-mae-*/reconstructions.png"),
         long=True,
     ),
+    "make train-dino": Run(
+        (
+            r"^epoch 40 step 440, k-NN on val: [\d.]+ % \(k 10\)",
+            r"^training completed: step 440, checkpoint runs/digits-dino-",
+        ),
+        leaves=("runs/digits-dino-*/step_440",),
+        long=True,
+    ),
     "python3 run_vit_training.py --objective mae": Elsewhere("weeks of training", trains),
     "python3 run_vit_training.py @recipes/mae_vit_l16.args": Elsewhere("weeks of training", trains),
     "python3 run_vit_training.py @recipes/mae_vit_l16_finetune.args": Elsewhere(
