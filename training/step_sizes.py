@@ -68,7 +68,8 @@ def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
         stack: sum(p.numel() for block in getattr(model.meta, stack) for p in block.parameters())
         for stack in model.stacks
     }
-    around, found = model.parameter_count - sum(parameters.values()), []
+    around = model.parameter_count - sum(parameters.values())
+    found: list[StepSizes] = []
     for number, run in enumerate(model.runs):
         sizes, block = model.stacks[run.stack], getattr(model.meta, run.stack)[0]
         matrices = sum(p.numel() for p in block.parameters() if p.dim() == 2)
