@@ -67,6 +67,8 @@ def program_takes(flags: list[str], backend: str) -> None:
     asked = read_flags(flags)
     check_foreign(asked.own, backend, asked.run.given)
     config, model = resolve_model(asked.run)
+    if config.sharding.mesh_dcn == "slices":  # two are named where it is documented
+        config = replace(config, sharding=replace(config.sharding, mesh_dcn=2))
     own = asked.xla if backend == "xla" else replace(asked.torch, fsdp="fsdp2")
     check_rules(replace(resolve_common(config), backend=backend), own)
     check_batch(Run(config, own, model, make_mesh(config.sharding, 64)))

@@ -47,7 +47,8 @@ def on_gpu(tmp_path_factory):
 
 def assert_same(result, expected):
     for name, values in expected[0].items():
-        assert result.column(name) == pytest.approx(values, rel=1e-5), name
+        rounding = 2e-5 if name == "grad_norm" else 1e-5  # norms of 1,000, of sums that cancel
+        assert result.column(name) == pytest.approx(values, rel=rounding), name
     assert "Involuntary full rematerialization" not in result.stderr
 
 
