@@ -5,10 +5,12 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-NO_BATCH, NOT_FINITE, NOT_SAVED, BAD_IMAGES = 1, 3, 4, 5
-"""The exit codes of ``RunFailed``: the data cannot be read any more (a disk has gone, say), where a
-restart may help as after a crash; too many steps in a row were not finite; no checkpoint could be
-written; too many images could not be read."""
+NO_BATCH = FOLDER_IN_USE = 1
+"""The exit code of ``RunFailed`` where a restart may help, as after a crash: the data cannot be
+read any more (a disk has gone, say); a lost machine still has the folder."""
+NOT_FINITE, NOT_SAVED, BAD_IMAGES = 3, 4, 5
+"""Where it does not: too many steps in a row were not finite; no checkpoint could be written; too
+many images could not be read."""
 SIGNAL = 128
 """Plus a signal's number it is the exit code of a program that this signal has ended."""
 
@@ -25,6 +27,10 @@ class UsageError(Exception):
         self.agreed = agreed
         self.process: str | None = None
         """The process that raised it, if the others may not have."""
+
+
+class FolderInUse(UsageError):
+    """Raised if another job holds the lock of a run's folder."""
 
 
 class RunFailed(Exception):

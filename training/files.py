@@ -26,7 +26,7 @@ from fsspec.core import url_to_fs
 
 from data import files
 from data.files import DataFolderError, cache_folder, no_link
-from training.errors import UsageError
+from training.errors import FolderInUse, UsageError
 
 # -- paths -----------------------------------------------------------------------------------------
 
@@ -291,7 +291,8 @@ class FolderLock:
     def acquire(self, *, is_restart: bool) -> str:
         """Lock the folder; return a token that is written into the file.
 
-        Raises UsageError if another job holds the lock, or if the folder is another user's.
+        Raises FolderInUse if another job holds the lock, UsageError if the folder is another
+        user's.
         """
         path = self._place / LOCK_FILE
         try:
@@ -310,7 +311,7 @@ class FolderLock:
                     found = json.loads(os.pread(self._file, 4096, 0))
                     holder = f"process {found['pid']} on {found['host']}, since {found['since']}"
                 self.release()
-                raise UsageError(
+                raise FolderInUse(
                     f"--ckpt_dir {self._folder} is in use by {holder}: end that run first, or "
                     "choose another folder"
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import os
 import re
 import shlex
@@ -95,24 +96,25 @@ class FlagField:
         return " ".join(self.words(value))
 
 
-def flag_fields(config: type) -> Iterator[FlagField]:
-    """Yield the flags of a configuration class and of those nested in it, in their order.
+@functools.cache
+def flag_fields(config: type) -> tuple[FlagField, ...]:
+    """Return the flags of a configuration class and of those nested in it, in their order.
 
     Its class attribute ``group`` is the title of their group in ``--help``.
     """
     hints = typing.get_type_hints(config)
-    nested = []
+    own: list[FlagField] = []
+    nested: list[FlagField] = []
     for field in dataclasses.fields(config):
         kind, flag = hints[field.name], flag_of(field)
         if dataclasses.is_dataclass(kind):
-            nested.append(kind)
+            nested += flag_fields(kind)  # type: ignore[arg-type]
         elif flag:
             is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
             parts = typing.get_args(kind) if is_union else (kind,)
             plain = next(part for part in parts if part is not type(None))
-            yield FlagField(field, flag, plain, config.group)  # type: ignore[attr-defined]
-    for each in nested:
-        yield from flag_fields(each)  # type: ignore[arg-type]
+            own.append(FlagField(field, flag, plain, config.group))  # type: ignore[attr-defined]
+    return (*own, *nested)
 
 
 def by_field(*configs: type) -> dict[str, FlagField]:

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
+from launch import is_crash
 from tests.cli import ROOT
-from training.errors import UsageError
+from training.begin import enter_folder
+from training.errors import RunFailed, UsageError
 from training.files import FolderLock, check_same_folder
 
 pytestmark = pytest.mark.fast
@@ -44,6 +46,22 @@ def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(holder, tmp_p
     token = FolderLock(tmp_path).acquire(is_restart=False)
     check_same_folder(tmp_path, token)
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_restart_may_come_before_a_lost_machine_lets_go(holder, tmp_path, monkeypatch):
+    """Its launcher starts the job again, as after a crash."""
+    (tmp_path / "run.json").write_text('{"job": "mine"}')
+    monkeypatch.setattr("training.files._PATIENCE_S", 0.1)
+    monkeypatch.setattr("training.files._RESTART_PATIENCE_S", 0.5)
+    for job, error in (("mine", RunFailed), ("another", UsageError)):
+        monkeypatch.setenv("RUN_JOB_ID", job)
+        with pytest.raises(error, match=f"is in use by process {holder.pid} on ") as raised:
+            enter_folder(tmp_path, FolderLock(tmp_path), is_main=True)
+        if error is RunFailed:
+            assert is_crash(raised.value.exit_code)
+    holder.kill()
+    monkeypatch.setenv("RUN_JOB_ID", "mine")
+    enter_folder(tmp_path, FolderLock(tmp_path), is_main=True)
 
 
 def test_a_child_does_not_inherit_the_lock(tmp_path):
