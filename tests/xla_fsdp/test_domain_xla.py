@@ -51,11 +51,11 @@ def whole(flags):
     return train_whole("--image_size", "16", *flags.split())
 
 
-def train(folder, devices, flags, how):
+def train(folder, devices, flags, how, exchanges=0):
+    """``exchanges``: of so many tensors at most XLA warns that it replicates them to reshard."""
     given = [*SMALL, "--image_size", "16", *flags.split(), *how.split()]
     result = train_tiny(folder, *given, devices=devices)
-    # XLA's warning where it replicates a tensor to shard it otherwise.
-    assert "Involuntary full rematerialization" not in result.stderr
+    assert result.stderr.count("Involuntary full rematerialization") <= exchanges
     return result
 
 
@@ -72,7 +72,9 @@ def test_as_on_whole_images(devices, flags, how, tmp_path):
 def test_models_on_meshes(model, sharded, tmp_path):
     devices, how = SHARDED[sharded]
     flags = f"{MODELS[model]} --grad_accum_steps 2"
-    assert_like_whole(train(tmp_path, devices, flags, how), whole(flags))
+    # Its MLP's columns, recomputed for a weight's gradient, once a pass; libtpu exchanges none.
+    exchanges = 2 if (model, sharded) == ("hybrid, 2-D", "fsdp x domain") else 0
+    assert_like_whole(train(tmp_path, devices, flags, how, exchanges), whole(flags))
 
 
 @pytest.mark.long
