@@ -341,6 +341,27 @@ def test_slurm_requeues_what_was_preempted(step_code, variables, requeued, slurm
     assert ("requeueing" in stdout) == requeued
 
 
+@pytest.mark.parametrize(
+    ("failures", "variables", "starts", "expected"),
+    [
+        (1, {}, 2, 0),
+        (1, {"STATE": "CANCELLED"}, 1, 233),
+        pytest.param(9, {}, 3, 233, marks=pytest.mark.long),
+    ],
+)
+def test_slurm_starts_a_step_again_that_reached_no_node(
+    failures, variables, starts, expected, slurm, tmp_path
+):
+    log = tmp_path / "starts"
+    script(tmp_path / "step", f'echo >> "{log}"; (($(wc -l < "{log}") > {failures})) || exit 233')
+    job = slurm("--ckpt_dir=x", PYTHON=str(tmp_path / "step"), SLURM_NNODES="1", **variables)
+    code, _, stderr = finish(job)
+    assert code == expected
+    assert log.read_text().count("\n") == starts
+    assert "a node does not answer" in stderr
+    assert slurm_changed(tmp_path) == []
+
+
 def test_slurm_script_outlives_sigterm(slurm, tmp_path):
     """Slurm sends it to the script and to the step, which writes a checkpoint and tells so."""
     step = slurm_step(
