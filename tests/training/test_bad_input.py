@@ -208,7 +208,8 @@ def complaint(capsys, ckpt_dir, *flags):
     ],
 )
 def test_flags(flags, words, capsys, tmp_path, monkeypatch):
-    if "--tpu_topology" in flags or flags in ("--mesh_fsdp 2", "--precision fp16"):
+    others = ("--mesh_fsdp 2", "--precision fp16", "--plan --mesh_dcn slices")
+    if "--tpu_topology" in flags or flags in others:
         need_xla()  # where another backend says it in other words
     monkeypatch.chdir(tmp_path)
     (tmp_path / "setup.cfg").touch()
@@ -237,6 +238,8 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     words = complaint(capsys, tmp_path / "ckpt", "--compile_only", "--tpu_topology", "v5e:2x2")
     assert f"--compile_only requires {package}: python3 -m pip install -r requirements-tpu" in words
+    words = complaint(capsys, tmp_path / "ckpt", "--plan")
+    assert f"--plan requires {package}: python3 -m pip install -r requirements-tpu" in words
 
 
 @pytest.mark.parametrize(

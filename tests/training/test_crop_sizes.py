@@ -10,7 +10,7 @@ import torch
 from data.files import DataFolderError
 from data.loader import GlobalBatchSampler, PairSampler, Share
 from data.source import open_data
-from tests.cli import tiny, train_tiny, train_tiny_gpu
+from tests.cli import need_xla, tiny, train_tiny, train_tiny_gpu
 from tests.data.test_tables import write_tables
 from tests.marks import long
 from tests.references import plain_dino
@@ -187,6 +187,8 @@ def test_one_compilation_a_pair(tmp_path):
     ],
 )
 def test_mistakes(flags, line, capsys, tmp_path):
+    if "--compile_only" in flags:
+        need_xla()
     words = [*tiny(tmp_path / "run"), *DINO, "--backend", "cuda", *flags.split()]
     assert line in told_in_one_line(capsys, *words)
     assert not (tmp_path / "run").exists()

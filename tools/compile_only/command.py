@@ -42,7 +42,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
         raise UsageError(
             f"--compile_only takes one slice, not {own.tpu_topology}: --plan takes several"
         )
-    compiler.check_installed()
+    compiler.check_installed("--compile_only")
     used = (torch_xla_private, jax_private, timm_private)
     warn_of_others(*(each.WRITTEN_FOR for each in used))
     topology = parse_topology(own.tpu_topology, replicas(config.sharding))

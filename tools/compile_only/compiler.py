@@ -43,12 +43,12 @@ def prepare_jax() -> None:
     os.environ.update(JAX_WITHOUT_TPU)
 
 
-def check_installed() -> None:
-    """Raise UsageError if torch_xla, libtpu or jaxlib is missing."""
+def check_installed(mode: str) -> None:
+    """Raise UsageError if torch_xla, libtpu or jaxlib is missing, which the flag ``mode`` needs."""
     for name in ("torch_xla", "libtpu", "jax", "jaxlib"):
         if importlib.util.find_spec(name) is None:
             raise UsageError(
-                f"--compile_only requires {name}: python3 -m pip install -r requirements-tpu.txt"
+                f"{mode} requires {name}: python3 -m pip install -r requirements-tpu.txt"
             )
 
 

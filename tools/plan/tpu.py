@@ -246,7 +246,7 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
 
     Raises UsageError.
     """
-    check_installed()
+    check_installed("--plan")
     request = plans.read_request(config, own, tuple(CHIPS))
     options, left_out = _with_a_compiler(computed_candidates(request), own)
     if not options:
