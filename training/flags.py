@@ -209,7 +209,7 @@ def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -
     for config in others:
         if backend in config.backends:
             continue
-        for option in flag_fields(type(config)):
+        for option in by_field(type(config)).values():
             name = option.field.name
             if name in given and getattr(config, name) != option.field.default:
                 narrower = [each for each in option.flag.requires if each.startswith("backend=")]
