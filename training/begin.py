@@ -23,7 +23,7 @@ from training.checkpoints import format as checkpoint
 from training.checkpoints.format import Position, SavedRun
 from training.checkpoints.local_tier import LocalTier
 from training.config import CheckpointConfig, ObjectiveConfig, OptimizerConfig, RunConfig
-from training.errors import FOLDER_IN_USE, FolderInUse, RunFailed, UsageError
+from training.errors import UsageError
 from training.flags import FlagField, by_field, flat
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
@@ -275,19 +275,11 @@ def resumes_newest(config: CheckpointConfig) -> bool:
 def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> None:
     """Lock the folder for this job. Raises in all processes if that is not possible: RunFailed in a
     restart whose folder is still in use, perhaps by a lost machine, else UsageError."""
-    token = in_use = ""
+    token = ""
     with exchange.failing_together():
         if is_main:
-            is_restart = choose.is_restart(ckpt_dir)
-            try:
-                token = lock.acquire(is_restart=is_restart)
-            except FolderInUse as error:
-                if not is_restart:
-                    raise
-                in_use = str(error)
-    token, in_use = exchange.gather([token, in_use])[0]
-    if in_use:
-        raise RunFailed(in_use, FOLDER_IN_USE)
+            token = lock.acquire(is_restart=choose.is_restart(ckpt_dir))
+    token = exchange.gather(token)[0]
     with exchange.failing_together():
         if not is_main:  # closing the file in the first process would release its lock
             files.check_same_folder(ckpt_dir, token)

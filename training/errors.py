@@ -29,10 +29,6 @@ class UsageError(Exception):
         """The process that raised it, if the others may not have."""
 
 
-class FolderInUse(UsageError):
-    """Raised if another job holds the lock of a run's folder."""
-
-
 class RunFailed(Exception):
     """Raised when training cannot continue, through no mistake in the arguments.
 

@@ -26,7 +26,7 @@ from fsspec.core import url_to_fs
 
 from data import files
 from data.files import DataFolderError, cache_folder, no_link
-from training.errors import FolderInUse, UsageError
+from training.errors import FOLDER_IN_USE, RunFailed, UsageError
 
 # -- paths -----------------------------------------------------------------------------------------
 
@@ -291,8 +291,8 @@ class FolderLock:
     def acquire(self, *, is_restart: bool) -> str:
         """Lock the folder; return a token that is written into the file.
 
-        Raises FolderInUse if another job holds the lock, UsageError if the folder is another
-        user's.
+        Raises UsageError if the folder is another user's, or if another job holds the lock, but
+        RunFailed in a restart.
         """
         path = self._place / LOCK_FILE
         try:
@@ -311,10 +311,11 @@ class FolderLock:
                     found = json.loads(os.pread(self._file, 4096, 0))
                     holder = f"process {found['pid']} on {found['host']}, since {found['since']}"
                 self.release()
-                raise FolderInUse(
+                problem = (
                     f"--ckpt_dir {self._folder} is in use by {holder}: end that run first, or "
                     "choose another folder"
                 )
+                raise RunFailed(problem, FOLDER_IN_USE) if is_restart else UsageError(problem)
             time.sleep(0.2)
         token = secrets.token_hex(8)
         content = {

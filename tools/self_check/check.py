@@ -504,7 +504,7 @@ def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path |
                         raise UsageError(
                             f"cannot write to --ckpt_dir {ckpt_dir}: {error.strerror}"
                         ) from None
-        except UsageError as error:
+        except (RunFailed, UsageError) as error:
             problem = str(error)
         text = problem or f"{ckpt_dir} can be written to, and is no other job's"
         table.line(not problem, "checkpoint folder", text)

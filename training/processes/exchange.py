@@ -21,7 +21,7 @@ import xxhash
 
 from data.source import DataSource
 from training.backend import Backend
-from training.errors import UsageError, installed_version
+from training.errors import RunFailed, UsageError, installed_version
 from training.flags import by_field
 from training.resolve import Run
 
@@ -89,25 +89,29 @@ def name(number: int | None = None, host: str | None = None) -> str:
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """Raise in all processes a UsageError that one of them raises inside, or an OSError as one.
+    """Raise in all processes a UsageError or RunFailed that one of them raises inside, or an
+    OSError as the former.
 
     It must not contain a collective call, which the others would wait in.
     """
     problem: str | None = None
+    exit_code: int | None = None
     try:
         yield
     except UsageError as error:
         problem = str(error)
+    except RunFailed as error:
+        problem, exit_code = str(error), error.exit_code
     except OSError as error:  # of a disk or a storage: the others are not to wait for this process
         what = f"cannot use {error.filename}: " if error.filename else ""
         problem = f"{what}{error.strerror or error}"
-    found = gather([problem, socket.gethostname()])
-    failed = [number for number, (text, _) in enumerate(found) if text is not None]
+    found = gather([problem, exit_code, socket.gethostname()])
+    failed = [number for number, (text, _, _) in enumerate(found) if text is not None]
     if failed:
-        text, host = found[failed[0]]
+        text, exit_code, host = found[failed[0]]
         if len(failed) < len(found):
             text = f"{name(failed[0], host)}: {text}"
-        raise UsageError(text, agreed=True)
+        raise UsageError(text, agreed=True) if exit_code is None else RunFailed(text, exit_code)
 
 
 def naming_itself(body: Callable[..., None], *args: Any) -> None:
