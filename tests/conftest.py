@@ -4,6 +4,7 @@ import signal
 import tempfile
 
 import pytest
+import torch
 
 from data.digits import write_digits
 from tests.cli import DIGITS, train_tiny, train_tiny_gpu
@@ -17,6 +18,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Otherwise each of hundreds of programs would compile the project's modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Tests share a few cores: threads that wait for each other there take up to eight times as long for
+# the small tensors of a test.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):

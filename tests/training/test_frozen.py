@@ -35,15 +35,6 @@ from training.probe import RATES, batches_of, epoch_order, probe
 KS = (10, 20, 100, 200)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products: threads would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def plain_knn(bank, labels, queries, query_labels, k):
     """The percentage of queries that DINO's weighted vote names right, in NumPy, one by one."""
     bank, queries = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (bank, queries))
