@@ -138,6 +138,22 @@ def test_sinkhorn_over_shards_is_that_of_the_whole():
     torch.testing.assert_close(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("temperature", [0.07, 0.02, 0.01, 0.006])
+def test_sinkhorn_of_low_temperatures(temperature):
+    """Exponentials that fp32 has no room for, on devices without numbers below 1e-38, as TPUs."""
+    torch.manual_seed(0)
+    logits = torch.randn(40, 16).mul(0.12).clamp(-1, 1)
+    logits[0] -= 0.3  # the largest of a row differ, too
+    logits[1] += 0.3
+    assert torch.set_flush_denormal(True)
+    try:
+        found = sinkhorn(logits, torch.tensor([temperature]), lambda x: x)
+    finally:
+        torch.set_flush_denormal(False)
+    expected = plain_dino.sinkhorn(logits, temperature)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
 def test_koleo_of_groups_is_the_mean_of_theirs():
     torch.manual_seed(0)
     tokens = torch.randn(12, 5)

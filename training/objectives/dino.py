@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _ROUNDS = 3
 """Of Sinkhorn and Knopp's iteration."""
+_EXPONENT = 60.0
+"""The largest exponent of a sample's weight in it: what that may add up to fits fp32."""
 _EPS = 1e-8
 """The smallest distance of two class tokens, as in KoLeo's code."""
 
@@ -146,20 +148,29 @@ def sinkhorn(
     replicas each prototype is nearly as probable as any other.
 
     Sinkhorn and Knopp's iteration, as in SwAV (arXiv 2006.09882): columns and rows of
-    exp(logits / temperature) are divided by their sums, in turn. ``logits``: at most 1, fp32.
-    ``total`` sums over the replicas. ``present``: which samples there are, (samples,); others
-    become zeros.
+    exp(logits / temperature) are divided by their sums, in turn. ``logits``: fp32. ``total`` sums
+    over the replicas. ``present``: which samples there are, (samples,); others become zeros.
     """
-    found = ((logits - 1) / temperature).exp()  # common factors cancel out
-    if present is not None:
-        found = found * present[:, None]
+    logits = logits / temperature
+    largest = logits.amax(1)
+    here = torch.ones_like(largest) if present is None else present.to(largest.dtype)
+    # A low temperature's exponentials do not fit fp32: of each row they are of differences from its
+    # largest, which weighs the row in the first sums of columns. What all rows share cancels out.
+    sum_of_largest, count = total(torch.stack([(largest * here).sum(), here.sum()]))
+    exponents = (largest - sum_of_largest / count.clamp(min=1)).clamp(-_EXPONENT, _EXPONENT)
+    weights = exponents.exp()
+    found = (logits - largest[:, None]).exp() * here[:, None]
     for _ in range(_ROUNDS):
-        found = found / total(found.sum(0)).clamp(min=torch.finfo(found.dtype).tiny)
-        of_samples = found.sum(1, keepdim=True)
-        if present is not None:
-            of_samples = of_samples + ~present[:, None]
-        found = found / of_samples
+        found = found / _or_one(total((found * weights[:, None]).sum(0)))
+        found = found / _or_one(found.sum(1, keepdim=True))
+        weights = here
     return found
+
+
+def _or_one(sums: torch.Tensor) -> torch.Tensor:
+    """Return sums to divide by. Those of zeros are 1: the product of small numbers in their place,
+    which XLA makes of several divisions, would be zero."""
+    return sums.where(sums > 0, 1.0)
 
 
 def class_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
