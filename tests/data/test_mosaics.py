@@ -153,6 +153,7 @@ def test_refused(size, classes, told):
         opened(size, classes=classes)
 
 
+@pytest.mark.long
 def test_a_model_trains_on_mosaics(tmp_path):
     run = train_tiny_gpu(
         tmp_path, "--data_source", "mosaics", "--max_steps", "2", "--eval_batches", "2"

@@ -12,7 +12,6 @@ import pytest
 
 from data.files import cache_folder
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny_gpu
-from tests.marks import long
 from tests.usage_error import told_in_one_line
 from training.checkpoints.choose import checkpoint_around, remove
 from training.files import FolderLock
@@ -209,7 +208,8 @@ def test_what_root_has_made_is_nobody_elses(everybodys):
 # -- a user without a home --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["cuda", long("xla")])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["cuda", "xla"])
 def test_a_user_without_a_home_or_a_name_trains(backend, tmp_path):
     """As ``docker run --user 54321`` makes one."""
     words = [sys.executable, "run_vit_training.py"]

@@ -21,7 +21,6 @@ from data.source import open_data
 from models.config import VitConfig
 from tests.cli import DIGITS, train_tiny, train_tiny_gpu
 from tests.data.test_data import arguments, loaders, wanted
-from tests.marks import long
 from tests.usage_error import told_in_one_line
 
 MODEL = VitConfig(img_size=16, patch_size=4, num_classes=3)
@@ -330,8 +329,9 @@ def shards(tmp_path_factory):
     return target
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("train", "how"), [long(train_tiny, {"devices": 2}), (train_tiny_gpu, {"processes": 2})]
+    ("train", "how"), [(train_tiny, {"devices": 2}), (train_tiny_gpu, {"processes": 2})]
 )
 def test_the_same_training_from_any_source(train, how, shards, tmp_path):
     """Begun from a URL, stopped in mid-epoch, and gone on with from shards."""

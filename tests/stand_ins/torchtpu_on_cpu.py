@@ -92,8 +92,8 @@ class OverTheHost(dist.ProcessGroup):
     def recv(self, tensors, rank, tag=0):
         return self._staged(lambda t, _: self._gloo.recv(t, rank, tag), tensors, [])
 
-    # Of tensors on the CPU alone, by which checkpoints are planned. PyTorch's own, which would reach
-    # gloo, too, holds Python's lock there, and a thread of gloo may wait for it with gloo's.
+    # Of tensors on the CPU alone, by which checkpoints are planned. PyTorch's own would reach gloo,
+    # too, with Python's lock held, which a thread of gloo may wait for while it holds gloo's.
     def gather(self, outputs, inputs, opts):
         return self._gloo.gather(outputs, inputs, opts)
 

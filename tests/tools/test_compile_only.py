@@ -129,6 +129,7 @@ def test_figures(name, peak, devices, libtpu, request):
     assert 0 < found["expected_waiting_s"] <= 1.0001 * unused * found["collective_s"]
 
 
+@pytest.mark.long
 def test_learning_rates_of_stacked_blocks_are_no_results():
     """They were tensors of the parameters' shapes, alive after the step: whole on each device."""
     found = compile_for(

@@ -53,6 +53,7 @@ def test_profile_cut_short_by_the_end(tmp_path):
     assert (tmp_path / "profile" / "trace_0.json.gz").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_weights_and_biases(tmp_path, monkeypatch):
     """Offline, as no account is at hand: the real package writes its run file."""
     monkeypatch.setenv("WANDB_MODE", "offline")

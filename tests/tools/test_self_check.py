@@ -107,8 +107,9 @@ SOUND = {
         (2, f"--backend cuda {OBJECTIVES['mae']} --precision bf16"),
     ],
 }
-QUICK = [("fsdp2", "dropped all-reduce"), ("dino, fsdp2", "teacher stands still")]
-PAIRS = [*QUICK, *spread(BACKENDS, FAULTS, every=3), ("dino, spmd", "teacher stands still")]
+QUICK = [("fsdp2", "dropped all-reduce")]
+OF_TEACHERS = [(backend, "teacher stands still") for backend in ("dino, fsdp2", "dino, spmd")]
+PAIRS = [*QUICK, *spread(BACKENDS, FAULTS, every=3), *OF_TEACHERS]
 
 
 def check(ckpt_dir, *flags, processes=1, program="run_vit_training.py"):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.cli import train_tiny_gpu
-from tests.marks import long
 from tests.references.plain_checkpoint import convert
 from tests.xla_fsdp.test_bad_steps_xla import BAD, COUNTS, assert_equal
 from torch_fsdp.optimizers import LossScale
@@ -18,29 +17,24 @@ def train(folder, monkeypatch, flags, processes, **variables):
     return result, convert(folder / "step_6", folder / "plain.pt")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "processes"),
     [
-        long("--dp_outer 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
+        ("--dp_outer 2 --grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 4),
         ("--fsdp megatron --grad_accum_steps 2", 2),
-        long("--optimizer muon --layer_decay 0.5 --no_decay norms biases", 2),
-        *(
-            long(flags, processes)
-            for flags, processes in [
-                ("--zero_dp_strategy 2 --grad_accum_steps 2 --clip_grad_norm 0", 2),
-                ("--run_without_fsdp --optimizer muon", 2),
-                ("--dp_outer 2 --optimizer lion --layer_decay 0.5", 4),
-                ("--fsdp megatron --optimizer muon --precision bf16", 2),
-                ("--linear_probe", 2),
-                (
-                    "--fsdp megatron --precision bf16 --reduce_dtype bf16 "
-                    "--no_preserve_fp32_weights",
-                    2,
-                ),
-                ("--fsdp megatron --zero_dp_strategy 0", 2),
-                ("--fsdp megatron --dp_outer 2 --outer_dp_sharding_strategy 1", 4),
-            ]
+        ("--optimizer muon --layer_decay 0.5 --no_decay norms biases", 2),
+        ("--zero_dp_strategy 2 --grad_accum_steps 2 --clip_grad_norm 0", 2),
+        ("--run_without_fsdp --optimizer muon", 2),
+        ("--dp_outer 2 --optimizer lion --layer_decay 0.5", 4),
+        ("--fsdp megatron --optimizer muon --precision bf16", 2),
+        ("--linear_probe", 2),
+        (
+            "--fsdp megatron --precision bf16 --reduce_dtype bf16 --no_preserve_fp32_weights",
+            2,
         ),
+        ("--fsdp megatron --zero_dp_strategy 0", 2),
+        ("--fsdp megatron --dp_outer 2 --outer_dp_sharding_strategy 1", 4),
     ],
 )
 def test_bad_steps_change_nothing(flags, processes, tmp_path, monkeypatch):

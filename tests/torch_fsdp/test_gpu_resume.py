@@ -34,6 +34,7 @@ def test_checkpoint_moves_between_backends_and_process_counts(tmp_path):
     assert_same_curves(moved, reference, rel=2e-5)
 
 
+@pytest.mark.long
 def test_best_checkpoint_is_kept_and_resumed(tmp_path):
     """The learning rate changes no weight: all are equally good, and the first one counts."""
     flags = "--test_step_interval 2 --ckpt_best --keep_checkpoints 1 --lr 1e-30 --max_steps".split()

@@ -28,7 +28,7 @@ def train(folder, *flags, processes=2):
         (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
         long(2, "--zero_dp_strategy 3 --meta_init", "fp32 weights, meta init"),
         long(2, "--dp_outer 2 --zero_dp_strategy 2", "mesh dcn 2"),
-        (4, "--dp_outer 2 --outer_dp_sharding_strategy optim", "optimizer sharded over dcn"),
+        long(4, "--dp_outer 2 --outer_dp_sharding_strategy optim", "optimizer sharded over dcn"),
         long(4, "--dp_outer 2 --meta_init", "mesh dcn 2 x fsdp 2"),
         # Accumulating over micro-batches equals the large batch, too.
         long(2, "--zero_dp_strategy 1 --no-overlap_grad_reduce --grad_accum_steps 2", "ZeRO-1"),
@@ -113,6 +113,7 @@ def test_evaluation_between_steps(tiny_on_gpu, tmp_path):
     assert result.column("loss") == pytest.approx(tiny_on_gpu.column("loss"), rel=1e-5)
 
 
+@pytest.mark.long
 def test_mid_epoch_resume_is_exact(tmp_path):
     flags = [*EPOCHS_OF_5, *DROPOUT, "--max_steps", "9"]
     whole, resumed = assert_resumes_at_step_7(train, tmp_path, *flags)

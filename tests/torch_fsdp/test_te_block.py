@@ -71,6 +71,7 @@ def test_names_outside_of_blocks_stay():
     assert timm_name("blocks.0.mlp.fc1.bias") == "blocks.0.mlp.fc1.bias"
 
 
+@pytest.mark.long
 def test_checkpoint_moves_between_blocks(tiny_on_gpu, tmp_path):
     run = tmp_path / "run"
     te = {"processes": 2, "program": "tests.stand_ins.te_stand_in"}

@@ -146,6 +146,7 @@ def test_ctrl_c_twice_waits_for_no_write(tmp_path, monkeypatch):
 # -- by the clock ---------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_processes_save_after_the_same_step_by_the_clock(tmp_path):
     flags = "--num_epochs 99 --max_steps 30 --ckpt_minutes_interval 0.005 --ckpt_epoch_interval 99"
     done = train_tiny_gpu(tmp_path, *QUICK, *flags.split(), processes=2)

@@ -311,7 +311,8 @@ def test_reports(on_gpu):
     assert (on_gpu.ckpt_dir / "curves.png").exists()
 
 
-@pytest.mark.parametrize("train", [train_tiny_gpu, long(train_tiny)])
+@pytest.mark.long
+@pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
 def test_resumed_in_mid_epoch_bit_for_bit(train, tmp_path):
     flags = [*DINO, *EPOCHS_OF_5, "--drop_path_rate", "0.1", "--max_steps", "9"]
     flags += ["--batch_size", "288", "--koleo_group", "16"]

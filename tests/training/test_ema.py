@@ -153,6 +153,7 @@ def test_goes_on_and_moves(tmp_path):
     assert_same(read(moved.ckpt_dir / "step_6", "ema"), expected, **ROUNDED)
 
 
+@pytest.mark.long
 def test_begins_and_ends(tmp_path):
     """With an older checkpoint the average begins with its weights; without the flag it is left."""
     train_tiny_gpu(tmp_path / "old", "--max_steps", "3")

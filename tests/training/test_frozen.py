@@ -298,6 +298,7 @@ def test_while_it_trains(tmp_path, capsys):
     check_training(train_tiny_gpu(tmp_path / "run", *EVERY), tmp_path, capsys)
 
 
+@pytest.mark.long
 def test_what_a_kill_has_left_out_is_made_up(tmp_path):
     """A start whose checkpoint was written, but not the evaluations of its step; then no more."""
     flags = "--knn_every 2 --probe_every 2 --max_steps 2 --batch_size 64".split()

@@ -96,6 +96,7 @@ def test_one_host_lost(hosts, uninterrupted, tmp_path):
     assert not list((tmp_path / "run").glob("set_aside_*"))
 
 
+@pytest.mark.long
 def test_host_and_peer_lost(hosts, uninterrupted):
     hosts(killed=KILLED)
     shutil.rmtree(hosts.disk(1))
@@ -126,7 +127,8 @@ def test_storage_is_as_new(hosts, uninterrupted):
     assert_resumed(hosts(), uninterrupted, 8, "run")
 
 
-@pytest.mark.parametrize("kept", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("kept", [0, 1])
 def test_storage_is_as_new_but_damaged(hosts, uninterrupted, tmp_path, kept):
     """The step of the hosts' disks is resumed, not the one before; also if storage has no other."""
     flags = ["--keep_checkpoints", str(kept), "--no_async_checkpoint"]
@@ -203,6 +205,7 @@ def test_going_back_forgets(hosts, tmp_path):
     assert not list((tmp_path / "disks").glob("*/part_*/step_8"))
 
 
+@pytest.mark.long
 def test_slow_disk(tmp_path, monkeypatch, capsys):
     """Nobody waits for it: steps are left out, by all processes, and a line says whose it is."""
     monkeypatch.setenv("SAVES", "slow 4 1 2")

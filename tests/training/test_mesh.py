@@ -29,8 +29,8 @@ def one_device(tmp_path_factory):
     ("devices", "flags", "mesh"),
     [
         long(4, "--mesh_tensor 2", "mesh fsdp 2 x tensor 2"),
-        long(4, "--mesh_dcn 2 --mesh_fsdp 2", "mesh dcn 2 x fsdp 2"),
-        (8, "--mesh_dcn 2 --mesh_tensor 2", "mesh dcn 2 x fsdp 2 x tensor 2"),
+        (4, "--mesh_dcn 2 --mesh_fsdp 2", "mesh dcn 2 x fsdp 2"),
+        long(8, "--mesh_dcn 2 --mesh_tensor 2", "mesh dcn 2 x fsdp 2 x tensor 2"),
     ],
 )
 def test_same_training(devices, flags, mesh, one_device, tmp_path):

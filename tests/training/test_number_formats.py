@@ -28,6 +28,7 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_rounding_is_unbiased(found):
     """Standard deviations of the mean are at most 1/1024 of the distance to the next number."""
     assert found["exact"]
@@ -39,6 +40,7 @@ def test_rounding_is_unbiased(found):
         assert each["mean"] == pytest.approx(each["value"], abs=4 / 1024 * each["ulp"])
 
 
+@pytest.mark.long
 def test_moments_in_bf16(found):
     """Against plain PyTorch with fp32 moments: what rounding adds to a walk is a hundredth."""
     assert found["adamw"]["dtypes"] == ["torch.bfloat16", "torch.float32"]
@@ -46,6 +48,7 @@ def test_moments_in_bf16(found):
     assert found["adamw"]["skipped"]
 
 
+@pytest.mark.long
 def test_moments_do_not_freeze(found):
     moment = found["constant"]
     assert moment["mean"] == pytest.approx(moment["exactly"], rel=1e-3)

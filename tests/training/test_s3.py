@@ -93,6 +93,7 @@ def test_two_processes_of_fsdp2(s3):
     assert f"resuming {URL}/step_4 at step 4" in second.stdout
 
 
+@pytest.mark.long
 def test_killed_in_the_middle_of_an_upload(s3):
     s3.stuck = [r"PUT /shelf/run/step_4/__0_0\.distcp"]
     killed = start(URL, *EVERY_TWO, "--max_steps", "20")

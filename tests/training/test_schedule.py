@@ -106,6 +106,7 @@ def test_linear_as_pytorch():
     assert rates_of(Schedule(*COMMON, "linear"))[:WARMUP] == rates_of(Schedule(*COMMON))[:WARMUP]
 
 
+@pytest.mark.long
 def test_decay_of_a_stable_run(tmp_path):
     """Two decays from one stable run, the second stopped in the middle and resumed."""
     warmup = "--lr 1e-2 --warmup_epochs 0.2".split()

@@ -175,6 +175,7 @@ def test_logs_are_copied_as_they_grow_and_no_failure_ends_a_run(storage, tmp_pat
 # -- real runs ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_moves_to_another_machine(storage, tmp_path, monkeypatch, trained):
     """Two processes, then one that has nothing but the URL; damage; going back; no process left."""
     url = "bucket://shelf/team/run"

@@ -22,6 +22,7 @@ def assert_near(found):
     assert found["flash"] == 3  # once in each block
 
 
+@pytest.mark.long
 def test_rotary_embedding():
     """Others in each block, which are learned."""
     assert_near(run_on_xla("RoPE, mixed")["RoPE, mixed"])

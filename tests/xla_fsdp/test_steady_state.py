@@ -65,6 +65,7 @@ def test_evaluation_does_not_disturb_training(tmp_path):
     assert len(set(compilations[5:])) == 1  # epochs 2 and 3, one evaluation between them
 
 
+@pytest.mark.long
 def test_fake_data_moves_no_images(tmp_path):
     """Zeros are on the device once: losses fall to nothing, no wait for data. Nor for JAX."""
     flags = "--fake_data --image_size 8 --batch_size 500 --max_steps 6 --lr 0.1 --eval_batches 0"

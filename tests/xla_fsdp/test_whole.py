@@ -13,6 +13,7 @@ SMALL = (
 ).split()
 
 
+@pytest.mark.long
 def test_values():
     """Outputs and gradients of timm's attention, with norms, gate and biases, and of the product
     that other attention asks for."""
