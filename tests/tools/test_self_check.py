@@ -108,8 +108,10 @@ SOUND = {
     ],
 }
 QUICK = [("fsdp2", "dropped all-reduce")]
-OF_TEACHERS = [(backend, "teacher stands still") for backend in ("dino, fsdp2", "dino, spmd")]
-PAIRS = [*QUICK, *spread(BACKENDS, FAULTS, every=3), *OF_TEACHERS]
+WITH_TEACHERS = [
+    (backend, fault) for backend in ("dino, fsdp2", "dino, spmd") for fault in OF_TEACHERS
+]
+PAIRS = [*QUICK, *spread(BACKENDS, FAULTS, every=3), *WITH_TEACHERS]
 
 
 def check(ckpt_dir, *flags, processes=1, program="run_vit_training.py"):
