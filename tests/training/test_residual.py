@@ -13,7 +13,7 @@ from tests.marks import long
     [
         long(1, ""),
         long(2, "--no-scan_blocks"),
-        long(2, "--grad_ckpt selective --mesh_tensor 2"),
+        (2, "--grad_ckpt selective --mesh_tensor 2"),
         long(2, "--mesh_domain 2 --no_grad_ckpt"),
     ],
 )

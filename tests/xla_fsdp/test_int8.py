@@ -26,7 +26,7 @@ def test_product():
     ("devices", "flags"),
     [
         long(1, "--grad_accum_steps 2"),
-        long(2, "--grad_ckpt selective --mesh_tensor 2"),
+        (2, "--grad_ckpt selective --mesh_tensor 2"),
         long(4, "--mesh_domain 2 --residual_dtype bf16"),
         long(2, "--run_without_fsdp --drop_path_rate 0.0"),
     ],

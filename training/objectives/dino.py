@@ -157,7 +157,7 @@ def sinkhorn(
     # A low temperature's exponentials do not fit fp32: of each row they are of differences from its
     # largest, which weighs the row in the first sums of columns. What all rows share cancels out.
     sum_of_largest, count = total(torch.stack([(largest * here).sum(), here.sum()]))
-    exponents = (largest - sum_of_largest / count.clamp(min=1)).clamp(-_EXPONENT, _EXPONENT)
+    exponents = (largest - sum_of_largest / _or_one(count)).clamp(-_EXPONENT, _EXPONENT)
     weights = exponents.exp()
     found = (logits - largest[:, None]).exp() * here[:, None]
     for _ in range(_ROUNDS):
