@@ -216,7 +216,7 @@ class Source:
         return saved.training_tensors(run.position, run.arguments, run.classes) if run else {}
 
 
-def open_source(path: Path, *, verify: bool, use_ema: bool = False) -> Source:
+def open_source(path: Path, *, verify: bool, use_ema: bool) -> Source:
     """Return what ``path`` holds; ``verify`` compares a checkpoint's checksums with its manifest.
 
     ``use_ema``: the moving average of the weights. Raises UsageError if it is nothing that can be
@@ -568,8 +568,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         write: Callable[[Source, Path], None]
         write = {"dcp": write_dcp, "torch": write_torch, "safetensors": write_safetensors}[form]
         if form == "safetensors" and not by_suffix:
-            size = given.max_shard_size or SHARD_SIZE
-            write = functools.partial(write_safetensors_folder, max_shard_size=size)
+            shard_size = given.max_shard_size or SHARD_SIZE
+            write = functools.partial(write_safetensors_folder, max_shard_size=shard_size)
         elif given.max_shard_size:
             raise UsageError("--max_shard_size is for a folder: --to safetensors and a name for it")
         if dst.exists() or dst.is_symlink():

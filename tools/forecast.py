@@ -292,15 +292,10 @@ def draw(found: Sequence[Forecast], training_s: float, step_share: float, path: 
             dots.append((interval / 60, runs.mean(), *np.percentile(runs, (5, 95))))
     by_interval.plot(intervals / 60, lines, color="#2e6da4", label="formula")
     at, means, low, high = np.array(dots).T
+    around = np.clip((means - low, high - means), 0, None)
+    runs_shown = f"{RUNS:,} simulated runs, 5 to 95 %"
     by_interval.errorbar(
-        at,
-        means,
-        yerr=np.clip((means - low, high - means), 0, None),
-        fmt="o",
-        color="#c0392b",
-        markersize=4,
-        capsize=3,
-        label=f"{RUNS:,} simulated runs, 5 to 95 %",
+        at, means, around, fmt="o", color="#c0392b", markersize=4, capsize=3, label=runs_shown
     )
     for name, best, style in (("Young", young, ":"), ("Daly", daly, "--")):
         minutes = best(plain.storage.save_s, mtbf_s) / 60
@@ -312,15 +307,9 @@ def draw(found: Sequence[Forecast], training_s: float, step_share: float, path: 
     by_interval.legend(fontsize=8)
     by_interval.grid(alpha=0.3)
     spread.boxplot([100 * each.simulated for each in found], whis=(5, 95), showfliers=False)
-    spread.plot(
-        range(1, len(found) + 1),
-        [100 * each.goodput for each in found],
-        "D",
-        color="#2e6da4",
-        markersize=5,
-        label="formula",
-    )
-    spread.set_xticks(range(1, len(found) + 1), [each.strategy.name for each in found])
+    places, goodputs = range(1, len(found) + 1), [100 * each.goodput for each in found]
+    spread.plot(places, goodputs, "D", color="#2e6da4", markersize=5, label="formula")
+    spread.set_xticks(places, [each.strategy.name for each in found])
     spread.set_ylabel("goodput, %: quartiles, 5 and 95 %")
     spread.legend(fontsize=8)
     spread.grid(alpha=0.3, axis="y")

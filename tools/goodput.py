@@ -319,7 +319,8 @@ def duration(seconds: float) -> str:
 
 def table(name: str, account: Account) -> str:
     """Return the lines about one run."""
-    wall_s, starts = account.wall_s, f"{account.starts} start" + "s" * (account.starts > 1)
+    wall_s = account.wall_s
+    starts = f"{account.starts} start" + ("s" if account.starts > 1 else "")
     lines = [f"{name}: {duration(wall_s)}, {starts}, {account.failures} ended by a failure"]
     for part, seconds in account.seconds.items():
         share = seconds / wall_s if wall_s else 0.0

@@ -77,19 +77,19 @@ def read_run(folder: Path, name: str) -> RecordedRun:
         raise UsageError(f"{folder} is not a run's folder: it has none of {', '.join(readers)}")
     run = RecordedRun(name)
     for file, read in readers.items():
-        problem = "there is none"
-        if file in found:
-            try:
-                problem = read(run, folder / file)
-            except (OSError, ValueError, RecursionError) as error:
-                problem = f"it cannot be read: {reason_of(error)}"
+        try:
+            problem = read(run, folder / file) if file in found else "there is none"
+        except (OSError, ValueError, RecursionError) as error:
+            problem = f"it cannot be read: {reason_of(error)}"
         if problem:
             run.left_out.append(f"{name}: {file}: {problem}")
     return run
 
 
 def _damaged(lines: int) -> str:
-    return f"{lines:,} damaged line" + "s" * (lines > 1) if lines else ""
+    if not lines:
+        return ""
+    return f"{lines:,} damaged line" + ("s" if lines > 1 else "")
 
 
 def _read_curves(run: RecordedRun, path: Path) -> str:

@@ -216,9 +216,9 @@ def check_disk(run: Run, table: CheckTable) -> None:
     # Weights, AdamW's two moments and the EMA.
     copies = 4 if run.config.averages else 3
     size = copies * (4 if run.own.keeps_fp32_weights else 2) * run.model.parameter_count
+    takes = f"a checkpoint of the whole model takes {size_of(size)}"
     if is_url(ckpt_dir):
-        text = f"a checkpoint of the whole model takes {size_of(size)}"
-        table.line(True, "disk", f"{text} on {ckpt_dir}")
+        table.line(True, "disk", f"{takes} on {ckpt_dir}")
         return
     folder = next(each for each in (ckpt_dir, *ckpt_dir.parents) if each.exists())
     try:
@@ -228,7 +228,7 @@ def check_disk(run: Run, table: CheckTable) -> None:
         return
     there = len(complete_checkpoints(ckpt_dir))
     needed = max(1, keep + 1 - there) if keep else 1
-    text = f"{size_of(free)} free, a checkpoint of the whole model takes {size_of(size)}: "
+    text = f"{size_of(free)} free, {takes}: "
     if keep:
         text += f"--keep_checkpoints {keep} and one more, {there} there"
     else:
@@ -439,11 +439,10 @@ def check_resuming(
 ) -> None:
     """Check that a checkpoint, loaded over the state of a later update, restores what was saved."""
     backend, path = devices.backend, folder_of(folder, UPDATES)
-    text = ""
     if backend.is_main:
         sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
         text = f"{len(sizes)} files, {size_of(sum(sizes))}, checksums as in the manifest"
-    table.line(True, "checkpoint written", text)
+        table.line(True, "checkpoint written", text)
 
     first = devices.update(UPDATES + 1)
     load_state(backend, path)

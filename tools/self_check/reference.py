@@ -119,11 +119,7 @@ class _Training:
         config, outcome = self._run.config.optimizer, Outcome()
         assert config.betas is not None  # resolved
         optimizer: Any = torch.optim.AdamW(
-            self.weights.values(),
-            lr=settings.lr,
-            betas=config.betas,
-            eps=settings.eps,
-            weight_decay=config.weight_decay,
+            self.weights.values(), settings.lr, config.betas, settings.eps, config.weight_decay
         )
         outcome.states[0] = _copies(self._stored)
         for update, batch in enumerate(data, 1):
