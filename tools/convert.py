@@ -215,12 +215,8 @@ class Source:
         run = self.run
         return saved.training_tensors(run.position, run.arguments, run.classes) if run else {}
 
-    def write_config(self, folder: Path) -> None:
-        if self.config:
-            (folder / weights.CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
 
-
-def open_source(path: Path, *, verify: bool, use_ema: bool = False) -> Source:
+def open_source(path: Path, *, verify: bool, use_ema: bool) -> Source:
     """Return what ``path`` holds; ``verify`` compares a checkpoint's checksums with its manifest.
 
     ``use_ema``: the moving average of the weights. Raises UsageError if it is nothing that can be
@@ -228,55 +224,47 @@ def open_source(path: Path, *, verify: bool, use_ema: bool = False) -> Source:
     """
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or folder")
+    tensors: dict[str, Stored] = {}
     with saved.readable(path):
         if files := weights.safetensors_files(path):
             if use_ema:
                 raise weights.no_ema(path)
-            return _open_safetensors(path, files)
-        if path.is_dir():
-            return _open_dcp(path, verify, use_ema)
-        if not zipfile.is_zipfile(path):
+            # The format of each: length of the header, header, values.
+            for file in files:
+                weights.metadata_of(file)  # checks that header and length are sound
+                with file.open("rb") as opened:
+                    length = int.from_bytes(opened.read(8), "little")
+                    header = json.loads(opened.read(length))
+                header.pop("__metadata__", None)
+                for name, entry in header.items():
+                    if entry["dtype"] not in SAFETENSORS_DTYPES:
+                        raise ValueError(f"{name} is of {entry['dtype']}, which is not known here")
+                    offset = 8 + length + entry["data_offsets"][0]
+                    dtype = SAFETENSORS_DTYPES[entry["dtype"]]
+                    tensors[name] = Stored.in_one_piece(dtype, entry["shape"], file, offset)
+            run = weights.run_in_metadata(path, weights.metadata_of(files[0]))
+        elif path.is_dir():
+            path, tensors, run = _open_dcp(path, verify, use_ema)
+        elif zipfile.is_zipfile(path):
+            run = weights.load_file_of_weights(path).run  # mapped: reads what describes the run
+            content = load_without_values(path)
+            content = weights.ema_of(path, content) if use_ema else content
+            for name, tensor in weights.state_dict_of(content).items():
+                strides = None if tensor.is_contiguous() else tensor.stride()
+                tensors[name] = Stored.in_one_piece(
+                    tensor.dtype, tensor.shape, path, offset_of(tensor), strides
+                )
+        else:
             raise ValueError("it is not a file of torch.save, or of one before PyTorch 1.6")
-        run = weights.load_file_of_weights(path).run  # mapped: reads what describes the run
-        content, tensors = load_without_values(path), {}
-        content = weights.ema_of(path, content) if use_ema else content
-        for name, tensor in weights.state_dict_of(content).items():
-            strides = None if tensor.is_contiguous() else tensor.stride()
-            tensors[name] = Stored.in_one_piece(
-                tensor.dtype, tensor.shape, path, offset_of(tensor), strides
-            )
-        return Source(path, tensors, run, _config_beside(path))
+        beside = (path if path.is_dir() else path.parent) / weights.CONFIG_FILE
+        config = json.loads(beside.read_text()) if beside.is_file() else None
+        return Source(path, tensors, run, config if isinstance(config, Mapping) else None)
 
 
-def _config_beside(path: Path) -> Mapping[str, Any] | None:
-    file = (path if path.is_dir() else path.parent) / weights.CONFIG_FILE
-    if not file.is_file():
-        return None
-    content = json.loads(file.read_text())
-    return content if isinstance(content, Mapping) else None
-
-
-def _open_safetensors(path: Path, files: list[Path]) -> Source:
-    """Open files whose format is: length of the header, header, values."""
-    tensors: dict[str, Stored] = {}
-    for file in files:
-        weights.metadata_of(file)  # checks that header and length are sound
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            if entry["dtype"] not in SAFETENSORS_DTYPES:
-                raise ValueError(f"{name} is of {entry['dtype']}, which is not known here")
-            offset = 8 + length + entry["data_offsets"][0]
-            dtype = SAFETENSORS_DTYPES[entry["dtype"]]
-            tensors[name] = Stored.in_one_piece(dtype, entry["shape"], file, offset)
-    run = weights.run_in_metadata(path, weights.metadata_of(files[0]))
-    return Source(path, tensors, run, _config_beside(files[0]))
-
-
-def _open_dcp(path: Path, verify: bool, use_ema: bool) -> Source:
-    """Open a checkpoint, or of a run's folder the newest one."""
+def _open_dcp(
+    path: Path, verify: bool, use_ema: bool
+) -> tuple[Path, dict[str, Stored], saved.SavedRun | None]:
+    """Open a checkpoint, or of a run's folder the newest one, whose path is returned."""
     if not (path / saved.METADATA).is_file():
         found = find_resume(path, "auto", 0).paths
         if not found:
@@ -305,7 +293,7 @@ def _open_dcp(path: Path, verify: bool, use_ema: bool) -> Source:
         pieces = functools.partial(_pieces_of, path, metadata, name)
         dtype, size = entry.properties.dtype, tuple(entry.size)
         tensors[name.removeprefix(prefix)] = Stored(dtype, size, pieces)
-    return Source(path, tensors, run, _config_beside(path))
+    return path, tensors, run
 
 
 def _pieces_of(folder: Path, metadata: Metadata, name: str) -> Iterator[Piece]:
@@ -384,7 +372,6 @@ def write_safetensors_folder(source: Source, path: Path, max_shard_size: str) ->
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (path / weights.INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    source.write_config(path)
 
 
 def write_torch(source: Source, path: Path) -> None:
@@ -423,13 +410,9 @@ class _OneAtATime(dcp.DefaultSavePlanner):
         self._read, self._last = read, torch.empty(0)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        self.free()
+        self._last.untyped_storage().resize_(0)  # frees the memory
         self._last = self._read[write_item.index.fqn]()
         return self._last
-
-    def free(self) -> None:
-        """Free the memory of the tensor that was read last."""
-        self._last.untyped_storage().resize_(0)
 
 
 def write_dcp(source: Source, path: Path) -> None:
@@ -442,22 +425,11 @@ def write_dcp(source: Source, path: Path) -> None:
     }
     read |= {f"training.{name}": tensor.clone for name, tensor in about.items()}
     state: dict[str, Any] = {"model": source.empty("meta")} | ({"training": about} if about else {})
-    planner, writer = _OneAtATime(read), dcp.FileSystemWriter(path)
+    writer = dcp.FileSystemWriter(path)
     with saved.quiet_dcp():
-        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-    planner.free()
+        dcp.save(state, storage_writer=writer, planner=_OneAtATime(read), no_dist=True)
     files = sorted([*saved.named_files(path), saved.METADATA])
     saved.write_manifest(path, saved.entries(path, files))
-    source.write_config(path)
-
-
-def backbone_of(source: Source) -> Source:
-    """Return the weights without what an objective added to the model, such as MAE's decoder."""
-    if source.run is None or source.run.objective.objective == "classify":
-        return source
-    names = model_of(source.run.model).meta.state_dict().keys()
-    tensors = {name: stored for name, stored in source.tensors.items() if name in names}
-    return replace(source, tensors=tensors)
 
 
 def timm_config(run: saved.SavedRun) -> dict[str, Any] | None:
@@ -523,6 +495,9 @@ def convert(source: Source, dst: Path, write: Callable[[Source, Path], None]) ->
     try:
         with bar:
             write(replace(source, moved=bar.update), temporary)
+        if source.config and temporary.is_dir():
+            text = json.dumps(source.config, indent=2) + "\n"
+            (temporary / weights.CONFIG_FILE).write_text(text)
         temporary.rename(dst)
     # A full disk shows as OSError, as an error of the zip writer, or wrapped by DCP.
     except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
@@ -532,30 +507,6 @@ def convert(source: Source, dst: Path, write: Callable[[Source, Path], None]) ->
     finally:
         remove()
     return total
-
-
-def _writer(
-    dst: Path, to: str | None, max_shard_size: str | None
-) -> Callable[[Source, Path], None]:
-    """Return the function that writes the requested format. Raises UsageError."""
-    by_suffix = SUFFIXES.get(dst.suffix)
-    if by_suffix and to and to != by_suffix:
-        raise UsageError(
-            f"--to {to} is incompatible with {dst}: a {dst.suffix} file is {by_suffix}"
-        )
-    form = to or by_suffix
-    if form is None:
-        raise UsageError(
-            f"{dst}: name a file .safetensors, .pt, .pth or .bin, or give --to dcp or --to "
-            "safetensors for a folder"
-        )
-    if max_shard_size and (form != "safetensors" or by_suffix):
-        raise UsageError("--max_shard_size is for a folder: --to safetensors and a name for it")
-    if form == "safetensors" and not by_suffix:
-        return functools.partial(
-            write_safetensors_folder, max_shard_size=max_shard_size or SHARD_SIZE
-        )
-    return {"dcp": write_dcp, "torch": write_torch, "safetensors": write_safetensors}[form]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -603,7 +554,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     dst: Path = given.dst
     try:
-        write = _writer(dst, given.to, given.max_shard_size)
+        by_suffix = SUFFIXES.get(dst.suffix)
+        if by_suffix and given.to and given.to != by_suffix:
+            raise UsageError(
+                f"--to {given.to} is incompatible with {dst}: a {dst.suffix} file is {by_suffix}"
+            )
+        form = given.to or by_suffix
+        if form is None:
+            raise UsageError(
+                f"{dst}: name a file .safetensors, .pt, .pth or .bin, or give --to dcp or --to "
+                "safetensors for a folder"
+            )
+        write: Callable[[Source, Path], None]
+        write = {"dcp": write_dcp, "torch": write_torch, "safetensors": write_safetensors}[form]
+        if form == "safetensors" and not by_suffix:
+            shard_size = given.max_shard_size or SHARD_SIZE
+            write = functools.partial(write_safetensors_folder, max_shard_size=shard_size)
+        elif given.max_shard_size:
+            raise UsageError("--max_shard_size is for a folder: --to safetensors and a name for it")
         if dst.exists() or dst.is_symlink():
             raise UsageError(f"{dst} is there already: name another, or remove it")
         if not dst.parent.is_dir():
@@ -611,9 +579,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = open_source(
             given.src, verify=not given.no_verify_checkpoint, use_ema=given.use_ema
         )
-        source = backbone_of(source)
-        config = timm_config(source.run) if source.run else source.config
-        source = replace(source, dtype=DTYPES.get(given.dtype), config=config)
+        source = replace(source, dtype=DTYPES.get(given.dtype))
+        if run := source.run:
+            source = replace(source, config=timm_config(run))
+            if run.objective.objective != "classify":  # which added to the model, as MAE's decoder
+                names = model_of(run.model).meta.state_dict().keys()
+                tensors = {name: each for name, each in source.tensors.items() if name in names}
+                source = replace(source, tensors=tensors)
         size = convert(source, dst, write)
     except UsageError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)

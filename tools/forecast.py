@@ -20,7 +20,7 @@ from matplotlib.ticker import LogFormatter
 
 from config_fields import bounded, local_path, seconds
 from data.files import reason_of
-from tools.goodput import DATA, EVAL, USEFUL, Account, account_of, duration, young
+from tools.goodput import DATA, EVAL, FIRST, OTHER, USEFUL, Account, account_of, duration, young
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.flags import OneLineParser
@@ -90,18 +90,15 @@ class Strategy:
     groups: int = 0
     """So many groups of machines train the same; the others train on without one. 0: they wait."""
 
-    @property
-    def joining_s(self) -> float:
-        """Return the seconds of a restart when a replacement joins the others."""
-        return (self.peers or self.storage).restart_s if self.groups else 0.0
-
     def slowdown(self) -> float:
         """Return the expected seconds of a run for each of training.
 
         A failure that peers survive stretches the time between those that they do not. A group less
         costs its share of the time until the replacement, and a restart when that joins.
         """
-        waiting_s = self.replace_s / self.groups + self.joining_s if self.groups else self.replace_s
+        waiting_s = self.replace_s
+        if self.groups:
+            waiting_s = self.replace_s / self.groups + (self.peers or self.storage).restart_s
         if self.peers is None:
             return self.storage.slowdown(self.storage.restart_s + waiting_s, self.rate)
         inner = self.peers.slowdown(self.peers.restart_s + waiting_s, self.rate * self.peer_share)
@@ -149,7 +146,7 @@ def simulate(strategy: Strategy, training_s: float, runs: int = RUNS, seed: int 
             back = back_at[running]
             without = np.clip(np.minimum(back, fails_at) - began, 0, None).sum(axis=1)
             joined = ((back > began) & (back < fails_at)).sum(axis=1)
-            steps_s = steps_s - without / strategy.groups - joined * strategy.joining_s
+            steps_s = steps_s - without / strategy.groups - joined * inner.restart_s
         # Where in its cycle a run is, and how far it would come until the failure.
         inside = here % per_cycle
         reach = inside * each_s + np.clip(steps_s, 0, None)
@@ -195,10 +192,6 @@ class Measured:
     failures: int
     running_s: float
 
-    @property
-    def mtbf_s(self) -> float | None:
-        return self.running_s / self.failures if self.failures else None
-
 
 def measure(account: Account) -> Measured:
     """Return what an account of a run says. Raises UsageError if it has no useful step."""
@@ -206,7 +199,11 @@ def measure(account: Account) -> Measured:
     if not account.steps:
         raise UsageError("the run has no useful step yet: nothing can be measured")
     training_s = seconds[USEFUL] + seconds[DATA] + seconds[EVAL]
-    restarts = [each.seconds for each in account.restarts] or [account.first_start_s]
+    restarts = [each.seconds for each in account.restarts]
+    if not restarts:  # the first start: starting and compiling until the first step of all
+        steps_began = min(span.began for span in account.spans if span.steps)
+        before = [span for span in account.spans if span.began < steps_began]
+        restarts = [sum(span.seconds for span in before if span.part in (OTHER, FIRST))]
     return Measured(
         save_s=sum(saves) / len(saves) if saves else None,
         restart_s=sum(restarts) / len(restarts),
@@ -230,13 +227,10 @@ class Forecast:
     """By formula, from 0 to 1."""
     simulated: np.ndarray
     """The same of each simulated run."""
+    simulated_mean: float
+    """Training over the mean time, as the formula has it."""
     hours: float
     chip_hours: float
-
-    @property
-    def simulated_mean(self) -> float:
-        """Return training over the mean time, as the formula has it."""
-        return float(1 / np.mean(1 / self.simulated))
 
 
 def forecast(strategy: Strategy, training_s: float, chips: int, step_share: float) -> Forecast:
@@ -252,8 +246,9 @@ def forecast(strategy: Strategy, training_s: float, chips: int, step_share: floa
             f"have more than {_MOST_FAILURES:,}: lower --hours, --restart_s or --chips"
         )
     hours = training_s / goodput / HOUR_S
-    simulated = simulate(strategy, training_s)
-    return Forecast(strategy, goodput * step_share, simulated * step_share, hours, hours * chips)
+    simulated = simulate(strategy, training_s) * step_share
+    mean = float(1 / np.mean(1 / simulated))
+    return Forecast(strategy, goodput * step_share, simulated, mean, hours, hours * chips)
 
 
 def table(found: Sequence[Forecast], price: float | None) -> str:
@@ -279,24 +274,6 @@ def table(found: Sequence[Forecast], price: float | None) -> str:
     )
 
 
-def as_values(found: Sequence[Forecast], price: float | None) -> list[dict[str, Any]]:
-    """Return the same as JSON values; times are in seconds, shares from 0 to 1."""
-    return [
-        {
-            "strategy": each.strategy.name,
-            "storage_interval_s": each.strategy.storage.interval_s,
-            "peer_interval_s": each.strategy.peers and each.strategy.peers.interval_s,
-            "goodput": each.goodput,
-            "simulated_goodput": each.simulated_mean,
-            "simulated_5_to_95": np.percentile(each.simulated, (5, 95)).tolist(),
-            "hours": each.hours,
-            "chip_hours": each.chip_hours,
-            "usd": None if price is None else each.chip_hours * price,
-        }
-        for each in found
-    ]
-
-
 def draw(found: Sequence[Forecast], training_s: float, step_share: float, path: Path) -> None:
     """Write a picture: goodput by interval, and the spread of each strategy. Raises OSError."""
     figure, (by_interval, spread) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
@@ -315,37 +292,24 @@ def draw(found: Sequence[Forecast], training_s: float, step_share: float, path: 
             dots.append((interval / 60, runs.mean(), *np.percentile(runs, (5, 95))))
     by_interval.plot(intervals / 60, lines, color="#2e6da4", label="formula")
     at, means, low, high = np.array(dots).T
+    around = np.clip((means - low, high - means), 0, None)
+    runs_shown = f"{RUNS:,} simulated runs, 5 to 95 %"
     by_interval.errorbar(
-        at,
-        means,
-        yerr=np.clip((means - low, high - means), 0, None),
-        fmt="o",
-        color="#c0392b",
-        markersize=4,
-        capsize=3,
-        label=f"{RUNS:,} simulated runs, 5 to 95 %",
+        at, means, around, fmt="o", color="#c0392b", markersize=4, capsize=3, label=runs_shown
     )
-    young_s = young(plain.storage.save_s, mtbf_s)
-    by_interval.axvline(young_s / 60, color="gray", linestyle=":", label="Young")
-    daly_s = daly(plain.storage.save_s, mtbf_s)
-    by_interval.axvline(daly_s / 60, color="gray", linestyle="--", label="Daly")
-    by_interval.set_xscale("log")
+    for name, best, style in (("Young", young, ":"), ("Daly", daly, "--")):
+        minutes = best(plain.storage.save_s, mtbf_s) / 60
+        by_interval.axvline(minutes, color="gray", linestyle=style, label=name)
+    by_interval.set(xscale="log", ylabel="goodput, %")
+    by_interval.set_xlabel("minutes of training between checkpoints in storage")
     for ticks in (by_interval.xaxis.set_major_formatter, by_interval.xaxis.set_minor_formatter):
         ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 1)))
-    by_interval.set_xlabel("minutes of training between checkpoints in storage")
-    by_interval.set_ylabel("goodput, %")
     by_interval.legend(fontsize=8)
     by_interval.grid(alpha=0.3)
     spread.boxplot([100 * each.simulated for each in found], whis=(5, 95), showfliers=False)
-    spread.plot(
-        range(1, len(found) + 1),
-        [100 * each.goodput for each in found],
-        "D",
-        color="#2e6da4",
-        markersize=5,
-        label="formula",
-    )
-    spread.set_xticks(range(1, len(found) + 1), [each.strategy.name for each in found])
+    places, goodputs = range(1, len(found) + 1), [100 * each.goodput for each in found]
+    spread.plot(places, goodputs, "D", color="#2e6da4", markersize=5, label="formula")
+    spread.set_xticks(places, [each.strategy.name for each in found])
     spread.set_ylabel("goodput, %: quartiles, 5 and 95 %")
     spread.legend(fontsize=8)
     spread.grid(alpha=0.3, axis="y")
@@ -438,77 +402,26 @@ def _parser() -> OneLineParser:
     return parser
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What the formula needs of a run, from flags or from a run's own events."""
-
-    chips: int
-    rate: float
-    """Failures a second, of all chips."""
-    save_s: float
-    restart_s: float
-    step_share: float = 1.0
-    measured: Measured | None = None
-
-
-def _inputs(given: Any) -> Inputs:
-    """Return the flags' values, and for those not given what the run has measured.
-
-    Raises UsageError for what neither says.
-    """
-    measured, chips, per_chip_year = None, given.chips, given.failures_per_chip_year
-    if given.run:
-        try:
-            measured = measure(account_of(read_events(given.run)))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"{given.run / EVENTS_FILE} cannot be read: {reason_of(error)}"
-            ) from None
-        try:
-            devices = int(json.loads((given.run / RUN_FILE).read_text())["devices"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{given.run / RUN_FILE} cannot be read: {reason_of(error)}") from None
-        chips = chips or devices
-        if measured.mtbf_s and per_chip_year is None:
-            per_chip_year = YEAR_S / measured.mtbf_s / devices
-    save_s, restart_s = given.save_s, given.restart_s
-    if measured:
-        save_s = measured.save_s if save_s is None else save_s
-        restart_s = measured.restart_s if restart_s is None else restart_s
-    known = {"--chips": chips, "--save_s": save_s, "--restart_s": restart_s}
-    if missing := [name for name, value in known.items() if value is None]:
-        raise UsageError(f"give {' and '.join(missing)}, or a RUN_DIR that has measured it")
-    if (given.peer_save_s is None) != (given.peer_load_s is None):
-        raise UsageError("--peer_save_s and --peer_load_s require each other")
-    if per_chip_year is None:
-        per_chip_year = FAILURES_PER_CHIP_YEAR
-    step_share = measured.step_share if measured else 1.0
-    return Inputs(
-        chips, chips * per_chip_year / YEAR_S, max(save_s, 1e-3), restart_s, step_share, measured
-    )
-
-
-def strategies(given: Any, inputs: Inputs) -> list[Strategy]:
+def strategies(
+    given: Any, rate: float, save_s: float, restart_s: float, measured: Measured | None
+) -> list[Strategy]:
     """Return what to compare, each with its best intervals; as the run did it comes last."""
-    mtbf_s, longest_s = 1 / inputs.rate, given.hours * HOUR_S
-    best_s = min(longest_s, daly(inputs.save_s, mtbf_s))
-    storage = Tier(inputs.save_s, inputs.restart_s + given.load_s, best_s)
-    found = [Strategy("storage", inputs.rate, storage, given.replace_s)]
+    mtbf_s, longest_s = 1 / rate, given.hours * HOUR_S
+    storage = Tier(save_s, restart_s + given.load_s, min(longest_s, daly(save_s, mtbf_s)))
+    found = [Strategy("storage", rate, storage, given.replace_s)]
     if given.peer_save_s is not None:
         share = given.peer_percent / 100
         interval_s = min(longest_s, daly(given.peer_save_s, mtbf_s / share))
-        peers = Tier(given.peer_save_s, inputs.restart_s + given.peer_load_s, interval_s)
+        peers = Tier(given.peer_save_s, restart_s + given.peer_load_s, interval_s)
         # A checkpoint in storage after a whole number of those at peers.
-        rarest_s = min(longest_s, daly(inputs.save_s, mtbf_s / (1 - share)))
+        rarest_s = min(longest_s, daly(save_s, mtbf_s / (1 - share)))
         number = max(1, round(rarest_s / interval_s))
         rarer = dataclasses.replace(storage, interval_s=number * interval_s)
-        found.append(
-            Strategy("peers and storage", inputs.rate, rarer, given.replace_s, peers, share)
-        )
+        found.append(Strategy("peers and storage", rate, rarer, given.replace_s, peers, share))
     if given.groups:
         found.append(dataclasses.replace(found[-1], name="fewer machines", groups=given.groups))
-    if inputs.measured and inputs.measured.interval_s:
-        as_run = dataclasses.replace(storage, interval_s=inputs.measured.interval_s)
+    if measured and measured.interval_s:
+        as_run = dataclasses.replace(storage, interval_s=measured.interval_s)
         found.append(dataclasses.replace(found[0], name="storage, as the run", storage=as_run))
     return found
 
@@ -517,29 +430,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast and write the picture; return the exit code."""
     given = _parser().parse_args(argv)
     picture, training_s = given.picture or (given.run or Path()) / _PICTURE, given.hours * HOUR_S
+    chips, save_s, restart_s = given.chips, given.save_s, given.restart_s
+    per_chip_year, step_share, measured = given.failures_per_chip_year, 1.0, None
     try:
-        inputs = _inputs(given)
+        # What flags do not say, the run may have measured.
+        if given.run:
+            file = given.run / EVENTS_FILE
+            try:
+                measured = measure(account_of(read_events(given.run)))
+                file = given.run / RUN_FILE
+                devices = int(json.loads(file.read_text())["devices"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UsageError(f"{file} cannot be read: {reason_of(error)}") from None
+            chips, step_share = chips or devices, measured.step_share
+            save_s = measured.save_s if save_s is None else save_s
+            restart_s = measured.restart_s if restart_s is None else restart_s
+            if measured.failures and per_chip_year is None:
+                per_chip_year = YEAR_S / (measured.running_s / measured.failures) / devices
+        known = {"--chips": chips, "--save_s": save_s, "--restart_s": restart_s}
+        if missing := [name for name, value in known.items() if value is None]:
+            raise UsageError(f"give {' and '.join(missing)}, or a RUN_DIR that has measured it")
+        if (given.peer_save_s is None) != (given.peer_load_s is None):
+            raise UsageError("--peer_save_s and --peer_load_s require each other")
+        if per_chip_year is None:
+            per_chip_year = FAILURES_PER_CHIP_YEAR
+        rate, save_s = chips * per_chip_year / YEAR_S, max(save_s, 1e-3)
+
         found = [
-            forecast(strategy, training_s, inputs.chips, inputs.step_share)
-            for strategy in strategies(given, inputs)
+            forecast(strategy, training_s, chips, step_share)
+            for strategy in strategies(given, rate, save_s, restart_s, measured)
         ]
         try:
-            draw(found, training_s, inputs.step_share, picture)
+            draw(found, training_s, step_share, picture)
         except (OSError, ValueError) as error:  # ValueError: an unknown suffix
             raise UsageError(f"cannot write {picture}: {reason_of(error)}") from None
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     if given.json:
-        print(json.dumps(as_values(found, given.price), indent=2))
+        values = [  # times are in seconds, shares from 0 to 1
+            {
+                "strategy": each.strategy.name,
+                "storage_interval_s": each.strategy.storage.interval_s,
+                "peer_interval_s": each.strategy.peers and each.strategy.peers.interval_s,
+                "goodput": each.goodput,
+                "simulated_goodput": each.simulated_mean,
+                "simulated_5_to_95": np.percentile(each.simulated, (5, 95)).tolist(),
+                "hours": each.hours,
+                "chip_hours": each.chip_hours,
+                "usd": None if given.price is None else each.chip_hours * given.price,
+            }
+            for each in found
+        ]
+        print(json.dumps(values, indent=2))
         return 0
-    mtbf_s = 1 / inputs.rate
+    mtbf_s = 1 / rate
     print(
-        f"{inputs.chips:,} chips, {inputs.rate / inputs.chips * YEAR_S:.3g} failures a chip and "
-        f"year: one every {duration(mtbf_s)}; {duration(training_s)} of training; a checkpoint "
-        f"stops it for {duration(inputs.save_s)}, a restart takes {duration(inputs.restart_s)}"
+        f"{chips:,} chips, {rate / chips * YEAR_S:.3g} failures a chip and year: one every "
+        f"{duration(mtbf_s)}; {duration(training_s)} of training; a checkpoint stops it for "
+        f"{duration(save_s)}, a restart takes {duration(restart_s)}"
     )
-    if measured := inputs.measured:
+    if measured:
         print(
             f"measured by {given.run}: {measured.failures} failure(s) in "
             f"{duration(measured.running_s)} of running, {measured.step_share:.1%} of training in "
@@ -547,8 +498,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print(table(found, given.price))
     print(
-        f"best interval of storage alone: {duration(young(inputs.save_s, mtbf_s))} by Young, "
-        f"{duration(daly(inputs.save_s, mtbf_s))} by Daly\npicture: {picture}"
+        f"best interval of storage alone: {duration(young(save_s, mtbf_s))} by Young, "
+        f"{duration(daly(save_s, mtbf_s))} by Daly\npicture: {picture}"
     )
     return 0
 

@@ -50,10 +50,6 @@ RESTART_PARTS = (
     REST,
 )
 """The parts of a restart, in their order but for the rest; docs/files.md says what each is."""
-LOCAL_FIGURES = ("bytes", "write_s", "copy_s")
-"""What a "local_save" event has of the save before it, if there was one."""
-STORAGE_FIGURES = ("bytes", "write_s")
-"""What a "save" event has of each checkpoint that was completed since the event before."""
 _LAST_TIME = 4e9
 """In seconds since 1970; a damaged file may have any number."""
 _MOST_BYTES = 1e18
@@ -92,26 +88,10 @@ class Span:
     def seconds(self) -> float:
         return self.ended - self.began
 
-    def cut_after(self, step: int) -> "Span | None":
-        """Return the steps after this one as lost work, and be without them; None if there are
-        none."""
-        lost = min(self.steps, max(0, self.last - step))
-        if not lost:
-            return None
-        share = lost / self.steps
-        cut = self.ended - share * self.seconds
-        rest = Span(LOST, cut, self.ended, lost, self.last)
-        self.ended, self.waited = cut, self.waited * (1 - share)
-        self.steps, self.last = self.steps - lost, self.last - lost
-        return rest
-
 
 @dataclass(frozen=True)
 class Restart:
-    """What lies between the last sign of life of a start and the end of the next one's first step.
-
-    In seconds.
-    """
+    """From the last sign of life of a start to the end of the next one's first step."""
 
     step: int
     """The first step's number."""
@@ -177,13 +157,6 @@ class Account:
         return self.wall_s - self.seconds[DOWN]
 
     @property
-    def first_start_s(self) -> float:
-        """Seconds of starting and compiling until the first step of all."""
-        steps_began = min((s.began for s in self.spans if s.steps), default=math.inf)
-        parts = [s for s in self.spans if s.part in (OTHER, FIRST) and s.began < steps_began]
-        return sum(span.seconds for span in parts)
-
-    @property
     def step_s(self) -> float:
         """Seconds a useful step, waiting for data included; NaN without any step."""
         both = self.seconds[USEFUL] + self.seconds[DATA]
@@ -219,10 +192,16 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
                 if ended in ("", "failed"):
                     account.failed_at.append(at)
                 last_sign = began if ended == "completed" else at
+                # The steps that this start repeats are cut off as lost work.
                 while taken and taken[-1].last > int(event["step"]):
-                    lost = taken[-1].cut_after(int(event["step"]))
-                    account.spans += [lost] if lost else []
-                    if taken[-1].steps:
+                    span = taken[-1]
+                    if lost := min(span.steps, span.last - int(event["step"])):
+                        share = lost / span.steps
+                        cut = span.ended - share * span.seconds
+                        account.spans.append(Span(LOST, cut, span.ended, lost, span.last))
+                        span.ended, span.waited = cut, span.waited * (1 - share)
+                        span.steps, span.last = span.steps - lost, span.last - lost
+                    if span.steps:
                         break
                     taken.pop()
                 at, started = max(began, at), event
@@ -245,10 +224,11 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
             if kind == "first_step" and started:  # one of another shape is no restart
                 account.restarts.append(_restart_of(started, event, last_sign))
                 started = None
-            account.local += _figures_of(event, LOCAL_FIGURES)
+            # Of the local save before this one; of checkpoints completed since the event before.
+            account.local += _figures_of(event, "bytes", "write_s", "copy_s")
             completed = event.get("completed")
             for each in completed if isinstance(completed, list) else ():
-                account.storage += _figures_of(each, STORAGE_FIGURES)
+                account.storage += _figures_of(each, "bytes", "write_s")
             if event.get("written"):
                 account.saves.append(inside)
         elif kind in ("start", "stop", "end"):
@@ -264,20 +244,17 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
     return account
 
 
-def _figures_of(values: Any, names: Sequence[str]) -> list[Mapping[str, float]]:
+def _figures_of(values: Any, *names: str) -> list[Mapping[str, float]]:
     """Return these numbers of a JSON object; [] if it has not all of them."""
-    if not isinstance(values, dict) or not all(
-        _is_number(values.get(name), _MOST_BYTES) for name in names
-    ):
-        return []
-    return [{name: values[name] for name in names}]
+    if isinstance(values, dict) and all(_is_number(values.get(n), _MOST_BYTES) for n in names):
+        return [{name: values[name] for name in names}]
+    return []
 
 
 def _restart_of(
     start: Mapping[str, Any], first_step: Mapping[str, Any], last_sign: float
 ) -> Restart:
-    """Return a restart, given its two events; ``last_sign``: of the start before, in seconds since
-    1970."""
+    """``last_sign``: of the start before, in seconds since 1970."""
     seconds = max(0.0, float(first_step["time"]) - last_sign)
     began, noticed = float(start["process_started"]), start.get("failed_at")
     parts, recorded = {}, first_step.get("parts")
@@ -294,21 +271,6 @@ def _restart_of(
 # -- How often to save: Young's formula, with what a run has measured ------------------------------
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """How often to write a checkpoint, and the measurements behind it."""
-
-    save_s: float
-    """How long training stops for a checkpoint, the mean."""
-    mtbf_s: float
-    """The mean time between failures; without any failure, the running time so far."""
-    interval_s: float
-    every: int
-    """The same in steps."""
-    waste: float
-    """The share of time that saving and lost work then cost together, to first order."""
-
-
 def young(save_s: float, mtbf_s: float) -> float:
     """Return the first-order best interval between checkpoints, sqrt(2 * their cost * MTBF).
 
@@ -319,20 +281,29 @@ def young(save_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * save_s * mtbf_s)
 
 
-def suggest(account: Account) -> Suggestion | None:
-    """Return Young's interval; None for a run that has written no checkpoint or taken no steps."""
+def suggest(account: Account) -> dict[str, float]:
+    """Return Young's interval, in seconds and in steps, and the measurements behind it.
+
+    {} for a run that has written no checkpoint or taken no steps. ``save_s``: how long training
+    stops for a checkpoint, the mean; ``mtbf_s``: between failures, without any the running time.
+    """
     if not account.saves or not account.steps:
-        return None
+        return {}
     save_s = sum(account.saves) / len(account.saves)
     mtbf_s = account.running_s / max(1, account.failures)
     interval_s = young(save_s, mtbf_s)
-    every = max(1, round(interval_s / account.step_s))
-    waste = save_s / interval_s + interval_s / (2 * mtbf_s) if interval_s else 0.0
-    return Suggestion(save_s, mtbf_s, interval_s, every, waste)
+    return {
+        "save_s": save_s,
+        "mtbf_s": mtbf_s,
+        "failures_seen": account.failures,
+        "interval_s": interval_s,
+        "ckpt_step_interval": max(1, round(interval_s / account.step_s)),
+    }
 
 
 # -- The report: a table, JSON values, a picture ---------------------------------------------------
 
+_RESTARTS_SHOWN = 10
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -348,13 +319,12 @@ def duration(seconds: float) -> str:
 
 def table(name: str, account: Account) -> str:
     """Return the lines about one run."""
+    wall_s = account.wall_s
     starts = f"{account.starts} start" + ("s" if account.starts > 1 else "")
-    lines = [f"{name}: {duration(account.wall_s)}, {starts}, {account.failures} ended by a failure"]
-    shares = {
-        part: s / account.wall_s if account.wall_s else 0.0 for part, s in account.seconds.items()
-    }
-    for part in PARTS:
-        lines.append(f"  {part:<22} {duration(account.seconds[part]):>14} {shares[part]:>8.2%}")
+    lines = [f"{name}: {duration(wall_s)}, {starts}, {account.failures} ended by a failure"]
+    for part, seconds in account.seconds.items():
+        share = seconds / wall_s if wall_s else 0.0
+        lines.append(f"  {part:<22} {duration(seconds):>14} {share:>8.2%}")
     per_step = f", {duration(account.step_s)} each" if account.steps else ""
     lost = f"; {account.lost_steps:,} lost and repeated" if account.lost_steps else ""
     lines.append(f"  goodput {account.goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
@@ -369,55 +339,47 @@ def table(name: str, account: Account) -> str:
             f"of all hosts, {duration(mean['write_s'])} on the slowest disk, "
             f"{duration(mean['copy_s'])} to the slowest peer"
         )
-    lines += _restart_lines(account.restarts)
+
+    # The newest restarts whose parts are known, and the means of all of these.
+    if known := [each for each in account.restarts if each.parts]:
+        columns = [part for part in RESTART_PARTS if any(part in each.parts for each in known)]
+        rows = [
+            (str(each.step), [*(each.parts.get(part) for part in columns), each.seconds])
+            for each in known[-_RESTARTS_SHOWN:]
+        ]
+        if len(known) > 1:
+            found = [[each.parts[c] for each in known if c in each.parts] for c in columns]
+            found.append([each.seconds for each in known])
+            rows.append((f"mean of {len(known)}", [sum(each) / len(each) for each in found]))
+        head = "".join(f" {part:>8}" for part in (*columns, "in all"))
+        lines.append("  restarts, seconds from the last sign of life on:")
+        lines.append(f"    {'first step':<12}{head}")
+        for first, values in rows:
+            cells = (f"{'-' if value is None else f'{value:.2f}':>8}" for value in values)
+            lines.append(f"    {first:<12} {' '.join(cells)}")
+
     suggestion = suggest(account)
-    if suggestion is None:
+    if not suggestion:
         lines.append(
             "  no save interval can be suggested: no checkpoint was written, or no step taken"
         )
         return "\n".join(lines)
-    mtbf = f"{duration(suggestion.mtbf_s)} of running"
-    if account.failures:
-        mtbf += f" (failures seen: {account.failures})"
+    save_s, mtbf_s, failures, interval_s, every = suggestion.values()
+    waste = save_s / interval_s + interval_s / (2 * mtbf_s) if interval_s else 0.0  # to first order
+    mtbf = f"{duration(mtbf_s)} of running"
+    if failures:
+        mtbf += f" (failures seen: {failures})"
     else:
         mtbf = (
             f"none seen in {mtbf}, computed as if the first came now: save less often if failures "
             "are rarer"
         )
     lines += [
-        f"  save every {duration(suggestion.interval_s)}, --ckpt_step_interval {suggestion.every}: "
-        f"saving and lost work then cost {suggestion.waste:.2%}",
-        f"    by Young's sqrt(2 x {duration(suggestion.save_s)} a checkpoint x MTBF); MTBF: {mtbf}",
+        f"  save every {duration(interval_s)}, --ckpt_step_interval {every}: saving and lost work "
+        f"then cost {waste:.2%}",
+        f"    by Young's sqrt(2 x {duration(save_s)} a checkpoint x MTBF); MTBF: {mtbf}",
     ]
     return "\n".join(lines)
-
-
-_RESTARTS_SHOWN = 10
-
-
-def _restart_lines(restarts: Sequence[Restart]) -> list[str]:
-    """Return a table of the newest restarts, with the means of all; [] if no parts are known."""
-    known = [each for each in restarts if each.parts]
-    if not known:
-        return []
-    columns = [part for part in RESTART_PARTS if any(part in each.parts for each in known)]
-    rows = [
-        (str(each.step), [*(each.parts.get(part) for part in columns), each.seconds])
-        for each in known[-_RESTARTS_SHOWN:]
-    ]
-    if len(known) > 1:
-        means: list[float | None] = []
-        for part in columns:
-            found = [each.parts[part] for each in known if part in each.parts]
-            means.append(sum(found) / len(found))
-        means.append(sum(each.seconds for each in known) / len(known))
-        rows.append((f"mean of {len(known)}", means))
-    head = "".join(f" {name:>8}" for name in (*columns, "in all"))
-    lines = ["  restarts, seconds from the last sign of life on:", f"    {'first step':<12}{head}"]
-    for name, values in rows:
-        cells = (f"{'-' if value is None else f'{value:.2f}':>8}" for value in values)
-        lines.append(f"    {name:<12} {' '.join(cells)}")
-    return lines
 
 
 def mean_of(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -446,13 +408,7 @@ def as_values(name: str, account: Account) -> dict[str, Any]:
         if mean := mean_of(figures):
             values[f"{tier}_checkpoints"] = {"number": len(figures), **mean}
     if suggestion := suggest(account):
-        values["suggestion"] = {
-            "save_s": suggestion.save_s,
-            "mtbf_s": suggestion.mtbf_s,
-            "failures_seen": account.failures,
-            "interval_s": suggestion.interval_s,
-            "ckpt_step_interval": suggestion.every,
-        }
+        values["suggestion"] = suggestion
     return values
 
 
@@ -488,15 +444,13 @@ def draw(accounts: Mapping[str, Account], path: Path) -> None:
         shares = [100 * a.seconds[part] / a.wall_s if a.wall_s else 0.0 for a in accounts.values()]
         if not any(shares):
             continue
-        dark = part in (USEFUL, LOST, DOWN)
         bars = axis.barh(names, shares, left=left, color=COLOURS[part], label=part, height=0.62)
         texts = [f"{share:.1f} %" if share >= _LEAST_LABELLED else "" for share in shares]
-        colour = "white" if dark else "black"
+        colour = "white" if part in (USEFUL, LOST, DOWN) else "black"
         axis.bar_label(bars, texts, label_type="center", fontsize=8, color=colour)
         left = [before + share for before, share in zip(left, shares, strict=True)]
     axis.invert_yaxis()
-    axis.set_xlim(0, 100)
-    axis.set_xlabel("% of wall time")
+    axis.set(xlim=(0, 100), xlabel="% of wall time")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=4, fontsize=8, frameon=False)
     save_figure(figure, path)

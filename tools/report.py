@@ -7,16 +7,15 @@ train. The page, ``tools/report.html`` filled in, needs no network and no other 
 import html
 import itertools
 import json
-import math
 import string
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -78,19 +77,19 @@ def read_run(folder: Path, name: str) -> RecordedRun:
         raise UsageError(f"{folder} is not a run's folder: it has none of {', '.join(readers)}")
     run = RecordedRun(name)
     for file, read in readers.items():
-        problem = "there is none"
-        if file in found:
-            try:
-                problem = read(run, folder / file)
-            except (OSError, ValueError, RecursionError) as error:
-                problem = f"it cannot be read: {reason_of(error)}"
+        try:
+            problem = read(run, folder / file) if file in found else "there is none"
+        except (OSError, ValueError, RecursionError) as error:
+            problem = f"it cannot be read: {reason_of(error)}"
         if problem:
             run.left_out.append(f"{name}: {file}: {problem}")
     return run
 
 
-def _lines_left_out(count: int) -> str:
-    return f"{count:,} damaged line" + ("s" if count > 1 else "") if count else ""
+def _damaged(lines: int) -> str:
+    if not lines:
+        return ""
+    return f"{lines:,} damaged line" + ("s" if lines > 1 else "")
 
 
 def _read_curves(run: RecordedRun, path: Path) -> str:
@@ -110,7 +109,7 @@ def _read_curves(run: RecordedRun, path: Path) -> str:
         pairs = np.array(found).reshape(-1, 2)
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
         run.curves[name] = Curve(pairs[:, 0], pairs[:, 1])
-    return _lines_left_out(damaged) or ("" if points else "it is empty")
+    return _damaged(damaged) or ("" if points else "it is empty")
 
 
 def _number(value: Any) -> float | None:
@@ -125,23 +124,15 @@ _LARGEST = 1e100
 
 def _read_account(run: RecordedRun, path: Path) -> str:
     """Read events.jsonl; return what was left out."""
-    damaged = 0
-
-    def whole() -> Iterator[dict[str, Any]]:
-        nonlocal damaged
-        for event in read_lines(path, "event", "time"):
-            if event is None or not is_complete(event):
-                damaged += 1
-                continue
-            if event["event"] != "steps":
-                run.events.append(event)
-            yield event
-
+    found = list(read_lines(path, "event", "time"))
+    whole = [event for event in found if event is not None and is_complete(event)]
+    run.events = [event for event in whole if event["event"] != "steps"]
+    problems = [_damaged(len(found) - len(whole))]
     try:
-        run.account = account_of(whole())
+        run.account = account_of(whole)
     except ValueError as error:
-        return "; ".join(filter(None, [str(error), _lines_left_out(damaged)]))
-    return _lines_left_out(damaged)
+        problems.insert(0, str(error))
+    return "; ".join(filter(None, problems))
 
 
 def _read_settings(run: RecordedRun, path: Path) -> str:
@@ -214,34 +205,23 @@ def thinned(curve: Curve) -> Curve:
     return Curve(curve.steps[at], curve.values[at])
 
 
-def smoothed(curve: Curve) -> Curve:
-    """Return the mean of each hundredth part of a curve, around each point that has so many."""
-    window = len(curve.steps) // 100
-    sums = np.concatenate([[0.0], np.cumsum(curve.values)])
-    means = (sums[window:] - sums[:-window]) / window
-    return Curve(curve.steps[window // 2 :][: len(means)], means)
-
-
 def _ticks(low: float, high: float, count: int) -> list[float]:
     """Return round numbers from ``low`` to ``high``."""
     ticks = MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     return [float(tick) for tick in ticks if low <= tick <= high]
 
 
-def _range(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the limits of an axis on which all of these values fit, but outliers of long curves"""
+def panel(name: str, curves: Mapping[int, Curve], names: Sequence[str], last_step: float) -> str:
+    """Return the panel of one measure, with a curve a run; ``names``: of all runs, by number."""
+    title, unit = _TITLES.get(name, (name, ""))
+    # All values fit into the frame, but outliers of long curves.
+    arrays = [curve.values for curve in curves.values()]
     outliers = [_OUTLIERS if len(each) > SMOOTHED else 0.0 for each in arrays]
     low = min(np.percentile(a, q) for a, q in zip(arrays, outliers, strict=True))
     high = max(np.percentile(a, 100 - q) for a, q in zip(arrays, outliers, strict=True))
     margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
-    return float(low - margin), float(high + margin)
-
-
-def panel(name: str, curves: Mapping[int, Curve], names: Sequence[str], last_step: float) -> str:
-    """Return the panel of one measure, with a curve a run; ``names``: of all runs, by number."""
-    title, unit = _TITLES.get(name, (name, ""))
-    bottom, top = _range([curve.values for curve in curves.values()])
-    largest = max(curve.values.max() for curve in curves.values())
+    bottom, top = float(low - margin), float(high + margin)
+    largest = max(each.max() for each in arrays)
     above = f"up to {largest:.4g} above the frame" if largest > top else ""
 
     def across(step: Any) -> Any:
@@ -263,9 +243,15 @@ def panel(name: str, curves: Mapping[int, Curve], names: Sequence[str], last_ste
     )
     parts.append('<g clip-path="url(#frame)">')
     for number, curve in curves.items():
-        long = len(curve.steps) > SMOOTHED
-        drawn = [("raw", curve), ("main", smoothed(curve))] if long else [("main", curve)]
-        for kind, each in drawn:
+        drawn = {"main": curve}
+        if len(curve.steps) > SMOOTHED:
+            # The mean of each hundredth part, around each point that has so many.
+            window = len(curve.steps) // 100
+            sums = np.concatenate([[0.0], np.cumsum(curve.values)])
+            means = (sums[window:] - sums[:-window]) / window
+            middles = curve.steps[window // 2 :][: len(means)]
+            drawn = {"raw": curve, "main": Curve(middles, means)}
+        for kind, each in drawn.items():
             few = thinned(each)
             places = list(zip(across(few.steps), down(few.values), strict=True))
             points = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
@@ -292,7 +278,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
@@ -323,17 +309,13 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
     if not accounts:
         return "<p>No run has events.jsonl, which says where the time went.</p>"
     first = {number: min(s.began for s in a.spans) for number, a in accounts.items() if a.spans}
-    longest = max(
-        (s.ended - first[number] for number, a in accounts.items() for s in a.spans), default=0.0
-    )
-    longest = longest or 1.0
+    ends = [s.ended - first[number] for number, a in accounts.items() for s in a.spans]
+    longest = max(ends, default=0.0) or 1.0
+    pixel_s = longest / _PIXELS
     parts = []
     height = _LANE * len(accounts) + 34
-    unit, size = next(
-        (unit, size)
-        for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-        if longest >= 2 * size or size == 1
-    )
+    units = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
+    unit, size = next((u, s) for u, s in units.items() if longest >= 2 * s or s == 1)
     for tick in _ticks(0, longest / size, 12):
         x = _LANES_LEFT + tick * size / longest * _PIXELS
         parts.append(_line(x, 0, x, height - 30, "grid"))
@@ -342,12 +324,22 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
     for lane, (number, account) in enumerate(accounts.items()):
         top = lane * _LANE + 16
         name = runs[number].name
-        shown = name if len(name) <= 60 else f"{name[:30]} ... {name[-25:]}"
-        parts.append(f'<g class="r{number}"><text class="name" x="{_LANES_LEFT}" y="{top}">')
-        parts.append(f"{html.escape(shown)}</text>")
+        name = html.escape(name if len(name) <= 60 else f"{name[:30]} ... {name[-25:]}")
+        parts.append(f'<g class="r{number}">')
+        parts.append(f'<text class="name" x="{_LANES_LEFT}" y="{top}">{name}</text>')
         if number in first:
-            parts += _bar(account, first[number], longest / _PIXELS, top + 24)
-            parts += _marks(runs[number], first[number], longest / _PIXELS, top + 14)
+            # In each pixel the part with most of its time.
+            shares = shares_by_pixel(account, first[number], pixel_s, _PIXELS)
+            largest = np.where(shares.max(axis=0) > 0, shares.argmax(axis=0), -1)
+            edges = [0, *(np.flatnonzero(np.diff(largest)) + 1).tolist(), _PIXELS]
+            for start, end in itertools.pairwise(edges):
+                if largest[start] >= 0:
+                    part = PARTS[largest[start]]
+                    parts.append(
+                        f'<rect x="{_LANES_LEFT + start}" y="{top + 24}" width="{end - start}" '
+                        f'height="18" fill="{COLOURS[part]}"><title>{part}</title></rect>'
+                    )
+            parts += _marks(runs[number], first[number], pixel_s, top + 14)
         parts.append("</g>")
     swatches = "".join(
         f'<span><span class="swatch" style="background:{COLOURS[part]}"></span> {part}</span>'
@@ -355,49 +347,48 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
         if part != DATA and any(account.seconds[part] for account in accounts.values())
     )
     signs = "".join(
-        f'<span><svg viewBox="-7 -7 14 14" style="width:14px;display:inline">{_SIGNS[kind]}</svg> '
-        f"{_KINDS[kind]}</span>"
-        for kind in _KINDS
+        f'<span><svg viewBox="-7 -7 14 14" style="width:14px;display:inline">{sign.drawn}</svg> '
+        f"{sign.name}</span>"
+        for sign in _SIGNS.values()
     )
+    # The table of goodput: the share of each part of a run's time.
+    rows = []
+    for number, account in accounts.items():
+        wall_s, seconds = account.wall_s, [account.seconds[part] for part in PARTS[1:]]
+        known = [_name(number, runs[number]), duration(wall_s), f"{account.goodput:.2%}"]
+        rows.append([*known, *(f"{each / wall_s:.2%}" if wall_s else "" for each in seconds)])
+    table = _table(["run", "wall time", "goodput", *PARTS[1:]], rows)
     return (
         f'<div class="legend" style="position:static">{swatches}{signs}</div>'
         f'<div class="scroll"><svg class="lanes" viewBox="0 0 1200 {height}">{"".join(parts)}</svg>'
-        f'</div><div class="scroll">{_shares(runs)}</div>'
+        f'</div><div class="scroll">{table}</div>'
     )
 
 
-def _bar(account: Account, began: float, pixel_s: float, top: float) -> list[str]:
-    """Return the rectangles of a lane: in each pixel the part with most of its time."""
-    shares = shares_by_pixel(account, began, pixel_s, _PIXELS)
-    largest = np.where(shares.max(axis=0) > 0, shares.argmax(axis=0), -1)
-    edges = [0, *(np.flatnonzero(np.diff(largest)) + 1).tolist(), _PIXELS]
-    parts = []
-    for start, end in itertools.pairwise(edges):
-        if largest[start] >= 0:
-            part = PARTS[largest[start]]
-            parts.append(
-                f'<rect x="{_LANES_LEFT + start}" y="{top}" width="{end - start}" height="18" '
-                f'fill="{COLOURS[part]}"><title>{part}</title></rect>'
-            )
-    return parts
+class _Sign(NamedTuple):
+    """What an event looks like in a lane."""
+
+    name: str
+    pixels: int
+    """Signs within so many are one."""
+    drawn: str
 
 
-_KINDS = {
-    "start": "start",
-    "resize": "start on another number of devices",
-    "save": "checkpoint",
-    "eval": "evaluation",
-    "failure": "failure: the last sign of life",
-    "other": "other event",
-}
 _SIGNS = {
-    "start": '<path class="start" d="M-4,-5 L5,0 L-4,5 Z"/>',
-    "resize": '<path class="resize" d="M-4,-1 L0,-5 L4,-1 M-4,1 L0,5 L4,1"/>',
-    "save": '<path class="save" d="M0,-5 L0,5"/>',
-    "eval": '<circle class="eval" r="3.5"/>',
-    "failure": '<path class="failure" d="M-5,-5 L5,5 M-5,5 L5,-5"/>',
-    "other": '<path class="other" d="M0,-5 L5,0 L0,5 L-5,0 Z"/>',
+    "start": _Sign("start", 6, '<path class="start" d="M-4,-5 L5,0 L-4,5 Z"/>'),
+    "resize": _Sign(
+        "start on another number of devices",
+        6,
+        '<path class="resize" d="M-4,-1 L0,-5 L4,-1 M-4,1 L0,5 L4,1"/>',
+    ),
+    "save": _Sign("checkpoint", 4, '<path class="save" d="M0,-5 L0,5"/>'),
+    "eval": _Sign("evaluation", 8, '<circle class="eval" r="3.5"/>'),
+    "failure": _Sign(
+        "failure: the last sign of life", 6, '<path class="failure" d="M-5,-5 L5,5 M-5,5 L5,-5"/>'
+    ),
+    "other": _Sign("other event", 6, '<path class="other" d="M0,-5 L5,0 L0,5 L-5,0 Z"/>'),
 }
+_MARKS_NAMED = 5
 
 
 def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[str]:
@@ -405,7 +396,7 @@ def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[s
     texts: dict[tuple[str, int], list[str]] = {}
 
     def mark(kind: str, time: float, text: str) -> None:
-        x = round((time - began) / pixel_s / _MARK_PIXELS[kind]) * _MARK_PIXELS[kind]
+        x = round((time - began) / pixel_s / _SIGNS[kind].pixels) * _SIGNS[kind].pixels
         at = datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         texts.setdefault((kind, x), []).append(f"{text}, {at}")
 
@@ -420,44 +411,21 @@ def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[s
             mark(kind, float(event["process_started"]), f"start after step {step}{on}")
             before = devices or before
         elif kind == "eval" or (kind == "save" and event.get("written")):
-            mark(kind, float(event["time"]), f"{_KINDS[kind]} at step {step}")
+            mark(kind, float(event["time"]), f"{_SIGNS[kind].name} at step {step}")
         elif kind not in ("save", "steps", "first_step", "stop", "end"):
             known = {name: event[name] for name in event if name not in ("event", "time")}
             mark("other", float(event["time"]), f"{kind} {json.dumps(known)}"[:_LONGEST_SETTING])
     for time in run.account.failed_at if run.account else ():
         mark("failure", time, "failure: the last sign of life")
     parts = []
-    for (kind, x), each in sorted(texts.items(), key=lambda item: list(_KINDS).index(item[0][0])):
+    for (kind, x), each in sorted(texts.items(), key=lambda item: list(_SIGNS).index(item[0][0])):
         more = f"\n... {len(each):,} in all" if len(each) > _MARKS_NAMED else ""
         title = html.escape("\n".join(each[:_MARKS_NAMED]) + more)
         parts.append(
-            f'<g transform="translate({_LANES_LEFT + x},{top})">{_SIGNS[kind]}'
+            f'<g transform="translate({_LANES_LEFT + x},{top})">{_SIGNS[kind].drawn}'
             f"<title>{title}</title></g>"
         )
     return parts
-
-
-_MARK_PIXELS = {"start": 6, "resize": 6, "save": 4, "eval": 8, "failure": 6, "other": 6}
-_MARKS_NAMED = 5
-
-
-def _shares(runs: Mapping[int, RecordedRun]) -> str:
-    """Return the table of goodput: the share of each part of a run's time."""
-    head = ["run", "wall time", "goodput", *PARTS[1:]]
-    rows = []
-    for number, run in runs.items():
-        if account := run.account:
-            wall = account.wall_s or math.nan
-            shares = [f"{account.seconds[part] / wall:.2%}" for part in PARTS[1:]]
-            rows.append(
-                [
-                    _name(number, run),
-                    duration(account.wall_s),
-                    f"{account.goodput:.2%}",
-                    *(share.replace("nan%", "") for share in shares),
-                ]
-            )
-    return _table(head, rows)
 
 
 # -- Tables ----------------------------------------------------------------------------------------
@@ -572,7 +540,7 @@ def page(recorded: Sequence[RecordedRun], made: datetime) -> str:
         if (curves := {n: run.curves[name] for n, run in runs.items() if name in run.curves})
     }
     more = "".join(text for name, text in panels.items() if name not in _TITLES)
-    left_out = [line for run in recorded for line in run.left_out]
+    left_out = [html.escape(line) for run in recorded for line in run.left_out]
     if len(measures) > len(_TITLES) + _MOST_MORE:
         left_out.append(f"{len(measures) - len(_TITLES) - _MOST_MORE:,} more measures")
     shown = {
@@ -583,7 +551,7 @@ def page(recorded: Sequence[RecordedRun], made: datetime) -> str:
             f"body:has(#show{n}:not(:checked)) svg .r{n} {{ display: none; }}" for n in runs
         ),
         "frame": f'x="{_LEFT}" y="{_TOP}" width="{_RIGHT - _LEFT}" height="{_BOTTOM - _TOP}"',
-        "left_out": f'<div class="left_out">Left out:<br>{_lines(left_out)}</div>'
+        "left_out": f'<div class="left_out">Left out:<br>{"<br>".join(left_out)}</div>'
         if left_out
         else "",
         "legend": "".join(
@@ -601,24 +569,6 @@ def page(recorded: Sequence[RecordedRun], made: datetime) -> str:
         "settings": settings(runs),
     }
     return string.Template(_PAGE.read_text()).substitute(shown)
-
-
-def _lines(texts: Iterable[str]) -> str:
-    return "<br>".join(html.escape(text) for text in texts)
-
-
-def write_report(path: Path, text: str) -> None:
-    """Write the page, unless ``path`` is a link or a file that is no report. Raises UsageError."""
-    try:
-        if path.is_symlink() or path.exists():
-            with open(path, "rb", opener=no_link) as file:
-                if _MARK not in file.read(4096):
-                    raise UsageError(
-                        f"{path} is not a report, and is not overwritten: give another --output"
-                    )
-        replace_file(path, text.encode(errors="replace"))
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {reason_of(error)}") from None
 
 
 # -- The command line ------------------------------------------------------------------------------
@@ -656,7 +606,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = short_names(map(str, given.runs))
         runs = [read_run(run, printable(names[str(run)])) for run in given.runs]
         path = given.output or given.runs[0] / _REPORT
-        write_report(path, page(runs, datetime.now(UTC)))
+        text = page(runs, datetime.now(UTC))
+        try:
+            if path.is_symlink() or path.exists():  # links and files that are no report stay
+                with open(path, "rb", opener=no_link) as file:
+                    if _MARK not in file.read(4096):
+                        raise UsageError(
+                            f"{path} is not a report, and is not overwritten: give another --output"
+                        )
+            replace_file(path, text.encode(errors="replace"))
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {reason_of(error)}") from None
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2

@@ -28,11 +28,10 @@ from training.weights import with_preprocessing
 
 matplotlib.use("Agg")
 
-
 IMAGES, DRAWS = 4, 6
 """Rows of the picture, and augmented columns."""
-_UNCHANGED: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0}
-_UNCHANGED |= {"vflip": 0.0, "aa": None, "color_jitter": 0.0, "reprob": 0.0}
+_UNCHANGED: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "aa": None}
+_UNCHANGED |= dict.fromkeys(("hflip", "vflip", "color_jitter", "reprob"), 0.0)
 """The flags of images that are only resized."""
 _MASKED = 0.75
 """How much of a masked patch is gray in the picture."""
@@ -144,12 +143,8 @@ def _column(
     texts = []
     for each in label_shares:
         found = [(share, i) for i, share in enumerate(each.tolist()) if share > _LEAST_SHARE]
-        texts.append(
-            " + ".join(
-                f"{names[i] if names else i}: {share:.2f}"
-                for share, i in sorted(found, reverse=True)
-            )
-        )
+        found.sort(reverse=True)
+        texts.append(" + ".join(f"{names[i] if names else i}: {s:.2f}" for s, i in found))
     return Column(title, images.clamp(0, 1), texts)
 
 
@@ -163,8 +158,7 @@ def draw(found: Sequence[Column], path: Path) -> None:
             pixels = image.permute(1, 2, 0).squeeze(-1).numpy()
             axis.imshow(pixels, cmap="gray", vmin=0, vmax=1)
             axis.set_xlabel(label, fontsize=7)
-            axis.set_xticks([])
-            axis.set_yticks([])
+            axis.set(xticks=[], yticks=[])
     figure.savefig(path, dpi=90)
     plt.close(figure)
 

@@ -19,7 +19,7 @@ from models.registry import open_model
 from models.spec import ModelSpec
 from tests.stand_ins.filled import SMALL
 from tests.stand_ins.scan_on_xla import scanned
-from tools.self_check.small_run import FirstWeights
+from tools.self_check.small_run import first_weights
 from xla_fsdp.around_blocks import compute_in_bf16
 from xla_fsdp.attention import flash
 
@@ -38,7 +38,7 @@ Tensors = dict[str, torch.Tensor]
 def filled(spec: ModelSpec) -> nn.Module:
     """On the CPU, with values of which all matter."""
     model = spec.build()
-    FirstWeights(0)(model, "")
+    first_weights(0, model, "")
     fill_buffers(model)
     return model
 

@@ -20,7 +20,7 @@ from tests.stand_ins.filled import SMALL
 from tests.training.test_dino import BACKBONE, HEADS
 from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
-from tools.self_check.small_run import FirstWeights
+from tools.self_check.small_run import first_weights
 from training.schedule import RopeFactors, rope_factors
 from training.weights import weights_in, with_preprocessing_of
 
@@ -47,7 +47,7 @@ def with_weights(spec):
     """The model with weights by which its positions count. (First ones for a training are small:
     all keys are nearly alike.)"""
     model = spec.build()
-    FirstWeights(seed=1)(model, "")
+    first_weights(1, model, "")
     return model
 
 

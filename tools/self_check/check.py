@@ -28,7 +28,7 @@ from data.loader import Batch, Share
 from data.source import DataSource, open_data
 from tools.self_check import reference
 from tools.self_check.reference import MOMENTS, TEACHER, Settings, Tensors, Tolerances
-from tools.self_check.small_run import UPDATES, FirstWeights, batches, shrink
+from tools.self_check.small_run import UPDATES, batches, first_weights, shrink
 from training.backend import Backend, State, bad_data_is_the_users, dataset_request
 from training.begin import enter_folder
 from training.checkpoints.choose import complete_checkpoints, folder_of
@@ -144,9 +144,10 @@ def _check_devices(
     settings = Settings(*exchange.gather(numbers)[0])
 
     # The small model on the devices.
-    optimizer, weights = run.config.optimizer, FirstWeights(run.config.seed)
+    optimizer = run.config.optimizer
     assert optimizer.betas is not None  # resolved
     updates = all_by_adamw(run.model, optimizer.weight_decay)
+    weights = functools.partial(first_weights, run.config.seed)
     sharded = shard(run, backend, weights, updates)
     backend.build_optimizer(updates, betas=optimizer.betas, eps=settings.eps)
     sharded.train()
@@ -170,36 +171,8 @@ def _check_devices(
     table.say(
         "figures: relative distance from plain PyTorch on the CPU, in brackets what is allowed"
     )
-    check_hosts(backend, table)
-    watchdog.alive()
-    devices = Devices(run, backend, sharded, settings)
-    check_rows(devices, table)
-    watchdog.alive()
-    with own_folder(run, backend, table) as folder:
-        checkpoints = Checkpoints(folder, run, backend, table)
-        devices.updates(1, 1)
-        watchdog.alive()
-        checkpoints.save(1)
-        devices.updates(2, UPDATES)
-        checkpoints.save(UPDATES)
-        watchdog.alive()
-        check_scalars(devices, allowed, table)
-        if checkpoints.folder is None:
-            table.line(
-                None, "gradients", "nor moments and weights: they are read from a checkpoint"
-            )
-        else:
-            if allowed:
-                check_states(checkpoints.states, allowed, run, table)
-            check_resuming(devices, checkpoints, checkpoints.folder, table)
-    backend.memory()  # the first answer of some comes late: this one is for check_memory
 
-
-# -- The machines: talking to each other, disk, decoding images, memory ----------------------------
-
-
-def check_hosts(backend: Backend, table: CheckTable) -> None:
-    """Try a collective each way between the processes: sum, largest, and everyone's own value."""
+    # A collective each way between the processes: sum, largest, and everyone's own value.
     count, rank = exchange.count(), exchange.rank()
     total = torch.tensor([float(rank + 1), 1.0])
     if dist.is_initialized():
@@ -210,6 +183,28 @@ def check_hosts(backend: Backend, table: CheckTable) -> None:
     good &= ranks == tuple(range(count))
     text = f"sum, largest and gather over {count} process(es) on {len(set(hosts))} host(s)"
     table.line(all(exchange.gather(good)), "hosts", text)
+    watchdog.alive()
+
+    # Updates, their comparison with the reference, and checkpoints.
+    devices = Devices(run, backend, sharded, settings)
+    check_rows(devices, table)
+    watchdog.alive()
+    with own_folder(run, backend, table) as folder:
+        checkpoints = Checkpoints(folder, run, backend, table)
+        devices.update(1)
+        watchdog.alive()
+        checkpoints.save(1)
+        for number in range(2, UPDATES + 1):
+            devices.update(number)
+        checkpoints.save(UPDATES)
+        watchdog.alive()
+        check_numbers(devices, checkpoints, allowed, table)
+        if checkpoints.folder is not None:
+            check_resuming(devices, checkpoints, checkpoints.folder, table)
+    backend.memory()  # the first answer of some comes late: this one is for check_memory
+
+
+# -- The machines: disk, decoding images, memory ---------------------------------------------------
 
 
 def check_disk(run: Run, table: CheckTable) -> None:
@@ -221,13 +216,11 @@ def check_disk(run: Run, table: CheckTable) -> None:
     # Weights, AdamW's two moments and the EMA.
     copies = 4 if run.config.averages else 3
     size = copies * (4 if run.own.keeps_fp32_weights else 2) * run.model.parameter_count
+    takes = f"a checkpoint of the whole model takes {size_of(size)}"
     if is_url(ckpt_dir):
-        text = f"a checkpoint of the whole model takes {size_of(size)}"
-        table.line(True, "disk", f"{text} on {ckpt_dir}")
+        table.line(True, "disk", f"{takes} on {ckpt_dir}")
         return
-    folder = ckpt_dir
-    while not folder.exists():
-        folder = folder.parent
+    folder = next(each for each in (ckpt_dir, *ckpt_dir.parents) if each.exists())
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -235,7 +228,7 @@ def check_disk(run: Run, table: CheckTable) -> None:
         return
     there = len(complete_checkpoints(ckpt_dir))
     needed = max(1, keep + 1 - there) if keep else 1
-    text = f"{size_of(free)} free, a checkpoint of the whole model takes {size_of(size)}: "
+    text = f"{size_of(free)} free, {takes}: "
     if keep:
         text += f"--keep_checkpoints {keep} and one more, {there} there"
     else:
@@ -335,7 +328,7 @@ class Devices:
         ]
 
     def update(self, number: int) -> tuple[float, float]:
-        """Make update ``number``, from 1 on; return its loss and gradient norm."""
+        """Make update ``number``, from 1 on; return and keep its loss and gradient norm."""
         batch, settings = self.batches[number - 1], self.settings
         tries = _TRIES if self.run.config.sharding.precision == "fp16" else 1
         for _ in range(tries):
@@ -351,14 +344,9 @@ class Devices:
             found = self.backend.read({"loss": loss, "norm": norm}).result()
             if math.isfinite(found["norm"][0]):
                 break
-        return found["loss"][0], found["norm"][0]
-
-    def updates(self, first: int, last: int) -> None:
-        """Make these updates, and keep their losses and gradient norms."""
-        for number in range(first, last + 1):
-            loss, norm = self.update(number)
-            self.losses.append(loss)
-            self.norms.append(norm)
+        self.losses.append(found["loss"][0])
+        self.norms.append(found["norm"][0])
+        return self.losses[-1], self.norms[-1]
 
 
 def check_rows(devices: Devices, table: CheckTable) -> None:
@@ -401,8 +389,13 @@ def _weights_of_rows(batch: Batch, shape: Sequence[int], rows: range) -> torch.T
     return (images.float().view(len(images), *part.shape) * part).flatten(1).sum(1) * (labels + 1)
 
 
-def check_scalars(devices: Devices, allowed: Tolerances | None, table: CheckTable) -> None:
-    """Compare losses and norms with the reference, and those of all processes with each other."""
+def check_numbers(
+    devices: Devices, checkpoints: Checkpoints, allowed: Tolerances | None, table: CheckTable
+) -> None:
+    """Compare losses and norms with the reference, and those of all processes with each other.
+
+    Then, in the first process, gradients, moments and weights, tensor by tensor.
+    """
     if allowed:
         off = reference.apart(devices.losses, allowed.plain.losses)
         table.within("loss", off, allowed.loss(), f"{UPDATES} updates")
@@ -413,13 +406,12 @@ def check_scalars(devices: Devices, allowed: Tolerances | None, table: CheckTabl
     off = max(reference.apart(of_one, numbers[0]) for of_one in numbers)
     what = f"apart, losses and norms of {len(numbers)} process(es)"
     table.within("processes agree", off, EQUAL, what)
-
-
-def check_states(
-    found: dict[int, dict[str, Tensors]], allowed: Tolerances, run: Run, table: CheckTable
-) -> None:
-    """Compare gradients, moments and weights, tensor by tensor, in the first process."""
-    expected = allowed.plain.states
+    if checkpoints.folder is None:
+        table.line(None, "gradients", "nor moments and weights: they are read from a checkpoint")
+        return
+    if not allowed:
+        return
+    run, expected, found = devices.run, allowed.plain.states, checkpoints.states
     lines = [
         ("gradients", 1, MOMENTS[:1], "update 1, clipped"),
         ("moments", UPDATES, MOMENTS, f"update {UPDATES}"),
@@ -447,11 +439,10 @@ def check_resuming(
 ) -> None:
     """Check that a checkpoint, loaded over the state of a later update, restores what was saved."""
     backend, path = devices.backend, folder_of(folder, UPDATES)
-    text = ""
     if backend.is_main:
         sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
         text = f"{len(sizes)} files, {size_of(sum(sizes))}, checksums as in the manifest"
-    table.line(True, "checkpoint written", text)
+        table.line(True, "checkpoint written", text)
 
     first = devices.update(UPDATES + 1)
     load_state(backend, path)

@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torchvision.transforms.v2.functional import normalize
 
 from data.loader import Batch
-from tools.self_check.small_run import UPDATES, FirstWeights, batches
+from tools.self_check.small_run import UPDATES, batches, first_weights
 from training.backend import Backend
 from training.objectives import open_objective
 from training.resolve import Run
@@ -85,53 +85,43 @@ class _Training:
     """A training whose weights are stored in one dtype and computed with in another."""
 
     def __init__(self, run: Run, parts: int, computed: torch.dtype, stored: torch.dtype) -> None:
-        self._run, self._parts, self._config = run, parts, run.config.optimizer
+        self._run, self._parts, self._computed = run, parts, computed
         self._model = self._build()
-        channels = run.model.sizes.input_shape[0]
-        self._colours = run.config.data.preprocessing.of_channels(channels)
         self.weights = {
             name: nn.Parameter(each.detach().to(stored, copy=True))
             for name, each in self._model.named_parameters()
             if name not in run.model.frozen
         }
         self._model.to(computed)
-        self._of_teacher: dict[str, torch.Tensor] = {}
-        self._teacher: nn.Module | None = None
+        self._models = {"weights": self._model}
+        self._stored: dict[str, Mapping[str, torch.Tensor]] = {"weights": self.weights}
+        """What the models compute with, before it is rounded to what they compute in."""
+        teacher = None
         if run.config.objective.has_teacher:
-            self._of_teacher = {name: each.detach().clone() for name, each in self.weights.items()}
-            self._teacher = self._build().to(computed).requires_grad_(False).eval()
+            self._stored[TEACHER] = {n: each.detach().clone() for n, each in self.weights.items()}
+            self._models[TEACHER] = self._build().to(computed).requires_grad_(False).eval()
+            teacher = _Cast(self._models[TEACHER], computed)
         # Labels are compared by PyTorch itself. Other objectives compute here as on one device.
         self._objective = None
         if not run.config.objective.uses_labels:
-            self._objective = open_objective(run, self._alone(computed))
+            same = nn.Identity()
+            alone = SimpleNamespace(constant=same, sum=same, mean=same, teacher=teacher)
+            self._objective = open_objective(run, cast(Backend, alone))
         self.numbered = bool(self._objective and self._objective.numbered)
 
     def _build(self) -> nn.Module:
         """Return the model on the CPU, with the first weights."""
         model = self._run.build_model(lambda values: values)
-        FirstWeights(self._run.config.seed)(model, "")
+        first_weights(self._run.config.seed, model, "")
         return model
 
-    def _alone(self, computed: torch.dtype) -> Backend:
-        """Return what an objective asks a backend for, on one device."""
-
-        def same(x: torch.Tensor) -> torch.Tensor:
-            return x
-
-        teacher = self._teacher and _Cast(self._teacher, computed)
-        return cast(Backend, SimpleNamespace(constant=same, sum=same, mean=same, teacher=teacher))
-
     def run(self, data: Sequence[Batch], settings: Settings) -> Outcome:
-        config, outcome = self._config, Outcome()
+        config, outcome = self._run.config.optimizer, Outcome()
         assert config.betas is not None  # resolved
         optimizer: Any = torch.optim.AdamW(
-            self.weights.values(),
-            lr=settings.lr,
-            betas=config.betas,
-            eps=settings.eps,
-            weight_decay=config.weight_decay,
+            self.weights.values(), settings.lr, config.betas, settings.eps, config.weight_decay
         )
-        outcome.states[0] = {"weights": self._copies(self.weights)} | self._teachers()
+        outcome.states[0] = _copies(self._stored)
         for update, batch in enumerate(data, 1):
             loss, norm = self.gradients(update - 1, batch)
             outcome.losses.append(loss)
@@ -139,27 +129,24 @@ class _Training:
             if settings.max_norm > 0:
                 nn.utils.clip_grad_norm_(self.weights.values(), settings.max_norm)
             optimizer.step()
-            for name, average in self._of_teacher.items():
+            for name, average in self._stored.get(TEACHER, {}).items():
                 average.lerp_(self.weights[name].detach(), _NEWEST)
-            outcome.states[update] = {"weights": self._copies(self.weights)} | {
-                kind: self._copies({n: optimizer.state[p][kind] for n, p in self.weights.items()})
+            moments = {
+                kind: {name: optimizer.state[each][kind] for name, each in self.weights.items()}
                 for kind in MOMENTS
             }
-            outcome.states[update] |= self._teachers()
+            outcome.states[update] = _copies(self._stored | moments)
         return outcome
-
-    def _teachers(self) -> dict[str, Tensors]:
-        """Return a copy of the teacher's weights under TEACHER, if there is one."""
-        return {TEACHER: self._copies(self._of_teacher)} if self._teacher is not None else {}
 
     def gradients(self, update: int, batch: Batch) -> tuple[float, float]:
         """Leave the gradients of the mean loss in ``weights``; return the loss and their norm.
 
         ``update``: the number of updates before.
         """
-        self._round(self._model, self.weights)
-        if self._teacher is not None:
-            self._round(self._teacher, self._of_teacher)
+        with torch.no_grad():
+            for kind, model in self._models.items():
+                for name, values in self._stored[kind].items():
+                    model.get_parameter(name).copy_(values)
         self._model.zero_grad()
         total = 0.0
         for loss in self._losses(update, batch):
@@ -179,30 +166,27 @@ class _Training:
             parts = (part.split(_ROWS_AT_ONCE) for part in batch)  # for the memory
             for images, labels in zip(*parts, strict=True):
                 if images.dtype == torch.uint8:
-                    images = normalize(images / 255, *self._colours)
-                logits = self._model(images.to(next(self._model.parameters()).dtype))
+                    colours = self._run.config.data.preprocessing.of_channels(images.shape[1])
+                    images = normalize(images / 255, *colours)
+                logits = self._model(images.to(self._computed))
                 yield F.cross_entropy(logits.float(), labels, reduction="sum") / len(batch[1])
             return
         # The passes of a step: each has some images of each part of the batch.
         self._objective.begin_step(Settings(0.0, 0.0, 0.0).rates(self._run))
         passes = self._run.config.data.grad_accum_steps
-        model = _Cast(self._model, next(self._model.parameters()).dtype)
+        model = _Cast(self._model, self._computed)
         by_pass = [
             x.unflatten(0, (self._parts, passes, -1)).transpose(0, 1).flatten(1, 2) for x in batch
         ]
         for number, (images, places) in enumerate(zip(*by_pass, strict=True)):
             yield self._objective.loss(model, images, places, update * passes + number) / passes
 
-    @staticmethod
-    @torch.no_grad()
-    def _round(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-        """Set the weights that the model computes with to those that are stored."""
-        for name, values in weights.items():
-            model.get_parameter(name).copy_(values)
 
-    @staticmethod
-    def _copies(tensors: dict[str, Any]) -> Tensors:
-        return {name: each.detach().float().clone() for name, each in tensors.items()}
+def _copies(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Tensors]:
+    return {
+        kind: {name: each.detach().float().clone() for name, each in tensors.items()}
+        for kind, tensors in state.items()
+    }
 
 
 class _Cast(nn.Module):
@@ -213,11 +197,11 @@ class _Cast(nn.Module):
         self._model, self._dtype = model, dtype
 
     def forward(self, *inputs: Any) -> Any:
-        def cast(x: Any) -> Any:
-            is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
-            return x.to(self._dtype) if is_float else x
-
-        return self._model(*tree_map(cast, inputs))
+        return self._model(
+            *tree_map_only(
+                torch.Tensor, lambda x: x.to(self._dtype) if x.is_floating_point() else x, inputs
+            )
+        )
 
 
 # -- What is allowed -------------------------------------------------------------------------------

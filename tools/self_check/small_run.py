@@ -16,7 +16,7 @@ from models.config import ModelError
 from models.initialize import allocate
 from models.registry import open_model, with_additions
 from training.backend import Backend, dataset_request, train_loader
-from training.config import LossConfig, ObjectiveConfig
+from training.config import LossConfig
 from training.errors import UsageError
 from training.flags import flat
 from training.resolve import MODEL_FLAG, Run
@@ -78,33 +78,26 @@ def batches(run: Run, backend: Backend | None, *, places: bool) -> Iterator[Batc
         yield numbered(batch, first) if places else batch
 
 
-class FirstWeights:
-    """An ``InitializeModule`` whose values make every parameter matter.
+@torch.no_grad()
+def first_weights(seed: int, module: nn.Module, name: str) -> None:
+    """Allocate on CPU and fill what is on meta below ``module`` so that every parameter matters.
 
-    With those that a training starts with, some gradients are zero, or drown in rounding: behind a
-    head of zeros, or of queries and keys whose scores are all alike.
+    With the values that a training starts with, some gradients are zero, or drown in rounding:
+    behind a head of zeros, or of queries and keys whose scores are all alike.
     """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, name: str) -> None:
-        """Allocate on CPU and fill what is on meta below ``module``."""
-        for full_name, part in allocate(module, name):
-            for key, parameter in part.named_parameters(prefix=full_name, recurse=False):
-                parameter.copy_(self._values(key, parameter))
-
-    def _values(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        noise = torch.randn(parameter.shape, generator=_generator(self._seed, "weight", name))
-        own_name = name.rpartition(".")[2]
-        if own_name in ("pos_embed", "cls_token", "reg_token", "mask_token", "latent"):
-            return 0.5 * noise
-        if parameter.dim() > 1:
-            return noise / math.sqrt(parameter[0].numel())
-        if own_name == "gamma":  # a layer's scale
-            return 0.5 + 0.1 * noise
-        return 0.1 * noise + (1.0 if own_name == "weight" else 0.0)
+    for full_name, part in allocate(module, name):
+        for key, parameter in part.named_parameters(prefix=full_name, recurse=False):
+            noise = torch.randn(parameter.shape, generator=_generator(seed, "weight", key))
+            own_name = key.rpartition(".")[2]
+            if own_name in ("pos_embed", "cls_token", "reg_token", "mask_token", "latent"):
+                values = 0.5 * noise
+            elif parameter.dim() > 1:
+                values = noise / math.sqrt(parameter[0].numel())
+            elif own_name == "gamma":  # a layer's scale
+                values = 0.5 + 0.1 * noise
+            else:
+                values = 0.1 * noise + (1.0 if own_name == "weight" else 0.0)
+            parameter.copy_(values)
 
 
 # -- The sizes ------------------------------------------------------------------------------------
@@ -137,16 +130,15 @@ def shrink(run: Run) -> Run:
     """
     data, mesh = run.config.data, run.mesh
     passes = min(data.grad_accum_steps, _MICRO_BATCHES)
-    most = data.pass_size // mesh.batch_parts
-    rows = min(most, _ROWS if mesh.batch_parts < _FROM_REPLICAS else _FEW_ROWS)
+    limit = _ROWS if mesh.batch_parts < _FROM_REPLICAS else _FEW_ROWS
+    rows, multiple = min(data.pass_size // mesh.batch_parts, limit), 1
     if run.own.product_multiple > 1:
-        rows = _ROWS_OF_MULTIPLES
+        rows = multiple = _ROWS_OF_MULTIPLES
     batch_size = mesh.batch_parts * passes * rows
 
     # The model with fewer and narrower blocks, of the same kind.
     sizes, settings = run.model.sizes, run.model.settings
     tensor, domain = mesh.tensor, mesh.domain
-    multiple = 1 if run.own.product_multiple == 1 else _ROWS_OF_MULTIPLES
     heads = tensor if tensor > 1 else min(sizes.num_heads, _HEADS)
     if run.config.sharding.domain_attention == "ulysses":  # which divides heads over "domain"
         heads = math.lcm(heads, domain)
@@ -172,37 +164,18 @@ def shrink(run: Run) -> Run:
     for name, value in (("reg_tokens", 2), ("num_reg_tokens", 2), ("init_values", _LAYER_SCALE)):
         if settings.get(name):
             small[name] = value
-    side = patch * max(1, min(grid) // 2)
-    objective = _shrink_objective(run.config.objective, width, heads, side, rows)
-    config = replace(run.config, loss=LossConfig(), objective=objective)
-    try:
-        model = open_model(run.model.name, run.model.overrides | small)
-        model = with_additions(model, objective.objective, flat(objective))
-    except ModelError as error:
-        reason = error.told(MODEL_FLAG)
-        raise UsageError(
-            f"--self_check cannot make --model {run.model.name} small: {reason}"
-        ) from None
-    small_run = replace(run, config=config, model=model, own=run.own.shrunk())
-    return small_run.with_data(
-        grad_accum_steps=passes, micro_batch_size=None, batch_size=batch_size, aug_repeats=1
-    )
 
-
-def _shrink_objective(
-    config: ObjectiveConfig, width: int, heads: int, side: int, rows: int
-) -> ObjectiveConfig:
-    """Return the same objective for a small model, ``width`` wide, with local crops of ``side``
-    pixels and ``rows`` images on a device in a pass."""
+    # The same objective, for that model.
+    real = run.config.objective
     least, most = _MASK_RATIOS
-    return replace(
-        config,
-        mask_ratio=min(max(config.mask_ratio, least), most),
-        decoder_depth=min(config.decoder_depth, _DEPTH),
+    objective = replace(
+        real,
+        mask_ratio=min(max(real.mask_ratio, least), most),
+        decoder_depth=min(real.decoder_depth, _DEPTH),
         decoder_embed_dim=width,
         decoder_num_heads=heads,
-        local_crops=min(config.local_crops, _LOCAL_CROPS),
-        local_crop_size=side,
+        local_crops=min(real.local_crops, _LOCAL_CROPS),
+        local_crop_size=patch * max(1, min(grid) // 2),
         crop_sizes=None,
         dino_prototypes=2 * width,
         ibot_prototypes=3 * _CLASSES,
@@ -211,4 +184,15 @@ def _shrink_objective(
         # Of two images each is the other's nearest, however it is rounded.
         koleo_group=2 if rows % 2 == 0 else max(rows, 2),
         gram_weights=None,
+    )
+    config = replace(run.config, loss=LossConfig(), objective=objective)
+    try:
+        model = open_model(run.model.name, run.model.overrides | small)
+        model = with_additions(model, objective.objective, flat(objective))
+    except ModelError as error:
+        text = f"--self_check cannot make --model {run.model.name} small"
+        raise UsageError(f"{text}: {error.told(MODEL_FLAG)}") from None
+    small_run = replace(run, config=config, model=model, own=run.own.shrunk())
+    return small_run.with_data(
+        grad_accum_steps=passes, micro_batch_size=None, batch_size=batch_size, aug_repeats=1
     )
