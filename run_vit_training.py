@@ -184,13 +184,15 @@ def _run(flags: Flags) -> int:
 
     prepare: Prepare
     if use.features or use.knn or use.probe:
-        from training.features import find_backbone, prepare_features
+        from training.features import prepare_features
         from training.frozen import prepare_frozen
+        from training.initial_weights import find_trained
 
-        config, weights = find_backbone(config)
+        config, weights = find_trained(config)
         prepare = functools.partial(prepare_features if use.features else prepare_frozen, weights)
     elif use.predict or use.eval_only:
-        from training.predict import find_trained, predict, prepare_evaluation
+        from training.initial_weights import find_trained
+        from training.predict import predict, prepare_evaluation
 
         config, weights = find_trained(config)
         if use.predict:

@@ -92,29 +92,25 @@ def blocks_differ(blocks: Sequence[nn.Module], *, settings: bool = True) -> str 
     ``settings`` also the same modules, set to the same plain values. Probabilities of drop path may
     differ.
     """
-    described = [_described(block, settings) for block in blocks]
-    first = described[0]
-    for index, block in enumerate(described):
-        for what in [*first, *block]:
-            here, there = block.get(what, "missing"), first.get(what, "missing")
+    first: dict[str, Any] = {}
+    for index, block in enumerate(blocks):
+        # By a name for the message, the class, shapes and values of what is in the block.
+        found: dict[str, Any] = {"the block": type(block).__name__}
+        found |= {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
+        for name, part in block.named_modules() if settings else ():
+            if isinstance(part, DropPath | nn.Identity):  # one may replace the other
+                continue
+            found[name or "the block"] = type(part).__name__
+            for key, value in vars(part).items():
+                plain = isinstance(value, bool | int | float | str | tuple)
+                if plain and not key.startswith("_"):
+                    found[f"{name}.{key}" if name else key] = value
+        first = first or found
+        for what in [*first, *found]:
+            here, there = found.get(what, "missing"), first.get(what, "missing")
             if here != there:
                 return f"in block {index} {what} is {here}, in block 0 {there}"
     return None
-
-
-def _described(block: nn.Module, settings: bool) -> dict[str, Any]:
-    """Return, by a name for the message, the class, shapes and values of what is in a block."""
-    found: dict[str, Any] = {"the block": type(block).__name__}
-    found |= {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
-    for name, part in block.named_modules() if settings else ():
-        if isinstance(part, DropPath | nn.Identity):  # one may replace the other
-            continue
-        found[name or "the block"] = type(part).__name__
-        for key, value in vars(part).items():
-            plain = isinstance(value, bool | int | float | str | tuple)
-            if plain and not key.startswith("_"):
-                found[f"{name}.{key}" if name else key] = value
-    return found
 
 
 # ------------------------------------------------------------------------------------------------
@@ -220,8 +216,8 @@ def why_no_transformer_engine(block: nn.Module) -> str | None:
 def why_no_linear_products(block: nn.Module) -> str | None:
     """Return why a product with weights is not a call of an ``nn.Linear`` in ``block``; or None."""
     attention = getattr(block, "attn", None)
-    if not isinstance(attention, EvaAttention) or attention.q_bias is None:
+    if not isinstance(attention, EvaAttention):
         return None
-    if attention.qkv_bias_separate:
+    if attention.q_bias is None or attention.qkv_bias_separate:
         return None
     return "its attention calls no nn.Linear for queries, keys and values (<qkv_bias>)"

@@ -106,8 +106,8 @@ def crop_pairs(sizes: Sequence[str] | None) -> list[tuple[int, int]]:
 class VitConfig:
     """The arguments of ``timm.models.vision_transformer.VisionTransformer``.
 
-    The defaults are those of the 10-billion-parameter ViT: no class token, mean
-    over the normalised tokens, learned position embedding.
+    The defaults are those of the 10-billion-parameter ViT: no class token, mean over the normalised
+    tokens, learned position embedding.
     """
 
     img_size: int = 224
@@ -221,10 +221,7 @@ class ModelConfig:
         "num_classes", "number of classes", kind=bounded(int, 1, 10**7), common=True
     )
     embed_dim: int | None = _own(
-        "embed_dim",
-        "width of the model",
-        kind=bounded(int, 1, 2**20),
-        common=True,
+        "embed_dim", "width of the model", kind=bounded(int, 1, 2**20), common=True
     )
     depth: int | None = _own(
         "depth",

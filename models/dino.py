@@ -20,7 +20,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from models.config import ModelError, crop_pairs
-from models.initialize import Scheme
 from models.mae import select
 from models.positions import Grid
 from models.spec import ModelSizes, ModelSpec, StackRun, train_flops_of
@@ -55,11 +54,11 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
             f"<local_crop_size> {side} is larger than the global crops, <img_size> "
             f"{height} x {width}"
         )
-    if larger := [pair for pair in pairs if pair[0] < pair[1]]:
-        raise ModelError(f"<crop_sizes> {_shown(larger[0])}: the local crops are the larger ones")
+    if larger := [f"{of_global}x{local}" for of_global, local in pairs if of_global < local]:
+        raise ModelError(f"<crop_sizes> {larger[0]}: the local crops are the larger ones")
     if pairs and (height != width or (height, side) not in pairs):
         raise ModelError(
-            f"<crop_sizes> must have {_shown((height, side))} among them, <img_size> and "
+            f"<crop_sizes> must have {height}x{side} among them, <img_size> and "
             "<local_crop_size>, and global crops must be squares"
         )
     spec = DinoSpec(trunk, settings)
@@ -74,30 +73,35 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def _shown(pair: Sequence[int]) -> str:
-    return "x".join(map(str, pair))
-
-
 _HEAD_SETTINGS = ("dino_prototypes", "ibot_prototypes", "dino_head_hidden", "dino_head_bottleneck")
 
 
 class DinoSpec(TimmSpec):
     """The spec of a student, and so of its teacher: the trunk's, and the sizes of its heads."""
 
+    last_layers = ("dino_head.prototypes.weight", "ibot_head.prototypes.weight")
+
     def __init__(self, trunk: TimmSpec, settings: Mapping[str, Any]) -> None:
         self.trunk = trunk
         self._most_masked = int(trunk.sizes.num_patches * settings["ibot_mask_ratio"][1])
         self.local_crops, side = settings["local_crops"], settings["local_crop_size"]
         """How many of an image there are."""
-        self._channels, *own = trunk.sizes.input_shape
+        self._channels, height, width = trunk.sizes.input_shape
         self._local_size = (side, side)
         pairs = crop_pairs(settings["crop_sizes"])
         locals_ = dict.fromkeys([side, *(local for _, local in pairs)], 1)
         kinds = locals_ | dict.fromkeys((of_global for of_global, _ in pairs), 0)
         self._other_sides = {
-            each: kind for each, kind in kinds.items() if [each, each] != list(own)
+            each: kind for each, kind in kinds.items() if (each, each) != (height, width)
         }
         """The sides of crops of other sizes than the model's own; 0: global ones, 1: local ones."""
+        rows, columns = trunk.sizes.grid
+
+        def grid_of(side: int) -> Grid:
+            return side * rows // height, side * columns // width
+
+        self.other_grids = [grid_of(each) for each in self._other_sides]
+        self._local_tokens = trunk.sizes.num_tokens - rows * columns + math.prod(grid_of(side))
         self._heads = {name: settings[name] for name in _HEAD_SETTINGS}
         given = (trunk.name, trunk.overrides, trunk.kind, trunk.arguments)
         super().__init__(*given, trunk.preprocessing)
@@ -107,7 +111,7 @@ class DinoSpec(TimmSpec):
         kind = DinoEva if self.kind is Eva else DinoVisionTransformer
         arguments = self.arguments | BUILT_WITH[self.kind] | {"num_classes": 0}
         model: Any = kind(**arguments)
-        model.add(**self._heads)
+        model.add(self._heads)
         if self.kind is Eva:
             model.other_ropes = nn.ModuleDict()
             for side, index in self._other_sides.items():
@@ -118,15 +122,10 @@ class DinoSpec(TimmSpec):
         self.rescale_positions(model)
         return model
 
-    def scheme(self) -> Scheme:
-        of_trunk = super().scheme()
-
-        def scheme(part: nn.Module, name: str) -> None:
-            of_trunk(part, name)
-            if isinstance(part, DinoVisionTransformer | DinoEva):
-                nn.init.zeros_(part.mask_token)
-
-        return scheme
+    def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
+        super().initialize(module, name, seed=seed)
+        if isinstance(module, DinoVisionTransformer | DinoEva):
+            nn.init.zeros_(module.mask_token)
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:
@@ -136,8 +135,6 @@ class DinoSpec(TimmSpec):
     def runs(self) -> Sequence[StackRun]:
         """Of the student, of whose crops all FLOPs count to the global ones, and of the teacher."""
         own, heads = self.sizes, self._heads
-        height, width = self._grid_of(*self._local_size)
-        local_tokens = own.num_tokens - own.num_patches + height * width
         of_global, of_local = (
             self._channels * math.prod(size) for size in (own.input_shape[1:], self._local_size)
         )
@@ -147,7 +144,7 @@ class DinoSpec(TimmSpec):
         student_flops = self.train_flops_per_image - teacher_flops
         run = functools.partial(StackRun, "blocks", own.num_tokens, of_global, compared)
         local = StackRun(
-            *("blocks", local_tokens, of_local, self.local_crops * of_classes, 0.0),
+            *("blocks", self._local_tokens, of_local, self.local_crops * of_classes, 0.0),
             sequences=self.local_crops,
         )
         return [
@@ -156,24 +153,11 @@ class DinoSpec(TimmSpec):
             run(teacher_flops, sequences=_GLOBALS, learns=False),
         ]
 
-    @property
-    def last_layers(self) -> set[str]:
-        return {f"{head}.prototypes.weight" for head in (CLASS_HEAD, PATCH_HEAD)}
-
     def why_one_grid(self) -> str | None:
         return "its crops have sizes of their own"
 
     def why_no_token_part(self) -> str | None:
         return "its masks are of whole images"
-
-    @property
-    def other_grids(self) -> Sequence[Grid]:
-        return [self._grid_of(side, side) for side in self._other_sides]
-
-    def _grid_of(self, *size: int) -> Grid:
-        """Return the rows and columns of patches of a crop, by its height and width in pixels."""
-        own, (rows, columns) = self.sizes.input_shape[1:], self.sizes.grid
-        return size[0] * rows // own[0], size[1] * columns // own[1]
 
     def compute_on_grids(
         self,
@@ -185,40 +169,31 @@ class DinoSpec(TimmSpec):
             super().compute_on_grids(model, grids, constant)
 
     def example(self) -> tuple[Any, ...]:
-        return (self._crops("meta"),)
-
-    def _crops(self, device: str, *, hides: bool = True) -> Crops:
         """Return the crops of one image."""
-        channels, own = self._channels, self.sizes.input_shape[1:]
-        local = None
-        if hides and self.local_crops:
-            shape = (1, self.local_crops, channels, *self._local_size)
-            local = torch.empty(shape, device=device)
-        return Crops(
-            torch.empty(1, _GLOBALS, channels, *own, device=device),
-            local,
-            torch.zeros(1, self.sizes.num_patches, dtype=torch.bool, device=device),
-            self._most_masked,
-            hides,
-        )
+        own = (_GLOBALS, *self.sizes.input_shape)
+        local = (self.local_crops, self._channels, *self._local_size)
+        with torch.device("meta"):
+            return (
+                Crops(
+                    torch.empty(1, *own),
+                    torch.empty(1, *local) if self.local_crops else None,
+                    torch.zeros(1, self.sizes.num_patches, dtype=torch.bool),
+                    self._most_masked,
+                    hides=True,
+                ),
+            )
 
     @functools.cached_property
     def train_flops_per_image(self) -> float:
         """Those of the student, and of the teacher's forward pass (``teacher_flops_per_image``)."""
-        return train_flops_of(self._on_meta, self.sizes.depth, self.example()) + (
-            self.teacher_flops_per_image
-        )
+        return train_flops_of(self._on_meta(), self.example()) + self.teacher_flops_per_image
 
     @functools.cached_property
     def teacher_flops_per_image(self) -> float:
         """Floating-point operations of the teacher for one image: a forward pass of its global
         crops."""
-        example = (self._crops("meta", hides=False),)
-
-        def teacher() -> nn.Module:
-            return self._on_meta().requires_grad_(False)
-
-        return train_flops_of(teacher, self.sizes.depth, example)
+        crops = self.example()[0]._replace(local_crops=None, hides=False)
+        return train_flops_of(self._on_meta().requires_grad_(False), (crops,))
 
     def _on_meta(self) -> nn.Module:
         model = self.build()
@@ -256,8 +231,6 @@ class Compared(NamedTuple):
 
 
 # -- The heads -------------------------------------------------------------------------------------
-
-CLASS_HEAD, PATCH_HEAD = "dino_head", "ibot_head"
 
 
 class Prototypes(nn.Module):
@@ -311,21 +284,14 @@ class _WithHeads(nn.Module):
     fc_norm: nn.Module
     forward_features: Callable[[torch.Tensor], torch.Tensor]
 
-    def add(
-        self,
-        *,
-        dino_prototypes: int,
-        ibot_prototypes: int,
-        dino_head_hidden: int,
-        dino_head_bottleneck: int,
-    ) -> None:
-        """Add the mask token and the heads, on the meta device."""
+    def add(self, heads: Mapping[str, int]) -> None:
+        """Add the mask token and the heads, of these sizes by their flags, on the meta device."""
         self.attn_pool = None
         self.patch_embed.strict_img_size = False  # local crops are smaller
         self.mask_token = nn.Parameter(torch.empty(1, 1, self.embed_dim, device="meta"))
-        sizes = (self.embed_dim, dino_head_hidden, dino_head_bottleneck)
-        self.dino_head = Head(*sizes, dino_prototypes)
-        self.ibot_head = Head(*sizes, ibot_prototypes)
+        sizes = (self.embed_dim, heads["dino_head_hidden"], heads["dino_head_bottleneck"])
+        self.dino_head = Head(*sizes, heads["dino_prototypes"])
+        self.ibot_head = Head(*sizes, heads["ibot_prototypes"])
         self._hidden: torch.Tensor | None = None
         """Of the images that are computed: which patches the mask token replaces."""
 
@@ -393,10 +359,5 @@ def slots_of(mask: torch.Tensor, slots: int) -> torch.Tensor:
     The n-th masked patch is in slot n; slots that are left have none.
     """
     places = torch.arange(slots, dtype=torch.int32, device=mask.device)
-    return mask[:, None, :] & (number_of_masked(mask)[:, None, :] == places[:, None])
-
-
-def number_of_masked(mask: torch.Tensor) -> torch.Tensor:
-    """Return how many masked patches come before each patch, (images, patches), int32."""
-    count = mask.int().cumsum(1, dtype=torch.int32)
-    return count - mask.int()
+    before = mask.int().cumsum(1, dtype=torch.int32) - mask.int()  # masked ones, of each patch
+    return mask[:, None, :] & (before[:, None, :] == places[:, None])

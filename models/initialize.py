@@ -11,14 +11,12 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from models.config import ModelError
 from models.timm_private import (
     SELF_INITIALIZED,
     RotaryEmbeddingMixed,
     computed_buffers,
     draw_mixed_frequencies,
     get_init_weights_vit,
-    has_computed_buffers,
 )
 
 # ------------------------------------------------------------------------------------------------
@@ -76,19 +74,6 @@ def cast_buffers(block: nn.Module, dtype: torch.dtype) -> None:
         for key, buffer in part.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 part._buffers[key] = buffer.to(dtype)
-
-
-def check_buffers(model: nn.Module) -> None:
-    """Raise ModelError for a model with a buffer that cannot be computed from its settings."""
-    saved = model.state_dict().keys() - dict(model.named_parameters()).keys()
-    if saved:
-        raise ModelError(
-            f"it keeps {min(saved)} from step to step (a buffer in its state dict), which is not "
-            "sharded or saved here"
-        )
-    for name, part in model.named_modules():
-        if next(part.buffers(recurse=False), None) is not None and not has_computed_buffers(part):
-            raise ModelError(f"{name} has buffers and no function that computes them")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ def add_to(encoder: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
 class MaeSpec(TimmSpec):
     """The spec of a masked autoencoder: the encoder's, and the sizes of the decoder."""
 
+    frozen = ("pos_embed",)
+
     def __init__(
         self, encoder: TimmSpec, mask_ratio: float, depth: int, width: int, heads: int
     ) -> None:
@@ -90,24 +93,25 @@ class MaeSpec(TimmSpec):
     @functools.cached_property
     def sizes(self) -> ModelSizes:
         """The encoder's, which sees a part of the patches in evaluations, too."""
-        return self._sizes(self.shown, self.encoder.sizes)
+        whole = self.encoder.sizes
+        tokens = whole.num_tokens - whole.num_patches + self.shown
+        return replace(whole, num_tokens=tokens, train_tokens=tokens)
 
     @functools.cached_property
     def stacks(self) -> Mapping[str, ModelSizes]:
         block: Any = self.meta.decoder_blocks[0]  # type: ignore[index]
-        decoder = ModelSizes(
-            **vars(self.encoder.sizes)
-            | {
-                "depth": self._decoder["depth"],
-                "embed_dim": self._decoder["width"],
-                "num_heads": block.attn.num_heads,
-                "head_dim": block.attn.head_dim,
-                "value_dim": block.attn.head_dim,
-                "hidden": block.mlp.fc2.in_features,
-                "attn_drop_rate": 0.0,
-            }
+        decoder = replace(
+            self.encoder.sizes,
+            train_tokens=self.encoder.sizes.num_tokens,
+            depth=self._decoder["depth"],
+            embed_dim=self._decoder["width"],
+            num_heads=block.attn.num_heads,
+            head_dim=block.attn.head_dim,
+            value_dim=block.attn.head_dim,
+            hidden=block.mlp.fc2.in_features,
+            attn_drop_rate=0.0,
         )
-        return {BLOCKS: self.sizes, DECODER: self._sizes(self.sizes.num_patches, decoder)}
+        return {BLOCKS: self.sizes, DECODER: decoder}
 
     @property
     def runs(self) -> Sequence[StackRun]:
@@ -118,15 +122,6 @@ class MaeSpec(TimmSpec):
             StackRun(BLOCKS, encoder, pixels, self.sizes.num_classes, flops),
             StackRun(DECODER, decoder, pixels, pixels, 0.0),
         ]
-
-    def _sizes(self, patches: int, sizes: ModelSizes) -> ModelSizes:
-        prefix = self.encoder.sizes.num_tokens - self.encoder.sizes.num_patches
-        tokens = {"num_tokens": prefix + patches, "train_tokens": prefix + patches}
-        return ModelSizes(**vars(sizes) | tokens)
-
-    @property
-    def frozen(self) -> set[str]:
-        return {"pos_embed"}
 
     @property
     def patch_size(self) -> tuple[int, int]:
@@ -187,8 +182,10 @@ class MaskedAutoencoder(VisionTransformer):
         selected = ranks[:, None, :] == places[:, None]  # (batch, shown, patches)
 
         # The encoder: only what is seen is embedded, as an image of one row of patches.
+        height, width = self.patch_size
         pixels = select(selected, patches_of(images, self.patch_size))
-        x = self.patch_embed(self._row_of(pixels))
+        pixels = pixels.unflatten(2, (height, width, self.in_chans))
+        x = self.patch_embed(pixels.permute(0, 4, 2, 1, 3).flatten(3))
         of_prefix, of_patches = self.pos_embed.tensor_split(
             [0 if self.no_embed_class else self.num_prefix_tokens], dim=1
         )
@@ -209,12 +206,6 @@ class MaskedAutoencoder(VisionTransformer):
         x = torch.cat([first.to(x.dtype), x], dim=1)
         x = self.decoder_blocks(x + self.decoder_positions().to(x.dtype))
         return self.decoder_pred(self.decoder_norm(x)[:, self.num_prefix_tokens :])
-
-    def _row_of(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return (batch, shown, values) as images (batch, channels, patch, shown x patch)."""
-        height, width = self.patch_size
-        pixels = pixels.unflatten(2, (height, width, self.in_chans))
-        return pixels.permute(0, 4, 2, 1, 3).flatten(3)
 
 
 def patches_of(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:

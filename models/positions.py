@@ -32,11 +32,6 @@ class TokenPart:
     sum: Reduce
     largest: Reduce
 
-    @property
-    def end(self) -> int:
-        """Return the number after that of the last patch that is here."""
-        return self.first + self.patches
-
 
 class PartOfPositions(nn.Module):
     """The entries of a learned position embedding for a part of the tokens.
@@ -51,7 +46,7 @@ class PartOfPositions(nn.Module):
         self._prefix, self._part = prefix, part
         self.first = prefix + part.first if part.first else 0
         """The number of the first entry that is here."""
-        values = whole.detach()[:, self.first : prefix + part.end].clone()
+        values = whole.detach()[:, self.first : prefix + part.first + part.patches].clone()
         self.values = nn.Parameter(values, requires_grad=whole.requires_grad)
 
     def forward(self) -> torch.Tensor:
@@ -84,19 +79,15 @@ def pool_over_parts(
     if kind == "token":
         return x[:, 0]
     patches, before = x[:, prefix:], x[:, : prefix if with_prefix else 0]
-
-    def mean() -> torch.Tensor:
+    pooled = []
+    if "max" in kind:
+        largest = part.largest(patches.amax(1))
+        pooled.append(torch.maximum(largest, before.amax(1)) if before.shape[1] else largest)
+    if "avg" in kind:
         total = part.sum(patches.sum(1, dtype=torch.float32))
         total = total + before.sum(1, dtype=torch.float32)
-        return (total / (part.of + before.shape[1])).to(x.dtype)
-
-    def largest() -> torch.Tensor:
-        found = part.largest(patches.amax(1))
-        return torch.maximum(found, before.amax(1)) if before.shape[1] else found
-
-    if kind == "avg":
-        return mean()
-    return largest() if kind == "max" else 0.5 * (largest() + mean())
+        pooled.append((total / (part.of + before.shape[1])).to(x.dtype))
+    return pooled[0] if len(pooled) == 1 else 0.5 * (pooled[0] + pooled[1])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -136,14 +127,14 @@ class Resampling:
         """``own`` is the model's grid, ``prefix`` how many entries come before those of the
         patches; ``constant`` puts the matrices on the devices."""
         self._own, self._prefix = own, prefix
-
-        def matrix(size: int, new_size: int) -> torch.Tensor:  # (new_size, size), fp32
-            one_by_one = torch.eye(size)[None]
-            return constant(
-                resample_abs_pos_embed(one_by_one, [new_size, 1], [size, 1], num_prefix_tokens=0)[0]
+        self._rows, self._columns = (  # each (new size, size), fp32: how ones are resampled
+            constant(
+                resample_abs_pos_embed(
+                    torch.eye(size)[None], [new_size, 1], [size, 1], num_prefix_tokens=0
+                )[0]
             )
-
-        self._rows, self._columns = (matrix(*sizes) for sizes in zip(own, grid, strict=True))
+            for size, new_size in zip(own, grid, strict=True)
+        )
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """Return (1, prefix + patches of the other grid, width), computed in fp32, for

@@ -1,7 +1,7 @@
-"""``--model``: the families of models, and how one of their names becomes a spec.
+"""``--model``: presets and families of models, and how one of their names becomes a spec.
 
-To add a family: a file in this folder with ``names`` and ``open_model``, as ``presets`` has them,
-and its line in ``FAMILIES``. Imports nothing heavy, so that ``--help`` stays fast.
+To add a family: a file in this folder with ``names`` and ``open_model``, as ``hybrid_vit`` has
+them, and its line in ``FAMILIES``. Imports nothing heavy, so that ``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -9,24 +9,29 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import importlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from models.config import ModelError
+from models.config import (
+    PRESETS,
+    ModelError,
+    VitConfig,
+    check_arguments,
+    check_patches,
+    check_taken,
+)
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
 
-FAMILIES = {
-    "": "models.presets",
-    "hybrid_": "models.hybrid_vit",
-    "timm/": "models.timm_models",
-}
-"""By what its names start with, the module of each family."""
+FAMILIES = {"hybrid_": "models.hybrid_vit", "timm/": "models.timm_models"}
+"""By what its names start with, the module of each family; presets have names of their own."""
 ADDITIONS = {"dino": "models.dino", "mae": "models.mae"}
 """By objective, the module with ``add_to``, which adds to a model what it is trained with."""
 
+_FINE_TUNED = ("img_size", "in_chans", "num_classes", "weight_init")
+"""What fine-tuning may change without changing the preprocessing that timm's weights expect."""
 _COUNTED = 30
 """The most models that are built to be listed, in seconds; a longer list has names alone."""
 _SUGGESTED = 3
@@ -51,18 +56,31 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     Raises ModelError for a name that is unknown, a model that cannot be trained here, an argument
     that it does not take, and for arguments that are incompatible.
     """
-    prefix = max((each for each in FAMILIES if name.startswith(each)), key=len)
-    family = importlib.import_module(FAMILIES[prefix])
-    spec = family.open_model(name.removeprefix(prefix), overrides)
-    if spec is not None:
-        return spec
+    if name in PRESETS:  # of timm's VisionTransformer
+        check_taken(name, overrides, VitConfig)
+        config = replace(PRESETS[name], **overrides)
+        check_patches(config.img_size, config.patch_size)
+        check_arguments(asdict(config))
+        # Imported only now: timm takes seconds, and a wrong size is reported before.
+        family = importlib.import_module(FAMILIES["timm/"])
+        fine_tuned = all(key in _FINE_TUNED or key.endswith("_rate") for key in overrides)
+        trained = family.preprocessing_of(name) if fine_tuned else None
+        kind = family.VisionTransformer
+        preset: ModelSpec = family.TimmSpec(name, overrides, kind, asdict(config), trained)
+        return preset
+    for prefix, module in FAMILIES.items():
+        if name.startswith(prefix):
+            family = importlib.import_module(module)
+            spec: ModelSpec | None = family.open_model(name.removeprefix(prefix), overrides)
+            if spec is not None:
+                return spec
 
     def simplified(name: str) -> str:
         return name.strip().lower().replace("-", "_")
 
     # Suggest the names that are most alike: first those that differ only in capital letters, signs
     # between words and the family's prefix; for a tag of timm's weights the preset, too.
-    known = {simplified(each): each for each in reversed([*_names()])}  # a preset before timm's own
+    known = {simplified(each): each for each in reversed(_names())}  # a preset before timm's own
     plain, dot, tag = simplified(name).partition(".")
     plain = plain.removeprefix("timm/")
     alike = [known[each] for each in (plain, f"timm/{plain}") if each in known]
@@ -112,7 +130,10 @@ def list_models(pattern: str | None = None) -> list[ListedModel]:
     return found
 
 
-def _names() -> Iterator[str]:
-    for prefix, module in FAMILIES.items():
-        for name in importlib.import_module(module).names():
-            yield prefix + name
+def _names() -> list[str]:
+    of_families = (
+        prefix + name
+        for prefix, module in FAMILIES.items()
+        for name in importlib.import_module(module).names()
+    )
+    return [*PRESETS, *of_families]

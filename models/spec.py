@@ -3,7 +3,7 @@
 import abc
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,14 @@ class ModelSpec(abc.ABC):
     blocks and the norm: timm's ``forward_features`` are its argument."""
     preprocessing: dict[str, Any] | None = None
     """The mean, std, crop and interpolation that trained weights want, if any."""
+    frozen: Collection[str] = ()
+    """The names of parameters that no training changes."""
+    last_layers: Collection[str] = ()
+    """The names of parameters that do not change at first (``--freeze_last_layer_epochs``)."""
+    rope_rescale = 1.0
+    """The X of ``--rope_rescale_coords``: 1, or rotary positions are rescaled."""
+    other_grids: Sequence[Grid] = ()
+    """Grids of patches, beside its own, of images that it is always trained with."""
 
     def __init__(
         self, name: str, overrides: Mapping[str, Any], settings: Mapping[str, Any]
@@ -153,26 +161,6 @@ class ModelSpec(abc.ABC):
         assert not others
         pixels, flops = math.prod(sizes.input_shape), self.train_flops_per_image
         return [StackRun(stack, sizes.train_tokens, pixels, sizes.num_classes, flops)]
-
-    @property
-    def frozen(self) -> set[str]:
-        """The names of parameters that no training changes."""
-        return set()
-
-    @property
-    def last_layers(self) -> set[str]:
-        """The names of parameters that do not change at first (``--freeze_last_layer_epochs``)."""
-        return set()
-
-    @property
-    def rope_rescale(self) -> float:
-        """Return the X of ``--rope_rescale_coords``: 1, or rotary positions are rescaled."""
-        return 1.0
-
-    @property
-    def other_grids(self) -> Sequence[Grid]:
-        """Grids of patches, beside its own, of images that it is always trained with."""
-        return ()
 
     def example(self) -> tuple[Any, ...]:
         """Return the model's arguments for one image, on the meta device."""
@@ -253,7 +241,7 @@ class ModelSpec(abc.ABC):
         checkpointing is not counted: the convention of MFU in PaLM (Chowdhery et al. 2022, appendix
         B).
         """
-        return train_flops_of(self.build, self.sizes.depth, self.example())
+        return train_flops_of(self.build(), self.example())
 
     @functools.cached_property
     def layers(self) -> dict[str, int]:
@@ -304,13 +292,13 @@ _FACTORS = {
 """Which arguments of a product are its two factors."""
 
 
-def train_flops_of(build: Callable[[], nn.Module], depth: int, arguments: Sequence[Any]) -> float:
-    """Return the FLOPs of forward and backward of the model that ``build`` returns on the meta
-    device, called with ``arguments``; all of its ``depth`` blocks but the first cost the same."""
-    model = build().train()  # dropped patches cost nothing
-    every, counts = model.blocks, []
+def train_flops_of(model: Any, arguments: Sequence[Any]) -> float:
+    """Return the FLOPs of forward and backward of a new ``model`` on the meta device, called with
+    ``arguments``; all of its blocks but the first cost the same. It loses the others."""
+    model.train()  # dropped patches cost nothing
+    every, counts, depth = model.blocks, [], len(model.blocks)
     for count in range(1, min(depth, 2) + 1):
-        model.blocks = every[:count]  # type: ignore[index]
+        model.blocks = every[:count]
         with _TrainStepFlops() as counter:
             model(*arguments)
         counts.append(counter.total)

@@ -15,13 +15,7 @@ from torch import nn
 from models import timm_private
 from models.blocks import blocks_differ
 from models.config import ModelError, check_arguments, check_patches
-from models.initialize import (
-    Scheme,
-    check_buffers,
-    eva_scheme,
-    initialize,
-    vision_transformer_scheme,
-)
+from models.initialize import eva_scheme, initialize, vision_transformer_scheme
 from models.positions import Grid, PartOfPositions, Resampling, TokenPart
 from models.spec import ModelSizes, ModelSpec
 
@@ -52,6 +46,7 @@ class TimmSpec(ModelSpec):
         complete = timm_private.taken_arguments(kind) | self.arguments
         super().__init__(name, overrides, {key: _as_json(v) for key, v in complete.items()})
         self.preprocessing = None if preprocessing is None else dict(preprocessing)
+        self.rope_rescale = self.settings.get("rope_rescale_coords") or 1.0
         check_arguments(complete)
         self.sizes  # noqa: B018 - builds the model, which shows whether it can be built
 
@@ -70,23 +65,17 @@ class TimmSpec(ModelSpec):
         if self.rope_rescale > 1:
             timm_private.rescale_coords(model.rope, index)
 
-    @property
-    def rope_rescale(self) -> float:
-        return self.settings.get("rope_rescale_coords") or 1.0
-
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
-        initialize(module, name, seed=seed, scheme=self.scheme())
-
-    def scheme(self) -> Scheme:
-        """Return what fills the parameters of a module, as timm does."""
         settings = self.settings
         if self.kind is Eva:
-            return eva_scheme(head_init_scale=settings["head_init_scale"])
-        return vision_transformer_scheme(
-            weight_init=settings["weight_init"],
-            num_classes=settings["num_classes"],
-            fix_init=settings["fix_init"],
-        )
+            scheme = eva_scheme(head_init_scale=settings["head_init_scale"])
+        else:
+            scheme = vision_transformer_scheme(
+                weight_init=settings["weight_init"],
+                num_classes=settings["num_classes"],
+                fix_init=settings["fix_init"],
+            )
+        initialize(module, name, seed=seed, scheme=scheme)
 
     def put_blocks(self, model: nn.Module, stack: str, blocks: nn.Module) -> None:
         timm_private.put_blocks(model, stack, blocks)
@@ -229,10 +218,8 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
         raise ModelError(f"{full_name} has a patch embedding that is not known: {embed.__name__}")
     if difference := blocks_differ(list(model.blocks), settings=False):
         raise ModelError(f"{full_name} has blocks that differ: {difference}")
-    try:
-        check_buffers(model)
-    except ModelError as error:
-        raise ModelError(f"{full_name}: {error}") from None
+    if reason := timm_private.why_buffers_unknown(model):
+        raise ModelError(f"{full_name}: {reason}")
 
     # Its own arguments, and those that are given.
     del arguments["device"]
@@ -266,12 +253,10 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
     arguments |= _FIXED | given
     if {"img_size", "patch_size"} & given.keys():  # some of timm's own models leave out a rest
         check_patches(*((taken | arguments)[key] for key in ("img_size", "patch_size")))
-    trained = preprocessing_of(timm.get_pretrained_cfg(name))
-    return TimmSpec(full_name, overrides, kind, arguments, trained)
+    return TimmSpec(full_name, overrides, kind, arguments, preprocessing_of(name))
 
 
-def preprocessing_of(pretrained: Any) -> dict[str, Any] | None:
-    """Return the preprocessing of one of timm's ``PretrainedCfg``; None without one."""
-    if pretrained is None:
-        return None
-    return {key: getattr(pretrained, key) for key in _PREPROCESSING}
+def preprocessing_of(name: str) -> dict[str, Any] | None:
+    """Return the preprocessing that timm's trained weights of ``name`` want; None without any."""
+    found = timm.get_pretrained_cfg(name)
+    return None if found is None else {key: getattr(found, key) for key in _PREPROCESSING}

@@ -93,9 +93,19 @@ def arguments_given_to(*kinds: type[nn.Module]) -> Iterator[dict[str, Any]]:
 # -- values ---------------------------------------------------------------------------
 
 
-def has_computed_buffers(part: nn.Module) -> bool:
-    """Return True if the module can compute its own buffers, which no state dict holds."""
-    return hasattr(part, "init_non_persistent_buffers")
+def why_buffers_unknown(model: nn.Module) -> str | None:
+    """Return which buffer cannot be computed from the model's settings; None if all can."""
+    saved = model.state_dict().keys() - dict(model.named_parameters()).keys()
+    if saved:
+        return (
+            f"it keeps {min(saved)} from step to step (a buffer in its state dict), which is not "
+            "sharded or saved here"
+        )
+    for name, part in model.named_modules():
+        has_buffers = next(part.buffers(recurse=False), None) is not None
+        if has_buffers and not hasattr(part, "init_non_persistent_buffers"):
+            return f"{name} has buffers and no function that computes them"
+    return None
 
 
 def computed_buffers(part: nn.Module) -> dict[str, torch.Tensor]:
@@ -206,22 +216,19 @@ def rescale_coords(rope: Any, index: int) -> None:
         factors = rope.coord_factors
         if factors is None or not rope.training:
             return own(shape, dtype)
-        return _embed_rescaled(rope, factors[index : index + 1])
+        factor = factors[index : index + 1]
+        # What timm's own does, all coordinates multiplied: computed on the devices.
+        if isinstance(rope, RotaryEmbeddingDinoV3):
+            how = (rope.normalize_coords, rope.grid_indexing, rope.grid_offset)
+            coords = make_coords_dinov3(*rope.feat_shape, *how, device=rope.periods.device)
+            return torch.cat(rope._get_pos_embed_from_coords(coords * factor), dim=-1)
+        if isinstance(rope, RotaryEmbeddingMixed):
+            return get_mixed_freqs(rope.freqs, rope.t_x * factor, rope.t_y * factor)
+        assert isinstance(rope, RotaryEmbeddingCat)
+        # Angles are products of bands and coordinates.
+        return rope._build_embed_cat(rope.feat_shape, rope.bands * factor)
 
     rope.get_embed = get_embed
-
-
-def _embed_rescaled(rope: nn.Module, factor: torch.Tensor) -> torch.Tensor:
-    """Return what ``rope.get_embed()`` does if all coordinates are multiplied by ``factor``, (1,):
-    computed on the devices, by timm's functions."""
-    if isinstance(rope, RotaryEmbeddingDinoV3):
-        how = (rope.normalize_coords, rope.grid_indexing, rope.grid_offset)
-        coords = make_coords_dinov3(*rope.feat_shape, *how, device=rope.periods.device)
-        return torch.cat(rope._get_pos_embed_from_coords(coords * factor), dim=-1)
-    if isinstance(rope, RotaryEmbeddingMixed):
-        return get_mixed_freqs(rope.freqs, rope.t_x * factor, rope.t_y * factor)
-    assert isinstance(rope, RotaryEmbeddingCat)
-    return rope._build_embed_cat(rope.feat_shape, rope.bands * factor)  # angles are their products
 
 
 # -- a part of the tokens -------------------------------------------------------------
@@ -247,7 +254,8 @@ def compute_on_part(
         if not isinstance(found, tuple):
             return found
         x, rope = found
-        return x, None if rope is None else rope[..., part.first : part.end, :]
+        here = slice(part.first, part.first + part.patches)
+        return x, None if rope is None else rope[..., here, :]
 
     def pool_all(x: torch.Tensor, pool_type: str | None = None) -> torch.Tensor:
         if model.attn_pool is not None:  # its attention sees all tokens, as in blocks
@@ -259,8 +267,3 @@ def compute_on_part(
 
     model._pos_embed, model.pool = embed_part, pool_all
     return positions
-
-
-def has_own_queries(module: nn.Module) -> bool:
-    """Return True if a module's attention has learned queries instead of the tokens."""
-    return isinstance(module, AttentionPoolLatent)

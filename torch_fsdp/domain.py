@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
 from data.loader import BadImage, Batch, BatchLoader, Share
 from models.blocks import attentions, combine_parts, use_product
-from models.timm_private import has_own_queries
 from training.processes.exchange import without_greetings
 from training.resolve import Run
 
@@ -380,7 +380,8 @@ def attend_over_processes(model: nn.Module, form: str, group: DomainGroup, *, fu
         return ulysses_attention(q, k, v, (first, before), scale, group, fused=fused)
 
     for part in attentions(model):
-        use_product(part, functools.partial(product, has_own_queries(part)))
+        own_queries = isinstance(part, AttentionPoolLatent)  # instead of the tokens'
+        use_product(part, functools.partial(product, own_queries))
         # torch.compile supports neither the exchange between processes nor the mode around it.
         part.forward = torch.compiler.disable(part.forward)
 

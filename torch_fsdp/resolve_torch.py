@@ -20,6 +20,7 @@ from torch_fsdp.recipe import DTYPES, Form, TimmBlocks, TorchRecipe, TorchRun
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import check_rules
+from training.initial_weights import with_teacher
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
     MODEL_FLAG,
@@ -30,7 +31,6 @@ from training.resolve import (
     resolve_model,
     with_passes,
 )
-from training.teacher import with_teacher
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec

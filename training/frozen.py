@@ -1,6 +1,7 @@
 """Evaluations of a backbone by its frozen features: k-NN and linear probes, alone and in training.
 
-The features of all training and validation images are computed on the devices, once for both.
+The features of all training and validation images are computed on the devices, once for both. Each
+process then has those of the images that it has loaded, on its host.
 """
 
 from __future__ import annotations
@@ -8,23 +9,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from data.source import DataSource
 from training.backend import Backend, bad_data_is_the_users
 from training.checkpoints.format import Position
 from training.errors import BAD_IMAGES, UsageError
-from training.features import Features, Labelled, default_kind, fit_backbone, open_plainly
-from training.initial_weights import InitialWeights
-from training.knn import knn
+from training.features import CLASS, MEAN, Features, open_plainly
+from training.initial_weights import InitialWeights, fit, place_trained, printer
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import KNN, PROBE, KnnAccuracy, ProbeAccuracy
 from training.loop import Hook, Session, StepDone, last_epoch
-from training.predict import place_trained, printer
-from training.probe import probe
+from training.processes import exchange
 from training.processes.exchange import check_alike
 from training.resolve import Run
 from training.weights import Weights, with_preprocessing_of
@@ -32,48 +36,248 @@ from training.weights import Weights, with_preprocessing_of
 Accuracy = KnnAccuracy | ProbeAccuracy
 
 
-class FrozenEvaluation:
-    """Computes the features of training and validation images, and what they are good for."""
+class Labelled(NamedTuple):
+    """Images of a split, those of this process: features and labels on the host."""
 
-    def __init__(
-        self, model: nn.Module, run: Run, backend: Backend, data: DataSource, images: BadImages
-    ) -> None:
-        """``data``: training images are not augmented. ``images``: counts the unreadable ones.
+    numbers: torch.Tensor
+    """The place of each in the split, int64."""
+    features: torch.Tensor
+    """(images, width), fp32."""
+    labels: torch.Tensor
+    """int64."""
+    images: int
+    """How many the split has, over all processes, with those that cannot be read."""
 
-        Must be made before the first step is recorded.
-        """
-        self._kind, self._images = default_kind(run.model), images
-        self._features = Features(model, run, backend, data, [self._kind])
-        self._seed = run.config.seed
 
-    def measure(
-        self,
-        by: Collection[str],
-        say: Callable[[str], None],
-        part_done: Callable[[], bool | None] = lambda: None,
-    ) -> list[Accuracy] | None:
-        """Return the accuracy ``by`` KNN and PROBE; None if ``part_done``, called after each batch
-        and each part of what the hosts compute, returned True.
+def measure(
+    features: Features,
+    by: Collection[str],
+    bad_images: BadImages,
+    say: Callable[[str], None],
+    part_done: Callable[[], bool | None] = lambda: None,
+) -> list[Accuracy] | None:
+    """Return the accuracy ``by`` KNN and PROBE; None if ``part_done``, called after each batch and
+    each part of what the hosts compute, returned True.
 
-        All processes must call this.
-        """
-        found: dict[str, Labelled] = {}
-        for split in (TRAIN, VAL):
-            loader = self._features.loader(split)
-            labelled = self._features.labelled(split, loader, self._kind, part_done)
-            if labelled is None:
+    By the class token, or else the mean of the patches. ``bad_images`` counts the unreadable ones.
+    All processes must call this.
+    """
+    sizes, stopped = features.run.model.sizes, False
+    kind = CLASS if features.run.model.has_class_token else MEAN
+
+    def done() -> bool:
+        nonlocal stopped
+        stopped = bool(part_done())
+        return stopped
+
+    found = []
+    for split in (TRAIN, VAL):
+        loader, of_split = features.loader(split), features.data.splits[split]
+        numbers = [torch.zeros(0, dtype=torch.int64)]
+        values = [torch.zeros(0, sizes.embed_dim)]
+        for which, of_batch in features.of(loader, [kind], done):
+            numbers.append(torch.from_numpy(which))
+            values.append(of_batch[kind])
+        if stopped:
+            return None
+        all_numbers = torch.cat(numbers)
+        labels = np.asarray(of_split.labels)[all_numbers.numpy()].astype(np.int64)
+        found.append(
+            Labelled(all_numbers, torch.cat(values), torch.from_numpy(labels), len(of_split))
+        )
+        bad_images.collect(split, loader, say)
+    train, val = found
+    results: list[Accuracy] = []
+    for name in (KNN, PROBE):
+        if name not in by:
+            continue
+        result: Accuracy | None
+        if name == KNN:
+            result = knn(train, val, part_done)
+        else:
+            result = probe(train, val, features.run.config.seed, part_done)
+        if result is None:
+            return None
+        results.append(result)
+    return results
+
+
+def _counts_of(bank: Labelled, queries: Labelled) -> tuple[list[tuple[int, int]], int]:
+    """Return how many images of both each process has, and how many classes those of ``bank`` are
+    of: one more than their largest label. All processes must call it."""
+    most = int(bank.labels.max()) if len(bank.labels) else -1
+    found = exchange.gather([len(bank.labels), len(queries.labels), most])
+    return [(here, asked) for here, asked, _ in found], 1 + max(most for *_, most in found)
+
+
+# -- k-NN: how well the nearest training images name a validation image's class --------------------
+#
+# The vote is DINO's (arXiv 2104.14294, appendix F.1): the k training images with the highest cosine
+# similarity s vote for their classes with weight exp(s / 0.07).
+
+NEIGHBORS = (10, 20, 100, 200)
+"""The numbers k of neighbors that vote, each at most the number of training images."""
+TEMPERATURE = 0.07
+_SIMILARITIES = 2**25
+"""How many similarities, in fp32, a process computes at a time: 128 MiB."""
+
+
+def knn(
+    bank: Labelled, queries: Labelled, part_done: Callable[[], bool | None] = lambda: None
+) -> KnnAccuracy | None:
+    """Return how many of the ``queries`` of all processes their neighbors among the ``bank`` of all
+    processes name right; None if ``part_done``, called after each part, returns True.
+
+    All processes must call it.
+    """
+    sizes, classes = _counts_of(bank, queries)
+    in_bank, asked = map(sum, zip(*sizes, strict=True))
+    if not in_bank or not asked:
+        return KnnAccuracy({}, asked, in_bank)
+    ks = [*dict.fromkeys(min(k, in_bank) for k in NEIGHBORS)]
+    most, here = ks[-1], min(ks[-1], len(bank.features))
+    part = max(1, _SIMILARITIES // max(of_process for of_process, _ in sizes))
+    lengths = bank.features.norm(dim=1).clamp(min=1e-12)
+    right = torch.zeros(len(ks), dtype=torch.int64)
+    for owner, (_, count) in enumerate(sizes):
+        is_mine = owner == exchange.rank()
+        for start in range(0, count, part):
+            # Some queries of the owner, of length 1, to all processes.
+            chunk = torch.empty(min(part, count - start), bank.features.shape[1])
+            if is_mine:
+                chunk = F.normalize(queries.features[start : start + part], dim=1)
+            if len(sizes) > 1:
+                dist.broadcast(chunk, owner)
+
+            # The nearest images here; in the owner then those of all processes, the nearest first.
+            near = torch.full((len(chunk), most), -torch.inf)
+            labels = torch.zeros(len(chunk), most, dtype=torch.int64)
+            near[:, :here], places = (chunk @ bank.features.T).div_(lengths).topk(here)
+            labels[:, :here] = bank.labels[places]
+            if len(sizes) > 1:
+                lists = [[torch.empty_like(x) for _ in sizes if is_mine] for x in (near, labels)]
+                for own, of_all in zip((near, labels), lists, strict=True):
+                    dist.gather(own, of_all or None, owner)
+                if is_mine:
+                    near, places = torch.cat(lists[0], dim=1).topk(most)
+                    labels = torch.cat(lists[1], dim=1).gather(1, places)
+
+            if is_mine:  # the votes of the first k, for each k
+                weights = (near / TEMPERATURE).exp()
+                votes, counted = torch.zeros(len(labels), classes), 0
+                for place, k in enumerate(ks):
+                    votes.scatter_add_(1, labels[:, counted:k], weights[:, counted:k])
+                    counted = k
+                    named = votes.argmax(dim=1)
+                    right[place] += (named == queries.labels[start : start + part]).sum()
+            if part_done():
                 return None
-            self._images.collect(split, loader, say)
-            found[split] = labelled
-        probed = functools.partial(probe, seed=self._seed)
-        results: list[Accuracy] = []
-        for name, compute in ((KNN, knn), (PROBE, probed)):
-            if name in by:
-                result = compute(found[TRAIN], found[VAL], part_done=part_done)
-                if result is None:
-                    return None
-                results.append(result)
-        return results
+    totals = torch.tensor(exchange.gather(right.tolist())).sum(dim=0).tolist()
+    accuracy = {k: 100 * n / asked for k, n in zip(ks, totals, strict=True)}
+    return KnnAccuracy(accuracy, asked, in_bank)
+
+
+# -- Linear probes: how well one linear layer distinguishes the classes ----------------------------
+#
+# Several are trained at once, each with its own learning rate, and the best one on the validation
+# images counts. They are trained on the hosts, by SGD with momentum and a cosine schedule. Features
+# are standardized by the training images' mean and deviation, as the normalization without
+# parameters before MAE's linear probe does (arXiv 2111.06377, appendix A.1).
+
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""The learning rates, one for each probe."""
+BATCH_SIZE = 1024
+EPOCHS = 10
+LEAST_STEPS = 500
+"""Steps of few images, whose epochs are short."""
+MOMENTUM = 0.9
+
+
+def batches_of(images: int) -> tuple[int, int]:
+    """Return how many images a batch has, of so many training images, and how many steps there are:
+    ``EPOCHS``, and at least ``LEAST_STEPS``."""
+    size = min(BATCH_SIZE, images)
+    return size, max(LEAST_STEPS, EPOCHS * -(-images // size))
+
+
+def epoch_order(seed: int, epoch: int, images: int) -> torch.Tensor:
+    """Return the numbers of the training images in the random order of an epoch."""
+    state = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(state[0]) >> 1)
+    return torch.randperm(images, generator=generator)
+
+
+def probe(
+    train: Labelled,
+    val: Labelled,
+    seed: int,
+    part_done: Callable[[], bool | None] = lambda: None,
+) -> ProbeAccuracy | None:
+    """Train probes on the ``train`` images of all processes, and measure them on those of ``val``;
+    return None if ``part_done``, called after each step, returns True.
+
+    The seed and the images alone decide the batches: sums over processes are all that differs. All
+    processes must call it.
+    """
+    sizes, classes = _counts_of(train, val)
+    seen, asked = map(sum, zip(*sizes, strict=True))
+    if not seen or not asked:
+        return ProbeAccuracy({}, asked, seen)
+
+    # Standardize: a feature that is the same for all images stays 0.
+    mean = _sum_of_rows(train.features, lambda x: x) / seen
+    variance = _sum_of_rows(train.features, lambda x: (x - mean).square()) / seen
+    scale = torch.where(variance > 0, variance, 1.0).rsqrt().float()
+    mean = mean.float()
+
+    rates = torch.tensor(RATES)[:, None, None]
+    # The last row is the bias: features have a 1 at the end.
+    weights = torch.zeros(len(RATES), train.features.shape[1] + 1, classes)
+    velocity = torch.zeros_like(weights)
+    place_of = torch.full((train.images,), -1)  # in this process, by the image's number
+    place_of[train.numbers] = torch.arange(len(train.numbers))
+    size, steps = batches_of(train.images)
+    per_epoch = -(-train.images // size)
+    for step in range(steps):
+        epoch, index = divmod(step, per_epoch)
+        if index == 0:
+            order = epoch_order(seed, epoch, train.images)
+        places = place_of[order[index * size : (index + 1) * size]]
+        places = places[places >= 0]
+        x = F.pad((train.features[places] - mean) * scale, (0, 1), value=1.0)
+        # The gradient of the sum of the cross-entropies, of all probes at once.
+        wrong = torch.matmul(x, weights).softmax(dim=-1)
+        wrong[:, torch.arange(len(places)), train.labels[places]] -= 1.0
+        gradient = _sum(torch.matmul(x.T, wrong))
+        count = _sum(torch.tensor([float(len(places))]))
+        velocity = MOMENTUM * velocity + gradient / count.clamp(min=1.0)
+        weights -= rates * 0.5 * (1 + math.cos(math.pi * step / steps)) * velocity
+        if part_done():
+            return None
+
+    right = torch.zeros(len(RATES))
+    for start in range(0, len(val.labels), size):
+        x = F.pad((val.features[start : start + size] - mean) * scale, (0, 1), value=1.0)
+        logits, labels = torch.matmul(x, weights), val.labels[start : start + size]
+        is_right = (logits.argmax(dim=-1) == labels) & logits.isfinite().all(dim=-1)
+        right += is_right.sum(dim=1)
+    top1 = (100 * _sum(right.double()) / asked).tolist()
+    return ProbeAccuracy(dict(zip(RATES, top1, strict=True)), asked, seen)
+
+
+def _sum_of_rows(x: torch.Tensor, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return the sum over all processes of ``of`` the rows of ``x``, in fp64, part by part."""
+    total = torch.zeros(x.shape[1], dtype=torch.float64)
+    for part in x.split(2**14):
+        total += of(part.double()).sum(dim=0)
+    return _sum(total)
+
+
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all processes."""
+    if exchange.count() > 1:
+        dist.all_reduce(values)
+    return values
 
 
 # -- --eval_only, with --knn or --probe ------------------------------------------------------------
@@ -83,7 +287,8 @@ def prepare_frozen(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Back
     """Return the run with its data, and the body of every process. Raises UsageError."""
     weights, run = with_preprocessing_of(weights, run)
     data = open_plainly(run)
-    return run, functools.partial(_evaluate, weights, fit_backbone(weights, run, data), data)
+    initial = fit(weights, run, data.classes) if run.config.checkpoints.init_from else None
+    return run, functools.partial(_evaluate, weights, initial, data)
 
 
 @bad_data_is_the_users()
@@ -94,16 +299,16 @@ def _evaluate(
     say = printer(backend, json=use.json)
     check_alike(run, data)
     say(f"data: {data}")
-    images = BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main)
+    bad_images = BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main)
     model = place_trained(weights, run, backend, say, initial)
-    evaluation = FrozenEvaluation(model, run, backend, data, images)
+    features = Features(model, run, backend, data)
     say(backend.describe())
     say("computing features" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
     by = [name for name, asked in ((KNN, use.knn), (PROBE, use.probe)) if asked]
-    results = evaluation.measure(by, say)
+    results = measure(features, by, bad_images, say)
     assert results is not None  # nothing stops it
-    if images.excess:
-        raise UsageError(images.excess, agreed=True)
+    if bad_images.excess:
+        raise UsageError(bad_images.excess, agreed=True)
     if not all(result.top1 for result in results):
         raise UsageError(f"no image of {data.name} can be read", agreed=True)
     for result in results:
@@ -120,10 +325,10 @@ class FrozenEvaluations(Hook):
     """Evaluates the model, or its EMA if there is one, after so many steps, and after the last."""
 
     session: Session
-    evaluation: FrozenEvaluation
+    features: Features
     done: Mapping[str, Collection[int]]
     """By KNN and PROBE, the steps after which the run's folder has such an evaluation."""
-    _count: int = field(default=0, init=False)
+    _is_first: bool = field(default=True, init=False)
 
     def before_training(self, at: Position) -> None:
         """Evaluate what an earlier start saved, but did not evaluate any more."""
@@ -144,28 +349,26 @@ class FrozenEvaluations(Hook):
         ]
         if not due:
             return
+
+        def part_done() -> bool:
+            if not self._is_first:
+                session.watchdog.alive()
+            return session.stop.due()
+
         weights = session.backend.ema_weights if config.averages else contextlib.nullcontext
-        with weights():
-            results = self._measure(due)
+        with (
+            weights(),
+            session.first_run("evaluation of features", self._is_first),
+            session.reports.events.span("eval"),
+        ):
+            say, bad_images = session.reports.say, session.bad_images
+            results = measure(self.features, due, bad_images, say, part_done)
+        self._is_first = False
+        session.watchdog.alive()
         if results is None:
             return
-        if session.bad_images.excess:
+        if bad_images.excess:
             session.stop.exit_code = BAD_IMAGES
             return
         session.reports.frozen(at.step, last_epoch(at), results)
         session.timer.restart()
-
-    def _measure(self, by: Collection[str]) -> list[Accuracy] | None:
-        session, is_first = self.session, self._count == 0
-
-        def part_done() -> bool:
-            if not is_first:
-                session.watchdog.alive()
-            return session.stop.due()
-
-        what = "evaluation of features"
-        with session.first_run(what, is_first), session.reports.events.span("eval"):
-            results = self.evaluation.measure(by, session.reports.say, part_done)
-        self._count += 1
-        session.watchdog.alive()
-        return results

@@ -1,24 +1,106 @@
-"""How trained weights (``--init_from``) become the first weights of another model."""
+"""Trained weights in use: those that flags name, put on the devices; how they become the first ones
+of another model (``--init_from``); and those of teachers, beside the model that trains.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import adapt_input_conv
 from torch import nn
 
+from models.config import ModelConfig
 from models.initialize import allocate_own, on_meta
 from models.spec import ModelSpec
+from training.backend import Backend
+from training.begin import (
+    check_same_training,
+    check_weights,
+    with_saved_model,
+    with_saved_objective,
+)
 from training.checkpoints.format import EMA
+from training.checkpoints.state import load_state
+from training.config import EmaConfig, LossConfig, RunConfig
 from training.errors import UsageError
-from training.resolve import Run, model_of
-from training.weights import Weights, weights_in
+from training.files import folder_at
+from training.resolve import Run, model_of, resolve_model
+from training.weights import Weights, find_weights, weights_in, with_preprocessing_of
+
+# -- Weights that are used as they are: --predict, --eval_only, --features -------------------------
+
+
+def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
+    """Find the weights that the flags name, and the configuration with the model that they are of.
+
+    A checkpoint's own model takes the place of what was not given. Weights of ``--init_from``,
+    whose head may be missing, have the model of the flags. Raises UsageError for a checkpoint that
+    cannot be read, and for one that contradicts the model flags.
+    """
+    of, use_ema = config.checkpoints, config.use.use_ema
+    if of.init_from is not None:
+        if use_ema:
+            raise UsageError(
+                "--use_ema requires --resume, and --init_from is given: use --resume PATH"
+            )
+        if "resume" in config.given:
+            raise UsageError("--init_from and --resume name weights both: drop one of the two")
+        config, _ = resolve_model(config)
+        return config, weights_in(folder_at(of.init_from), "--init_from")
+    weights = find_weights(folder_at(of.ckpt_dir), of.resume, of.resume_epoch, use_ema=use_ema)
+    if weights.run:
+        config = with_saved_objective(weights.run, config)
+        model = model_of(with_saved_model(weights.run, config.model), config.objective)
+        check_same_training(weights.run, model, None)
+        config = replace(config, model=weights.run.model)
+    config, model = resolve_model(config)
+    weights.check_fits(model)
+    return config, weights
+
+
+def printer(backend: Backend, *, json: bool = False) -> Callable[[str], None]:
+    """Return what prints a line in the first process; on stderr if stdout is for ``json`` alone."""
+    if not backend.is_main:
+        return lambda line: None
+    return functools.partial(print, file=sys.stderr if json else sys.stdout, flush=True)
+
+
+def place_trained(
+    weights: Weights,
+    run: Run,
+    backend: Backend,
+    say: Callable[[str], None],
+    initial: InitialWeights | None = None,
+) -> nn.Module:
+    """Put the model on the devices with trained weights, and say which; return it.
+
+    ``initial``: how weights of another model become this one's.
+    """
+    check_weights(weights, verify=run.config.checkpoints.verify_checkpoint)
+    model, count = run.build_model(backend.constant), run.model.parameter_count
+    kind = "EMA of the weights" if run.config.use.use_ema else "weights"
+    say(f"model: {run.config.model.model}, {count:,} parameters, {kind} of {weights.path}")
+    if note := initial.note if initial else weights.note:
+        say(note)
+    units = list(run.model.units(model))
+    if initial:
+        return backend.shard(model, units, initial.initialize)
+    sharded = backend.shard(model, units, weights.initialize)
+    if weights.tensors is None:
+        use_ema = run.config.use.use_ema
+        load_state(backend, weights.path, with_optimizer=False, use_ema=use_ema)
+    return sharded
+
+
+# -- The first weights of another model ------------------------------------------------------------
 
 _PATCHES = "patch_embed.proj.weight"
 _HEAD = "head."
@@ -177,39 +259,113 @@ class InitialWeights:
         What the weights do not have starts as in a new model. An ``InitializeModule``: no more of
         the weights is in memory than what a unit takes.
         """
-        fresh = list(on_meta(module, name))
-        own = {
-            f"{full_name}.{key}" if full_name else key: parameter
-            for full_name, part in fresh
-            for key, parameter in part.named_parameters(recurse=False)
-        }
-        for full_name, part in fresh:
-            keys = (key for key, _ in part.named_parameters(prefix=full_name, recurse=False))
-            if all(key in self.sources for key in keys):
+        used: list[str] = []
+        for full_name, part in list(on_meta(module, name)):
+            own = [key for key, _ in part.named_parameters(prefix=full_name, recurse=False)]
+            known = [key for key in own if key in self.sources]
+            if known == own:
                 allocate_own(part)  # and not filled at random in vain
+            used += known
         self.spec.initialize(module, name, seed=self.seed)
-        used = [key for key in own if key in self.sources]
         values = self.weights.read([self.sources[key] for key in used])
         here = dict(module.named_parameters(prefix=name))
         for key in used:
-            found = values.pop(self.sources[key])
-            here[key].copy_(self._fitted(key, found, here[key].shape))
+            found, shape = values.pop(self.sources[key]), here[key].shape
+            if key in self.layouts:  # a position embedding, (1, tokens, width)
+                there = self.layouts[key]
+                prefix, grid = self.spec.token_parameters[key], self.spec.sizes.grid
+                first, patches = found.float().tensor_split([there.prefix], dim=1)
+                if there.grid != grid:
+                    patches = resample_abs_pos_embed(
+                        patches, list(grid), list(there.grid), num_prefix_tokens=0
+                    )
+                if there.prefix != prefix:  # zeros are the same as to have none
+                    first = first.new_zeros(1, prefix, first.shape[-1])
+                found = torch.cat([first, patches], dim=1)
+            else:
+                if found.shape[2:] != shape[2:]:
+                    found = resample_patch_embed(found.float(), list(shape[2:]))
+                if key == _PATCHES and found.shape[1] != shape[1]:
+                    found = adapt_input_conv(shape[1], found.float(), base_chans=found.shape[1])
+            here[key].copy_(found)
 
-    def _fitted(self, name: str, found: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return a tensor of the weights in the shape that it has in the model."""
-        if name in self.layouts:  # a position embedding, (1, tokens, width)
-            there = self.layouts[name]
-            prefix, grid = self.spec.token_parameters[name], self.spec.sizes.grid
-            first, patches = found.float().tensor_split([there.prefix], dim=1)
-            if there.grid != grid:
-                patches = resample_abs_pos_embed(
-                    patches, list(grid), list(there.grid), num_prefix_tokens=0
-                )
-            if there.prefix != prefix:  # zeros are the same as to have none
-                first = first.new_zeros(1, prefix, first.shape[-1])
-            return torch.cat([first, patches], dim=1)
-        if found.shape[2:] != shape[2:]:
-            found = resample_patch_embed(found.float(), list(shape[2:]))
-        if name == _PATCHES and found.shape[1] != shape[1]:
-            found = adapt_input_conv(shape[1], found.float(), base_chans=found.shape[1])
-        return found
+
+# -- Trained models beside the one that trains, decided before any device starts -------------------
+
+
+def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run[Any]:
+    """Return the run with that of its teacher, if it has one and is a training.
+
+    ``resolve`` makes a run of a configuration as the backend does. Raises UsageError for a teacher
+    that cannot run so, whose weights do not fit it, or that is for other images or classes than
+    the student.
+    """
+    config, name = run.config, run.config.loss.teacher
+    if name is None or config.use.eval_only or config.use.features or config.self_check:
+        return run
+    if run.mesh.domain > 1:
+        raise UsageError(
+            f"--teacher is incompatible with --mesh_domain {run.mesh.domain}: drop one of the two"
+        )
+    assert config.loss.teacher_weights is not None  # --teacher requires it
+    weights = weights_in(folder_at(config.loss.teacher_weights), "--teacher_weights")
+    try:
+        if weights.run is not None:  # a checkpoint knows its model
+            model = weights.run.model
+            if model.model != name:
+                raise UsageError(f"{weights.path} is of --model {model.model}")
+        else:  # made for the student's images and classes
+            channels, *spatial = run.model.sizes.input_shape
+            model = ModelConfig(
+                model=name,
+                img_size=tuple(spatial),
+                dimension=len(spatial) if len(spatial) > 2 else None,
+                in_chans=channels,
+                num_classes=run.model.sizes.num_classes,
+            )
+        # It is used, not trained: no optimizer state and no gradients, sharded as ZeRO-3.
+        teacher = resolve(
+            replace(
+                config,
+                model=model,
+                data=replace(config.data, mean=None, std=None),  # the weights' own
+                loss=LossConfig(),
+                ema=EmaConfig(),
+                optimizer=replace(config.optimizer, linear_probe=False),
+                checkpoints=replace(config.checkpoints, resume=str(weights.path), resume_epoch=0),
+                sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
+                given=frozenset(),  # what was given is the student's
+            )
+        )
+        weights.check_fits(teacher.model)
+    except UsageError as error:
+        raise UsageError(f"--teacher {name}: {error}") from None
+    there, here = teacher.model.sizes, run.model.sizes
+    if there.input_shape != here.input_shape:
+        images, wanted = (" x ".join(map(str, each.input_shape)) for each in (here, there))
+        raise UsageError(
+            f"--teacher {name} is for images of {wanted} (channels first), the student for "
+            f"{images}: give the student --image_size and --in_chans of the teacher"
+        )
+    if there.num_classes != here.num_classes:
+        raise UsageError(
+            f"--teacher {name} has {there.num_classes} classes, the student {here.num_classes}: "
+            "give another teacher, or --num_classes"
+        )
+    return replace(run, teacher=with_preprocessing_of(weights, teacher)[1])
+
+
+def gram_teacher(run: Run[Any]) -> InitialWeights:
+    """Return the weights of ``--gram_weights``, as those of the run's model: of a checkpoint of
+    ``--objective dino`` its teacher's.
+
+    Raises UsageError for what is no such thing, or of another model.
+    """
+    assert run.config.objective.gram_weights is not None
+    found = weights_in(folder_at(run.config.objective.gram_weights), "--gram_weights")
+    if found.tensors is None and found.run and found.run.objective.has_teacher:
+        found = replace(found, kind=EMA)
+    try:
+        return fit(found, run, None)
+    except UsageError as error:
+        raise UsageError(f"--gram_weights: {error}") from None

@@ -7,12 +7,10 @@ import functools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from data.decode import find_images, read_batches
@@ -21,50 +19,24 @@ from data.index import class_folders
 from data.source import DataSource, open_data
 from data.transforms import val_transform
 from training.backend import Backend, bad_data_is_the_users, dataset_request, val_loader
-from training.begin import (
-    check_same_classes,
-    check_same_training,
-    check_weights,
-    with_saved_model,
-    with_saved_objective,
-)
-from training.checkpoints.state import load_state
+from training.begin import check_same_classes, check_weights
 from training.config import RunConfig
 from training.errors import UsageError
 from training.evaluate import TOP, EvalReport, Predictions, evaluate, write_report
 from training.files import check_folder_writable, folder_at, is_url
-from training.initial_weights import InitialWeights
+from training.initial_weights import place_trained, printer
 from training.logs.bad_images import VAL, BadImages
 from training.mesh import Mesh
 from training.objectives import normalizer, open_objective
 from training.objectives.classify import Classification
 from training.processes.exchange import check_alike
-from training.resolve import Run, model_of, resolve_model
-from training.weights import Weights, find_weights, with_preprocessing_of
+from training.resolve import Run, resolve_model
+from training.weights import Weights, with_preprocessing_of
 
 _BATCH_SIZE = 32
 _BAR_FROM = 10
 """The number of images from which on --predict shows a progress bar."""
 _KINDS_SHOWN = 5  # of files skipped
-
-
-def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
-    """Find the weights that the flags name, and the configuration with the model that they are of.
-
-    A checkpoint's own model takes the place of what was not given. Raises UsageError for a
-    checkpoint that cannot be read, and for one that contradicts the model flags.
-    """
-    of = config.checkpoints
-    ema = config.use.use_ema
-    weights = find_weights(folder_at(of.ckpt_dir), of.resume, of.resume_epoch, use_ema=ema)
-    if weights.run:
-        config = with_saved_objective(weights.run, config)
-        model = model_of(with_saved_model(weights.run, config.model), config.objective)
-        check_same_training(weights.run, model, None)
-        config = replace(config, model=weights.run.model)
-    config, model = resolve_model(config)
-    weights.check_fits(model)
-    return config, weights
 
 
 def _log(line: str) -> None:
@@ -121,6 +93,8 @@ def predict(config: RunConfig, weights: Weights) -> None:
         unit.to(device)
     model.eval()
     normalize = normalizer(run, lambda values: values.to(device))
+    precisions = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    lower = precisions[config.sharding.precision]
 
     results: list[dict] = []
     broken: dict[Path, str] = {}
@@ -135,8 +109,15 @@ def predict(config: RunConfig, weights: Weights) -> None:
 
         for paths, batch in read_batches(found.paths, transform, _BATCH_SIZE, leave_out):
             images = normalize(batch.to(device))
-            top_of_each = _top_classes(model, images, config.sharding.precision)
-            for path, top in zip(paths, top_of_each, strict=True):
+            with (
+                torch.inference_mode(),
+                torch.autocast(device.type, dtype=lower, enabled=lower is not None),
+            ):
+                logits = model(images)
+            probabilities = logits.float().softmax(dim=-1)
+            values, indices = probabilities.topk(min(TOP, probabilities.shape[-1]))
+            for path, *of_image in zip(paths, indices.tolist(), values.tolist(), strict=True):
+                top = list(zip(*of_image, strict=True))  # (class, probability), the highest first
                 if config.use.json:
                     likely = [{"class": names[i], "index": i, "probability": p} for i, p in top]
                     results.append({"image": str(path), "top5": likely})
@@ -154,58 +135,6 @@ def predict(config: RunConfig, weights: Weights) -> None:
         raise UsageError(mistakes[-1])
     if len(broken) == len(found.paths):
         raise UsageError("none of the images can be read")
-
-
-@torch.inference_mode()
-def _top_classes(
-    model: torch.nn.Module, images: torch.Tensor, precision: str
-) -> list[list[tuple[int, float]]]:
-    """Return each image's most likely classes and their probabilities, the highest first."""
-    lower = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    with torch.autocast(images.device.type, dtype=lower, enabled=lower is not None):
-        logits = model(images)
-    probabilities = logits.float().softmax(dim=-1)
-    values, indices = probabilities.topk(min(TOP, probabilities.shape[-1]))
-    return [
-        list(zip(*row, strict=True)) for row in zip(indices.tolist(), values.tolist(), strict=True)
-    ]
-
-
-def printer(backend: Backend, *, json: bool = False) -> Callable[[str], None]:
-    """Return what prints a line in the first process; on stderr if stdout is for ``json`` alone."""
-
-    def say(text: str) -> None:
-        if backend.is_main:
-            print(text, file=sys.stderr if json else sys.stdout, flush=True)
-
-    return say
-
-
-def place_trained(
-    weights: Weights,
-    run: Run,
-    backend: Backend,
-    say: Callable[[str], None],
-    initial: InitialWeights | None = None,
-) -> nn.Module:
-    """Put the model on the devices with trained weights, and say which; return it.
-
-    ``initial``: how weights of another model become this one's.
-    """
-    check_weights(weights, verify=run.config.checkpoints.verify_checkpoint)
-    model, count = run.build_model(backend.constant), run.model.parameter_count
-    kind = "EMA of the weights" if run.config.use.use_ema else "weights"
-    say(f"model: {run.config.model.model}, {count:,} parameters, {kind} of {weights.path}")
-    if note := initial.note if initial else weights.note:
-        say(note)
-    units = list(run.model.units(model))
-    if initial:
-        return backend.shard(model, units, initial.initialize)
-    sharded = backend.shard(model, units, weights.initialize)
-    if weights.tensors is None:
-        use_ema = run.config.use.use_ema
-        load_state(backend, weights.path, with_optimizer=False, use_ema=use_ema)
-    return sharded
 
 
 # -- --eval_only ----------------------------------------------------------------------------------

@@ -33,10 +33,10 @@ from training.errors import (
     RunFailed,
     StoppedBySignal,
 )
-from training.features import open_plainly
+from training.features import Features, open_plainly
 from training.files import FolderLock, replace_file
-from training.frozen import FrozenEvaluation, FrozenEvaluations
-from training.initial_weights import InitialWeights, fit
+from training.frozen import FrozenEvaluations
+from training.initial_weights import InitialWeights, fit, gram_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, StartParts
 from training.logs.reports import Reports, read_expectation
@@ -45,7 +45,6 @@ from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.resolve import Run
 from training.step import TrainBatches, shard_and_optimize
-from training.teacher import gram_teacher
 from training.weights import with_preprocessing, with_preprocessing_of
 
 
@@ -188,8 +187,8 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                 elif objective.measured:
                     reports.say("there are no validation images: nothing is evaluated")
                 if prepared.plain:
-                    frozen = FrozenEvaluation(model, run, backend, prepared.plain, bad_images)
-                    hooks.append(FrozenEvaluations(session, frozen, history.frozen))
+                    features = Features(model, run, backend, prepared.plain)
+                    hooks.append(FrozenEvaluations(session, features, history.frozen))
                 with stop, reports.events.training(last_step):
                     at = loop.train_loop(
                         session, model, objective, batches, progress.schedule, hooks, at

@@ -15,6 +15,7 @@ from models.blocks import FOLDED, why_no_tensor_parallel
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, check_rules
+from training.initial_weights import with_teacher
 from training.mesh import LOGICAL_AXIS_RULES, Mesh, make_mesh
 from training.resolve import (
     Run,
@@ -26,7 +27,6 @@ from training.resolve import (
     sizes_of_largest,
     with_passes,
 )
-from training.teacher import with_teacher
 from xla_fsdp import tpu
 from xla_fsdp.attention.sizes import WholeSizes
 from xla_fsdp.config import XlaConfig

@@ -18,9 +18,9 @@ from tests.resolved import on_xla
 from tests.stand_ins.filled import filled
 from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
+from training.initial_weights import gram_teacher
 from training.objectives.dino import koleo_loss, sinkhorn, taken
 from training.schedule import Ramp
-from training.teacher import gram_teacher
 
 HEADS = "--dino_prototypes 48 --ibot_prototypes 32 --dino_head_hidden 24 --dino_head_bottleneck 16"
 CROPS = "--local_crops 3 --local_crop_size 8 --koleo_group 4"

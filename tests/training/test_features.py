@@ -22,7 +22,7 @@ from models.hybrid_vit import HybridViT, HybridVitConfig
 from tests.cli import need_xla, run_program
 from tests.marks import long
 from tests.usage_error import told_in_one_line
-from training.pca import components
+from training.features import components
 
 SIZES = "--image_size 16 --patch_size 4 --embed_dim 32 --num_heads 2 --num_blocks 2".split()
 FLAGS = [*SIZES, "--class_token", "--global_pool", "token", "--reg_tokens", "2"]

@@ -44,15 +44,24 @@ class Classification(Objective):
     """Learns the labels of images."""
 
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
-        config = run.config.loss
+        self._config = config = run.config.loss
         self._backend = backend
         self._normalize = normalizer(run, backend.constant)
         self._mixing = Mixing(run, backend.constant, backend.image_rows) if config.mixes else None
         self._soft_labels = config.mixes or config.bce_loss
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
-        self._label_loss = _label_loss(config)
+        # As timm's training script chooses it. Where labels are mixed, or the loss is binary
+        # cross-entropy, they are smoothed already.
+        self._label_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.cross_entropy
+        if config.bce_loss:
+            self._label_loss = BinaryCrossEntropy(
+                target_threshold=config.bce_target_thresh, sum_classes=config.bce_sum
+            )
+        elif config.mixes:
+            self._label_loss = SoftTargetCrossEntropy()
+        elif config.smoothing:
+            self._label_loss = LabelSmoothingCrossEntropy(config.smoothing)
         self._teacher = Teacher(run, backend, say) if run.teacher else None
-        self._teacher_loss, self._alpha = _teacher_loss(config), config.distillation_alpha
 
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
@@ -73,13 +82,23 @@ class Classification(Objective):
         return images, Targets(labels, self._teacher(images) if self._teacher else None)
 
     def loss_of(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
-        """Return the mean loss of (images, classes) logits, a scalar in fp32."""
-        logits = logits.float()
+        """Return the mean loss of (images, classes) logits, a scalar in fp32.
+
+        The teacher's part is the mean over the images of equation (2) of arXiv 2012.12877, the
+        Kullback-Leibler divergence times tau squared, or of (3), the cross-entropy with the
+        teacher's most likely class.
+        """
+        logits, of_teacher = logits.float(), targets.teacher_logits
         loss = self._label_loss(logits, targets.labels)
-        if targets.teacher_logits is None:
+        if of_teacher is None:
             return loss
-        distilled = self._teacher_loss(logits, targets.teacher_logits)
-        return (1 - self._alpha) * loss + self._alpha * distilled
+        alpha, tau = self._config.distillation_alpha, self._config.distillation_tau
+        if self._config.distillation_type == "hard":
+            distilled = F.cross_entropy(logits, of_teacher.argmax(dim=-1))
+        else:
+            ours, theirs = (F.log_softmax(each / tau, dim=-1) for each in (logits, of_teacher))
+            distilled = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
+        return (1 - alpha) * loss + alpha * distilled
 
     def measure(self, images: int, predictions: Predictions | None = None) -> Measure:
         """Return what measures loss and accuracy.
@@ -87,22 +106,6 @@ class Classification(Objective):
         ``predictions`` collects what each image was taken for.
         """
         return Accuracy(self._normalize, self._backend, predictions)
-
-
-def _label_loss(config: LossConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the loss of logits and labels, as timm's training script chooses it.
-
-    Where labels are mixed, or the loss is binary cross-entropy, they are smoothed already.
-    """
-    if config.bce_loss:
-        return BinaryCrossEntropy(
-            target_threshold=config.bce_target_thresh, sum_classes=config.bce_sum
-        )
-    if config.mixes:
-        return SoftTargetCrossEntropy()
-    if config.smoothing:
-        return LabelSmoothingCrossEntropy(config.smoothing)
-    return F.cross_entropy
 
 
 def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
@@ -251,23 +254,6 @@ class Teacher:
             factor, summand = self._affine
             images = images * factor + summand
         return self._model(images).float()
-
-
-def _teacher_loss(config: LossConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the teacher's part of the loss, of (images, classes) logits of student and teacher.
-
-    The mean over the images of equation (2) of arXiv 2012.12877, the Kullback-Leibler divergence
-    times tau squared, or of (3), the cross-entropy with the teacher's most likely class.
-    """
-    if config.distillation_type == "hard":
-        return lambda student, teacher: F.cross_entropy(student, teacher.argmax(dim=-1))
-    tau = config.distillation_tau
-
-    def soft(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        ours, theirs = (F.log_softmax(logits / tau, dim=-1) for logits in (student, teacher))
-        return F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
-
-    return soft
 
 
 # -- Evaluation: the cross-entropy and the accuracy ------------------------------------------------

@@ -19,9 +19,9 @@ from data.crops import max_masked
 from models.dino import Compared, Crops, DinoSpec
 from training.backend import Backend, dataset_request
 from training.begin import check_weights
+from training.initial_weights import gram_teacher
 from training.objectives import Objective, normalizer
 from training.schedule import StepRates
-from training.teacher import gram_teacher
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -80,7 +80,7 @@ class SelfDistillation(Objective):
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
     ) -> torch.Tensor:
-        config, temperature = self._config, self._temperature
+        config, temperature, total = self._config, self._temperature, self._backend.sum
         assert temperature is not None
         layout = self._layouts[images.shape[1]]
         global_crops, local_crops, mask = layout.unpack(images)
@@ -94,7 +94,15 @@ class SelfDistillation(Objective):
         with torch.no_grad():
             seen = crops._replace(local_crops=None, hides=False)
             taught = Compared(*self._teacher(seen))
-            classes, patches = self._targets(taught, mask, temperature)
+            # The teacher's probabilities of class tokens, (images, 2, prototypes), and of masked
+            # patches, (images, slots, prototypes): zeros in slots without one.
+            classes = sinkhorn(taught.classes.float().flatten(0, 1), temperature, total)
+            present = taken(mask, taught.patches.shape[1])
+            patches = sinkhorn(
+                taught.patches.float().flatten(0, 1), temperature, total, present.flatten()
+            )
+            classes = classes.view(taught.classes.shape)
+            patches = patches.view(taught.patches.shape)
             anchor = Compared(*self._gram(seen)).patch_tokens if self._gram else None
         found = Compared(*model(crops))  # nested FSDP makes a plain tuple of it
 
@@ -118,18 +126,6 @@ class SelfDistillation(Objective):
         passes = [torch.stack([parts[name] for name in names]) for parts in self._parts]
         means = self._backend.mean(sum(passes[1:], start=passes[0]) / count)
         return dict(zip(names, means.unbind(), strict=True))
-
-    def _targets(
-        self, taught: Compared, mask: torch.Tensor, temperature: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the teacher's probabilities of class tokens, (images, 2, prototypes), and of
-        masked patches, (images, slots, prototypes): zeros in slots without one."""
-        total = self._backend.sum
-        classes = sinkhorn(taught.classes.float().flatten(0, 1), temperature, total)
-        present = taken(mask, taught.patches.shape[1])
-        of_patches = taught.patches.float().flatten(0, 1)
-        patches = sinkhorn(of_patches, temperature, total, present.flatten())
-        return classes.view(taught.classes.shape), patches.view(taught.patches.shape)
 
 
 def taken(mask: torch.Tensor, slots: int) -> torch.Tensor:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _EPS = 1e-6
 """Added to a patch's variance, as in the authors' code."""
-
-
 _PICTURES = 8
 _MOST_PIXELS = 2_000_000
 """Values of all images that are shown, at most: they are read from the devices."""
@@ -54,11 +52,6 @@ class Prediction(NamedTuple):
         of_patches = (self.predicted - targets).square().mean(-1)
         return (of_patches * self.hidden).sum(1) / self.hidden.sum(1)
 
-    def painted(self) -> torch.Tensor:
-        """Return the images with the predicted pixels in the hidden patches."""
-        pixels = self.predicted * self.deviation + self.mean
-        return torch.where(self.hidden[..., None], pixels, self.patches)
-
 
 class Reconstruction(Objective):
     """Learns to predict the pixels of patches that the encoder does not see."""
@@ -70,7 +63,9 @@ class Reconstruction(Objective):
         assert isinstance(spec, MaeSpec)
         self._run, self._backend, self._spec = run, backend, spec
         self._normalize = normalizer(run, backend.constant)
-        encoder = spec.encoder.parameter_count - _parameters_of_head(spec)
+        names = spec.meta.state_dict().keys()  # without those of the encoder's head
+        of_encoder = spec.encoder.meta.named_parameters()
+        encoder = sum(each.numel() for name, each in of_encoder if name in names)
         say(
             f"objective: mae, {spec.shown} of {spec.sizes.num_patches} patches seen, encoder of "
             f"{encoder:,} parameters"
@@ -102,13 +97,6 @@ class Reconstruction(Objective):
 
     def measure(self, images: int) -> Measure:
         return ReconstructionError(self, self._run, self._backend, images)
-
-
-def _parameters_of_head(spec: MaeSpec) -> int:
-    """Return how many parameters the classifier has that the encoder would have."""
-    names = spec.meta.state_dict().keys()
-    left = (p.numel() for name, p in spec.encoder.meta.named_parameters() if name not in names)
-    return sum(left)
 
 
 # -- Masks -----------------------------------------------------------------------------------------
@@ -162,7 +150,9 @@ class ReconstructionError(Measure):
         # them to each. Where it is compiled of all batches, so that these are one program.
         if self._backend.compiles or self._batches in self._batches_shown:
             chosen = (self._shown[:, None] == labels).float()
-            parts = [found.patches, found.painted(), found.hidden[..., None]]
+            hidden = found.hidden[..., None]
+            predicted = found.predicted * found.deviation + found.mean
+            parts = [found.patches, torch.where(hidden, predicted, found.patches), hidden]
             of_batch = self._backend.sum(chosen @ torch.cat(parts, dim=-1).flatten(1))
             self._pictures = self._pictures + of_batch
         if self._batches == self._last:
