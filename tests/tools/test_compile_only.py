@@ -314,7 +314,7 @@ def test_bytes_of_a_device():
     twice = "{devices=[2,2,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}"
     chosen, unknown = Result(0, 1), Result(2, 0)
     values = [Value(64, twice), Value(64, chosen), Value(64, REPLICATED), Value(64, unknown)]
-    assert local_bytes(values, {chosen: "{devices=[8,1]<=[8]}"}.get) == 16 + 8 + 64
+    assert local_bytes(values, {chosen: "{devices=[8,1]<=[8]}"}) == 16 + 8 + 64
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,6 @@ from xla_fsdp.tpu import Chip, Topology
 # group, each fetches half of what both need and passes it on. If one is, the other's group uses the
 # same links for its own.
 
-_SIDE_OF_A_HOST = 2
-"""Chips of a host along each of the first two sides."""
 _CLOSED_IN_A_PLANE, _CLOSED_IN_A_CUBE = 16, 4
 """A side that is closed is a multiple of this; in a cube all sides have to be."""
 
@@ -108,11 +106,8 @@ class Links:
         if not self.by_host:
             return places
 
-        def host(place: tuple[int, ...]) -> tuple[int, ...]:
-            x, y, *rest = place
-            return (*reversed(rest), y // _SIDE_OF_A_HOST, x // _SIDE_OF_A_HOST)
-
-        return sorted(places, key=host)  # stable: within a host by number
+        # By the third side if there is one, then by hosts of 2 x 2 chips; within those by number.
+        return sorted(places, key=lambda at: (*at[2:], at[1] // 2, at[0] // 2))
 
 
 # -- the seconds of a schedule ------------------------------------------------------------------
@@ -236,8 +231,15 @@ def _moves_of(each: Instruction, links: Links) -> dict[str, _Move]:
     topology, chip = links.topology, links.topology.chip
     seconds: float | None = None
     start = each.start
-    if start.is_on_sparse_cores:
-        return _moves_on_sparse_cores(each, links)
+    if start.is_on_sparse_cores:  # it starts once they have what they read
+        collectives = hlo.collectives_of(start)
+        of_start = 1 if each.opcode == "async-update" else 0
+        if each.opcode != "async-done" and len(each.operands) > of_start:
+            if collectives:
+                seconds = sum(_on_links(collective, links) for collective, *_ in collectives)
+            else:
+                seconds = hlo.instruction_bytes(start) / chip.hbm_bandwidth
+        return {start.name: _Move("waiting_s" if collectives else "dma_s", seconds)}
     if each.opcode.removesuffix("-done") in ("send", "recv"):  # a transfer between slices
         rendezvous = _RENDEZVOUS.search(start.text)
         if rendezvous:
@@ -258,21 +260,6 @@ def _moves_of(each: Instruction, links: Links) -> dict[str, _Move]:
         key = each.name if starts else hlo.channel_of(collective) or each.name
         found[key] = _Move("waiting_s", _on_links(collective, links), is_async)
     return found
-
-
-def _moves_on_sparse_cores(each: Instruction, links: Links) -> dict[str, _Move]:
-    """Return the same of work of the SparseCores, which starts once they have what they read."""
-    start = each.start
-    collectives = hlo.collectives_of(start)
-    queue = "waiting_s" if collectives else "dma_s"
-    reads_here = len(each.operands) > 1 if each.opcode == "async-update" else bool(each.operands)
-    if each.opcode == "async-done" or not reads_here:
-        return {start.name: _Move(queue, None)}
-    if collectives:
-        seconds = sum(_on_links(collective, links) for collective, *_ in collectives)
-    else:
-        seconds = hlo.instruction_bytes(start) / links.topology.chip.hbm_bandwidth
-    return {start.name: _Move(queue, seconds)}
 
 
 def _on_links(collective: Instruction, links: Links) -> float:

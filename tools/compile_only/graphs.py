@@ -5,7 +5,7 @@ Shardings are in XLA's notation.
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 REPLICATED = "{replicated}"
@@ -20,10 +20,6 @@ class Result:
     number: int
 
 
-Shardings = Callable[[Result], str | None]
-"""Returns the sharding that the compiler chose for a result; None if that is not known."""
-
-
 @dataclass(frozen=True)
 class Value:
     """Data on the devices: bytes in all, and its sharding."""
@@ -31,9 +27,6 @@ class Value:
     size: int
     sharding: str | Result
     """A ``Result`` where the program has not marked one: the compiler's choice, known later."""
-
-    def resolve(self, shardings: Shardings) -> str | None:
-        return shardings(self.sharding) if isinstance(self.sharding, Result) else self.sharding
 
 
 @dataclass(frozen=True)
@@ -49,15 +42,6 @@ class Graph:
     """Maps an argument to the result that takes its place in memory."""
     resident: tuple[Value, ...]
     """Values that live on the devices meanwhile without being arguments."""
-
-    def argument_shardings(self, shardings: Shardings) -> dict[int, str]:
-        """Return the sharding of every argument; all must be known by now."""
-        found = {}
-        for number, value in self.arguments.items():
-            sharding = value.resolve(shardings)
-            assert sharding, (number, value)
-            found[number] = sharding
-        return found
 
 
 @dataclass(frozen=True)
@@ -82,11 +66,15 @@ class Step:
         return list(found.values())
 
 
-def local_bytes(values: Iterable[Value], shardings: Shardings) -> int:
-    """Return the bytes on one device, leaving out values whose sharding is not known."""
+def local_bytes(values: Iterable[Value], chosen: Mapping[Result, str]) -> int:
+    """Return the bytes on one device, leaving out values whose sharding is not known.
+
+    ``chosen``: what the compiler chose for results.
+    """
     total = 0
     for value in values:
-        sharding = value.resolve(shardings)
+        given = value.sharding
+        sharding = given if isinstance(given, str) else chosen.get(given)
         total += value.size // tiles(sharding) if sharding else 0
     return total
 

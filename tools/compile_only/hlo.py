@@ -358,25 +358,19 @@ def products_of(each: Instruction, int8_speedup: int = 1) -> list[tuple[float, I
         of_left, of_right, of_result = labels.groups()
         flops = 2.0 * result[of_result.index("b")] * result[of_result.index("f")]
         flops *= right[of_right.index("i")]
+        written = re.search(r"window=\{([^}]*)\}", each.text)
+        window = dict(word.split("=") for word in written[1].split()) if written else {}
         for dimension in sorted(filter(str.isdigit, of_result)):
-            sizes = left[of_left.index(dimension)], result[of_result.index(dimension)]
-            flops *= _valid_places(each.text, int(dimension), *sizes)
+            # The pairs of an output's place and a place of the window that meet an input.
+            own = {name: values.split("x")[int(dimension)] for name, values in window.items()}
+            size, stride = int(own.get("size", 1)), int(own.get("stride", 1))
+            before = int(own.get("pad", "0_0").split("_")[0])
+            apart, gaps = int(own.get("lhs_dilate", 1)), int(own.get("rhs_dilate", 1))
+            outputs = np.arange(result[of_result.index(dimension)])[:, None]
+            places = outputs * stride - before + np.arange(size)[None, :] * gaps
+            last = (left[of_left.index(dimension)] - 1) * apart
+            flops *= int(((places >= 0) & (places <= last) & (places % apart == 0)).sum())
     return [(flops / (int8_speedup if dtype == "s8" else 1), each)]
-
-
-def _valid_places(text: str, dimension: int, inputs: int, results: int) -> int:
-    """Count the pairs of an output's place and a place of the window that meet an input."""
-
-    def setting(name: str, default: str) -> str:
-        found = re.search(rf"window=\{{[^}}]*\b{name}=([\dx_\-]+)", text)
-        return found[1].split("x")[dimension] if found else default
-
-    size, stride = int(setting("size", "1")), int(setting("stride", "1"))
-    before = int(setting("pad", "0_0").split("_")[0])
-    apart, gaps = int(setting("lhs_dilate", "1")), int(setting("rhs_dilate", "1"))
-    places = np.arange(results)[:, None] * stride - before + np.arange(size)[None, :] * gaps
-    inside = (places >= 0) & (places <= (inputs - 1) * apart) & (places % apart == 0)
-    return int(inside.sum())
 
 
 def count_flops(traced: str, int8_speedup: int = 1) -> float:

@@ -9,6 +9,7 @@ search is over.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,25 @@ def candidates(
 ) -> Iterator[TpuCandidate]:
     """Yield all that the flags leave open, whether the program accepts it or not.
 
-    What cannot divide the batch is left out. Raises UsageError for a slice that is unknown.
+    Slices have up to ``--chips_at_most`` chips, of each as many as ``--mesh_dcn`` says. Where
+    neither that nor slices are given, of the largest several: where one slice has as many chips,
+    several smaller are no better. What cannot divide the batch is left out.
+
+    Raises UsageError for a slice that is unknown, and if all are too large.
     """
-    for topology in slices(config, own):
+    most, dcn = config.planning.chips_at_most, replicas(config.sharding)
+    asked = own.tpu_topology.split(",") if own.tpu_topology else USUAL
+    several = not own.tpu_topology and "mesh_dcn" not in config.given
+    topologies = [
+        topology
+        for name in asked
+        for number in ([1, 2, 4, 8] if name in LARGEST and several else [dcn])
+        if (topology := parse_topology(name, number)).chips <= most
+    ]
+    if not topologies:
+        fewest = min(parse_topology(name, dcn).chips for name in asked)
+        raise UsageError(f"--chips_at_most {most}: the smallest slice has {fewest} chips")
+    for topology in topologies:
         for chosen in combinations(choices, config, own):
             domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
             fsdp, rest = divmod(topology.slice_devices, domain * tensor)
@@ -83,27 +100,6 @@ def candidates(
             mesh = Mesh(topology.slices, fsdp, domain, tensor)
             if config.data.batch_size % (mesh.batch_parts * chosen["grad_accum_steps"]) == 0:
                 yield TpuCandidate(mesh=mesh, topology=topology, **chosen)
-
-
-def slices(config: RunConfig, own: XlaConfig) -> list[Topology]:
-    """Return the slices up to ``--chips_at_most`` chips. Raises UsageError.
-
-    Of each as many as ``--mesh_dcn`` says. Where neither that nor slices are given, of the largest
-    several: where one slice has as many chips, several smaller are no better.
-    """
-    most, dcn = config.planning.chips_at_most, replicas(config.sharding)
-    asked = own.tpu_topology.split(",") if own.tpu_topology else USUAL
-    several = not own.tpu_topology and "mesh_dcn" not in config.given
-    found = [
-        topology
-        for name in asked
-        for number in ([1, 2, 4, 8] if name in LARGEST and several else [dcn])
-        if (topology := parse_topology(name, number)).chips <= most
-    ]
-    if not found:
-        fewest = min(parse_topology(name, dcn).chips for name in asked)
-        raise UsageError(f"--chips_at_most {most}: the smallest slice has {fewest} chips")
-    return found
 
 
 # -- corrections: how far the arithmetic is off for what is not compiled, and how surely -------
@@ -274,34 +270,19 @@ class Search:
 
         A candidate for which ``accepts`` returns False, as the program refuses it, is dropped.
         """
-        guesses = self.guesses()
-        for hope in _HOPES:
-            for _ in GOALS:
-                goal = list(GOALS.values())[self._turn % len(GOALS)]
-                self._turn += 1
-                option = self._best(goal, guesses, hope, accepts)
-                if option is not None:
-                    return option
-        return None
-
-    def _best(
-        self,
-        goal: Goal,
-        guesses: Sequence[Guess],
-        hope: float,
-        accepts: Callable[[TpuCandidate], bool],
-    ) -> ComputedCandidate | None:
-        """Return what may be best for a goal, if it may be better than what is known."""
-        known = [goal(o, self.found[o.candidate].step_s) for o in self.useful()]
-        better = [
-            guess
-            for guess in guesses
-            if (best_s := guess.step_s(hope)) <= self._at_most_s
-            and (not known or goal(guess.option, best_s * (1 + _GAIN)) < min(known))
-        ]
-        better.sort(key=lambda guess: goal(guess.option, guess.step_s(hope)))
-        for by in (0.0, 1.0, 2.0):  # what surely fits is asked about first
-            for guess in better:
+        guesses, useful = self.guesses(), self.useful()
+        for hope, _ in product(_HOPES, GOALS):
+            goal = list(GOALS.values())[self._turn % len(GOALS)]
+            self._turn += 1
+            known = [goal(option, self.found[option.candidate].step_s) for option in useful]
+            better = [
+                guess
+                for guess in guesses
+                if (best_s := guess.step_s(hope)) <= self._at_most_s
+                and (not known or goal(guess.option, best_s * (1 + _GAIN)) < min(known))
+            ]
+            better.sort(key=lambda guess: goal(guess.option, guess.step_s(hope)))
+            for by, guess in product((0.0, 1.0, 2.0), better):  # first what surely fits
                 candidate = guess.option.candidate
                 if candidate in self.dropped or not guess.may_fit(by):
                     continue
