@@ -9,10 +9,18 @@ import pytest
 from benchmarks import tpu_table
 from tests.cli import run_program
 from tests.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
-from tools.compile_only.compiler import Compiled, hbm_needed
+from tools.compile_only.compiler import (
+    REPLICATED,
+    Compiled,
+    Graph,
+    Result,
+    Step,
+    Value,
+    hbm_needed,
+    local_bytes,
+)
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import explain
-from tools.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
 from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
 from xla_fsdp.tpu import parse_topology

@@ -11,9 +11,9 @@ from pathlib import Path
 from data.files import no_link
 from models import timm_private
 from tools.compile_only import compiler
+from tools.compile_only.compiler import Result, local_bytes
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import draw, explain, explained_json, explained_table
-from tools.compile_only.graphs import Result, local_bytes
 from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
 from training.config import RunConfig
@@ -31,9 +31,7 @@ DOES_NOT_FIT = 3
 
 def start_xla(devices: int, form: str) -> None:
     """Make XLA on the CPU believe that it has this many devices, for this form of FSDP.
-
-    To be called before ``trace`` is imported.
-    """
+    To be called before ``trace`` is imported."""
     os.environ["PJRT_DEVICE"] = "CPU"
     # A few virtual ones stand for all: many crash autograd (128 do), and one is never sharded.
     os.environ["CPU_NUM_DEVICES"] = "1" if form == "nested" else str(min(devices, 4))
@@ -49,9 +47,7 @@ def start_xla(devices: int, form: str) -> None:
 
 def compile_only(config: RunConfig, own: XlaConfig) -> int:
     """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
-
-    Raises UsageError.
-    """
+    Raises UsageError."""
     libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds its own
     if not own.tpu_topology:
         raise UsageError(f"--compile_only requires --tpu_topology. Known, for example: {KNOWN}")

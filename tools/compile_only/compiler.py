@@ -8,11 +8,12 @@ own.
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from tools.compile_only.graphs import REPLICATED, Graph, Step, tiles
 from tools.compile_only.hlo import types_of
 from training.errors import UsageError
 from training.processes.parent import end_with
@@ -45,6 +45,85 @@ def check_installed(mode: str) -> None:
             raise UsageError(
                 f"{mode} requires {name}: python3 -m pip install -r requirements-tpu.txt"
             )
+
+
+# -- the graphs of a training step, as its trace hands them over; shardings in XLA's notation ------
+
+REPLICATED = "{replicated}"
+"""Every device has the whole."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One of a graph's results."""
+
+    graph: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """Data on the devices: bytes in all, and its sharding."""
+
+    size: int
+    sharding: str | Result
+    """A ``Result`` where the program has not marked one: the compiler's choice, known later."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph as HLO, and the shardings of its arguments and results."""
+
+    hlo: bytes
+    arguments: dict[int, Value]
+    """Arguments by their number; those that are not here are small and replicated."""
+    results: tuple[str | None, ...]
+    """The sharding of each result; None where that is left to the compiler."""
+    donated: dict[int, int]
+    """Maps an argument to the result that takes its place in memory."""
+    resident: tuple[Value, ...]
+    """Values that live on the devices meanwhile without being arguments."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as the graphs that it runs, one after the other."""
+
+    graphs: list[Graph]
+    replicas: int
+    """Programs that run together: nested FSDP has one a device, SPMD one for all."""
+    state_bytes: int
+    """Parameters and optimizer state on one device."""
+    description: str
+
+    def distinct(self) -> list[list[Graph]]:
+        """Return the graphs, those of the same HLO together.
+
+        What is resident beside them may differ from run to run: losses of earlier micro-batches.
+        """
+        found: dict[bytes, list[Graph]] = {}
+        for graph in self.graphs:
+            found.setdefault(graph.hlo, []).append(graph)
+        return list(found.values())
+
+
+def local_bytes(values: Iterable[Value], chosen: Mapping[Result, str]) -> int:
+    """Return the bytes on one device, without values of which no sharding is marked or chosen."""
+    total = 0
+    for value in values:
+        given = value.sharding
+        sharding = given if isinstance(given, str) else chosen.get(given)
+        total += value.size // tiles(sharding) if sharding else 0
+    return total
+
+
+def tiles(sharding: str) -> int:
+    """Return over how many different parts a value is spread: 4 for {devices=[4,1]0,1,2,3}."""
+    found = re.match(r"\{devices=\[([\d,]+)\]", sharding)
+    if not found:
+        return 1
+    sizes = [int(size) for size in found[1].split(",")]
+    return math.prod(sizes[:-1] if "last_tile_dim_replicate" in sharding else sizes)
 
 
 def text_of(graph: Graph) -> str:
@@ -150,10 +229,9 @@ def compile_graph(
 ) -> Compiled:
     """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
 
-    ``arguments``: the sharding of each argument by its number. ``by_host``: the mesh counts the
-    devices host by host, not by their numbers. ``variables`` are those of the environment that
-    libtpu is to start with. It runs in a process of its own. Raises UsageError if libtpu refuses
-    the program, or crashes on it.
+    ``arguments``: the sharding of each argument by its number. ``by_host``: as of ``Links``.
+    ``variables`` are those of the environment that libtpu starts with, in a process of its own.
+    Raises UsageError if libtpu refuses the program, or crashes on it.
     """
     with (
         tempfile.NamedTemporaryFile(mode="r") as stderr,

@@ -276,11 +276,10 @@ def _on_links(collective: Instruction, links: Links) -> float:
 def _own_time(each: Instruction, chip: Chip) -> Expected:
     """Return the time of an instruction itself, without what it waits for."""
     is_kernel = each.opcode == "custom-call" and _KERNEL in each.text
-    cycles = _CYCLES.search(each.text)
-    if not is_kernel and not cycles:
-        return Expected()
-    if not is_kernel and cycles and int(cycles[1]) < _UNKNOWN:
-        return Expected(cycles_s=int(cycles[1]) / chip.clock_hz)
+    written = _CYCLES.search(each.text)
+    cycles = int(written[1]) if written else 0
+    if not is_kernel and cycles < _UNKNOWN:
+        return Expected(cycles_s=cycles / chip.clock_hz)
     moved = hlo.instruction_bytes(each)
     if not is_kernel:
         return Expected(moved / chip.hbm_bandwidth, unknown=1)
@@ -293,7 +292,7 @@ def _own_time(each: Instruction, chip: Chip) -> Expected:
     )
     return Expected(
         kernels_s=max(
-            int(cycles[1]) / chip.clock_hz if cycles else 0.0,
+            cycles / chip.clock_hz,
             int(flops[1]) / chip.peak_flops if flops else 0.0,
             (int(size[1]) if size else moved) / chip.hbm_bandwidth,
         )

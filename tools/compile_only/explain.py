@@ -251,14 +251,10 @@ def _own_scope(each: Instruction) -> Scope | None:
 
 
 def shares(costs: Iterable[Cost], by: str) -> dict[str, float]:
-    """Return the seconds of each group of costs, the longest first.
-
-    ``by`` is ``BY_KIND`` or ``BY_MODULE``.
-    """
+    """Return the seconds of each group of costs, the longest first."""
     found = defaultdict[str, float](float)
-    group_of = attrgetter(by)
     for cost in costs:
-        found[group_of(cost)] += cost.seconds
+        found[attrgetter(by)(cost)] += cost.seconds
     return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 

@@ -81,10 +81,7 @@ class Instruction:
 
 
 def parse_module(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Return the instructions of each computation by its name, and the name of the entry.
-
-    They are in the order in which they run.
-    """
+    """Return the instructions of each computation in order, by its name, and the entry's name."""
     computations: dict[str, list[Instruction]] = {}
     entry = current = ""
     for line in hlo.splitlines():
@@ -208,10 +205,7 @@ def _schedule(computation: list[Instruction], times: int = 1) -> Iterator[tuple[
 
 
 def instruction_bytes(each: Instruction, but: Set[str] = frozenset()) -> float:
-    """Return the bytes that an instruction reads and writes in HBM.
-
-    Buffers of the types ``but`` are left out.
-    """
+    """Return the bytes that an instruction reads and writes in HBM, without the types ``but``."""
     if each.is_on_sparse_cores:  # its own shape has buffers for their work, too
         ends = (part for part in each.called[0] if part.opcode == "parameter" or part.is_root)
         return sum(array_bytes(part.shape, only_hbm=True) for part in ends)
@@ -268,10 +262,7 @@ def channel_of(collective: Instruction) -> str | None:
 
 
 def group_of(collective: Instruction, devices: int) -> list[int]:
-    """Return the numbers of the devices of the first group that a collective is among.
-
-    Of all ``devices`` where its text names none.
-    """
+    """Return the numbers of a collective's first group of devices, of all if its text has none."""
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", collective.text)
     if listed:
         return [int(number) for number in listed[1].split(",")]
@@ -295,14 +286,10 @@ def pairs_of(permute: Instruction) -> list[tuple[int, int]]:
 
 
 def received_bytes(each: Instruction, devices: int) -> float:
-    """Return the bytes that a collective must bring to a device from its group's other members.
-
-    A permute brings its whole operand.
-    """
-    kind = each.opcode.removesuffix("-start")
+    """Return the bytes that a collective must bring to a device from its group's other members."""
+    kind, whole = each.opcode.removesuffix("-start"), array_bytes(each.shape)
     size = len(group_of(each, devices))
-    whole = array_bytes(each.shape)
-    if kind == "collective-permute":
+    if kind == "collective-permute":  # its whole operand
         return whole / 2 if each.opcode.endswith("-start") else whole  # (source, destination)
     if kind == "all-reduce":
         return 2 * whole * (size - 1) / size
@@ -312,11 +299,8 @@ def received_bytes(each: Instruction, devices: int) -> float:
 
 
 def dma_bytes(start: Instruction) -> float:
-    """Return the bytes of a copy that starts here; its shape is (operands, result, context).
-
-    Operands that are indices do not count.
-    """
-    found = _ARRAY.findall(start.shape)
+    """Return the bytes of a copy that starts here; its shape is (operands, result, context)."""
+    found = _ARRAY.findall(start.shape)  # without operands that are indices
     sizes = [array_bytes(f"{dtype}[{sizes}]") for dtype, sizes, _ in found if sizes]
     return min(sizes[:2]) if len(sizes) > 1 else 0.0
 
@@ -374,11 +358,8 @@ def products_of(each: Instruction, int8_speedup: int = 1) -> list[tuple[float, I
 
 
 def count_flops(traced: str, int8_speedup: int = 1) -> float:
-    """Count the whole program, before it is divided over devices: two for each multiply-add.
-
-    Recomputation under gradient checkpointing is in the program and so in the count. Of int8
-    numbers, ``int8_speedup`` operations count as one.
-    """
+    """Count the operations of the whole program, before it is divided over devices, recomputation
+    under gradient checkpointing included. They count as in ``products_of``."""
     computations, entry = parse_module(traced)
     return _flops_of(computations[entry], int8_speedup)
 

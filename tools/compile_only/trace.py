@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from data.loader import Batch
-from tools.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, tiles
+from tools.compile_only.compiler import REPLICATED, Graph, Result, Step, Value, tiles
 from training.backend import InitializeModule, dataset_request
 from training.mesh import Spec
 from training.objectives import open_objective

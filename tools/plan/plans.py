@@ -102,9 +102,6 @@ class Work:
     epochs: int
     steps: int
 
-    def hours(self, step_s: float) -> float:
-        return self.steps * step_s / 3600
-
 
 def find_work(config: RunConfig, model: ModelSpec) -> Work:
     """Return the steps that ``--num_epochs`` and ``--max_steps`` ask for. Raises UsageError."""
@@ -205,8 +202,8 @@ def combinations(
 ) -> Iterator[dict[str, Any]]:
     """Yield every combination of the values of these fields.
 
-    A field whose flag was given stays as it is, unless it is "auto". Raises
-    UsageError for a ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
+    A field whose flag was given stays as it is, unless it is "auto". Raises UsageError for a
+    ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
     """
     asked = flat(config, own)
     values = {
@@ -285,7 +282,7 @@ class HardwarePlan:
 
     @property
     def hours(self) -> float:
-        return self.request.work.hours(self.step_s)
+        return self.request.work.steps * self.step_s / 3600
 
     @property
     def cost(self) -> float:

@@ -226,9 +226,7 @@ def found_in(answer: dict[str, Any]) -> Found | None:
     if "refused" in answer:
         return None
     step_s = answer["expected_step_s"]
-    if step_s is None:
-        return Found(False, answer["peak_hbm_bytes"], math.inf)
-    return Found(answer["fits"], answer["peak_hbm_bytes"], step_s)
+    return Found(answer["fits"], answer["peak_hbm_bytes"], math.inf if step_s is None else step_s)
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -236,9 +234,7 @@ def found_in(answer: dict[str, Any]) -> Found | None:
 
 def plan_slices(config: RunConfig, own: XlaConfig) -> int:
     """Print the plans for TPUs, or with ``--json`` their figures, and return the exit code.
-
-    Raises UsageError.
-    """
+    Raises UsageError."""
     check_installed("--plan")
     request = plans.read_request(config, own, tuple(CHIPS))
     options = computed_candidates(request)
@@ -270,8 +266,9 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
     seen = {candidate.topology for candidate in search.found}
     for guess in sorted(search.guesses(), key=lambda guess: guess.step_s()):
         candidate = guess.option.candidate
-        too_late = request.work.hours(guess.step_s()) > request.most_hours
-        if candidate.topology in seen or too_late or not guess.may_fit():
+        too_late = request.work.steps * guess.step_s() / 3600 > request.most_hours
+        too_large = guess.peak_bytes() > candidate.topology.chip.hbm_bytes
+        if candidate.topology in seen or too_late or too_large:
             continue
         if refusal(request, candidate) is None:
             seen.add(candidate.topology)

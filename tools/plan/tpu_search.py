@@ -9,7 +9,7 @@ search is over.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -136,13 +136,8 @@ class Correction:
 def corrections(
     compiled: Sequence[tuple[TpuCandidate, float]], asked: Sequence[TpuCandidate]
 ) -> list[Correction]:
-    """Return the correction of each candidate asked about.
-
-    ``compiled`` are candidates with compiled over computed.
-    """
+    """Return the correction of each candidate asked, from compiled over computed of others."""
     alone = sum(deviation**2 for deviation, _ in EFFECTS) + _OWN**2
-    if not compiled:
-        return [Correction(1.0, math.sqrt(alone)) for _ in asked]
     known = [candidate for candidate, _ in compiled]
     among = _covariance(known, known) + _OWN**2 * np.eye(len(known))
     across = _covariance(asked, known)
@@ -216,12 +211,8 @@ class Guess:
         peak = self.peak
         return self.option.computed.peak_bytes * peak.factor * math.exp(-better_by * peak.deviation)
 
-    def may_fit(self, better_by: float = 0.0) -> bool:
-        return self.peak_bytes(better_by) <= self.option.candidate.topology.chip.hbm_bytes
 
-
-Goal = Callable[[ComputedCandidate, float], Any]
-GOALS: dict[str, Goal] = {
+GOALS: dict[str, Callable[[ComputedCandidate, float], Any]] = {
     "fastest": lambda option, step_s: step_s,
     "cheapest": lambda option, step_s: option.cost(step_s),
     "smallest": lambda option, step_s: (option.candidate.topology.chips, option.cost(step_s)),
@@ -244,7 +235,7 @@ class Search:
         self.found: dict[TpuCandidate, Found] = {}
         self.dropped: set[TpuCandidate] = set()
         self._at_most_s = step_at_most_s
-        self._turn = 0
+        self._goals = cycle(GOALS.values())
 
     def learn(self, candidate: TpuCandidate, found: Found | None) -> None:
         """Add the compiler's figures of a candidate; None: it is refused."""
@@ -272,19 +263,20 @@ class Search:
         """
         guesses, useful = self.guesses(), self.useful()
         for hope, _ in product(_HOPES, GOALS):
-            goal = list(GOALS.values())[self._turn % len(GOALS)]
-            self._turn += 1
-            known = [goal(option, self.found[option.candidate].step_s) for option in useful]
+            goal = next(self._goals)
+            known = (goal(option, self.found[option.candidate].step_s) for option in useful)
+            least = min(known, default=None)
             better = [
                 guess
                 for guess in guesses
                 if (best_s := guess.step_s(hope)) <= self._at_most_s
-                and (not known or goal(guess.option, best_s * (1 + _GAIN)) < min(known))
+                and (least is None or goal(guess.option, best_s * (1 + _GAIN)) < least)
             ]
             better.sort(key=lambda guess: goal(guess.option, guess.step_s(hope)))
             for by, guess in product((0.0, 1.0, 2.0), better):  # first what surely fits
                 candidate = guess.option.candidate
-                if candidate in self.dropped or not guess.may_fit(by):
+                fits = guess.peak_bytes(by) <= candidate.topology.chip.hbm_bytes
+                if not fits or candidate in self.dropped:
                     continue
                 if accepts(candidate):
                     return guess.option
@@ -302,11 +294,6 @@ class Search:
             for each, found in self.found.items()
             if found.fits
         ]
-        peaks = [
-            (each, found.peak_bytes / computed[each].peak_bytes)
-            for each, found in self.found.items()
-        ]
-        corrected = zip(
-            asked, corrections(times, candidates), corrections(peaks, candidates), strict=True
-        )
-        return [Guess(option, time, peak) for option, time, peak in corrected]
+        peaks = [(each, f.peak_bytes / computed[each].peak_bytes) for each, f in self.found.items()]
+        of_time, of_peak = corrections(times, candidates), corrections(peaks, candidates)
+        return [*map(Guess, asked, of_time, of_peak)]
