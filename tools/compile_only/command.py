@@ -95,7 +95,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     variables = (tpu.for_newer_libtpu if newer else tpu.as_on_a_tpu)(topology, libtpu_args)
     distinct = step.distinct()
     compiled: dict[bytes, compiler.Compiled] = {}
-    chosen: dict[Result, str] = {}
+    chosen: dict[Result, str] = {}  # the compiler's shardings of results
     for number, (graph, *_) in enumerate(distinct, 1):
         which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
         _log(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
