@@ -4,11 +4,11 @@ import json
 import os
 import sys
 
-from tools.compile_only.compiler import device_ids, devices_of, prepare_jax
+from tools.compile_only.compiler import JAX_WITHOUT_TPU, device_ids, devices_of
 from xla_fsdp.tpu import for_newer_libtpu, parse_topology, takes_newer_libtpu
 
 if __name__ == "__main__":
-    prepare_jax()
+    os.environ |= JAX_WITHOUT_TPU
     topology = parse_topology(sys.argv[1])
     if takes_newer_libtpu("auto", topology):
         os.environ |= for_newer_libtpu(topology, "")

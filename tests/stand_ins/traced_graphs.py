@@ -7,13 +7,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from run_vit_training import read_flags
-from tools.compile_only.trace import start_xla, trace_step
+from tools.compile_only.command import start_xla
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
 
 asked, devices = read_flags(sys.argv[2:]), int(sys.argv[1])
 run = resolve_for_slice(asked.run, asked.xla, parse_topology("v5e:1x1", devices))
 start_xla(devices, run.own.xla_fsdp)
+
+from tools.compile_only.trace import trace_step  # noqa: E402 - after ``start_xla``
+
 step = trace_step(run)
 
 from jax._src.lib import xla_client  # noqa: E402 - after torch_xla's start

@@ -9,10 +9,18 @@ import pytest
 from benchmarks import tpu_table
 from tests.cli import run_program
 from tests.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
-from tools.compile_only.compiler import Compiled, hbm_needed
+from tools.compile_only.compiler import (
+    REPLICATED,
+    Compiled,
+    Graph,
+    Result,
+    Step,
+    Value,
+    hbm_needed,
+    local_bytes,
+)
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import explain
-from tools.compile_only.graphs import REPLICATED, Graph, Result, Step, Value, local_bytes
 from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
 from xla_fsdp.tpu import parse_topology
@@ -314,7 +322,7 @@ def test_bytes_of_a_device():
     twice = "{devices=[2,2,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}"
     chosen, unknown = Result(0, 1), Result(2, 0)
     values = [Value(64, twice), Value(64, chosen), Value(64, REPLICATED), Value(64, unknown)]
-    assert local_bytes(values, {chosen: "{devices=[8,1]<=[8]}"}.get) == 16 + 8 + 64
+    assert local_bytes(values, {chosen: "{devices=[8,1]<=[8]}"}) == 16 + 8 + 64
 
 
 @pytest.mark.parametrize(

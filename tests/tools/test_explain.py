@@ -7,9 +7,16 @@ import pytest
 from tests.cli import TINY_MODEL, run_program
 from tests.tools.test_expected_step import GATHERED, GROUP, LINKS, MILLISECOND, exactly
 from tools.compile_only.expected import Links, expect
-from tools.compile_only.explain import BY_KIND, UNKNOWN, explain, explained_table, shares
+from tools.compile_only.explain import (
+    BY_KIND,
+    UNKNOWN,
+    Scope,
+    explain,
+    explained_table,
+    scope_in,
+    shares,
+)
 from tools.compile_only.hlo import Instruction, products_of
-from tools.compile_only.names import Scope, scope_in
 from xla_fsdp.tpu import parse_topology
 
 

@@ -287,11 +287,12 @@ TRACE = """
 import sys
 from run_vit_training import read_flags
 from xla_fsdp.tpu import parse_topology
-from tools.compile_only.trace import start_xla, trace_step
+from tools.compile_only.command import start_xla
 from xla_fsdp.resolve_xla import resolve_for_slice
 asked = read_flags(sys.argv[1:])
 topology = parse_topology(asked.xla.tpu_topology)
 run = resolve_for_slice(asked.run, asked.xla, topology)
 start_xla(topology.devices, run.own.xla_fsdp)
+from tools.compile_only.trace import trace_step
 print(trace_step(run).state_bytes)
 """

@@ -11,12 +11,11 @@ from pathlib import Path
 from data.files import no_link
 from models import timm_private
 from tools.compile_only import compiler
+from tools.compile_only.compiler import Result, local_bytes
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import draw, explain, explained_json, explained_table
-from tools.compile_only.graphs import Result, Step, local_bytes
 from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
-from tools.compile_only.trace import start_xla, trace_step
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
 from training.mesh import replicas
@@ -30,11 +29,25 @@ DOES_NOT_FIT = 3
 """The exit code, for scripts that look for the smallest slice."""
 
 
+def start_xla(devices: int, form: str) -> None:
+    """Make XLA on the CPU believe that it has this many devices, for this form of FSDP.
+    To be called before ``trace`` is imported."""
+    os.environ["PJRT_DEVICE"] = "CPU"
+    # A few virtual ones stand for all: many crash autograd (128 do), and one is never sharded.
+    os.environ["CPU_NUM_DEVICES"] = "1" if form == "nested" else str(min(devices, 4))
+    import torch_xla.runtime as xr
+
+    xr.global_runtime_device_count = lambda: devices  # asked by Mesh and by the backend
+    if form == "spmd":
+        xr.use_spmd()
+    else:
+        xr.world_size = lambda: devices
+        xr.global_ordinal = lambda: 0
+
+
 def compile_only(config: RunConfig, own: XlaConfig) -> int:
     """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
-
-    Raises UsageError.
-    """
+    Raises UsageError."""
     libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds its own
     if not own.tpu_topology:
         raise UsageError(f"--compile_only requires --tpu_topology. Known, for example: {KNOWN}")
@@ -70,18 +83,46 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     start_xla(topology.devices, run.own.xla_fsdp)
     _log(f"tracing {run.model.name}, {parameters:,} parameters, for {topology.devices} devices ...")
     start = time.perf_counter()
+    from tools.compile_only.trace import trace_step  # not before: it imports torch_xla
+
     step = trace_step(run, named=own.explain)
     if own.explain:
         step = compiler.merge_same_graphs(step)
     trace_s = time.perf_counter() - start
 
-    # Compile.
+    # Compile each different graph once, in the order in which they first run.
     links = Links(topology, run.mesh.counts_by_host)
-    if newer:
-        variables = tpu.for_newer_libtpu(topology, libtpu_args)
-    else:
-        variables = tpu.as_on_a_tpu(topology, libtpu_args)
-    graphs = _compile_graphs(step, links, libtpu, variables)
+    variables = (tpu.for_newer_libtpu if newer else tpu.as_on_a_tpu)(topology, libtpu_args)
+    distinct = step.distinct()
+    compiled: dict[bytes, compiler.Compiled] = {}
+    chosen: dict[Result, str] = {}  # the compiler's shardings of results
+    for number, (graph, *_) in enumerate(distinct, 1):
+        which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
+        _log(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
+        arguments = {
+            argument: value.sharding if isinstance(value.sharding, str) else chosen[value.sharding]
+            for argument, value in graph.arguments.items()
+        }
+        done = compiler.compile_graph(
+            graph, arguments, step.replicas, topology, links.by_host, variables
+        )
+        compiled[graph.hlo] = done
+        if not done.fits:
+            break  # the shardings of the next one's arguments are not known
+        for place, same in enumerate(step.graphs):
+            if same.hlo == graph.hlo:
+                chosen |= {Result(place, n): each for n, each in enumerate(done.result_shardings)}
+
+    graphs = []
+    for runs in distinct:
+        found, traffic, expected = compiled.get(runs[0].hlo), None, None
+        if found and found.fits:
+            traffic = measure(found.hlo, topology.devices, topology.slices)
+            expected = expect(found.hlo, links)
+        flops = count_flops(compiler.text_of(runs[0]), topology.chip.int8_speedup)
+        flops *= step.replicas
+        resident = max(local_bytes(graph.resident, chosen) for graph in runs)
+        graphs.append(CompiledGraph(len(runs), found, traffic, expected, flops, resident))
     report = make_report(
         topology=topology,
         graphs=graphs,
@@ -121,42 +162,6 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
         draw(costs, report, hlo_dir / "explain.png")
         _log(f"drew {hlo_dir / 'explain.png'}")
     return 0 if report["fits"] else DOES_NOT_FIT
-
-
-def _compile_graphs(
-    step: Step, links: Links, libtpu: str, variables: dict[str, str]
-) -> list[CompiledGraph]:
-    """Compile each different graph once, in the order in which they first run.
-
-    ``libtpu`` is its version; ``variables`` are those of the environment that it is to start with.
-    """
-    topology, distinct = links.topology, step.distinct()
-    compiled: dict[bytes, compiler.Compiled] = {}
-
-    def shardings(result: Result) -> str | None:
-        found = compiled.get(step.graphs[result.graph].hlo)
-        return found.result_shardings[result.number] if found and found.fits else None
-
-    for number, (graph, *_) in enumerate(distinct, 1):
-        which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
-        _log(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
-        arguments = graph.argument_shardings(shardings)
-        compiled[graph.hlo] = compiler.compile_graph(
-            graph, arguments, step.replicas, topology, links.by_host, variables
-        )
-        if not compiled[graph.hlo].fits:
-            break  # the shardings of the next one's arguments are not known
-    graphs = []
-    for same in distinct:
-        found, traffic, expected = compiled.get(same[0].hlo), None, None
-        if found and found.fits:
-            traffic = measure(found.hlo, topology.devices, topology.slices)
-            expected = expect(found.hlo, links)
-        flops = count_flops(compiler.text_of(same[0]), topology.chip.int8_speedup)
-        flops *= step.replicas
-        resident = max(local_bytes(graph.resident, shardings) for graph in same)
-        graphs.append(CompiledGraph(len(same), found, traffic, expected, flops, resident))
-    return graphs
 
 
 def _log(text: str) -> None:

@@ -8,11 +8,12 @@ own.
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from tools.compile_only.graphs import REPLICATED, Graph, Step, tiles
 from tools.compile_only.hlo import types_of
 from training.errors import UsageError
 from training.processes.parent import end_with
@@ -35,12 +35,7 @@ JAX_WITHOUT_TPU = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU is used: nothing to lock
 }
-"""The environment that JAX is to read when it is imported: it must leave the TPU alone."""
-
-
-def prepare_jax() -> None:
-    """Set the environment for JAX, before its first import."""
-    os.environ.update(JAX_WITHOUT_TPU)
+"""The environment that JAX is to read when it is first imported: it must leave the TPU alone."""
 
 
 def check_installed(mode: str) -> None:
@@ -52,9 +47,88 @@ def check_installed(mode: str) -> None:
             )
 
 
+# -- the graphs of a training step, as its trace hands them over; shardings in XLA's notation ------
+
+REPLICATED = "{replicated}"
+"""Every device has the whole."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One of a graph's results."""
+
+    graph: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """Data on the devices: bytes in all, and its sharding."""
+
+    size: int
+    sharding: str | Result
+    """A ``Result`` where the program has not marked one: the compiler's choice, known later."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph as HLO, and the shardings of its arguments and results."""
+
+    hlo: bytes
+    arguments: dict[int, Value]
+    """Arguments by their number; those that are not here are small and replicated."""
+    results: tuple[str | None, ...]
+    """The sharding of each result; None where that is left to the compiler."""
+    donated: dict[int, int]
+    """Maps an argument to the result that takes its place in memory."""
+    resident: tuple[Value, ...]
+    """Values that live on the devices meanwhile without being arguments."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as the graphs that it runs, one after the other."""
+
+    graphs: list[Graph]
+    replicas: int
+    """Programs that run together: nested FSDP has one a device, SPMD one for all."""
+    state_bytes: int
+    """Parameters and optimizer state on one device."""
+    description: str
+
+    def distinct(self) -> list[list[Graph]]:
+        """Return the graphs, those of the same HLO together.
+
+        What is resident beside them may differ from run to run: losses of earlier micro-batches.
+        """
+        found: dict[bytes, list[Graph]] = {}
+        for graph in self.graphs:
+            found.setdefault(graph.hlo, []).append(graph)
+        return list(found.values())
+
+
+def local_bytes(values: Iterable[Value], chosen: Mapping[Result, str]) -> int:
+    """Return the bytes on one device, without values of which no sharding is marked or chosen."""
+    total = 0
+    for value in values:
+        given = value.sharding
+        sharding = given if isinstance(given, str) else chosen.get(given)
+        total += value.size // tiles(sharding) if sharding else 0
+    return total
+
+
+def tiles(sharding: str) -> int:
+    """Return over how many different parts a value is spread: 4 for {devices=[4,1]0,1,2,3}."""
+    found = re.match(r"\{devices=\[([\d,]+)\]", sharding)
+    if not found:
+        return 1
+    sizes = [int(size) for size in found[1].split(",")]
+    return math.prod(sizes[:-1] if "last_tile_dim_replicate" in sharding else sizes)
+
+
 def text_of(graph: Graph) -> str:
     """Return the program of all devices together as text, without the names of operations."""
-    prepare_jax()
+    os.environ.update(JAX_WITHOUT_TPU)
     return jax_private.text_without_names(graph.hlo)
 
 
@@ -155,19 +229,17 @@ def compile_graph(
 ) -> Compiled:
     """Compile for the slice: ``replicas`` copies of a program that each run on their part of it.
 
-    ``arguments``: the sharding of each argument by its number. ``by_host``: the mesh counts the
-    devices host by host, not by their numbers. ``variables`` are those of the environment that
-    libtpu is to start with. It runs in a process of its own. Raises UsageError if libtpu refuses
-    the program, or crashes on it.
+    ``arguments``: the sharding of each argument by its number. ``by_host``: as of ``Links``.
+    ``variables`` are those of the environment that libtpu starts with, in a process of its own.
+    Raises UsageError if libtpu refuses the program, or crashes on it.
     """
     with (
         tempfile.NamedTemporaryFile(mode="r") as stderr,
         _libtpu_process(variables, stderr.name) as process,
     ):
         try:
-            compiled = process.submit(
-                _compile, graph, arguments, replicas, topology, by_host
-            ).result()
+            asked = process.submit(_compile, graph, arguments, replicas, topology, by_host)
+            compiled = asked.result()
         except BrokenProcessPool:
             text = stderr.read()
             raise_if_refused(text)
@@ -183,7 +255,7 @@ def _compile(
     graph: Graph, arguments: dict[int, str], replicas: int, topology: Topology, by_host: bool
 ) -> Compiled:
     """Compile in this process, which is libtpu's own."""
-    prepare_jax()
+    os.environ.update(JAX_WITHOUT_TPU)
     module = jax_private.stablehlo_of(graph.hlo)
     jax_private.mark_main(
         module, lambda number: arguments.get(number, REPLICATED), graph.results, graph.donated
@@ -199,7 +271,12 @@ def _compile(
             sizes = (value.size // tiles(arguments[n]) for n, value in graph.arguments.items())
             needed = hbm_needed(str(error), sum(sizes))
             if needed is None:
-                raise UsageError(_refusal(error, topology)) from None
+                text = f"the TPU compiler refuses the step: {_first_line(error)}"
+                if "memory space vmem" in text:
+                    own = 32768 if topology.chip is CHIPS["tpu7x"] else 16384
+                    limit = f"{VARIABLE}=--xla_tpu_scoped_vmem_limit_kib={own}"
+                    text += f"; try {limit}, libtpu's own limit"
+                raise UsageError(text) from None
             seconds = time.perf_counter() - start
             capacity = topology.chip.hbm_bytes
             return Compiled(False, None, None, None, needed, capacity, [], "", seconds)
@@ -221,14 +298,6 @@ def _compile(
         hlo=hlo,
         seconds=seconds,
     )
-
-
-def _refusal(error: Exception, topology: Topology) -> str:
-    text = f"the TPU compiler refuses the step: {_first_line(error)}"
-    if "memory space vmem" in text:
-        own = 32768 if topology.chip is CHIPS["tpu7x"] else 16384
-        text += f"; try {VARIABLE}=--xla_tpu_scoped_vmem_limit_kib={own}, libtpu's own limit"
-    return text
 
 
 def hbm_needed(message: str, argument_bytes: int) -> int | None:
@@ -274,39 +343,46 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
 
     Of a kernel that does not compile alone nothing is written.
     """
-    calls: dict[str, str] = {}
+    calls: list[tuple[str, dict[str, Any]]] = []
     for call in _CALL.findall(hlo):
-        calls.setdefault(_kernel_config(call)["body"], call)
+        config = json.JSONDecoder().raw_decode(call.partition("backend_config=")[2])[0]
+        calls.append((call, config["custom_call_config"]))
     if not calls:
         return hlo
-    cycles: dict[str, int | None] = {}
+    cycles: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         variables = {**variables, VARIABLE: f"{variables.get(VARIABLE, '')} {dump}"}
         with _libtpu_process(variables, os.devnull) as process:
-            for body, call in calls.items():
+            for call, config in calls:
+                body = config["body"]
+                if body in cycles:
+                    continue
                 try:
-                    process.submit(_compile_kernel, call, topology).result()
+                    process.submit(_compile_kernel, call, config, topology).result()
                 except BrokenProcessPool:
                     break
-                cycles[body] = _read_cycles(Path(folder), BRANCHES.get(body, 1))
+                bundles, rounds = [], []
+                for file in sorted(Path(folder).iterdir()):  # what this compilation has dumped
+                    if file.name.endswith("final_bundles.txt"):
+                        text = file.read_text(errors="replace")
+                        count = _BUNDLES.search(text)
+                        bundles += [int(count[1])] if count else []
+                        rounds += [int(each) for each in _ROUNDS.findall(text)]
+                    file.unlink()
+                looped = max(1, max(rounds, default=1 + _FILL) - _FILL)
+                cycles[body] = round(max(bundles, default=0) * looped / BRANCHES.get(body, 1))
+    for call, config in calls:
+        found = cycles.get(config["body"])
+        if found:
+            written = f'"estimated_cycles":"{found}","custom_call_config":'
+            hlo = hlo.replace(call, call.replace('"custom_call_config":', written, 1), 1)
+    return hlo
 
-    def with_cycles(call: re.Match) -> str:
-        found = cycles.get(_kernel_config(call[0])["body"])
-        written = f'"estimated_cycles":"{found}","custom_call_config":'
-        return call[0].replace('"custom_call_config":', written, 1) if found else call[0]
 
-    return _CALL.sub(with_cycles, hlo)
-
-
-def _kernel_config(call: str) -> dict:
-    text = call.partition("backend_config=")[2]
-    return json.JSONDecoder().raw_decode(text)[0]["custom_call_config"]
-
-
-def _compile_kernel(call: str, topology: Topology) -> None:
+def _compile_kernel(call: str, config: dict[str, Any], topology: Topology) -> None:
     """Compile a module of nothing but the call of a kernel, in this process, libtpu's own."""
-    prepare_jax()
+    os.environ.update(JAX_WITHOUT_TPU)
     result, _, rest = call.partition(" custom-call(")
     operands = _OPERANDS.search(rest)
     assert operands, call[:300]
@@ -314,23 +390,8 @@ def _compile_kernel(call: str, topology: Topology) -> None:
         [(_TYPES.get(dtype, dtype), sizes) for dtype, sizes in types_of(text)]
         for text in (operands[1], result.partition(" = ")[2])
     ]
-    config = json.dumps({"custom_call_config": _kernel_config(call)})
-    module = jax_private.module_of_kernel(config, *types)
+    written = json.dumps({"custom_call_config": config})
+    module = jax_private.module_of_kernel(written, *types)
     device = devices_of(topology)[0]
     with contextlib.suppress(Exception):  # jaxlib's own type, of no public name: no cycles then
         jax_private.compile_for([device], np.array([[device.id]]), module, [True] * len(types[1]))
-
-
-def _read_cycles(folder: Path, branches: int) -> int | None:
-    """Return the cycles that a compilation has dumped into the folder, and empty it."""
-    bundles, rounds = [], []
-    for file in sorted(folder.iterdir()):
-        if file.name.endswith("final_bundles.txt"):
-            text = file.read_text(errors="replace")
-            count = _BUNDLES.search(text)
-            bundles += [int(count[1])] if count else []
-            rounds += [int(each) for each in _ROUNDS.findall(text)]
-        file.unlink()
-    if not bundles:
-        return None
-    return round(max(bundles) * max(1, max(rounds, default=1 + _FILL) - _FILL) / branches)

@@ -44,8 +44,6 @@ from xla_fsdp.tpu import Chip, Topology
 # group, each fetches half of what both need and passes it on. If one is, the other's group uses the
 # same links for its own.
 
-_SIDE_OF_A_HOST = 2
-"""Chips of a host along each of the first two sides."""
 _CLOSED_IN_A_PLANE, _CLOSED_IN_A_CUBE = 16, 4
 """A side that is closed is a multiple of this; in a cube all sides have to be."""
 
@@ -108,11 +106,8 @@ class Links:
         if not self.by_host:
             return places
 
-        def host(place: tuple[int, ...]) -> tuple[int, ...]:
-            x, y, *rest = place
-            return (*reversed(rest), y // _SIDE_OF_A_HOST, x // _SIDE_OF_A_HOST)
-
-        return sorted(places, key=host)  # stable: within a host by number
+        # By the third side if there is one, then by hosts of 2 x 2 chips; within those by number.
+        return sorted(places, key=lambda at: (*at[2:], at[1] // 2, at[0] // 2))
 
 
 # -- the seconds of a schedule ------------------------------------------------------------------
@@ -236,8 +231,15 @@ def _moves_of(each: Instruction, links: Links) -> dict[str, _Move]:
     topology, chip = links.topology, links.topology.chip
     seconds: float | None = None
     start = each.start
-    if start.is_on_sparse_cores:
-        return _moves_on_sparse_cores(each, links)
+    if start.is_on_sparse_cores:  # it starts once they have what they read
+        collectives = hlo.collectives_of(start)
+        of_start = 1 if each.opcode == "async-update" else 0
+        if each.opcode != "async-done" and len(each.operands) > of_start:
+            if collectives:
+                seconds = sum(_on_links(collective, links) for collective, *_ in collectives)
+            else:
+                seconds = hlo.instruction_bytes(start) / chip.hbm_bandwidth
+        return {start.name: _Move("waiting_s" if collectives else "dma_s", seconds)}
     if each.opcode.removesuffix("-done") in ("send", "recv"):  # a transfer between slices
         rendezvous = _RENDEZVOUS.search(start.text)
         if rendezvous:
@@ -260,21 +262,6 @@ def _moves_of(each: Instruction, links: Links) -> dict[str, _Move]:
     return found
 
 
-def _moves_on_sparse_cores(each: Instruction, links: Links) -> dict[str, _Move]:
-    """Return the same of work of the SparseCores, which starts once they have what they read."""
-    start = each.start
-    collectives = hlo.collectives_of(start)
-    queue = "waiting_s" if collectives else "dma_s"
-    reads_here = len(each.operands) > 1 if each.opcode == "async-update" else bool(each.operands)
-    if each.opcode == "async-done" or not reads_here:
-        return {start.name: _Move(queue, None)}
-    if collectives:
-        seconds = sum(_on_links(collective, links) for collective, *_ in collectives)
-    else:
-        seconds = hlo.instruction_bytes(start) / links.topology.chip.hbm_bandwidth
-    return {start.name: _Move(queue, seconds)}
-
-
 def _on_links(collective: Instruction, links: Links) -> float:
     """Return the seconds that a collective takes on the links."""
     devices = links.topology.slice_devices
@@ -289,11 +276,10 @@ def _on_links(collective: Instruction, links: Links) -> float:
 def _own_time(each: Instruction, chip: Chip) -> Expected:
     """Return the time of an instruction itself, without what it waits for."""
     is_kernel = each.opcode == "custom-call" and _KERNEL in each.text
-    cycles = _CYCLES.search(each.text)
-    if not is_kernel and not cycles:
-        return Expected()
-    if not is_kernel and cycles and int(cycles[1]) < _UNKNOWN:
-        return Expected(cycles_s=int(cycles[1]) / chip.clock_hz)
+    written = _CYCLES.search(each.text)
+    cycles = int(written[1]) if written else 0
+    if not is_kernel and cycles < _UNKNOWN:
+        return Expected(cycles_s=cycles / chip.clock_hz)
     moved = hlo.instruction_bytes(each)
     if not is_kernel:
         return Expected(moved / chip.hbm_bandwidth, unknown=1)
@@ -306,7 +292,7 @@ def _own_time(each: Instruction, chip: Chip) -> Expected:
     )
     return Expected(
         kernels_s=max(
-            int(cycles[1]) / chip.clock_hz if cycles else 0.0,
+            cycles / chip.clock_hz,
             int(flops[1]) / chip.peak_flops if flops else 0.0,
             (int(size[1]) if size else moved) / chip.hbm_bandwidth,
         )

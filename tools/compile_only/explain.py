@@ -1,10 +1,15 @@
 """``--explain``: what a step's time is spent on, by instruction, module of the model, kind of work.
 
-It gives the costliest instructions as a table or JSON, and a picture of the time by module.
+Names of modules are written into the graph while it is traced. Of the compiled module, the
+costliest instructions are given as a table or JSON, and the time by module as a picture.
 """
 
+import heapq
+import re
+import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -12,6 +17,8 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tools.compile_only.expected import Links, walk
 from tools.compile_only.hlo import (
@@ -21,11 +28,113 @@ from tools.compile_only.hlo import (
     parse_module,
     products_of,
 )
-from tools.compile_only.names import OPTIMIZER, Scope, scope_in
 from tools.compile_only.report import Report
 from training.logs.records import save_figure
+from xla_fsdp import torch_xla_private as private
 
 matplotlib.use("Agg")
+
+# -- names of modules, written into the graph of a step ------------------------------------------
+#
+# PyTorch/XLA records with each operation the scopes that are open in its thread. Hooks open one
+# around each module's forward pass, and around each node of autograd that comes from it, and so
+# also where blocks are traced apart, as the body of a loop. The compiler copies the names to what
+# it makes of the operations (``metadata`` of the HLO).
+
+_WRITTEN = re.compile(r"\[([\w.]+)_(forward|recompute|backward|update)\]")
+"""XLA cuts a name at "@" and writes "_" for ":"."""
+_KEY = "module of the model"
+MODEL, LOSS, OPTIMIZER = "model", "loss", "optimizer"
+"""What is in no smaller module, and what is around the model."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where in the step an operation comes from."""
+
+    module: str
+    """Its plain name, "blocks.mlp.fc1" in whatever block; or "loss", or "optimizer"."""
+    phase: str
+    """One of "forward", "recompute", "backward" and "update"."""
+
+
+UNKNOWN = Scope("unknown", "")
+
+
+def scope_in(text: str) -> Scope | None:
+    """Return the innermost scope that is written in an instruction's metadata."""
+    found = _WRITTEN.findall(text)
+    return Scope(*found[-1]) if found else None
+
+
+class Names:
+    """Names what is recorded, from the call of ``watch`` on."""
+
+    def __init__(self) -> None:
+        self._open = defaultdict[int, list[tuple[str, Any]]](list)
+        """Phases and scopes that are open, by thread: autograd runs in one of its own."""
+        private.keep_scopes()
+
+    def watch(self, model: nn.Module) -> None:
+        """Name all that ``model`` computes, forward and backward."""
+        for path, module in model.named_modules():
+            # Without numbers of blocks, and without FSDP's wrappers.
+            parts = [p for p in private.without_wrappers(path).split(".") if not p.isdigit()]
+            if parts[1:2] == ["block"]:
+                del parts[1]
+            self._watch(module, ".".join(parts) or MODEL)
+
+    def _watch(self, module: nn.Module, name: str) -> None:
+        given = []
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            given.append((args, kwargs))
+            phases = [phase for phase, _ in self._open[threading.get_ident()]]
+            self._push(name, "recompute" if "backward" in phases else "forward")
+
+        def after(_: nn.Module, __: Any, result: Any) -> None:
+            self._pop()
+            self.name_backward(result, name, given.pop())
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    def name_backward(self, results: Any, module: str, arguments: Any = ()) -> None:
+        """Name the backward pass of what computed these from ``arguments``, where it has no name
+        yet."""
+        seen = {getattr(each, "grad_fn", None) for each in tree_leaves(arguments)} | {None}
+        waiting: list[Any] = [getattr(each, "grad_fn", None) for each in tree_leaves(results)]
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            if _KEY in node.metadata or not node.next_functions:  # the last: leaves a gradient
+                continue
+            node.metadata[_KEY] = module
+            node.register_prehook(lambda _: self._push(module, "backward"))
+            node.register_hook(lambda *_: self._pop())
+
+    @contextmanager
+    def inside(self, module: str, phase: str) -> Iterator[None]:
+        """Name what is recorded inside and by no module."""
+        self._push(module, phase)
+        try:
+            yield
+        finally:
+            self._pop()
+
+    def _push(self, module: str, phase: str) -> None:
+        scope = private.open_scope(f"[{module}_{phase}]")
+        self._open[threading.get_ident()].append((phase, scope))
+
+    def _pop(self) -> None:
+        # Without a reference to it, torch_xla's scope closes.
+        self._open[threading.get_ident()].pop()
+
+
+# -- what each instruction costs -----------------------------------------------------------------
 
 KINDS = (
     "product",
@@ -39,7 +148,6 @@ KINDS = (
     "host's memory waited for",
     "other slices waited for",
 )
-UNKNOWN = Scope("unknown", "")
 BY_KIND, BY_MODULE = "kind", "scope.module"
 """What costs are added up by, for ``shares``."""
 _WAITS = {
@@ -98,27 +206,27 @@ def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
         flops = sum(flops for flops, _ in products_of(each, chip.int8_speedup))
         of_products = flops / chip.peak_flops / own
         of_bytes = instruction_bytes(each) / chip.hbm_bandwidth / own
-        kind = "kernel" if part.each.kernels_s else _kind(each, flops, scope)
+        opcodes = {inner.opcode for inner in each.inside or [each]}
+        if part.each.kernels_s:
+            kind = "kernel"
+        elif flops:
+            kind = "product"
+        elif scope.module == OPTIMIZER:
+            kind = "optimizer"
+        elif opcodes <= _MOVING and opcodes & {"copy", "transpose"}:
+            kind = "layout copy"
+        else:
+            is_attention = scope.module.rpartition(".")[2] == "attn"
+            kind = "softmax" if is_attention else "elementwise, norm"
         if kind == "layout copy":
             bound = "layout"
         elif max(of_products, of_bytes) < _NEARLY:
-            bound = "in the kernel" if part.each.kernels_s else "vector units"
+            bound = "in the kernel" if kind == "kernel" else "vector units"
         else:
             bound = "products" if of_products > of_bytes else "HBM"
         ideal = of_products if flops else None
         costs.append(Cost(each.name, scope, kind, bound, runs, runs * own, ideal))
     return costs
-
-
-def _kind(each: Instruction, flops: float, scope: Scope) -> str:
-    if flops:
-        return "product"
-    if scope.module == OPTIMIZER:
-        return "optimizer"
-    opcodes = {inner.opcode for inner in each.inside or [each]}
-    if opcodes <= _MOVING and opcodes & {"copy", "transpose"}:
-        return "layout copy"
-    return "softmax" if scope.module.rpartition(".")[2] == "attn" else "elementwise, norm"
 
 
 def _own_scope(each: Instruction) -> Scope | None:
@@ -143,19 +251,14 @@ def _own_scope(each: Instruction) -> Scope | None:
 
 
 def shares(costs: Iterable[Cost], by: str) -> dict[str, float]:
-    """Return the seconds of each group of costs, the longest first.
-
-    ``by`` is ``BY_KIND`` or ``BY_MODULE``.
-    """
+    """Return the seconds of each group of costs, the longest first."""
     found = defaultdict[str, float](float)
-    group_of = attrgetter(by)
     for cost in costs:
-        found[group_of(cost)] += cost.seconds
+        found[attrgetter(by)(cost)] += cost.seconds
     return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
-def _costliest(costs: list[Cost]) -> list[Cost]:
-    return sorted(costs, key=lambda cost: -cost.seconds)[:_ROWS]
+# -- table, JSON, picture ------------------------------------------------------------------------
 
 
 def explained_json(costs: list[Cost]) -> dict[str, Any]:
@@ -172,7 +275,7 @@ def explained_json(costs: list[Cost]) -> dict[str, Any]:
                 "seconds": cost.seconds,
                 "share_of_ideal": cost.ideal,
             }
-            for cost in _costliest(costs)
+            for cost in heapq.nlargest(_ROWS, costs, key=attrgetter("seconds"))
         ],
         "seconds_by_module": shares(costs, BY_MODULE),
         "seconds_by_kind": shares(costs, BY_KIND),
@@ -180,11 +283,10 @@ def explained_json(costs: list[Cost]) -> dict[str, Any]:
 
 
 def explained_table(costs: list[Cost]) -> str:
-    """Return the costliest instructions as a table, and a line each of the shares by kind and by
-    module."""
+    """Return the costliest instructions as a table, then the shares by kind and by module."""
     total = sum(cost.seconds for cost in costs)
     rows = [("ms", "share", "runs", "module", "", "kind", "of ideal", "bound by", "instruction")]
-    for cost in _costliest(costs):
+    for cost in heapq.nlargest(_ROWS, costs, key=attrgetter("seconds")):
         ideal = "" if cost.ideal is None else f"{100 * cost.ideal:.0f} %"
         times = f"{cost.seconds * 1e3:.2f}", f"{100 * cost.seconds / total:.1f} %", str(cost.runs)
         where = cost.scope.module, cost.scope.phase

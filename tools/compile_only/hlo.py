@@ -81,10 +81,7 @@ class Instruction:
 
 
 def parse_module(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Return the instructions of each computation by its name, and the name of the entry.
-
-    They are in the order in which they run.
-    """
+    """Return the instructions of each computation in order, by its name, and the entry's name."""
     computations: dict[str, list[Instruction]] = {}
     entry = current = ""
     for line in hlo.splitlines():
@@ -208,10 +205,7 @@ def _schedule(computation: list[Instruction], times: int = 1) -> Iterator[tuple[
 
 
 def instruction_bytes(each: Instruction, but: Set[str] = frozenset()) -> float:
-    """Return the bytes that an instruction reads and writes in HBM.
-
-    Buffers of the types ``but`` are left out.
-    """
+    """Return the bytes that an instruction reads and writes in HBM, without the types ``but``."""
     if each.is_on_sparse_cores:  # its own shape has buffers for their work, too
         ends = (part for part in each.called[0] if part.opcode == "parameter" or part.is_root)
         return sum(array_bytes(part.shape, only_hbm=True) for part in ends)
@@ -268,10 +262,7 @@ def channel_of(collective: Instruction) -> str | None:
 
 
 def group_of(collective: Instruction, devices: int) -> list[int]:
-    """Return the numbers of the devices of the first group that a collective is among.
-
-    Of all ``devices`` where its text names none.
-    """
+    """Return the numbers of a collective's first group of devices, of all if its text has none."""
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", collective.text)
     if listed:
         return [int(number) for number in listed[1].split(",")]
@@ -295,14 +286,10 @@ def pairs_of(permute: Instruction) -> list[tuple[int, int]]:
 
 
 def received_bytes(each: Instruction, devices: int) -> float:
-    """Return the bytes that a collective must bring to a device from its group's other members.
-
-    A permute brings its whole operand.
-    """
-    kind = each.opcode.removesuffix("-start")
+    """Return the bytes that a collective must bring to a device from its group's other members."""
+    kind, whole = each.opcode.removesuffix("-start"), array_bytes(each.shape)
     size = len(group_of(each, devices))
-    whole = array_bytes(each.shape)
-    if kind == "collective-permute":
+    if kind == "collective-permute":  # its whole operand
         return whole / 2 if each.opcode.endswith("-start") else whole  # (source, destination)
     if kind == "all-reduce":
         return 2 * whole * (size - 1) / size
@@ -312,11 +299,8 @@ def received_bytes(each: Instruction, devices: int) -> float:
 
 
 def dma_bytes(start: Instruction) -> float:
-    """Return the bytes of a copy that starts here; its shape is (operands, result, context).
-
-    Operands that are indices do not count.
-    """
-    found = _ARRAY.findall(start.shape)
+    """Return the bytes of a copy that starts here; its shape is (operands, result, context)."""
+    found = _ARRAY.findall(start.shape)  # without operands that are indices
     sizes = [array_bytes(f"{dtype}[{sizes}]") for dtype, sizes, _ in found if sizes]
     return min(sizes[:2]) if len(sizes) > 1 else 0.0
 
@@ -358,33 +342,24 @@ def products_of(each: Instruction, int8_speedup: int = 1) -> list[tuple[float, I
         of_left, of_right, of_result = labels.groups()
         flops = 2.0 * result[of_result.index("b")] * result[of_result.index("f")]
         flops *= right[of_right.index("i")]
+        written = re.search(r"window=\{([^}]*)\}", each.text)
+        window = dict(word.split("=") for word in written[1].split()) if written else {}
         for dimension in sorted(filter(str.isdigit, of_result)):
-            sizes = left[of_left.index(dimension)], result[of_result.index(dimension)]
-            flops *= _valid_places(each.text, int(dimension), *sizes)
+            # The pairs of an output's place and a place of the window that meet an input.
+            own = {name: values.split("x")[int(dimension)] for name, values in window.items()}
+            size, stride = int(own.get("size", 1)), int(own.get("stride", 1))
+            before = int(own.get("pad", "0_0").split("_")[0])
+            apart, gaps = int(own.get("lhs_dilate", 1)), int(own.get("rhs_dilate", 1))
+            outputs = np.arange(result[of_result.index(dimension)])[:, None]
+            places = outputs * stride - before + np.arange(size)[None, :] * gaps
+            last = (left[of_left.index(dimension)] - 1) * apart
+            flops *= int(((places >= 0) & (places <= last) & (places % apart == 0)).sum())
     return [(flops / (int8_speedup if dtype == "s8" else 1), each)]
 
 
-def _valid_places(text: str, dimension: int, inputs: int, results: int) -> int:
-    """Count the pairs of an output's place and a place of the window that meet an input."""
-
-    def setting(name: str, default: str) -> str:
-        found = re.search(rf"window=\{{[^}}]*\b{name}=([\dx_\-]+)", text)
-        return found[1].split("x")[dimension] if found else default
-
-    size, stride = int(setting("size", "1")), int(setting("stride", "1"))
-    before = int(setting("pad", "0_0").split("_")[0])
-    apart, gaps = int(setting("lhs_dilate", "1")), int(setting("rhs_dilate", "1"))
-    places = np.arange(results)[:, None] * stride - before + np.arange(size)[None, :] * gaps
-    inside = (places >= 0) & (places <= (inputs - 1) * apart) & (places % apart == 0)
-    return int(inside.sum())
-
-
 def count_flops(traced: str, int8_speedup: int = 1) -> float:
-    """Count the whole program, before it is divided over devices: two for each multiply-add.
-
-    Recomputation under gradient checkpointing is in the program and so in the count. Of int8
-    numbers, ``int8_speedup`` operations count as one.
-    """
+    """Count the operations of the whole program, before it is divided over devices, recomputation
+    under gradient checkpointing included. They count as in ``products_of``."""
     computations, entry = parse_module(traced)
     return _flops_of(computations[entry], int8_speedup)
 

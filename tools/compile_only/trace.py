@@ -1,54 +1,237 @@
 """The program's own training step as graphs, with nothing allocated at the model's size.
 
 The backend runs as it does in training, except that what would be data on the devices is a
-placeholder, and that a graph is saved where it would be run (``recorder``).
+placeholder, and that a graph is saved where it would be run.
 """
 
-import contextlib
 import functools
-import os
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
+import torch_xla
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakTensorKeyDictionary
+from torch_xla.core.xla_builder import create_placeholder_tensor
 
-from tools.compile_only.graphs import Step
-from training.backend import dataset_request
+from data.loader import Batch
+from tools.compile_only.compiler import REPLICATED, Graph, Result, Step, Value, tiles
+from training.backend import InitializeModule, dataset_request
+from training.mesh import Spec
 from training.objectives import open_objective
 from training.schedule import StepRates, rope_factors
 from training.step import begin_step, forward_backward, put_micro_batches, shard_and_optimize
+from xla_fsdp import torch_xla_private as private
+from xla_fsdp.layout import MeshLayout
+from xla_fsdp.nested import NestedBackend
 from xla_fsdp.resolve_xla import XlaRun
+from xla_fsdp.spmd import SpmdBackend
+from xla_fsdp.xla_backend import XlaBackend
+
+# -- graphs of the program as torch_xla would hand them to the devices ---------------------
 
 
-def start_xla(devices: int, form: str) -> None:
-    """Start XLA on the CPU, made to believe that it has this many devices, for this form of
-    FSDP."""
-    os.environ["PJRT_DEVICE"] = "CPU"
-    # A few virtual ones stand for all: many crash autograd (128 do), and one is never sharded.
-    os.environ["CPU_NUM_DEVICES"] = "1" if form == "nested" else str(min(devices, 4))
-    import torch_xla.runtime as xr
+@dataclass(frozen=True)
+class _Data:
+    """A placeholder for data on the devices, and its sharding."""
 
-    xr.global_runtime_device_count = lambda: devices  # asked by Mesh and by the backend
-    if form == "spmd":
-        xr.use_spmd()
-    else:
-        xr.world_size = lambda: devices
-        xr.global_ordinal = lambda: 0
+    placeholder: torch.Tensor
+    value: Value
+
+
+class Recorder:
+    """Saves the graphs of a step. What lives on after one is a placeholder in the next."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Graph] = []
+        self._data: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._given: list[_Data] = []  # to the next graph, by those living and those dead by then
+
+    def settle(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Treat these tensors (all, if not given) as data from here on, however they came about."""
+        for same in _recorded(_living() if tensors is None else tensors):
+            self._replace(same, self.mark(same[0]) or REPLICATED)
+
+    def break_graph(self) -> None:
+        """Save the graph of all living tensors that were computed since the last break."""
+        living = _living()
+        results = _recorded(living)
+        # As after any execution: the next graph's collectives don't wait for this one's.
+        private.forget_all_reduces(str(torch_xla.device()))
+        if not results:
+            return
+        firsts = [same[0] for same in results]
+        hlo = private.hlo_proto(firsts)
+        context = private.lowering_context("Step")
+        context.build(firsts)
+
+        def argument(data: _Data) -> int:  # its number; -1: not an argument
+            return context.tensor_parameter_id(data.placeholder)
+
+        arguments = {argument(data): data.value for data in self._given}
+        arguments.pop(-1, None)
+        donated = {
+            argument(self._data[tensor]): number
+            for number, tensor in enumerate(firsts)
+            if tensor in self._data and argument(self._data[tensor]) >= 0
+        }
+        resident = [data.value for data in self._data_behind(living) if argument(data) < 0]
+        marks = tuple(map(self.mark, firsts))
+        for number, (same, mark) in enumerate(zip(results, marks, strict=True)):
+            self._replace(same, mark or Result(len(self.graphs), number))
+        self.graphs.append(Graph(hlo, arguments, marks, donated, tuple(resident)))
+        self._given = self._data_behind(living)
+
+    def mark(self, tensor: torch.Tensor) -> str | None:
+        """Return the sharding that the program gave a tensor, now or before a change in place."""
+        marked = private.sharding_mark(tensor)
+        if marked or tensor not in self._data:
+            return marked or None
+        known = self._data[tensor].value.sharding
+        return known if isinstance(known, str) else None
+
+    def _replace(self, same: list[torch.Tensor], sharding: str | Result) -> None:
+        """Put a placeholder instead of the tensors of one value."""
+        first = same[0]
+        placeholder = create_placeholder_tensor(first.shape, first.dtype)
+        data = _Data(placeholder, Value(placeholder.nbytes, sharding))
+        shown = placeholder.clone()  # a mark on the placeholder itself would replace it
+        for tensor in same:
+            if tensor.numel() != tensor.shape.numel():  # a weight that FSDP has emptied so
+                private.replace_value(tensor, shown)
+            else:
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+                    tensor.data = shown
+            self._data[tensor] = data
+        self._given.append(data)
+
+    def _data_behind(self, living: list[torch.Tensor]) -> list[_Data]:
+        """Return the data behind these tensors, once each however many of them show it."""
+        found = (self._data[each] for each in living if each in self._data)
+        return list({id(data): data for data in found}.values())
+
+
+def _living() -> list[torch.Tensor]:
+    """Return every tensor on XLA, in the order in which they were made."""
+    found = []
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor) and each.device.type == "xla":
+            beside = (each._base, each.grad if each.is_leaf else None)  # may be known to C++ alone
+            found += [each, *(other for other in beside if other is not None)]
+    unique = {id(each): each for each in found}
+    return sorted(unique.values(), key=private.recorded_number)
+
+
+def _recorded(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the tensors that are a graph so far and not data; those of one value together."""
+    tensors = list(tensors)
+    needed = private.need_computing(tensors)
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor, is_needed in zip(tensors, needed, strict=True):
+        if is_needed:
+            found.setdefault(private.recorded_number(tensor), []).append(tensor)
+    return list(found.values())
+
+
+# -- backends -----------------------------------------------------------------------------
+
+
+class TracingBackend(XlaBackend):
+    """The part that both forms share: values are zeros never computed, then placeholders."""
+
+    def __init__(self, run: XlaRun) -> None:
+        self.recorder = Recorder()
+        self.records = False
+        """Whether model and optimizer are there, and what follows is a step."""
+        self.before_backward: Callable[[torch.Tensor], None] | None = None
+        """Called with each loss, before its backward pass is recorded."""
+        super().__init__(run)
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        if self.before_backward:
+            self.before_backward(loss)
+        super().backward(loss, is_last=is_last)
+
+    def _break_graph(self, wait: bool = False) -> None:
+        if self.records:
+            self.recorder.break_graph()
+
+    def _devices(self) -> str:
+        return f"{self.device_count} TPU device(s)"
+
+    def local_state_bytes(self) -> int:
+        """Return the bytes of parameters, of AdamW's state and of the EMA on one device."""
+        state = [t for entry in self._optimizer.state.values() for t in entry.values()]
+        state += self._ema.values.values() if self._ema is not None else []
+        state += self._named_parameters().values()
+        return sum(each.nbytes // tiles(self.recorder.mark(each) or REPLICATED) for each in state)
+
+
+class TracedLayout(MeshLayout):
+    """The layout of values that are never computed."""
+
+    def _device_order(self) -> list[int]:
+        return list(range(self.mesh.devices))  # the compiler is told which is which
+
+    def send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
+        return self.zeros(values.shape, spec, values.dtype)
+
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._device)  # small: real data, unmarked and so replicated
+
+
+class TracingSpmdBackend(TracingBackend, SpmdBackend):
+    layout_class = TracedLayout
+
+    def shard(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
+        return super().shard(model, units, lambda module, name: None)  # all stays on meta
+
+    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels = super().put(batch)  # zeros, by the layout
+        self.recorder.settle([images, labels])
+        return images, labels
+
+
+class TracingNestedBackend(TracingBackend, NestedBackend):
+    def shard(
+        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+    ) -> nn.Module:
+        def zeros(module: nn.Module, name: str) -> None:
+            for part in module.modules():
+                if any(each.is_meta for each in part.parameters(recurse=False)):
+                    part.to_empty(device=self._device, recurse=False)
+
+        return super().shard(model, units, zeros)
+
+    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels = (
+            torch.zeros(part.shape, dtype=part.dtype, device=self._device) for part in batch
+        )
+        self.recorder.settle([images, labels])
+        return images, labels
+
+
+# -- the step ------------------------------------------------------------------------------
 
 
 def trace_step(run: XlaRun, named: bool = False) -> Step:
-    """Trace one step of ``run``, sharded as in training. Call ``start_xla`` before.
+    """Trace one step of ``run``, sharded as in training.
 
     ``named``: write into the graphs from which module of the model each operation comes.
     """
-    from tools.compile_only import recorder
-    from tools.compile_only.names import LOSS, OPTIMIZER, Names
-
-    nested = run.own.xla_fsdp != "spmd"
-    backend = (recorder.TracingNestedBackend if nested else recorder.TracingSpmdBackend)(run)
+    backend = (TracingSpmdBackend if run.own.xla_fsdp == "spmd" else TracingNestedBackend)(run)
     sharded = shard_and_optimize(run, backend)
     sharded.train()
-    in_loss: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    in_optimizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    in_loss: AbstractContextManager[None] = nullcontext()
+    in_optimizer: AbstractContextManager[None] = nullcontext()
     if named:
+        from tools.compile_only.explain import LOSS, OPTIMIZER, Names
+
         names = Names()
         names.watch(sharded)
         backend.before_backward = functools.partial(names.name_backward, module=LOSS)
@@ -64,17 +247,15 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
     batch = images, torch.empty(share, dtype=torch.int64, device="meta")
     objective = open_objective(run, backend)
 
-    backend.start_recording()
+    backend.recorder.settle()
+    backend.records = True
     micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)
     rates = StepRates(optimizer.lr, rope_factors=rope_factors(run).at(0))
     begin_step(sharded, objective, backend, rates)
 
-    def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     # What autograd saves for the backward pass passes through Python: held by C++ alone, the
     # recorder would not find it where the graph breaks.
-    with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is), in_loss:
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), in_loss:
         loss = forward_backward(sharded, objective, backend, 0, micro_batches)
     with in_optimizer:
         outcome = backend.optimizer_step(rates, optimizer.clip_grad_norm, loss)

@@ -179,9 +179,7 @@ _NOT_COMPILED = (
 
 def plan_gpus(config: RunConfig, own: TorchConfig) -> int:
     """Print the plans for GPUs, or with ``--json`` their figures, and return the exit code.
-
-    Raises UsageError.
-    """
+    Raises UsageError."""
     if config.sharding.mesh_tensor > 1:
         raise UsageError(
             f"--mesh_tensor {config.sharding.mesh_tensor} requires --backend xla, this is cuda"
@@ -189,20 +187,17 @@ def plan_gpus(config: RunConfig, own: TorchConfig) -> int:
     request = plans.read_request(config, own, [gpu.name for gpu in GPUS])
     best: dict[str, HardwarePlan] = {}
     refusals: list[UsageError] = []
-    number_tried = 0
-    for gpu, number, chosen in candidates(request.config, own):
-        number_tried += 1
+    tried = list(candidates(request.config, own))
+    for gpu, number, chosen in tried:
         try:
             plan = _plan(request, gpu, number, chosen)
         except UsageError as refused:
             refusals.append(refused)
             continue
-        known = best.get(plan.hardware)
-        is_better = known is None or plan.step_s < known.step_s
-        fits = plan.peak_bytes <= plan.capacity_bytes
-        if fits and plan.hours <= request.most_hours and is_better:
-            best[plan.hardware] = plan
-    if refusals and len(refusals) == number_tried:
+        if plan.peak_bytes <= plan.capacity_bytes and plan.hours <= request.most_hours:
+            known = best.get(plan.hardware, plan)
+            best[plan.hardware] = min(known, plan, key=lambda each: each.step_s)
+    if refusals and len(refusals) == len(tried):
         raise refusals[-1]
     model = request.model
     what = f"{model.name}, {model.parameter_count:,} parameters, on GPUs (NOT COMPILED)"

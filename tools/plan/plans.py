@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,6 @@ class Work:
     batch_size: int
     epochs: int
     steps: int
-
-    def hours(self, step_s: float) -> float:
-        return self.steps * step_s / 3600
 
 
 def find_work(config: RunConfig, model: ModelSpec) -> Work:
@@ -204,8 +202,8 @@ def combinations(
 ) -> Iterator[dict[str, Any]]:
     """Yield every combination of the values of these fields.
 
-    A field whose flag was given stays as it is, unless it is "auto". Raises
-    UsageError for a ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
+    A field whose flag was given stays as it is, unless it is "auto". Raises UsageError for a
+    ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
     """
     asked = flat(config, own)
     values = {
@@ -284,7 +282,7 @@ class HardwarePlan:
 
     @property
     def hours(self) -> float:
-        return self.request.work.hours(self.step_s)
+        return self.request.work.steps * self.step_s / 3600
 
     @property
     def cost(self) -> float:
@@ -362,7 +360,31 @@ def print_plans(
         within = f" in {hours:g} hours" if hours else ""
         print(f"\nnothing fits{within}: more --chips_at_most, or other hardware")
         return NOTHING_FITS
-    print(f"\n{_table(plans[:_ROWS])}")
+
+    rows = [_HEAD]
+    for plan in sorted(plans[:_ROWS], key=lambda plan: (plan.cost, plan.step_s)):
+        rows.append(
+            [
+                plan.hardware,
+                str(plan.chips),
+                plan.settings,
+                f"{plan.peak_bytes / _GIB:.1f} of {plan.capacity_bytes / _GIB:.1f}",
+                f"{plan.step_s * 1e3:,.1f}",
+                f"{plan.images_per_s:,.0f}",
+                f"{100 * plan.mfu:.0f} %",
+                f"{plan.hours:,.1f}" if plan.hours < 1000 else f"{plan.hours:,.0f}",
+                f"{plan.cost:,.0f}" if plan.cost < math.inf else "no price",
+                "compiler" if plan.compiled else "arithmetic",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for row in rows:
+        cells = (
+            cell.ljust(width) if column in _LEFT else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join(cells).rstrip())
     if len(plans) > _ROWS:
         print(f"and {len(plans) - _ROWS} more (--json has all)")
     for name, plan in chosen.items():
@@ -376,35 +398,6 @@ def print_plans(
         print(f"  {kind}: {request.prices.get(kind, 'none')}")
     print(f"picture: {picture}")
     return 0
-
-
-def _table(plans: Sequence[HardwarePlan]) -> str:
-    """Return the plans as a table, the cheapest first."""
-    rows = [_HEAD]
-    for plan in sorted(plans, key=lambda plan: (plan.cost, plan.step_s)):
-        capacity = plan.capacity_bytes
-        rows.append(
-            [
-                plan.hardware,
-                str(plan.chips),
-                plan.settings,
-                f"{plan.peak_bytes / _GIB:.1f} of {capacity / _GIB:.1f}",
-                f"{plan.step_s * 1e3:,.1f}",
-                f"{plan.images_per_s:,.0f}",
-                f"{100 * plan.mfu:.0f} %",
-                f"{plan.hours:,.1f}" if plan.hours < 1000 else f"{plan.hours:,.0f}",
-                f"{plan.cost:,.0f}" if plan.cost < math.inf else "no price",
-                "compiler" if plan.compiled else "arithmetic",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in _LEFT else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 _COLOURS = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
@@ -425,9 +418,7 @@ def _draw(
     priced = [plan for plan in plans if plan.cost < math.inf]
     shown = priced or list(plans)
 
-    def height(plan: HardwarePlan) -> float:
-        return plan.cost if priced else plan.chips
-
+    height = attrgetter("cost" if priced else "chips")
     figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
     for number, kind in enumerate(sorted({plan.kind for plan in shown})):
         colour = _COLOURS[number % len(_COLOURS)]

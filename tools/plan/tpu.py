@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,13 @@ def compile_words(config: RunConfig, own: XlaConfig, candidate: TpuCandidate) ->
     return plans.words_of(step, own, without=without, always=plans.ALWAYS)
 
 
+@dataclass
 class Compilations:
     """The answers of the compiler, those of earlier runs among them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.asked = 0
-        """How many steps were compiled, and not found in the folder."""
+    folder: Path
+    asked: int = 0
+    """How many steps were compiled, and not found in the folder."""
 
     def known(self, words: list[str]) -> dict[str, Any] | None:
         """Return the answer to these flags if it is saved."""
@@ -97,13 +97,28 @@ class Compilations:
     def ask(self, words: list[str]) -> dict[str, Any]:
         """Return the report of ``--compile_only`` as a dictionary, or {"refused": why}.
 
-        Raises UsageError if the program ends otherwise.
+        Raises UsageError if the program ends otherwise. Compiling continues in a child of the
+        child, which takes gigabytes: whatever ends the waiting, such as Ctrl-C or SIGTERM, ends
+        both.
         """
         found = self.known(words)
         if found is not None:
             return found
         self.asked += 1
-        code, stdout, stderr = _run(words)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        with subprocess.Popen(
+            [sys.executable, str(ROOT / _PROGRAM), *words, "--json"],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as started:
+            try:
+                stdout, stderr = started.communicate()
+            except BaseException:
+                os.killpg(started.pid, signal.SIGKILL)
+                raise
+        code = started.returncode
         if code in (0, DOES_NOT_FIT):
             answer = json.loads(stdout.splitlines()[-1])
         elif code == _USAGE:
@@ -122,28 +137,6 @@ class Compilations:
     def _path(self, words: list[str]) -> Path:
         question = json.dumps([words, _circumstances()])
         return self.folder / f"{hashlib.sha256(question.encode()).hexdigest()[:24]}.json"
-
-
-def _run(words: list[str]) -> tuple[int, str, str]:
-    """Run ``--compile_only``; return its exit code, stdout and stderr. It ends with this process.
-
-    Compiling continues in a child of the child, which takes gigabytes: whatever ends the waiting,
-    such as Ctrl-C or SIGTERM, ends both.
-    """
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with subprocess.Popen(
-        [sys.executable, str(ROOT / _PROGRAM), *words, "--json"],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as started:
-        try:
-            stdout, stderr = started.communicate()
-        except BaseException:
-            os.killpg(started.pid, signal.SIGKILL)
-            raise
-    return started.returncode, stdout, stderr
 
 
 @functools.cache
@@ -233,9 +226,7 @@ def found_in(answer: dict[str, Any]) -> Found | None:
     if "refused" in answer:
         return None
     step_s = answer["expected_step_s"]
-    if step_s is None:
-        return Found(False, answer["peak_hbm_bytes"], math.inf)
-    return Found(answer["fits"], answer["peak_hbm_bytes"], step_s)
+    return Found(answer["fits"], answer["peak_hbm_bytes"], math.inf if step_s is None else step_s)
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -243,12 +234,20 @@ def found_in(answer: dict[str, Any]) -> Found | None:
 
 def plan_slices(config: RunConfig, own: XlaConfig) -> int:
     """Print the plans for TPUs, or with ``--json`` their figures, and return the exit code.
-
-    Raises UsageError.
-    """
+    Raises UsageError."""
     check_installed("--plan")
     request = plans.read_request(config, own, tuple(CHIPS))
-    options, left_out = _with_a_compiler(computed_candidates(request), own)
+    options = computed_candidates(request)
+    left_out: dict[str, str] = {}  # kinds of chips that no libtpu here compiles for, and why
+    for option in options:
+        kind = option.candidate.kind
+        try:
+            takes_newer_libtpu(own.tpu_compiler, option.candidate.topology)
+        except UsageError as error:
+            if own.tpu_topology or own.tpu_compiler not in ("auto", "installed"):
+                raise
+            left_out.setdefault(kind, f"without {kind}: {error}")
+    options = [option for option in options if option.candidate.kind not in left_out]
     if not options:
         raise UsageError(
             f"--batch_size {config.data.batch_size} cannot be divided over the devices of "
@@ -267,8 +266,9 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
     seen = {candidate.topology for candidate in search.found}
     for guess in sorted(search.guesses(), key=lambda guess: guess.step_s()):
         candidate = guess.option.candidate
-        too_late = request.work.hours(guess.step_s()) > request.most_hours
-        if candidate.topology in seen or too_late or not guess.may_fit():
+        too_late = request.work.steps * guess.step_s() / 3600 > request.most_hours
+        too_large = guess.peak_bytes() > candidate.topology.chip.hbm_bytes
+        if candidate.topology in seen or too_late or too_large:
             continue
         if refusal(request, candidate) is None:
             seen.add(candidate.topology)
@@ -279,31 +279,10 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
         f"{len(search.options):,} candidates fit by arithmetic or nearly, {len(search.found)} were "
         f"compiled ({compilations.asked} now, the others before), {fit} of them fit",
         "seconds are the TPU compiler's expectation, no measurement (docs/tpu.md)",
-        *left_out,
+        *left_out.values(),
     ]
     what = f"{request.model.name}, {request.model.parameter_count:,} parameters"
     return plans.print_plans(request, what, found_plans, notes, folder / "tpu.png")
-
-
-def _with_a_compiler(
-    options: list[ComputedCandidate], own: XlaConfig
-) -> tuple[list[ComputedCandidate], list[str]]:
-    """Return the options that a libtpu here compiles for, and a note on each kind left out.
-
-    Raises UsageError instead if the user has named the slices.
-    """
-    notes: dict[str, str] = {}
-    for option in options:
-        kind = option.candidate.kind
-        if kind in notes:
-            continue
-        try:
-            takes_newer_libtpu(own.tpu_compiler, option.candidate.topology)
-        except UsageError as error:
-            if own.tpu_topology or own.tpu_compiler not in ("auto", "installed"):
-                raise
-            notes[kind] = f"without {kind}: {error}"
-    return [each for each in options if each.candidate.kind not in notes], [*notes.values()]
 
 
 def _plan(

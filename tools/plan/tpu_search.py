@@ -9,6 +9,7 @@ search is over.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,25 @@ def candidates(
 ) -> Iterator[TpuCandidate]:
     """Yield all that the flags leave open, whether the program accepts it or not.
 
-    What cannot divide the batch is left out. Raises UsageError for a slice that is unknown.
+    Slices have up to ``--chips_at_most`` chips, of each as many as ``--mesh_dcn`` says. Where
+    neither that nor slices are given, of the largest several: where one slice has as many chips,
+    several smaller are no better. What cannot divide the batch is left out.
+
+    Raises UsageError for a slice that is unknown, and if all are too large.
     """
-    for topology in slices(config, own):
+    most, dcn = config.planning.chips_at_most, replicas(config.sharding)
+    asked = own.tpu_topology.split(",") if own.tpu_topology else USUAL
+    several = not own.tpu_topology and "mesh_dcn" not in config.given
+    topologies = [
+        topology
+        for name in asked
+        for number in ([1, 2, 4, 8] if name in LARGEST and several else [dcn])
+        if (topology := parse_topology(name, number)).chips <= most
+    ]
+    if not topologies:
+        fewest = min(parse_topology(name, dcn).chips for name in asked)
+        raise UsageError(f"--chips_at_most {most}: the smallest slice has {fewest} chips")
+    for topology in topologies:
         for chosen in combinations(choices, config, own):
             domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
             fsdp, rest = divmod(topology.slice_devices, domain * tensor)
@@ -83,27 +100,6 @@ def candidates(
             mesh = Mesh(topology.slices, fsdp, domain, tensor)
             if config.data.batch_size % (mesh.batch_parts * chosen["grad_accum_steps"]) == 0:
                 yield TpuCandidate(mesh=mesh, topology=topology, **chosen)
-
-
-def slices(config: RunConfig, own: XlaConfig) -> list[Topology]:
-    """Return the slices up to ``--chips_at_most`` chips. Raises UsageError.
-
-    Of each as many as ``--mesh_dcn`` says. Where neither that nor slices are given, of the largest
-    several: where one slice has as many chips, several smaller are no better.
-    """
-    most, dcn = config.planning.chips_at_most, replicas(config.sharding)
-    asked = own.tpu_topology.split(",") if own.tpu_topology else USUAL
-    several = not own.tpu_topology and "mesh_dcn" not in config.given
-    found = [
-        topology
-        for name in asked
-        for number in ([1, 2, 4, 8] if name in LARGEST and several else [dcn])
-        if (topology := parse_topology(name, number)).chips <= most
-    ]
-    if not found:
-        fewest = min(parse_topology(name, dcn).chips for name in asked)
-        raise UsageError(f"--chips_at_most {most}: the smallest slice has {fewest} chips")
-    return found
 
 
 # -- corrections: how far the arithmetic is off for what is not compiled, and how surely -------
@@ -140,13 +136,8 @@ class Correction:
 def corrections(
     compiled: Sequence[tuple[TpuCandidate, float]], asked: Sequence[TpuCandidate]
 ) -> list[Correction]:
-    """Return the correction of each candidate asked about.
-
-    ``compiled`` are candidates with compiled over computed.
-    """
+    """Return the correction of each candidate asked, from compiled over computed of others."""
     alone = sum(deviation**2 for deviation, _ in EFFECTS) + _OWN**2
-    if not compiled:
-        return [Correction(1.0, math.sqrt(alone)) for _ in asked]
     known = [candidate for candidate, _ in compiled]
     among = _covariance(known, known) + _OWN**2 * np.eye(len(known))
     across = _covariance(asked, known)
@@ -220,12 +211,8 @@ class Guess:
         peak = self.peak
         return self.option.computed.peak_bytes * peak.factor * math.exp(-better_by * peak.deviation)
 
-    def may_fit(self, better_by: float = 0.0) -> bool:
-        return self.peak_bytes(better_by) <= self.option.candidate.topology.chip.hbm_bytes
 
-
-Goal = Callable[[ComputedCandidate, float], Any]
-GOALS: dict[str, Goal] = {
+GOALS: dict[str, Callable[[ComputedCandidate, float], Any]] = {
     "fastest": lambda option, step_s: step_s,
     "cheapest": lambda option, step_s: option.cost(step_s),
     "smallest": lambda option, step_s: (option.candidate.topology.chips, option.cost(step_s)),
@@ -248,7 +235,7 @@ class Search:
         self.found: dict[TpuCandidate, Found] = {}
         self.dropped: set[TpuCandidate] = set()
         self._at_most_s = step_at_most_s
-        self._turn = 0
+        self._goals = cycle(GOALS.values())
 
     def learn(self, candidate: TpuCandidate, found: Found | None) -> None:
         """Add the compiler's figures of a candidate; None: it is refused."""
@@ -274,36 +261,22 @@ class Search:
 
         A candidate for which ``accepts`` returns False, as the program refuses it, is dropped.
         """
-        guesses = self.guesses()
-        for hope in _HOPES:
-            for _ in GOALS:
-                goal = list(GOALS.values())[self._turn % len(GOALS)]
-                self._turn += 1
-                option = self._best(goal, guesses, hope, accepts)
-                if option is not None:
-                    return option
-        return None
-
-    def _best(
-        self,
-        goal: Goal,
-        guesses: Sequence[Guess],
-        hope: float,
-        accepts: Callable[[TpuCandidate], bool],
-    ) -> ComputedCandidate | None:
-        """Return what may be best for a goal, if it may be better than what is known."""
-        known = [goal(o, self.found[o.candidate].step_s) for o in self.useful()]
-        better = [
-            guess
-            for guess in guesses
-            if (best_s := guess.step_s(hope)) <= self._at_most_s
-            and (not known or goal(guess.option, best_s * (1 + _GAIN)) < min(known))
-        ]
-        better.sort(key=lambda guess: goal(guess.option, guess.step_s(hope)))
-        for by in (0.0, 1.0, 2.0):  # what surely fits is asked about first
-            for guess in better:
+        guesses, useful = self.guesses(), self.useful()
+        for hope, _ in product(_HOPES, GOALS):
+            goal = next(self._goals)
+            known = (goal(option, self.found[option.candidate].step_s) for option in useful)
+            least = min(known, default=None)
+            better = [
+                guess
+                for guess in guesses
+                if (best_s := guess.step_s(hope)) <= self._at_most_s
+                and (least is None or goal(guess.option, best_s * (1 + _GAIN)) < least)
+            ]
+            better.sort(key=lambda guess: goal(guess.option, guess.step_s(hope)))
+            for by, guess in product((0.0, 1.0, 2.0), better):  # first what surely fits
                 candidate = guess.option.candidate
-                if candidate in self.dropped or not guess.may_fit(by):
+                fits = guess.peak_bytes(by) <= candidate.topology.chip.hbm_bytes
+                if not fits or candidate in self.dropped:
                     continue
                 if accepts(candidate):
                     return guess.option
@@ -321,11 +294,6 @@ class Search:
             for each, found in self.found.items()
             if found.fits
         ]
-        peaks = [
-            (each, found.peak_bytes / computed[each].peak_bytes)
-            for each, found in self.found.items()
-        ]
-        corrected = zip(
-            asked, corrections(times, candidates), corrections(peaks, candidates), strict=True
-        )
-        return [Guess(option, time, peak) for option, time, peak in corrected]
+        peaks = [(each, f.peak_bytes / computed[each].peak_bytes) for each, f in self.found.items()]
+        of_time, of_peak = corrections(times, candidates), corrections(peaks, candidates)
+        return [*map(Guess, asked, of_time, of_peak)]
